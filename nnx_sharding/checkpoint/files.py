@@ -116,11 +116,15 @@ def from_first_process(decide: Callable[[], Any]) -> Any:
     text = ""
     if jax.process_index() == 0:
         try:
-            text = json.dumps(decide())
+            text = json.dumps((decide(), None))
         except OSError as error:  # the others wait for an answer
-            text = json.dumps((True, f"cannot be read: {first_line(error)}"))
+            text = json.dumps((None, first_line(error)))
     buffer = np.frombuffer(text.encode().ljust(_BROADCAST_BYTES), np.uint8)
-    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).decode())
+    buffer = np.asarray(multihost_utils.broadcast_one_to_all(buffer))
+    decision, error = json.loads(bytes(buffer).decode())
+    if error:
+        raise CheckpointError(f"process 0 cannot read the folder: {error}")
+    return decision
 
 
 def _replace(folder: Any, new: Any) -> None:

@@ -101,13 +101,14 @@ class Checkpoints:
         step, latest = operator.index(step), self.manager.latest_step()
         if step < 0:
             raise ValueError(f"Checkpoints.save: expected a step of 0 or more, got {step}.")
-        self._check_is_next(step)
+        self._check_is_next(step, latest)
         if not force and not self.manager.should_save(step):
             return False
         self.manager.wait_until_finished()  # as `manager.save` does
         self.manager.reload()
-        if from_first_process(self.manager.latest_step) != latest:
-            self._check_is_next(step, " Another job has saved it since this one started.")
+        newest = from_first_process(self.manager.latest_step)
+        if newest != latest:
+            self._check_is_next(step, newest, " Another job has saved it since this one started.")
         # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
         check_storable(flatten(tree))
         items = {MODEL: ModelSave(tree, checksums)}
@@ -117,8 +118,7 @@ class Checkpoints:
         with progress(f"save step {step}"):
             return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
 
-    def _check_is_next(self, step: int, cause: str = "") -> None:
-        latest = self.manager.latest_step()
+    def _check_is_next(self, step: int, latest: int | None, cause: str = "") -> None:
         if latest is not None and step <= latest:
             raise ValueError(
                 f"Checkpoints.save: step {step} does not come after step {latest}, which exists in "

@@ -16,23 +16,19 @@ def add_commands(subparsers: Any) -> None:
         "launch",
         help="run a program in several processes on this machine",
         description="Runs a Python program in several processes on this machine, in which\n"
-        "jax.distributed.initialize() needs no arguments, as on a cluster. If one fails,\n"
-        "the others are ended.",
+        "jax.distributed.initialize() needs no arguments. If one fails, the others are ended.",
         epilog="exit code: that of the process that failed first, 128 + n after signal n;\n"
         "124 after --timeout; else 0, or 2 if the command line is wrong",
-        usage="%(prog)s [options] script.py [argument ...]\n"
-        "       %(prog)s [options] -m module [argument ...]",
+        usage="%(prog)s [options] {script.py | -m module} [argument ...]",
     )
     parser.set_defaults(run=_run)
     add = parser.add_argument
-    text = "number of processes (default: %(default)s)"
-    add("--processes", type=count, default=2, metavar="N", help=text)
-    text = "devices of each process, virtual ones on the CPU (default: %(default)s)"
+    add("--processes", type=count, default=2, metavar="N", help="default: 2")
+    text = "of each process, virtual ones on the CPU (default: 1)"
     add("--devices-per-process", type=count, default=1, metavar="N", help=text)
-    text = "value of JAX_PLATFORMS, such as cuda (default: %(default)s)"
-    add("--platform", default="cpu", metavar="NAME", help=text)
+    add("--platform", default="cpu", metavar="NAME", help="JAX_PLATFORMS (default: cpu)")
     add("--timeout", type=seconds, metavar="SECONDS", help="end all processes after this time")
-    text = "time from asking a process to end until it is killed (default: %(default)g)"
+    text = "from asking a process to end until it is killed (default: 3)"
     add("--grace", type=seconds, default=3.0, metavar="SECONDS", help=text)
     add("-m", dest="module", nargs="...", help="run a module, as python -m does")
     add("program", nargs="...", help=argparse.SUPPRESS)

@@ -12,16 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from ..partition.mesh import MOST_DEVICES
 from . import worker
 
-# The rank of a process that has ended, and its exit code; no rank for the end of the launch.
-_Ends: TypeAlias = "queue.SimpleQueue[tuple[int | None, int]]"
 _TIMED_OUT = 124  # as for timeout(1)
+_LONGEST = 1e9  # seconds that the system can wait
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -58,13 +56,9 @@ def launch(
       OSError: a process could not be started.
 
     Example:
-      >>> import tempfile
-      >>> from pathlib import Path
       >>> from nnx_sharding.testing import launch
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     script = Path(folder, "script.py")
-      ...     _ = script.write_text("import os; assert os.environ['SLURM_PROCID'] in '01'")
-      ...     launch([str(script)], processes=2)
+      >>> launch(["-m", "__hello__"], processes=1)
+      [0] Hello world!
       0
     """
     if not program or not 1 <= processes * devices_per_process <= MOST_DEVICES or processes < 1:
@@ -72,18 +66,24 @@ def launch(
             f"expected a program and 1 to {MOST_DEVICES} devices in all, got {program!r} and "
             f"{processes} processes of {devices_per_process} devices."
         )
-    ends: _Ends = queue.SimpleQueue()
+    # Which process ended (None: the launcher has to), and its exit code, negative after a signal.
+    ends: queue.SimpleQueue[tuple[int | None, int]] = queue.SimpleQueue()
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
-    stderr = [deque[str](maxlen=20) for _ in range(processes)]
-    failed, code, started = None, 0, time.monotonic()
-    with _signals_to(ends), socket.socket() as port:
+    failed, code, start = None, 0, time.monotonic()
+    limit = _LONGEST if timeout is None else min(timeout, _LONGEST)
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():  # no other may handle signals
+            for each in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+                old = signal.signal(each, lambda number, _: ends.put((None, -number)))
+                stack.callback(signal.signal, each, old)
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
+        port = stack.enter_context(socket.socket())
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{port.getsockname()[1]}"
         try:
-            for rank, last in enumerate(stderr):
+            for rank in range(processes):
                 process = subprocess.Popen(
                     [sys.executable, worker.__file__, *program],
                     env=_environment(rank, processes, devices_per_process, platform, address),
@@ -95,54 +95,43 @@ def launch(
                     start_new_session=True,  # only the launcher receives Ctrl-C
                 )
                 workers.append(process)
-                _thread(_wait, rank, process, ends)
-                readers.append(_thread(_copy, rank, process.stdout, sys.stdout, None, ends))
-                readers.append(_thread(_copy, rank, process.stderr, sys.stderr, last, ends))
+                readers.append(_thread(_copy, rank, process.stdout, sys.stdout, ends))
+                readers.append(_thread(_copy, rank, process.stderr, sys.stderr, ends))
+                _thread(lambda rank, process: ends.put((rank, process.wait())), rank, process)
             running = processes
             while running and not code:
-                passed = time.monotonic() - started
-                left = None if timeout is None else max(0.0, timeout - passed)
-                failed, code = ends.get(timeout=left)
+                failed, code = ends.get(timeout=max(0.0, start + limit - time.monotonic()))
                 running -= 1
         except queue.Empty:
             failed, code = None, _TIMED_OUT
         finally:
-            seconds = time.monotonic() - started
-            _end(workers, grace)
+            seconds = time.monotonic() - start
+            _end(workers, min(grace, _LONGEST))
     for reader in readers:
-        reader.join(grace)
+        reader.join(min(grace, 3.0))
     if code:
-        n = code - 128
-        name = f"signal {n} ({signal.Signals(n).name})" if n in set(signal.Signals) else ""
-        how = "timed out" if code == _TIMED_OUT else f"ended by {name}"
-        who = (
-            how if failed is None else f"process {failed} failed with {name or f'exit code {code}'}"
-        )
-        lines = [] if failed is None else [f"  {line}" for line in stderr[failed]]
-        message = f"launch: {who}, after {seconds:.1f} s; all processes were ended"
-        print("\n".join([message, *lines]), file=sys.stderr)
-    return code
+        how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.Signals(-code).name})"
+        who = f"process {failed} failed with {how}"
+        if failed is None:
+            who = "timed out" if code == _TIMED_OUT else f"ended by {how}"
+        print(f"launch: {who}, after {seconds:.1f} s; all processes were ended", file=sys.stderr)
+    return code if code >= 0 else 128 - code
 
 
-def _environment(
-    rank: int, processes: int, devices: int, platform: str, address: str
-) -> dict[str, str]:
+def _environment(rank: int, processes: int, devices: int, platform: str, at: str) -> dict[str, str]:
     """The environment of one process: that of a Slurm step, from which JAX takes rank and size."""
     # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     flags = re.sub(rf"{_DEVICE_COUNT}=\S*", "", kept.get("XLA_FLAGS", ""))
-    return {
-        "SLURM_JOB_ID": "0",
-        **kept,
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else it listens on all interfaces
+    ranks = dict.fromkeys(("SLURM_LOCALID", "SLURM_PROCID"), str(rank))
+    # Without the second one, JAX listens on all interfaces.
+    addresses = dict.fromkeys(("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"), at)
+    return {"SLURM_JOB_ID": "0", **kept, **ranks, **addresses} | {
         "JAX_LOCAL_DEVICE_IDS": ",".join(str(rank * devices + i) for i in range(devices)),
         "JAX_PLATFORMS": platform,
         "PYTHONUNBUFFERED": "1",
-        "SLURM_LOCALID": str(rank),
         "SLURM_NTASKS": str(processes),
-        "SLURM_PROCID": str(rank),
         "SLURM_STEP_NODELIST": "localhost",
         "XLA_FLAGS": f"{flags} {_DEVICE_COUNT}={devices}",
     }
@@ -154,24 +143,16 @@ def _thread(function: Any, *args: Any) -> threading.Thread:
     return thread
 
 
-def _wait(rank: int, process: subprocess.Popen[str], ends: _Ends) -> None:
-    """Reports the exit code of a process when it has ended, as a shell shows it."""
-    code = process.wait()
-    ends.put((rank, code if code >= 0 else 128 - code))
-
-
-def _copy(rank: int, pipe: Any, shown: Any, last: deque[str] | None, ends: _Ends) -> None:
+def _copy(rank: int, pipe: Any, shown: Any, ends: Any) -> None:
     """Shows each line with the number of its process; very long ones in parts."""
     with pipe:
-        for line in iter(lambda: pipe.readline(1 << 20), ""):
-            line = line.removesuffix("\n")
-            if last is not None:
-                last.append(line[:2000])
+        while line := pipe.readline(1 << 20):
+            text = line.removesuffix("\n")
             try:
-                print(f"[{rank}] {line}\n", end="", file=shown, flush=True)
+                print(f"[{rank}] {text}\n", end="", file=shown, flush=True)
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
-                ends.put((None, 128 + signal.SIGPIPE))
+                ends.put((None, -signal.SIGPIPE))
 
 
 def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
@@ -185,18 +166,4 @@ def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
     for process in workers:
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-@contextlib.contextmanager
-def _signals_to(ends: _Ends) -> Iterator[None]:
-    """Puts the signals that ask this process to end into a queue."""
-    is_main = threading.current_thread() is threading.main_thread()  # no other may handle signals
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    before = [signal.signal(number, lambda n, _: ends.put((None, 128 + n))) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, old in zip(numbers, before, strict=True):
-            signal.signal(number, old)
+        process.stdin.close()  # type: ignore[union-attr]

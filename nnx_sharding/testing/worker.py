@@ -9,7 +9,6 @@ import runpy
 import signal
 import sys
 import threading
-from types import TracebackType
 
 
 def _run(program: list[str]) -> None:
@@ -27,25 +26,22 @@ def _run(program: list[str]) -> None:
             late = threading.Timer(1.0, os._exit, (code if isinstance(code, int) else 1,))
             late.daemon = True
             late.start()
-        raise
+        if isinstance(error, SystemExit):
+            raise
+        frames = error.__traceback__  # without those of this file
+        while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen")):
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        sys.exit(1)
 
 
 def _end_with(launcher: int) -> None:
-    """Kills the process group when the launcher closes the pipe, or ends."""
-    os.read(launcher, 1)
+    os.read(launcher, 1)  # until the launcher closes the pipe, or ends
     os.killpg(0, signal.SIGKILL)
-
-
-def _show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    """Shows an error without the frames of this file."""
-    while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen")):
-        frames = frames.tb_next
-    sys.__excepthook__(kind, error.with_traceback(frames), frames)
 
 
 if __name__ == "__main__":
     pipe = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    sys.excepthook = _show
     _run(sys.argv[1:])

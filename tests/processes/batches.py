@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -265,11 +266,16 @@ def one_that_does_not_come():
 
 def a_pause_is_no_fault():
     """A consumer that computes for longer than the timeout is not late."""
-    seen = []
-    for batch, _ in padded([of(np.arange(8))] * 4, P("data"), BY_PROCESS, timeout=1.0):
-        time.sleep(1.1 if not seen else 0)  # of which the timeout takes a second
-        seen.append(float(everywhere(batch["x"]).sum()))
-    assert len(seen) == 4
+    now, pause, seen = time.monotonic, 0.0, 0
+    # Process 1 waits for process 0, whose next batches are not taken for a while.
+    with mock.patch.object(time, "monotonic", lambda: now() + pause):
+        for _ in padded([of(np.arange(8))] * 6, P("data"), BY_PROCESS, timeout=60.0, prefetch=1):
+            if not seen:
+                time.sleep(0.3)  # the time in which process 1 looks at its clock
+                pause += 100.0
+                time.sleep(0.3)
+            seen += 1
+    assert seen == 6
 
 
 def training():

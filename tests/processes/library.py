@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import training
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -273,4 +274,5 @@ if __name__ == "__main__":
             print(name, flush=True)
             check()
     batches.main(Path(sys.argv[1]))
+    training.main()
     print(f"ok {RANK}", flush=True)
