@@ -25,8 +25,8 @@ from ..core.interrupts import deferred
 from ..core.resharding import sharding_of
 from ..core.transfer import transfer
 from ..diagnostics.progress import progress
-from ..errors import CheckpointError, by_kind, raise_listed
-from ..specs.fitting import suggestion, unsummed
+from ..errors import CheckpointError, raise_listed
+from ..specs.fitting import unsummed
 from .names import NamedArray, filled, is_reference, named_arrays, present_sharding, selected
 from .stored import as_folder
 from .tensor_files import (
@@ -40,7 +40,7 @@ from .tensor_files import (
     empty,
     stored_tensors,
 )
-from .tensor_rules import Placement, Rule, Rules, gaps, names_of_array, read_rules
+from .tensor_rules import Placement, Rule, Rules, matched, names_of_array, read_rules
 
 _LOAD, _SAVE = "load_safetensors", "save_safetensors"
 
@@ -48,7 +48,6 @@ _LOAD, _SAVE = "load_safetensors", "save_safetensors"
 WEIGHTS = nnx.Not(nnx.RngState)
 
 _CHUNK = 2**24  # bytes
-_SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
 
 Parts: TypeAlias = list[tuple[Placement, StoredTensor]]
 
@@ -112,7 +111,8 @@ def load_safetensors(
     arrays = _weights(_LOAD, everything, only)
     matchers = read_rules(_LOAD, rules)
     tensors = stored_tensors(_LOAD, path)
-    parts = _matched(path, tensors, matchers, {x.path for x in everything}, arrays, cast)
+    head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
+    parts = matched(head, tensors, matchers, {x.path for x in everything}, arrays, cast)
     values, overflows = [], []
     with contextlib.ExitStack() as stack:
         used = {tensor.file for found in parts.values() for _, tensor in found}
@@ -150,71 +150,6 @@ def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[s
         [f"  {p}" for p, mesh in meshes.items() if isinstance(mesh, AbstractMesh)],
     )
     return arrays
-
-
-def _matched(
-    path: Any,
-    tensors: Mapping[str, StoredTensor],
-    rules: Rules,
-    everything: Collection[str],
-    arrays: Mapping[str, NamedArray],
-    cast: bool,
-) -> dict[str, Parts]:
-    """The tensors of each array, which have to fill it; an error lists all that does not fit."""
-    parts: dict[str, Parts] = {array_path: [] for array_path in arrays}
-    unknown, shapes, dtypes = [], [], []
-    misfits = set()
-    near = suggestion if len(tensors) < _SUGGESTIONS else lambda name, names: ""
-    for name, tensor in tensors.items():
-        targets = rules.targets(name)
-        if targets is None:
-            unknown.append(f"  {name}: no rule matches")
-        for rule, array_path, groups in targets or ():
-            if array_path not in everything:
-                unknown.append(f"  {name}: no array {array_path}{near(array_path, everything)}")
-            if array_path not in arrays:
-                continue
-            leaf = arrays[array_path].leaf
-            where = f"{array_path}, shape {leaf.shape}"
-            try:
-                placement = rule.place(name, groups, leaf.shape)
-            except ValueError as error:
-                misfits.add(array_path)
-                shapes.append(f"  {name}, shape {tensor.shape}: {where}: {error}")
-                continue
-            parts[array_path].append((placement, tensor))
-            if placement.tensor_shape != tensor.shape:
-                wanted = placement.tensor_shape
-                shapes.append(f"  {name}, shape {tensor.shape}: {where} needs {wanted}")
-            elif not _is_readable(tensor.dtype, leaf.dtype, cast):
-                dtypes.append(f"  {name}: {tensor.dtype}, {array_path}: {leaf.dtype}")
-    missing = [
-        f"  {array_path}, shape {arrays[array_path].leaf.shape}{gap}"
-        for array_path, found in parts.items()
-        if found or array_path not in misfits
-        for gap in gaps(arrays[array_path].leaf.shape, [placement for placement, _ in found])
-    ]
-    problems = {
-        "Arrays without a tensor": missing,
-        "Tensors without an array": unknown,
-        "Of another shape": shapes,
-        "Of another dtype (cast=True converts among floats and among integers)": dtypes,
-    }
-    head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
-    raise_listed(CheckpointError, head, by_kind(problems))
-    return parts
-
-
-def _is_readable(there: Any, here: Any, cast: bool) -> bool:
-    if isinstance(there, str):  # NumPy has no such dtype
-        return False
-    return bool(there == here) or (
-        cast
-        and any(
-            jnp.issubdtype(there, kind) and jnp.issubdtype(here, kind)
-            for kind in (jnp.floating, jnp.integer)
-        )
-    )
 
 
 def _loaded(leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], misfits: set[str]) -> Any:

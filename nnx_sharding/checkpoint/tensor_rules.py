@@ -6,17 +6,21 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
-from ..errors import raise_listed
+from ..errors import CheckpointError, by_kind, raise_listed
+from ..specs.fitting import suggestion
+from .names import NamedArray
 from .tensor_files import Elements, Region
 
 # The axes that each dimension is made of.
 Dimensions: TypeAlias = list[list[str]]
 
+_SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
 _NAME, _INDEX = r"[A-Za-z_]\w*", r"\{\d+\}"
 
 
@@ -77,6 +81,9 @@ class Tensor:
         options = {"take": dict(take or {}), "put": dict(put or {}), "sizes": sizes}
         vars(self).update(options, path=path, dimensions=dimensions)
         self._check()
+
+    def __hash__(self) -> int:
+        return hash((self.path, self.dimensions))
 
     def _check(self) -> None:
         def refuse(reason: str) -> None:
@@ -203,6 +210,20 @@ class Placement:
     right: Dimensions
     axes: Mapping[str, Axis]
 
+    def inverse(self, name: str) -> Placement:
+        """The place of the array in the tensor."""
+        swapped = {
+            axis: Axis(x.array_size, x.array_start, x.tensor_size, x.tensor_start, x.length)
+            for axis, x in self.axes.items()
+        }
+        return Placement(name, self.right, self.left, swapped)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the array is the tensor."""
+        whole = all(x.tensor_size == x.array_size == x.length for x in self.axes.values())
+        return whole and self.left == self.right
+
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape that the tensor has to have."""
@@ -238,11 +259,10 @@ class Placement:
         return tuple(slices), Elements(offsets)
 
 
-def gaps(shape: Sequence[int], placements: Sequence[Placement]) -> list[str]:
-    """The parts of an array that no tensor fills, or more than one does."""
-    if not placements:
+def gaps(shape: Sequence[int], regions: Sequence[Region]) -> list[str]:
+    """The parts of an array that no region fills, or more than one does."""
+    if not regions:
         return [""]
-    regions = [placement.region for placement in placements]
     edges = [sorted({0, n, *(e for r in regions for e in r[i])}) for i, n in enumerate(shape)]
     count = np.zeros([len(each) - 1 for each in edges], np.int32)
     for region in regions:
@@ -309,6 +329,74 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
     return Rules(pairs)
 
 
+def matched(
+    head: str,
+    tensors: Mapping[str, Any],
+    rules: Rules,
+    everything: Collection[str],
+    arrays: Mapping[str, NamedArray],
+    cast: bool,
+    noun: str = "tensor",
+) -> dict[str, list[tuple[Placement, Any]]]:
+    """The tensors of each array, which have to fill it; an error lists all that does not fit."""
+    parts: dict[str, list[tuple[Placement, Any]]] = {array_path: [] for array_path in arrays}
+    unknown, shapes, dtypes = [], [], []
+    misfits = set()
+    near = suggestion if len(tensors) < _SUGGESTIONS else lambda name, names: ""
+    for name, tensor in tensors.items():
+        targets = rules.targets(name)
+        if targets is None:
+            unknown.append(f"  {name}: no rule matches")
+        for rule, array_path, groups in targets or ():
+            if array_path not in everything:
+                unknown.append(f"  {name}: no array {array_path}{near(array_path, everything)}")
+            if array_path not in arrays:
+                continue
+            leaf = arrays[array_path].leaf
+            where = f"{array_path}, shape {leaf.shape}"
+            try:
+                placement = rule.place(name, groups, leaf.shape)
+            except ValueError as error:
+                misfits.add(array_path)
+                shapes.append(f"  {name}, shape {tensor.shape}: {where}: {error}")
+                continue
+            parts[array_path].append((placement, tensor))
+            if placement.tensor_shape != tensor.shape:
+                wanted = placement.tensor_shape
+                shapes.append(f"  {name}, shape {tensor.shape}: {where} needs {wanted}")
+            elif not is_readable(tensor.dtype, leaf.dtype, cast):
+                dtypes.append(f"  {name}: {tensor.dtype}, {array_path}: {leaf.dtype}")
+    missing = [
+        f"  {array_path}, shape {arrays[array_path].leaf.shape}{gap}"
+        for array_path, found in parts.items()
+        if found or array_path not in misfits
+        for gap in gaps(arrays[array_path].leaf.shape, [p.region for p, _ in found])
+    ]
+    raise_misfits(head, noun, missing, unknown, shapes, dtypes)
+    return parts
+
+
+def raise_misfits(head: str, noun: str, *problems: Sequence[str]) -> None:
+    """Raises an error if there are arrays or tensors left, other shapes or other dtypes."""
+    titles = (
+        f"Arrays without a {noun}",
+        f"{noun.capitalize()}s without an array",
+        "Of another shape",
+        "Of another dtype (cast=True converts among floats and among integers)",
+    )
+    raise_listed(CheckpointError, head, by_kind(dict(zip(titles, problems, strict=True))))
+
+
+def is_readable(there: Any, here: Any, cast: bool) -> bool:
+    """Whether a tensor of one dtype can become an array of another one."""
+    if isinstance(there, str):  # NumPy has no such dtype
+        return False
+    kinds = (jnp.floating, jnp.integer)
+    return bool(there == here) or (
+        cast and any(jnp.issubdtype(there, k) and jnp.issubdtype(here, k) for k in kinds)
+    )
+
+
 def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placement]:
     """The tensors that an array is written to; a ValueError if they cannot be named or fill it."""
     placements: list[Placement] = []
@@ -322,7 +410,7 @@ def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placem
                 placements += found
     if not placements:
         raise ValueError("no rule has this path")
-    if missing := gaps(shape, placements):
+    if missing := gaps(shape, [placement.region for placement in placements]):
         raise ValueError(f"it is not written exactly once{missing[0]}")
     return placements
 
