@@ -3,10 +3,11 @@
 Read in this order: ``names`` gives each array of a tree its name, ``stored`` lists and reads the
 arrays of a checkpoint, ``restore`` finds those that a tree needs and puts them into it. ``files``
 saves and restores single checkpoints, ``steps`` those of a training run. ``tensor_files`` and
-``tensor_rules`` are for ``safetensors``.
+``tensor_rules`` are for ``safetensors``, the rules also for ``transfer`` between live models.
 """
 
 from .files import ModelRestore, ModelSave, restore, save
+from .live_models import transfer
 from .safetensors import load_safetensors, save_safetensors
 from .steps import Checkpoints
 from .stored import contents
@@ -22,4 +23,5 @@ __all__ = [
     "restore",
     "save",
     "save_safetensors",
+    "transfer",
 ]

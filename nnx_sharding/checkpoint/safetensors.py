@@ -8,7 +8,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -234,8 +234,8 @@ def save_safetensors(
 
     Raises:
       CheckpointError: the folder has such files already, or they cannot be written.
-      ValueError: ``path`` is in a bucket and there are several processes, arrays have no rule, no name can be made from one, tensors are not filled by their
-        arrays, or ``only`` selects nothing.
+      ValueError: arrays have no rule, no name can be made from one, tensors are not filled by their
+        arrays, ``only`` selects nothing, or several processes save to a bucket.
 
     Example:
       See :func:`load_safetensors`.

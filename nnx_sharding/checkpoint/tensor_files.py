@@ -92,7 +92,9 @@ def _header(caller: str, path: Any) -> dict[str, StoredTensor]:
                 raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
             return _tensors(path, json.loads(file.read(start - 8)), start, end)
     except OSError as error:
-        raise NoCheckpointError(f"{caller}: cannot read {path}: {error.strerror or error}.") from error
+        raise NoCheckpointError(
+            f"{caller}: cannot read {path}: {error.strerror or error}."
+        ) from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{caller}: {path} is damaged, or not a safetensors file: {error}."

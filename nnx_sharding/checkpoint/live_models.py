@@ -1,0 +1,414 @@
+"""``transfer``: weights of one live model in another, with other names, layouts and shardings."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+
+from .. import _compat
+from ..core import transfer as moves
+from ..core.flatten import Flat, flatten
+from ..core.interrupts import deferred
+from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
+from ..errors import raise_listed
+from ..partition.constrain import is_array
+from ..specs.fitting import axes_of_type
+from .names import NamedArray, filled, named_arrays, selected
+from .safetensors import WEIGHTS
+from .tensor_files import Region
+from .tensor_rules import (
+    Placement,
+    Rule,
+    Rules,
+    gaps,
+    is_readable,
+    matched,
+    names_of_array,
+    raise_misfits,
+    read_rules,
+)
+
+_SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
+_HEAD = "transfer: the source does not fit the target."
+
+# The plans of earlier calls, the last ones used at the end.
+_PLANS: dict[Any, list[_Step]] = {}
+_MOST_PLANS = 64
+
+
+@_compat.api_boundary
+def transfer(
+    source: Any,
+    target: Any,
+    rules: Mapping[str, Rule] | None = None,
+    *,
+    reverse: bool = False,
+    cast: bool = False,
+    only: Any = WEIGHTS,
+    donate: bool = False,
+) -> Any:
+    r"""Copies the weights of one live model into another, whose shardings and dtypes they get.
+
+    The models may differ in names, in the layout of arrays, and in the mesh, such as a trainer and
+    the server that samples for it. Arrays that stay on their devices, in any order, get their
+    layout, dtype and sharding by compiled programs, with no more than the bytes of the largest
+    array in flight; those that go to other devices are copied there. The old values of the target
+    are released first, so each device has the new ones only. The programs are reused when models
+    of these structures and shardings are passed again.
+
+    All processes make the same call. As in ``place``, arrays go to devices of other processes only
+    if both models are on the same devices.
+
+    Args:
+      source: a model, an ``nnx.State``, or a pytree of arrays.
+      target: what to fill, with arrays or abstract (:func:`~nnx_sharding.partition.abstract_init`).
+        Modules and Variables are changed in place. It shares no memory with ``source``.
+      rules: where each array of the source belongs, as for :func:`load_safetensors`, with the paths
+        of the source in the place of the names of tensors. None: the paths are the same.
+      reverse: whether the rules lead from ``target`` to ``source``. So one table serves both
+        directions, also from a stack of layers to a list of them.
+      cast: whether to convert to the dtype of the target: among floats, and from integers to larger
+        ones.
+      only: an NNX filter for what to copy, in both models. The default is all but the state of
+        random streams.
+      donate: whether to delete each array of the source once it is copied. An array that needs no
+        copy is handed over.
+
+    Returns:
+      ``target``, with arrays outside of modules and Variables in new containers.
+
+    Raises:
+      CheckpointError: arrays of either model are left, or have other shapes or dtypes, all in one
+        message.
+      ValueError: rules cannot be understood, ``only`` selects nothing, or arrays cannot be moved.
+        If memory is exhausted, ``target`` may be left without values, with its shapes.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import make_mesh, stack
+      >>> from nnx_sharding.checkpoint import Tensor, transfer
+      >>> from nnx_sharding.partition import sharded_init
+      >>> mesh = make_mesh({"model": 8})
+      >>> trainer = stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 2, rngs=nnx.Rngs(0))
+      >>> server = nnx.List(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in (1, 2))
+      >>> server = sharded_init(lambda: server, P("model"), mesh)
+      >>> rules = {
+      ...     r"(\d+)/kernel": Tensor("layers/kernel", "in out -> {0} in out"),
+      ...     r"(\d+)/bias": Tensor("layers/bias", "out -> {0} out"),
+      ... }
+      >>> _ = transfer(trainer, server, rules, reverse=True)  # from the server's names
+      >>> server[0].kernel.sharding.spec
+      P('model',)
+    """
+    given, flat = flatten(source), flatten(target)
+    signatures = [tuple(map(_signature, each.leaves)) for each in (given, flat)]
+    table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (rules or {}).items())
+    try:
+        key = (given.structure, flat.structure, *signatures, table, reverse, cast, only)
+        plan = _PLANS.pop(key, None)
+    except TypeError:  # a filter that is a list
+        key = plan = None
+    if plan is None:
+        plan = _plan(given, flat, _SAME if rules is None else rules, reverse, cast, only)
+    if key is not None:
+        _PLANS[key] = plan
+        if len(_PLANS) > _MOST_PLANS:
+            del _PLANS[next(iter(_PLANS))]
+    with deferred():
+        return _run(plan, given.leaves, flat, donate)
+
+
+def _signature(leaf: Any) -> Any:
+    """What decides how an array is moved."""
+    names = "shape", "dtype", "weak_type", "sharding"
+    return type(leaf), *(getattr(leaf, name, None) for name in names)
+
+
+class _Goal(NamedTuple):
+    """One array of the target."""
+
+    array: NamedArray  # abstract
+    sources: tuple[int, ...]  # their slots
+    build: Callable[..., Any] | None  # makes it of them; None if it is the source as it is
+    sharding: Any  # None for a NumPy array
+
+
+class _Step(NamedTuple):
+    """Some arrays of the target, which are moved together."""
+
+    goals: Sequence[_Goal]
+    slots: Sequence[int] = ()  # the arguments of the program
+    program: Any = None  # compiled; None if no array needs one
+    is_final: bool = False  # whether its results have the shardings of the target
+
+
+def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool) -> Any:
+    """Moves the arrays of the source into the target."""
+    uses = Counter(id(source[i]) for step in steps for goal in step.goals for i in goal.sources)
+    empty = list(flat.leaves)
+    for slot, abstract in ((g.array.slot, g.array.leaf) for step in steps for g in step.goals):
+        if isinstance(empty[slot], jax.Array):
+            empty[slot] = abstract
+    rebuilt(flat, empty, "transfer")
+    flat, values = flat._replace(leaves=empty), []
+    for step in steps:
+        shardings = [goal.sharding for goal in step.goals]
+        taken = [source[i] for goal in step.goals for i in goal.sources]
+        uses.subtract(map(id, taken))
+        free = [x for x in taken if donate and isinstance(x, jax.Array) and not uses[id(x)]]
+        if step.program is None:
+            made = [(g.build or _first)(*(source[i] for i in g.sources)) for g in step.goals]
+            made = moves.transfer(made, shardings, donate=len(free) == len(taken), alias=False)
+        else:
+            made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
+            if not step.is_final:
+                made = moves.transfer(finished_on_cpu(made), shardings, donate=True)
+                jax.block_until_ready(made)  # before the next program takes memory
+        finished_on_cpu(made)
+        for goal, x in zip(step.goals, made, strict=True):
+            values.append((goal.array, np.array(x) if goal.sharding is None else x))
+        kept = set(map(id, made))
+        for x in free:
+            if id(x) not in kept and not x.is_deleted():
+                x.delete()
+    return filled(flat, values, "transfer")
+
+
+def _first(array: Any) -> Any:
+    return array
+
+
+def _plan(
+    given: Flat, flat: Flat, rules: Mapping[str, Rule], reverse: bool, cast: bool, only: Any
+) -> list[_Step]:
+    """The steps that move the arrays of one structure into those of another."""
+    sources, targets = (
+        {x.path: x for x in selected("transfer", named_arrays(each), only, is_array, "arrays")}
+        for each in (given, flat)
+    )
+    matchers = read_rules("transfer", rules)
+    if reverse:
+        parts = _reversed(matchers, sources, targets, cast)
+    else:
+        leaves = {path: x.leaf for path, x in sources.items()}
+        everything = {x.path for x in named_arrays(flat)}
+        found = matched(_HEAD, leaves, matchers, everything, targets, cast, "source")
+        parts = {path: [placement for placement, _ in each] for path, each in found.items()}
+    goals, obstacles = [], []
+    for path, placements in parts.items():
+        used = [sources[placement.name] for placement in placements]
+        goals.append(_goal(targets[path], used, placements))
+        found = dict.fromkeys(_obstacles(used, goals[-1]))
+        obstacles += [f"  {path}: {each}" for each in found]
+    raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
+    return _steps(goals, given.leaves)
+
+
+def _reversed(
+    rules: Rules,
+    sources: Mapping[str, NamedArray],
+    targets: Mapping[str, NamedArray],
+    cast: bool,
+) -> dict[str, list[Placement]]:
+    """The sources of each array by rules from the target to the source."""
+    parts: dict[str, list[Placement]] = {p: [] for p in targets if rules.targets(p) != []}
+    unknown, shapes, dtypes, misfits = [], [], [], set()
+    for path, source in sources.items():
+        try:
+            placements = names_of_array(rules, path, source.leaf.shape)
+        except ValueError as error:
+            unknown.append(f"  {path}, shape {source.leaf.shape}: {error}")
+            continue
+        for placement in placements:
+            target = targets.get(placement.name)
+            if target is None:
+                unknown.append(f"  {path}: no array {placement.name}")
+                continue
+            parts[placement.name].append(placement.inverse(path))
+            line = f"  {path}, shape {source.leaf.shape}: {placement.name}, shape"
+            if placement.tensor_shape != target.leaf.shape:
+                misfits.add(placement.name)
+                shapes.append(f"{line} {target.leaf.shape} needs {placement.tensor_shape}")
+            elif not is_readable(source.leaf.dtype, target.leaf.dtype, cast):
+                dtypes.append(
+                    f"  {path}: {source.leaf.dtype}, {placement.name}: {target.leaf.dtype}"
+                )
+    missing = [
+        f"  {path}, shape {targets[path].leaf.shape}{gap}"
+        for path, found in parts.items()
+        if path not in misfits
+        for gap in (gaps(*_boxes(found)) if found else [""])
+    ]
+    raise_misfits(_HEAD, "source", missing, unknown, shapes, dtypes)
+    return parts
+
+
+def _boxes(placements: Sequence[Placement]) -> tuple[list[int], list[Region]]:
+    """The shape of an array and the regions of its sources, by axes if all agree on these."""
+    axes = [[[p.axes[n] for n in names] for names in p.right] for p in placements]
+    flat = [[*itertools.chain(*each)] for each in axes]
+    if len({tuple(tuple(x.array_size for x in dim) for dim in each) for each in axes}) == 1:
+        regions = [[(x.array_start, x.array_start + x.length) for x in each] for each in flat]
+        return [x.array_size for x in flat[0]], regions
+    return [math.prod(x.array_size for x in dim) for dim in axes[0]], [p.region for p in placements]
+
+
+def _goal(target: NamedArray, sources: Sequence[NamedArray], placements: Any) -> _Goal:
+    leaf, sharding = target.leaf, None
+    if not isinstance(leaf, np.ndarray | np.generic):
+        sharding = sharding_of(leaf)
+        sharding = sharding.sharding if isinstance(sharding, Format) else sharding
+        sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    is_weak = bool(getattr(leaf, "weak_type", False))
+    kinds = [(x.leaf.dtype, bool(getattr(x.leaf, "weak_type", False))) for x in sources]
+    is_same = kinds == [(leaf.dtype, is_weak)] and placements[0].is_identity
+    build = functools.partial(_built, tuple(placements), leaf.shape, leaf.dtype, is_weak)
+    options = {"sharding": sharding, "weak_type": is_weak}
+    abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
+    array = target._replace(leaf=abstract, variable=None)  # plans keep no model alive
+    return _Goal(array, tuple(x.slot for x in sources), None if is_same else build, sharding)
+
+
+def _built(
+    placements: Sequence[Placement], shape: Sequence[int], dtype: Any, is_weak: bool, *arrays: Any
+) -> Any:
+    """An array of the target, made of its sources."""
+    is_host = isinstance(arrays[0], np.ndarray)
+    _, regions = _boxes(placements)
+    pieces = []
+    for x, placement, region in zip(arrays, placements, regions, strict=True):
+        is_smaller = dtype.itemsize < x.dtype.itemsize  # before it is sent
+        if x.dtype != dtype and is_smaller and not is_host:
+            x = jax.lax.optimization_barrier(_compat.converted(x, dtype, is_weak))
+        left = [axis for names in placement.left for axis in names]
+        right = [axis for names in placement.right for axis in names if axis in left]
+        axes = placement.axes
+        x = x.reshape([axes[axis].tensor_size for axis in left])
+        x = x[
+            tuple(slice(axes[n].tensor_start, axes[n].tensor_start + axes[n].length) for n in left)
+        ]
+        order = [*right, *(axis for axis in left if axis not in right)]
+        x = x.transpose([left.index(axis) for axis in order])
+        pieces.append((region, x.reshape([end - start for start, end in region])))
+    x = _joined(pieces, 0, np if is_host else jnp).reshape(shape)
+    if is_host:
+        return x.astype(dtype)
+    return x if x.dtype == dtype and not is_weak else _compat.converted(x, dtype, is_weak)
+
+
+def _joined(pieces: Sequence[tuple[Region, Any]], dimension: int, numpy: Any) -> Any:
+    """An array made of pieces that fill it."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    edges = sorted({edge for region, _ in pieces for edge in region[dimension]})
+    before, slabs = (slice(None),) * dimension, []
+    for start, end in itertools.pairwise(edges):
+        inside = []
+        for region, x in pieces:
+            first, last = region[dimension]
+            if first <= start and end <= last:
+                inside.append((region, x[(*before, slice(start - first, end - first))]))
+        slabs.append(_joined(inside, dimension + 1, numpy))
+    return numpy.concatenate(slabs, dimension)
+
+
+def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
+    """Why the sources cannot become this array."""
+    leaves = [x.leaf for x in sources]
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        yield "the source is abstract, without values"
+        return
+    if len({_devices(leaf) for leaf in leaves}) > 1:
+        yield "its sources are on different devices; place them on the same ones"
+    for leaf in leaves:
+        place = goal.sharding or SingleDeviceSharding(jax.local_devices()[0])
+        if problem := moves.obstacle(leaf, place):
+            yield problem
+        if goal.build and isinstance(leaf, jax.Array) and other_memory(leaf.sharding):
+            yield f"the source is in {leaf.sharding.memory_kind}; place it on its devices"
+        old, new = leaf.dtype, goal.array.leaf.dtype
+        if jnp.issubdtype(new, jnp.integer) and old != new:
+            here, there = jnp.iinfo(new), jnp.iinfo(old)
+            if there.min < here.min or there.max > here.max:
+                yield f"{old} may be out of the range of {new}"
+
+
+def _devices(leaf: Any) -> Any:
+    """The devices of an array in their order; None on the host."""
+    is_host = isinstance(leaf, np.ndarray | np.generic)
+    return None if is_host else _compat.device_assignment(sharding_of(leaf))
+
+
+def _steps(goals: Sequence[_Goal], leaves: Sequence[Any]) -> list[_Step]:
+    """The programs for some arrays, each with as many of them as the largest one has bytes."""
+    most = max(_nbytes(goal) for goal in goals)
+    moved, groups = [], {}
+    for goal in goals:
+        first = leaves[goal.sources[0]]
+        devices, place = _devices(first), goal.sharding
+        is_here = place is not None and devices == _compat.device_assignment(place)
+        is_placed = place is None or place == sharding_of(first) or other_memory(place)
+        if devices is None or (goal.build is None and (not is_here or is_placed)):
+            moved.append(goal)
+            continue
+        is_final = is_here and not other_memory(place)
+        bins = groups.setdefault((devices, is_final), [[]])
+        if bins[-1] and sum(map(_nbytes, [*bins[-1], goal])) > most:
+            bins.append([])
+        bins[-1].append(goal)
+    steps = [_Step(moved)] if moved else []
+    for (devices, is_final), bins in groups.items():
+        for each in bins:
+            slots = sorted({slot for goal in each for slot in goal.sources})
+            places = [goal.sharding if is_final else _twin(goal.sharding, devices) for goal in each]
+            steps.append(_Step(each, slots, _compiled(each, slots, leaves, places), is_final))
+    return steps
+
+
+def _compiled(goals: Any, slots: Sequence[int], leaves: Sequence[Any], places: Any) -> Any:
+    """A program that makes arrays of the values in some slots, with these shardings."""
+
+    def make(*arrays: Any) -> list[Any]:
+        given = dict(zip(slots, arrays, strict=True))
+        return [(goal.build or _first)(*(given[slot] for slot in goal.sources)) for goal in goals]
+
+    inputs = []
+    for x in (leaves[slot] for slot in slots):
+        options = {"sharding": x.sharding, "weak_type": x.weak_type}
+        inputs.append(_on_auto_axes(jax.ShapeDtypeStruct(x.shape, x.dtype, **options)))
+    return jax.jit(make, out_shardings=places).lower(*inputs).compile()
+
+
+def _on_auto_axes(x: Any) -> Any:
+    """The same buffers on a mesh whose axes are Auto, where any operation is possible."""
+    mesh = getattr(x.sharding, "mesh", None)
+    if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
+        return x
+    auto = NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=auto)
+    buffers = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, auto, buffers)
+
+
+def _twin(sharding: Any, devices: Sequence[jax.Device]) -> Any:
+    """A sharding on other devices of which each holds what one device of the target needs."""
+    if not isinstance(sharding, NamedSharding) or len(devices) % sharding.mesh.size:
+        return None
+    grid = np.array(devices).reshape(*sharding.mesh.devices.shape, -1)
+    return NamedSharding(Mesh(grid, (*sharding.mesh.axis_names, "_copies")), sharding.spec)
+
+
+def _nbytes(goal: _Goal) -> int:
+    return math.prod(goal.array.leaf.shape) * int(goal.array.leaf.dtype.itemsize)
