@@ -1,5 +1,8 @@
 """The memory that placing a model takes: ``python -m benchmarks.placing [--megabytes 256]``.
 
+The last rows are the time of a second ``transfer`` to another model, relative to ``jax.device_put``
+of the same arrays, the median of pairs that take turns.
+
 Each case runs in a process of its own, on 8 virtual devices. The memory of these is that of the
 host, so what the process holds is what host and devices hold together: the old arrays, the new
 ones, and whatever is in between. All figures are multiples of the size of the model.
@@ -12,8 +15,10 @@ import gc
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,10 +59,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placing", description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="the size of the model")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file as well")
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        print(json.dumps(measure(CASES[options.case], options.megabytes)))
+        is_time = not options.case.isdecimal()
+        found = time_transfer if is_time else lambda case, n: measure(CASES[int(case)], n)
+        print(json.dumps(found(options.case, options.megabytes)))
         return
     rows = [child(number, options.megabytes) for number in range(len(CASES))]
     width = max(len(row["case"]) for row in rows)
@@ -68,11 +75,15 @@ def main() -> None:
             f"{row['case']:{width}}  {row['old']:4.2f}  {row['new']:4.2f}  {row['peak']:4.2f}"
             f"  {between:10.2f}  {row['after']:10.2f}"
         )
+    for goal in ("columns", "rows", "half the devices"):
+        print(
+            f"transfer, rows → {goal}: {child(goal, options.megabytes)['ratio']:.2f} × device_put"
+        )
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2), encoding="utf-8")
 
 
-def child(case: int, megabytes: int) -> dict[str, Any]:
+def child(case: int | str, megabytes: int) -> dict[str, Any]:
     """The figures of one case, from a process of its own."""
     flag = f"--xla_force_host_platform_device_count={DEVICES}"
     environment = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
@@ -118,6 +129,28 @@ def measure(case: Case, megabytes: int) -> dict[str, Any]:
         "peak": (resident("VmHWM") - before) / size,
         "after": (resident("VmRSS") - before) / size,
     }
+
+
+def time_transfer(goal: str, megabytes: int) -> dict[str, float]:
+    import jax
+    from flax import nnx
+
+    from nnx_sharding.checkpoint import transfer
+
+    arrays = source("rows", megabytes * 2**20 // (ARRAYS * 4 * 1024))
+    shardings = [goals()[goal]] * ARRAYS
+    model = nnx.List([nnx.Param(x) for x in arrays])
+    other = nnx.List([nnx.Param(x) for x in jax.device_put(arrays, shardings)])
+    ratios = []
+    for number in range(12):
+        start = time.perf_counter()
+        jax.block_until_ready(jax.device_put(arrays, shardings, may_alias=False))
+        middle = time.perf_counter()
+        transfer(model, other)
+        jax.block_until_ready([x[...] for x in other])
+        if number > 1:  # after compiling
+            ratios.append((time.perf_counter() - middle) / (middle - start))
+    return {"ratio": statistics.median(ratios)}
 
 
 def source(name: str, rows: int) -> list[Any]:

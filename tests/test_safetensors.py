@@ -582,9 +582,9 @@ class ErrorTest(TestCase):
         np.testing.assert_array_equal(other.w0, model.w0)
         with self.assertRaises(NoCheckpointError):
             load_safetensors("gs://bucket/none", other, rules)
-        with mock.patch.object(jax, "process_count", lambda: 2):
-            with self.assertRaisesRegex(ValueError, "several processes cannot write"):
-                save_safetensors(where, model, rules, overwrite=True)
+        several = mock.patch.object(jax, "process_count", lambda: 2)
+        with several, self.assertRaisesRegex(ValueError, "several processes cannot write"):
+            save_safetensors(where, model, rules, overwrite=True)
 
     def test_overwrite(self):
         rules = {"a": "a", "b": "b"}
@@ -636,9 +636,9 @@ class ErrorTest(TestCase):
                 assert not [path for path in folder.iterdir() if path.name.startswith(".")]
         # Killed between the replacements: both models are on the disk, the loader says how.
         folder = self.folder / "256-256"
-        with mock.patch.object(type(epath.Path()), "replace", side_effect=KeyboardInterrupt):
-            with self.assertRaises(KeyboardInterrupt):
-                save_safetensors(folder, model(2), rules, max_shard_size=256, overwrite=True)
+        killed = mock.patch.object(type(epath.Path()), "replace", side_effect=KeyboardInterrupt)
+        with killed, self.assertRaises(KeyboardInterrupt):
+            save_safetensors(folder, model(2), rules, max_shard_size=256, overwrite=True)
         with self.assertRaisesRegex(CheckpointError, "rename each .NAME.unfinished in it to NAME"):
             load_safetensors(folder, model(0), rules)
         for path in folder.glob(".*.unfinished"):

@@ -121,9 +121,9 @@ def from_first_process(decide: Callable[[], Any]) -> Any:
             text = json.dumps((None, first_line(error)))
     buffer = np.frombuffer(text.encode().ljust(_BROADCAST_BYTES), np.uint8)
     buffer = np.asarray(multihost_utils.broadcast_one_to_all(buffer))
-    decision, error = json.loads(bytes(buffer).decode())
-    if error:
-        raise CheckpointError(f"process 0 cannot read the folder: {error}")
+    decision, problem = json.loads(bytes(buffer).decode())
+    if problem:
+        raise CheckpointError(f"process 0 cannot read the folder: {problem}")
     return decision
 
 

@@ -44,6 +44,7 @@ _HEAD = "transfer: the source does not fit the target."
 # The plans of earlier calls, the last ones used at the end.
 _PLANS: dict[Any, list[_Step]] = {}
 _MOST_PLANS = 64
+_range_of: Any = jnp.iinfo
 
 
 @_compat.api_boundary
@@ -112,15 +113,18 @@ def transfer(
       P('model',)
     """
     given, flat = flatten(source), flatten(target)
+    key: Any = None
+    plan: list[_Step] | None = None
     signatures = [tuple(map(_signature, each.leaves)) for each in (given, flat)]
     table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (rules or {}).items())
+    options = reverse, cast, only, donate
     try:
-        key = (given.structure, flat.structure, *signatures, table, reverse, cast, only)
+        key = (given.structure, flat.structure, *signatures, table, *options)
         plan = _PLANS.pop(key, None)
     except TypeError:  # a filter that is a list
-        key = plan = None
+        key = None
     if plan is None:
-        plan = _plan(given, flat, _SAME if rules is None else rules, reverse, cast, only)
+        plan = _plan(given, flat, _SAME if rules is None else rules, *options)
     if key is not None:
         _PLANS[key] = plan
         if len(_PLANS) > _MOST_PLANS:
@@ -173,7 +177,7 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
         else:
             made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
             if not step.is_final:
-                made = moves.transfer(finished_on_cpu(made), shardings, donate=True)
+                made = moves.transfer(finished_on_cpu(made), shardings)
                 jax.block_until_ready(made)  # before the next program takes memory
         finished_on_cpu(made)
         for goal, x in zip(step.goals, made, strict=True):
@@ -190,7 +194,13 @@ def _first(array: Any) -> Any:
 
 
 def _plan(
-    given: Flat, flat: Flat, rules: Mapping[str, Rule], reverse: bool, cast: bool, only: Any
+    given: Flat,
+    flat: Flat,
+    rules: Mapping[str, Rule],
+    reverse: bool,
+    cast: bool,
+    only: Any,
+    donate: bool,
 ) -> list[_Step]:
     """The steps that move the arrays of one structure into those of another."""
     sources, targets = (
@@ -203,8 +213,8 @@ def _plan(
     else:
         leaves = {path: x.leaf for path, x in sources.items()}
         everything = {x.path for x in named_arrays(flat)}
-        found = matched(_HEAD, leaves, matchers, everything, targets, cast, "source")
-        parts = {path: [placement for placement, _ in each] for path, each in found.items()}
+        fits = matched(_HEAD, leaves, matchers, everything, targets, cast, "source")
+        parts = {path: [placement for placement, _ in each] for path, each in fits.items()}
     goals, obstacles = [], []
     for path, placements in parts.items():
         used = [sources[placement.name] for placement in placements]
@@ -212,7 +222,7 @@ def _plan(
         found = dict.fromkeys(_obstacles(used, goals[-1]))
         obstacles += [f"  {path}: {each}" for each in found]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
-    return _steps(goals, given.leaves)
+    return _steps(goals, given.leaves, donate)
 
 
 def _reversed(
@@ -254,7 +264,7 @@ def _reversed(
     return parts
 
 
-def _boxes(placements: Sequence[Placement]) -> tuple[list[int], list[Region]]:
+def _boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
     """The shape of an array and the regions of its sources, by axes if all agree on these."""
     axes = [[[p.axes[n] for n in names] for names in p.right] for p in placements]
     flat = [[*itertools.chain(*each)] for each in axes]
@@ -339,7 +349,7 @@ def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
             yield f"the source is in {leaf.sharding.memory_kind}; place it on its devices"
         old, new = leaf.dtype, goal.array.leaf.dtype
         if jnp.issubdtype(new, jnp.integer) and old != new:
-            here, there = jnp.iinfo(new), jnp.iinfo(old)
+            here, there = _range_of(new), _range_of(old)
             if there.min < here.min or there.max > here.max:
                 yield f"{old} may be out of the range of {new}"
 
@@ -350,44 +360,66 @@ def _devices(leaf: Any) -> Any:
     return None if is_host else _compat.device_assignment(sharding_of(leaf))
 
 
-def _steps(goals: Sequence[_Goal], leaves: Sequence[Any]) -> list[_Step]:
-    """The programs for some arrays, each with as many of them as the largest one has bytes."""
-    most = max(_nbytes(goal) for goal in goals)
-    moved, groups = [], {}
+def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
+    """One program for all arrays on the same devices; more where it would take memory."""
+    sizes = [_nbytes(goal) for goal in goals]
+    most = max(sizes)
+    moved: list[_Goal] = []
+    groups: dict[Any, list[list[_Goal]]] = {}
     for goal in goals:
-        first = leaves[goal.sources[0]]
-        devices, place = _devices(first), goal.sharding
+        first, place = leaves[goal.sources[0]], goal.sharding
+        devices, is_moved = _devices(first), True
         is_here = place is not None and devices == _compat.device_assignment(place)
-        is_placed = place is None or place == sharding_of(first) or other_memory(place)
-        if devices is None or (goal.build is None and (not is_here or is_placed)):
+        is_final = is_here and not other_memory(place)
+        if devices is not None and goal.build is not None:
+            is_moved = False
+        elif devices is not None and place is not None and not other_memory(first.sharding):
+            twin = None if set(devices) == place.device_set else _twin(place, devices)
+            is_moved = (
+                place == first.sharding
+                or not is_final
+                and (twin is None or twin.is_equivalent_to(first.sharding, first.ndim))
+            )
+        if is_moved:
             moved.append(goal)
             continue
-        is_final = is_here and not other_memory(place)
         bins = groups.setdefault((devices, is_final), [[]])
-        if bins[-1] and sum(map(_nbytes, [*bins[-1], goal])) > most:
+        # While each part of the source is freed, the next one is copied.
+        if donate and sum(map(_nbytes, [*bins[-1], goal])) > max(most, sum(sizes) // 16):
             bins.append([])
         bins[-1].append(goal)
     steps = [_Step(moved)] if moved else []
-    for (devices, is_final), bins in groups.items():
+    for (_, is_final), bins in groups.items():
         for each in bins:
-            slots = sorted({slot for goal in each for slot in goal.sources})
-            places = [goal.sharding if is_final else _twin(goal.sharding, devices) for goal in each]
-            steps.append(_Step(each, slots, _compiled(each, slots, leaves, places), is_final))
+            if each:
+                steps += _programs(each, leaves, is_final, donate, most)
     return steps
 
 
-def _compiled(goals: Any, slots: Sequence[int], leaves: Sequence[Any], places: Any) -> Any:
-    """A program that makes arrays of the values in some slots, with these shardings."""
+def _programs(
+    goals: Sequence[_Goal], leaves: Sequence[Any], is_final: bool, donate: bool, most: int
+) -> list[_Step]:
+    """Programs that make some arrays, each with at most so many bytes of temporary memory."""
+    slots = sorted({slot for goal in goals for slot in goal.sources})
+    inputs, places = [], []
+    for x in (leaves[slot] for slot in slots):
+        options = {"sharding": x.sharding, "weak_type": x.weak_type}
+        inputs.append(_on_auto_axes(jax.ShapeDtypeStruct(x.shape, x.dtype, **options)))
+    for goal in goals:
+        first = leaves[goal.sources[0]]
+        place = goal.sharding if is_final else _twin(goal.sharding, _devices(first))
+        places.append(place)
 
     def make(*arrays: Any) -> list[Any]:
         given = dict(zip(slots, arrays, strict=True))
         return [(goal.build or _first)(*(given[slot] for slot in goal.sources)) for goal in goals]
 
-    inputs = []
-    for x in (leaves[slot] for slot in slots):
-        options = {"sharding": x.sharding, "weak_type": x.weak_type}
-        inputs.append(_on_auto_axes(jax.ShapeDtypeStruct(x.shape, x.dtype, **options)))
-    return jax.jit(make, out_shardings=places).lower(*inputs).compile()
+    compiled = jax.jit(make, out_shardings=places).lower(*inputs).compile()
+    memory = compiled.memory_analysis()
+    if len(goals) > 1 and memory is not None and memory.temp_size_in_bytes > most:
+        halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
+        return [s for half in halves for s in _programs(half, leaves, is_final, donate, most)]
+    return [_Step(goals, slots, compiled, is_final)]
 
 
 def _on_auto_axes(x: Any) -> Any:
@@ -402,8 +434,8 @@ def _on_auto_axes(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, auto, buffers)
 
 
-def _twin(sharding: Any, devices: Sequence[jax.Device]) -> Any:
-    """A sharding on other devices of which each holds what one device of the target needs."""
+def _twin(sharding: Any, devices: Any) -> Any:
+    """A sharding of other devices, each of which holds what a device of the target needs."""
     if not isinstance(sharding, NamedSharding) or len(devices) % sharding.mesh.size:
         return None
     grid = np.array(devices).reshape(*sharding.mesh.devices.shape, -1)
@@ -411,4 +443,4 @@ def _twin(sharding: Any, devices: Sequence[jax.Device]) -> Any:
 
 
 def _nbytes(goal: _Goal) -> int:
-    return math.prod(goal.array.leaf.shape) * int(goal.array.leaf.dtype.itemsize)
+    return int(math.prod(goal.array.leaf.shape) * goal.array.leaf.dtype.itemsize)

@@ -41,6 +41,8 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {name: code for code, name in DTYPES.items()}
 
+_range_of: Any = jnp.iinfo
+_limits: Any = jnp.finfo
 _LARGE = 2**20  # bytes; the number of mappings that a process may have is limited
 
 _Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -60,24 +62,24 @@ class StoredTensor(NamedTuple):
 
 def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """The tensors of a file, or of the files in a folder, by name."""
-    path = as_folder(path)
-    if not (path / INDEX_FILE).is_file():
-        if (path / f".{INDEX_FILE}{UNFINISHED}").exists():
+    folder = as_folder(path)
+    if not (folder / INDEX_FILE).is_file():
+        if (folder / f".{INDEX_FILE}{UNFINISHED}").exists():
             raise CheckpointError(
-                f"{caller}: {path} was being replaced when the process was killed. All files are "
+                f"{caller}: {folder} was being replaced when the process was killed. All files are "
                 f"complete: rename each .NAME{UNFINISHED} in it to NAME, {INDEX_FILE} as the last."
             )
-        return _header(caller, path / MODEL_FILE if path.is_dir() else path)
+        return _header(caller, folder / MODEL_FILE if folder.is_dir() else folder)
     try:
-        located = dict(json.loads((path / INDEX_FILE).read_bytes())["weight_map"])
+        located = dict(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"])
         if outside := [name for name in located.values() if Path(name).name != name]:
             raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{caller}: {path / INDEX_FILE} is damaged: {error!r}") from error
-    inside = {name: _header(caller, path / name) for name in sorted(set(located.values()))}
+        raise CheckpointError(f"{caller}: {folder / INDEX_FILE} is damaged: {error!r}") from error
+    inside = {name: _header(caller, folder / name) for name in sorted(set(located.values()))}
     raise_listed(
         CheckpointError,
-        f"{caller}: these tensors are not in the file that {path / INDEX_FILE} names:",
+        f"{caller}: these tensors are not in the file that {folder / INDEX_FILE} names:",
         [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]],
     )
     return {name: inside[file][name] for name, file in located.items()}
@@ -212,9 +214,9 @@ def _fits(values: Any, converted: Any) -> bool:
     if not values.size or old == new:
         return True
     if jnp.issubdtype(new, jnp.integer):
-        info = jnp.iinfo(new)
+        info = _range_of(new)
         return bool(info.min <= values.min() and values.max() <= info.max)
-    if float(jnp.finfo(old).max) <= 1.01 * float(jnp.finfo(new).max):  # float32 as bfloat16, too
+    if float(_limits(old).max) <= 1.01 * float(_limits(new).max):  # float32 as bfloat16, too
         return True
     return int(np.isfinite(converted).sum()) == int(np.isfinite(values).sum())
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, explain_retraces, jit, limit_traces, merge, shard_map, split
 from nnx_sharding.analysis import parameter_table
+from nnx_sharding.checkpoint import Tensor, transfer
 from nnx_sharding.compat.datarax import ArraySharder
 from nnx_sharding.compat.eformer import make_shard_and_gather_fns
 from nnx_sharding.errors import DonatedError
@@ -261,6 +262,13 @@ def check_placing():
     assert kernel.is_deleted() and model.up.kernel.sharding.is_fully_replicated
     local = Mesh(np.array(jax.local_devices()), ("x",))
     refused(lambda: place(model, P(), local), ValueError, r"up\.kernel", "other processes")
+    columns = {r"(\w+)/kernel": Tensor("{0}/kernel", "in out -> out in"), r".*bias": None}
+    turned = {
+        f"{n}/kernel": nnx.Param(jnp.zeros(s)) for n, s in (("up", (32, 16)), ("down", (16, 32)))
+    }
+    turned = place({n.split("/")[0]: {"kernel": x} for n, x in turned.items()}, P("a", "b"), other)
+    transfer(moved, turned, columns)  # to another order of the devices
+    assert_holds(turned["up"]["kernel"][...], ALONE.up.kernel[...].T)
     sharder = ArraySharder()
     batch = sharder.shard({"x": NUMBERS, "name": "numbers"}, NamedSharding(MESH, P("data")))
     assert_holds(batch["x"], NUMBERS)

@@ -1,0 +1,180 @@
+"""``transfer`` between live models, compared with NumPy."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from models import mesh_of
+from nnx_sharding import place
+from nnx_sharding.checkpoint import Tensor, live_models, transfer
+from nnx_sharding.errors import CheckpointError
+
+EMBED, HEADS, DIM, LAYERS = 16, 4, 8, 2
+DEVICES = np.array(jax.devices())
+
+
+def weights(seed=0):
+    """Of a trainer: stacked, with separate queries, keys and values."""
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "embed": (32, EMBED),
+        "q": (LAYERS, EMBED, HEADS, DIM),
+        "k": (LAYERS, EMBED, 2, DIM),
+        "v": (LAYERS, EMBED, 2, DIM),
+    }
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+
+def trainer(mesh, values):
+    specs = {name: P(None, "data") for name in values} | {"embed": P("data")}
+    return place({name: nnx.Param(x) for name, x in values.items()}, specs, mesh)
+
+
+def server(mesh, dtype=jnp.bfloat16):
+    """A list of layers with fused projections, transposed."""
+    blocks = [{"qkv": nnx.Param(jnp.zeros((8 * DIM, EMBED), dtype))} for _ in range(LAYERS)]
+    model = {"tokens": nnx.Param(jnp.zeros((32, EMBED), dtype)), "blocks": blocks}
+    return place(model, P("model"), mesh)
+
+
+# From the names of the server to the arrays of the trainer, as for the files of such a server.
+RULES = {
+    "tokens": "embed",
+    r"blocks/(\d+)/qkv": [
+        Tensor(name, "(h d) e -> {0} e h d", h=8, take={"h": heads})
+        for name, heads in (("q", slice(0, 4)), ("k", slice(4, 6)), ("v", slice(6, 8)))
+    ],
+}
+
+
+def check_served(model, values, dtype=jnp.bfloat16):
+    def same(x, expected):
+        np.testing.assert_array_equal(np.asarray(x[...]), expected.astype(dtype))
+
+    same(model["tokens"], values["embed"])
+    for i, block in enumerate(model["blocks"]):
+        fused = np.concatenate([values[name][i] for name in "qkv"], 1)
+        same(block["qkv"], fused.reshape(EMBED, -1).T)
+
+
+class TransferTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("auto", "explicit", DEVICES),
+        ("explicit", "auto", DEVICES[::-1]),
+        ("explicit", "explicit", DEVICES[:4]),
+    )
+    def test_a_trainer_and_a_server(self, one, other, devices):
+        """On the same devices, in another order, and on half of them; and back."""
+        source = trainer(mesh_of((8,), ("data",), one), weights())
+        kind = mesh_of((8,), ("data",), other).axis_types[:1] * 2
+        mesh = Mesh(devices.reshape(2, -1), ("model", "data"), axis_types=kind)
+        target = server(mesh)
+        shardings = jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(nnx.state(target)))
+        before = dict(source)
+        for seed in (0, 1):
+            source["embed"][...] = source["embed"][...] * (1 + seed)
+            values = weights() | {"embed": weights()["embed"] * (1 + seed)}
+            count = len(live_models._PLANS)
+            assert transfer(source, target, RULES, reverse=True, cast=True) is not None
+            assert seed == 0 or len(live_models._PLANS) == count
+            check_served(target, values)
+        found = jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(nnx.state(target)))
+        assert found == shardings and source == before
+        back = trainer(mesh_of((8,), ("data",), one), weights(7))
+        transfer(target, back, RULES, cast=True)
+        expected = {n: x.astype(jnp.bfloat16).astype(np.float32) for n, x in values.items()}
+        for name, x in back.items():
+            np.testing.assert_array_equal(np.asarray(x[...]), expected[name])
+            assert x[...].sharding.is_equivalent_to(source[name][...].sharding, x.ndim)
+
+    def test_no_memory_is_shared_and_models_are_collected(self):
+        mesh = mesh_of((8,), ("data",))
+        source = place(nnx.Linear(24, 8, rngs=nnx.Rngs(0)), P("data"), mesh)
+        target = place(nnx.Linear(24, 8, rngs=nnx.Rngs(1)), P("data"), mesh)
+        old, kernel = target.kernel[...], np.asarray(source.kernel[...])
+        transfer(source, target)
+        source.kernel[...].delete()
+        np.testing.assert_array_equal(target.kernel[...], kernel)
+        assert not old.is_deleted()  # released, not deleted
+        transfer(nnx.state(target), source)  # a State as source
+        del source, target, old
+        gc.collect()
+        assert not any(x.shape == (24, 8) for x in jax.live_arrays())  # plans hold none
+
+    @parameterized.parameters((P("data"),), (P(None, "data"),))
+    def test_donation(self, spec):
+        mesh = mesh_of((8,), ("data",))
+        shared = jnp.ones((8, 8))
+        source = place({"a": nnx.Param(shared), "b": nnx.Param(shared * 2)}, P("data"), mesh)
+        target = place({n: nnx.Param(shared * 0) for n in "ab"}, spec, mesh)
+        arrays = [x[...] for x in source.values()]
+        transfer(source, target, donate=True)
+        np.testing.assert_array_equal(target["b"][...], shared * 2)
+        held = {id(x[...]) for x in target.values()}
+        assert all(x.is_deleted() for x in arrays if id(x) not in held)
+        assert not any(x[...].is_deleted() for x in target.values())
+
+    def test_hosts_keys_and_abstract_targets(self):
+        mesh = mesh_of((8,), ("data",))
+        source = {"x": np.arange(16.0, dtype=np.float32).reshape(2, 8), "n": np.arange(3)}
+        put = NamedSharding(mesh, P("data"))
+        target = {
+            "y": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16, sharding=put),
+            "n": np.zeros(3, np.int64),
+        }
+        rules = {"x": Tensor("y", "a b -> b a"), "n": "n"}
+        new = transfer(source, target, rules, cast=True)
+        np.testing.assert_array_equal(new["y"].astype(np.float32), source["x"].T)
+        assert new["y"].sharding == put and type(new["n"]) is np.ndarray
+        one = {"y": jax.device_put(source["x"], SingleDeviceSharding(DEVICES[3]))}
+        back = transfer(one, {"y": np.zeros((2, 8), np.float32)})
+        np.testing.assert_array_equal(back["y"], source["x"])
+        model = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+        other = place(nnx.Dropout(0.5, rngs=nnx.Rngs(4)), P(), mesh)
+        transfer(model, other, only=...)
+        assert (
+            jax.random.key_data(other.rngs.key[...]) == jax.random.key_data(model.rngs.key[...])
+        ).all()
+
+    def test_mistakes_change_nothing(self):
+        mesh = mesh_of((8,), ("data",))
+        source, target = trainer(mesh, weights()), server(mesh_of((2, 4), ("model", "data")))
+        source["extra"] = nnx.Param(jnp.ones(3))
+        before = [x[...] for x in nnx.to_flat_state(nnx.state(target)).leaves]
+        with self.assertRaises(CheckpointError) as caught:
+            transfer(source, target, RULES, reverse=True)
+        text = str(caught.exception)
+        for part in (
+            "extra, shape (3,): no rule has this path",
+            "embed: float32, tokens: bfloat16",
+        ):
+            assert part in text, text
+        with self.assertRaises(CheckpointError) as caught:
+            transfer(source, target, {"embed": "token", "[qkv]": None, "extra": "tokens"})
+        text = str(caught.exception)
+        for part in (
+            "embed: no array token",
+            "did you mean 'tokens'",
+            "blocks/1/qkv, shape",
+            "(3,)",
+        ):
+            assert part in text, text
+        with pytest.raises(ValueError, match="int32 may be out of the range of int8"):
+            transfer({"x": jnp.arange(3)}, {"x": jnp.zeros(3, jnp.int8)}, cast=True)
+        with pytest.raises(ValueError, match="abstract, without values"):
+            transfer({"x": jax.ShapeDtypeStruct((3,), jnp.float32)}, {"x": jnp.zeros(3)})
+        deleted = jnp.ones(3)
+        deleted.delete()
+        with pytest.raises(ValueError, match="deleted or donated"):
+            transfer({"x": deleted}, {"x": jnp.zeros(3)})
+        after = [x[...] for x in nnx.to_flat_state(nnx.state(target)).leaves]
+        assert all(a is b for a, b in zip(before, after, strict=True))
