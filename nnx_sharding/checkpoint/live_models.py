@@ -375,10 +375,8 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
             is_moved = False
         elif devices is not None and place is not None and not other_memory(first.sharding):
             twin = None if set(devices) == place.device_set else _twin(place, devices)
-            is_moved = (
-                place == first.sharding
-                or not is_final
-                and (twin is None or twin.is_equivalent_to(first.sharding, first.ndim))
+            is_moved = place == first.sharding or (
+                not is_final and (twin is None or twin.is_equivalent_to(first.sharding, first.ndim))
             )
         if is_moved:
             moved.append(goal)
