@@ -97,13 +97,12 @@ def transfer(
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import make_mesh, stack
+      >>> from nnx_sharding import make_mesh, place, stack
       >>> from nnx_sharding.checkpoint import Tensor, transfer
-      >>> from nnx_sharding.partition import sharded_init
       >>> mesh = make_mesh({"model": 8})
       >>> trainer = stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 2, rngs=nnx.Rngs(0))
       >>> server = nnx.List(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in (1, 2))
-      >>> server = sharded_init(lambda: server, P("model"), mesh)
+      >>> server = place(server, P("model"), mesh)
       >>> rules = {
       ...     r"(\d+)/kernel": Tensor("layers/kernel", "in out -> {0} in out"),
       ...     r"(\d+)/bias": Tensor("layers/bias", "out -> {0} out"),
