@@ -227,7 +227,7 @@ def test_strategies_on_a_topology():
 
 
 @needs_compiler
-def test_executables(tmp_path):
+def test_executables(tmp_path, uncached):  # what is cached is loaded, which takes a TPU
     mesh = planning_mesh("v5e:2x4", {"data": 16}, num_slices=2)
     fun = jit(lambda x: x.sum(0), in_shardings=P("data"), out_shardings=P(), mesh=mesh)
     stage = fun.lower(jax.ShapeDtypeStruct((1024, 256), "float32"))
@@ -235,10 +235,12 @@ def test_executables(tmp_path):
     with zipfile.ZipFile(tmp_path / "f.zip") as archive:
         manifest = json.loads(archive.read("manifest.json"))
         assert len(archive.read("program.bin")) > 10_000
-    assert (manifest["platform"], manifest["device_kind"]) == ("tpu", "TPU v5 lite")
-    places = [(d["coords"], d["slice"]) for d in manifest["devices"]]
-    assert places == [([*d.coords], d.slice_index) for d in mesh.devices.flat]
-    here = f"here {jax.default_backend()}\n"
+    machine = manifest["machine"]
+    assert (machine["platform"], machine["device kind"]) == ("tpu", "TPU v5 lite")
+    for i, device in enumerate(mesh.devices.flat):
+        place = f"coordinates {[*device.coords]}, core {device.core_on_chip}"
+        assert f"{place}, slice {device.slice_index}" in machine[f"device {i}"]
+    here = f"here {jax.default_backend()}"
     with pytest.raises(errors.ExportError, match=f"platform: tpu, {here}") as caught:
         export.load_executable(tmp_path / "f.zip", stage)
     assert "device kind: TPU v5 lite, here cpu" in str(caught.value)

@@ -188,4 +188,5 @@ def _place(device: Any) -> str:
 
 def _differing(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     names = [name for name in {**saved, **here} if saved.get(name) != here.get(name)]
+    names.sort(key=lambda name: name[-1].isdigit())  # the devices last
     return [f"{n}: {saved.get(n, 'missing')}, here {here.get(n, 'missing')}" for n in names]
