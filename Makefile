@@ -54,7 +54,7 @@ test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, 
 
 # Addresses are not reused there, which one test waits for.
 SANITIZERS := -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1
-ASAN_TESTS := tests/test_guard.py tests/test_static_programs.py
+ASAN_TESTS := tests/test_guard.py tests/test_guarded_calls.py tests/test_static_programs.py
 asan: $(VENV)/.installed-tests  ## run the tests of the C extension under AddressSanitizer and UBSan
 	rm -rf build/asan
 	CC=gcc CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \
@@ -98,9 +98,10 @@ test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Py
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
 	$(BIN)/nox --session tests -- $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-lint  ## check style and formatting
+lint: $(VENV)/.installed-lint  ## check style, formatting, and that measured figures are those of a run
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tools/draw_performance.py --check
 
 types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 	$(BIN)/mypy

@@ -1,24 +1,33 @@
-"""Runs the benchmarks: ``python -m benchmarks [--cases a,b] [--repeats N] [--json FILE]``.
+"""Runs the benchmarks: ``python -m benchmarks [--cases a,b] [--anyway]``.
 
-Everything is measured in one process. The ways to do the same thing take turns, so that a change
-in the machine's speed hits all alike, and only their ratios mean something. Figures are medians.
+Each case runs in a process of its own. The ways to do the same thing take turns there, so that a
+change in the machine's speed hits all alike, and only their ratios mean something. A run of all
+cases is written to ``benchmarks/results``, from which the tables of the documentation are drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import pickle
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 DEVICES = 8
+RESULTS = Path(__file__).parent / "results"
 DESCRIPTION = "Measures what calls cost, against the least that JAX can do and against other ways."
 
 HOW = (
-    "Figures are medians. What is 50 times as slow as the floor is measured in each 10th repeat,\n"
-    "what is 1000 times as slow 3 times."
+    "Figures are medians: in a loop those of 15 groups of 100 calls, in turns with other ways;\n"
+    "after other work those of single calls, each the second of two, with all other ways between.\n"
+    "What is 50 times as slow as the floor is called a tenth as often, 1000 times 3 times in all."
 )
 
 
@@ -33,22 +42,46 @@ def main() -> None:
     sizes = cases.SMOKE if options.smoke else cases.Sizes()
     if options.repeats is not None:
         sizes = sizes._replace(repeats=options.repeats, few=min(sizes.few, options.repeats))
+    if options.rows is not None:  # a process for one case
+        rows = []
+        for name in options.cases:
+            for row in cases.CASES[name](sizes):
+                print(report.table(row, options.mark), flush=True)
+                rows.append(row)
+        options.rows.write_bytes(pickle.dumps(rows))
+        return
     start = time.perf_counter()
-    found = report.machine()
+    while not report.is_idle() and not options.anyway:
+        if time.perf_counter() - start > 60:
+            sys.exit(
+                f"the machine is not idle: a load of {report.load()}, not below {report.IDLE}. "
+                "Give --anyway to measure nevertheless, with ~ before each figure."
+            )
+        time.sleep(1)
+    mark = "" if report.is_idle() else "~"
+    found = {"date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", "idle": not mark}
+    found |= report.machine()
     print(report.describe_machine(found))
     print(f"\n{HOW}", flush=True)
     rows = []
-    for name in options.cases:
-        for row in cases.CASES[name](sizes):
-            print(report.table(row), flush=True)
-            rows.append(row)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.cases:
+            own = Path(folder, name)
+            settings = [f"--cases={name}", f"--repeats={sizes.repeats}", f"--rows={own}"]
+            settings += [f"--mark={mark}", *(["--smoke"] if options.smoke else [])]
+            subprocess.run([sys.executable, "-m", __package__, *settings], check=True)
+            rows += pickle.loads(own.read_bytes())
     print(report.summary(rows))
     found["load_after"] = report.load()
     found["seconds"] = round(time.perf_counter() - start)
     print(f"\n{found['seconds']} s; load afterwards: {found['load_after']}")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(report.as_json(rows, found), file, indent=2, ensure_ascii=False)
+    if options.json is None and options.cases == list(cases.CASES) and not options.smoke:
+        RESULTS.mkdir(exist_ok=True)
+        options.json = RESULTS / f"{found['date'][:10]}-{found['commit'].split()[0]}.json"
+    if options.json is not None:
+        text = json.dumps(report.as_json(rows, found), indent=1, ensure_ascii=False)
+        options.json.write_text(text + "\n", encoding="utf-8")
+        print(f"written to {options.json}")
 
 
 def _options(names: list[str]) -> Any:
@@ -62,7 +95,12 @@ def _options(names: list[str]) -> Any:
     parser.add_argument(
         "--repeats", type=_positive, help="how often to measure a call (default: 200)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file as well")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures to this file")
+    parser.add_argument(
+        "--anyway", action="store_true", help="measure on a machine that is not idle, too"
+    )
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mark", default="", help=argparse.SUPPRESS)
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes, to see whether everything runs"
     )

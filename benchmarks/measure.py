@@ -15,6 +15,8 @@ import numpy as np
 
 Way: TypeAlias = Callable[[], Any]
 
+# Calls in a loop: so many rounds, in which each way is called so many times.
+ROUNDS, GROUP = 15, 100
 # A way so many times slower than the floor is measured in every 10th repeat, or 3 times in all.
 SLOW, VERY_SLOW = 50, 1000
 TOLERANCE = 1e-3
@@ -53,12 +55,21 @@ class Times(NamedTuple):
 
     returned: Figures
     ready: Figures
+    # the same of each call of a group without anything in between; empty if not measured
+    loop_returned: Figures
+    loop_ready: Figures
 
 
 def time_calls(
-    ways: Ways, repeats: int, floor: Any, ours: Sequence[Any], *, compare: bool = True
+    ways: Ways,
+    repeats: int,
+    floor: Any,
+    ours: Sequence[Any],
+    *,
+    compare: bool = True,
+    loop: bool = True,
 ) -> Times:
-    """How long calls take in a loop; of each turn's two calls the second is measured.
+    """How long calls take after other work, as the second of two calls in turns, and in a loop.
 
     Args:
       ways: what to call.
@@ -66,6 +77,7 @@ def time_calls(
       floor: the name of the way that the others are compared with.
       ours: the names of those that must not fail; any other becomes ``Unavailable``.
       compare: whether the first call of each way has to give the same result.
+      loop: whether they are also measured in a loop.
     """
     missing: Figures = {n: way for n, way in ways.items() if isinstance(way, Unavailable)}
     strides: dict[Any, int] = {}
@@ -82,12 +94,33 @@ def time_calls(
         if compare:
             np.testing.assert_allclose(result, expected, TOLERANCE, TOLERANCE, err_msg=str(name))
         strides[name] = _stride(microseconds / least, repeats)
-    times = _take_turns(ways, strides, repeats)
-    returned, ready = (
-        {n: missing[n] if n in missing else Figure.of([t[i] for t in times[n]]) for n in ways}
-        for i in (0, 1)
-    )
-    return Times(returned, ready)
+    found: list[Figures] = []
+    for times in (_take_turns(ways, strides, repeats), _in_groups(ways, strides, repeats, loop)):
+        found += [
+            {n: missing[n] if n in missing else Figure.of([t[i] for t in times[n]]) for n in ways}
+            if times
+            else {}
+            for i in (0, 1)
+        ]
+    return Times(*found)
+
+
+def _in_groups(
+    ways: Ways, strides: Mapping[Any, int], repeats: int, loop: bool
+) -> dict[Any, list[tuple[float, float]]]:
+    times: dict[Any, list[tuple[float, float]]] = {name: [] for name in strides if loop}
+    for _, name in _turns(times, min(ROUNDS, repeats)):
+        count = max(1, min(GROUP, repeats) // strides[name])
+
+        def group(way: Any = ways[name], count: int = count) -> Any:
+            for _ in range(count):
+                result = way()
+            return result
+
+        _time(ways[name])
+        returned, ready = _time(group)
+        times[name].append((returned / count, ready / count))
+    return times
 
 
 def _take_turns(

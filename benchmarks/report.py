@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .measure import Figure, Figures, Unavailable
+
+IDLE = 0.3  # of the load
 
 
 class Target(NamedTuple):
@@ -86,11 +89,22 @@ class Row(NamedTuple):
                 yield name, figure
 
 
+def commit() -> str:
+    """The commit of the working tree, and whether that was changed."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    found = [
+        subprocess.run([*git, *command], capture_output=True, text=True, check=False).stdout.strip()
+        for command in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "-uno"))
+    ]
+    return f"{found[0] or 'unknown'}{' with changes' if found[1] else ''}"
+
+
 def machine() -> dict[str, Any]:
     """What ran the benchmark."""
     packages = ("jax", "jaxlib", "flax", "equinox", "optax", "numpy", "nnx_sharding")
     devices = jax.devices()
     return {
+        "commit": commit(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "devices": f"{len(devices)} × {devices[0].platform} ({devices[0].device_kind})",
@@ -116,6 +130,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def is_idle() -> bool:
+    """Whether nothing else was running in the last minute."""
+    return os.getloadavg()[0] < IDLE
+
+
 def load() -> str:
     return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
@@ -124,23 +143,29 @@ def describe_machine(found: dict[str, Any]) -> str:
     return "\n".join(f"{name:13} {value}" for name, value in found.items())
 
 
-def table(row: Row) -> str:
-    """A row as a table with one line for each way, and the targets below."""
+def table(row: Row, mark: str = "") -> str:
+    """A row as a table with one line for each way, and the targets below.
+
+    ``mark`` is before each median, if the machine was not idle.
+    """
     lines = [
         f"\n{row.name}: {row.title}",
-        f"  {'':44} {row.unit:>11} {'maximum':>9} {'× floor':>8} {'× ours':>8} {'repeats':>8}",
+        f"  {'':44} {row.unit:>11} {'maximum':>9} {'× floor':>8} {'+ floor':>9} "
+        f"{'× ours':>8} {'repeats':>8}",
     ]
-    lines += [f"  {name:44} {_cells(row, figure)}" for name, figure in row.figures.items()]
+    lines += [f"  {name:44} {_cells(row, figure, mark)}" for name, figure in row.figures.items()]
     lines += [f"  {line}" for line in _verdicts(row)]
     return "\n".join(lines)
 
 
-def _cells(row: Row, figure: Figure | Unavailable) -> str:
+def _cells(row: Row, figure: Figure | Unavailable, mark: str) -> str:
     if isinstance(figure, Unavailable):
         return f"n/a ({figure.reason})"
-    ratios = (_ratio(figure.median, row.median(name)) for name in (row.floor, row.ours))
-    figures = f"{_number(figure.median):>11} {_number(figure.most):>9}"
-    return " ".join([figures, *ratios, f"{figure.repeats:>8}"])
+    to_floor, to_ours = (_ratio(figure.median, row.median(x)) for x in (row.floor, row.ours))
+    figures = f"{mark + _number(figure.median):>11} {_number(figure.most):>9}"
+    floor = row.median(row.floor)
+    more = "-" if floor is None else _number(figure.median - floor)
+    return f"{figures} {to_floor} {more:>9} {to_ours} {figure.repeats:>8}"
 
 
 def _number(value: float) -> str:

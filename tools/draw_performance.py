@@ -1,7 +1,8 @@
-"""Draws figures of ``python -m benchmarks --json FILE`` for ``docs/performance.md``.
+"""Puts the figures of the last run of ``python -m benchmarks`` into ``docs/performance.md``.
 
-``python tools/draw_performance.py FILE [WITHOUT]`` prints the tables and writes the plots into
-``docs/images``. WITHOUT is a file measured with ``NNX_SHARDING_PURE_PYTHON=1``. Needs matplotlib.
+``python tools/draw_performance.py [WITHOUT]`` writes the tables, and the plots in ``docs/images``,
+for which it needs matplotlib. WITHOUT is a file measured with ``NNX_SHARDING_PURE_PYTHON=1``. With
+``--check`` it only fails if the tables of the page are not those of the last run.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+ROOT = Path(__file__).parents[1]
+IMAGES, PAGE, RESULTS = (
+    ROOT / "docs/images",
+    ROOT / "docs/performance.md",
+    ROOT / "benchmarks/results",
+)
+BEGIN, END = "<!-- tables of benchmarks/results: ", "<!-- end of the tables -->"
 FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.transforms.jit"
 COLUMNS = {
     "forward32": "forward, 32 blocks",
@@ -28,27 +33,37 @@ GROWTH = {"forward1": 7, "forward32": 193, "deep_320_bare": 1921, "deep_1280_bar
 EXTENSION = ("forward32", "forward1", "train8")
 GREY, BLUE, ORANGE = "#6e7b89", "#2f81f7", "#d9730d"  # legible on light and on dark pages
 
-plt.rcParams.update(
-    {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "nnx_sharding",  # the same file from the same figures
-        "font.size": 9,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GREY),
-        **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), GREY),
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "grid.alpha": 0.3,
-        "legend.frameon": False,
-    }
-)
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "nnx_sharding",  # the same file from the same figures
+    "font.size": 9,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GREY),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), GREY),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+}
 
 
 def main() -> None:
-    """Prints the tables, and writes the plots."""
-    rows, *without = (json.loads(Path(name).read_text())["rows"] for name in sys.argv[1:])
+    """Checks or writes the tables, and writes the plots."""
+    page, [last] = PAGE.read_text(), sorted(RESULTS.glob("*.json"))[-1:] or [None]
+    before, _, rest = page.partition(BEGIN)
+    written, _, after = rest.partition(END)
+    if last is None:
+        sys.exit(f"{PAGE} names a run, but there is none" if written[:4] != "none" else 0)
+    found = json.loads(last.read_text())
+    rows = found["rows"]
     ways = sorted(rows["forward32"]["figures"], key=lambda way: median(rows, "forward32", way) or 0)
-    table("median µs (ratio to the floor)", rows, ways, cell)
-    table("maximum µs", rows, ways, maximum)
+    lines = [f"{last.name} -->", "", described(found["machine"]), ""]
+    for title, suffix in (("in a loop", "_loop"), ("after other work", "")):
+        lines += table(f"µs, {title}", rows, ways, suffix)
+    text = "\n".join(lines)
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(f"{PAGE} is not of {last}: run {__file__}" if written != text else 0)
+    PAGE.write_text(f"{before}{BEGIN}{text}{END}{after}")
+    without = [json.loads(Path(name).read_text())["rows"] for name in sys.argv[1:]]
     draw_peers(rows, ways)
     draw_growth(rows, ways)
     draw_first_call(rows)
@@ -67,26 +82,33 @@ def ratio(rows: dict[str, Any], row: str, way: str) -> float | None:
     return None if value is None or floor is None else value / floor
 
 
-def table(title: str, rows: dict[str, Any], ways: list[str], text: Any) -> None:
-    """Prints one line for each way."""
-    print(f"| {title} |", " | ".join(COLUMNS.values()), "|")
-    print("|---" + "|---:" * len(COLUMNS) + "|")
+def described(machine: dict[str, Any]) -> str:
+    """What was measured, when and where."""
+    packages = ", ".join(f"{name} {machine[name]}" for name in ("jax", "flax", "equinox"))
+    return (
+        f"Measured on {machine['date']} at commit {machine['commit']}: {machine['cores']} cores of "
+        f"{machine['cpu']}, {machine['devices']}, Python {machine['python']}, {packages}, load "
+        f"{machine['load']}{'' if machine['idle'] else ': the machine was not idle'}."
+    )
+
+
+def table(title: str, rows: dict[str, Any], ways: list[str], suffix: str) -> list[str]:
+    """One line for each way, for the rows whose names end with a suffix."""
+    names = [name for name in COLUMNS if name + suffix in rows]
+    lines = [f"| {title} | {' | '.join(COLUMNS[name] for name in names)} |"]
+    lines.append("|---" + "|---:" * len(names) + "|")
     for way in ways:
-        cells = " | ".join(text(rows, column, way) for column in COLUMNS)
-        print(f"| {f'**{way}**' if way == OURS else way} | {cells} |")
-    print()
+        cells = " | ".join(cell(rows, name + suffix, way) for name in names)
+        lines.append(f"| {f'**{way}**' if way == OURS else way} | {cells} |")
+    return [*lines, ""]
 
 
 def cell(rows: dict[str, Any], row: str, way: str) -> str:
-    """One median with its ratio to the floor."""
-    value, times = median(rows, row, way), ratio(rows, row, way)
-    return "–" if value is None or times is None else f"{number(value)} ({times:.2f}×)"  # noqa: RUF001
-
-
-def maximum(rows: dict[str, Any], row: str, way: str) -> str:
-    """The longest call."""
-    most = rows[row]["figures"].get(way, {}).get("most")
-    return "–" if most is None else number(most)  # noqa: RUF001, a dash in a table
+    """One median, with its ratio to the floor and what it is more than that."""
+    value, floor = median(rows, row, way), median(rows, row, FLOOR)
+    if value is None or floor is None:
+        return "–"  # noqa: RUF001, a dash in a table
+    return f"{number(value)} ({value / floor:.2f}×, +{number(value - floor)})"
 
 
 def number(value: float) -> str:
@@ -96,7 +118,7 @@ def number(value: float) -> str:
 
 def draw_peers(rows: dict[str, Any], ways: list[str]) -> None:
     """Each way as a multiple of the floor."""
-    figure, axes = plt.subplots(figsize=(4, 3.4))
+    figure, axes = subplots(figsize=(4, 3.4))
     axes.set_xscale("log")
     colours = [BLUE if way == OURS else GREY for way in ways]
     for row, marker in PEERS.items():
@@ -119,7 +141,7 @@ def draw_peers(rows: dict[str, Any], ways: list[str]) -> None:
 
 def draw_growth(rows: dict[str, Any], ways: list[str]) -> None:
     """Growth with the number of Variables."""
-    figure, axes = plt.subplots(figsize=(4, 3))
+    figure, axes = subplots(figsize=(4, 3))
     for way in ways:
         points = [(n, median(rows, row, way)) for row, n in GROWTH.items()]
         known = [(n, value) for n, value in points if value is not None]
@@ -136,7 +158,7 @@ def draw_first_call(rows: dict[str, Any]) -> None:
     """The first call of a function that does nearly nothing."""
     figures = {way: median(rows, "first_call", way) for way in (FLOOR, OURS, "nnx.jit")}
     seconds = {way: value / 1e6 for way, value in figures.items() if value is not None}
-    figure, axes = plt.subplots(figsize=(4, 1.3))
+    figure, axes = subplots(figsize=(4, 1.3))
     bars = axes.barh(list(seconds), list(seconds.values()), color=[ORANGE, BLUE, GREY])
     axes.bar_label(bars, fmt=" %.2g s")
     axes.invert_yaxis()
@@ -146,7 +168,7 @@ def draw_first_call(rows: dict[str, Any]) -> None:
 
 def draw_extension(rows: dict[str, Any], without: dict[str, Any]) -> None:
     """With and without the C extension, as multiples of the floor."""
-    figure, axes = plt.subplots(figsize=(4, 1.9))
+    figure, axes = subplots(figsize=(4, 1.9))
     for shift, measured, colour, label in (
         (-0.2, rows, BLUE, "with the C extension"),
         (0.2, without, ORANGE, "without"),
@@ -160,6 +182,14 @@ def draw_extension(rows: dict[str, Any], without: dict[str, Any]) -> None:
     axes.set_xlabel("multiple of jax.jit on flat arrays")
     axes.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
     save(figure, "extension")
+
+
+def subplots(**options: Any) -> Any:
+    """A figure with axes."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt.subplots(**options)
 
 
 def save(figure: Any, name: str) -> None:
