@@ -151,7 +151,7 @@ def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ignore_key(monkeypatch: pytest.MonkeyPatch) -> None:
     init = Guards.__init__
-    monkeypatch.setattr(Guards, "__init__", lambda self, key_of=None: init(self))
+    monkeypatch.setattr(Guards, "__init__", lambda self, transform=None: init(self))
 
 
 def variable_moved_to_another_trace() -> None:

@@ -25,7 +25,7 @@ class Plans:
     """
 
     def __init__(self, transform: Transform) -> None:
-        self.guards = Guards(transform.key if transform.has_key else None)
+        self.guards = Guards(transform)
         self._plans: dict[Hashable, Plan] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:

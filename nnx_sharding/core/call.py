@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 
@@ -16,13 +15,18 @@ from . import unflatten as graph
 from .call_context import CALLER, Observer
 from .failures import raise_explained
 from .flatten import Flat
-from .in_flight import is_bounded, wait_for_some
+from .guard.recipe import packed
+from .guard.walk import PythonWalk, Walk
+from .in_flight import MAX_IN_FLIGHT, is_bounded, wait, wait_for_some
 from .interrupts import held, hold, release
 from .outcome import Outcome, OutputGroup
 from .placing import place
 from .plan import Plan
 from .static_parts import Operation
-from .structure import LEAF, VariableEntry
+from .structure import LEAF, Child, Container, VariableEntry
+from .treedefs import has_builtin_containers
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def run(
@@ -66,7 +70,7 @@ def run(
         outputs = results[0]
         output = _finish(plan, flat, leaves, placed, results)
         if held:
-            _mark_direct(execute, outputs)
+            mark_direct(execute, outputs)
     except BaseException:
         if results and defers:  # a signal, after the donated arrays were consumed
             hold()
@@ -93,17 +97,75 @@ def _finish(
     return update(flat.objects, leaves, groups)
 
 
+def complete(
+    plan: Plan, execute: Any, objects: Sequence[Any], leaves: Sequence[Any], outputs: Sequence[Any]
+) -> Any:
+    """What follows on the program of a guarded call that needs more than writing arrays back."""
+    try:
+        flat = Flat(plan.structure, leaves, objects, updatable=True)
+        output = _finish(plan, flat, leaves, (), [outputs])
+        if held:
+            mark_direct(execute, outputs)
+        return output
+    finally:
+        release()
+
+
+def settle(execute: Any, outputs: Sequence[Any]) -> None:
+    """Ends what was begun when a program was compiled in a guarded call."""
+    mark_direct(execute, outputs)
+    release()
+
+
+def failed(plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+    """Explains what a guarded call raised."""
+    release()
+    if isinstance(error, Exception):
+        raise_explained(plan, leaves, error)
+
+
+def _is_ready() -> bool:
+    """Whether a guarded call may start."""
+    _compat.leave_static_cache()
+    return _compat.trace_is_clean()
+
+
+def guarded(function: F) -> F:
+    """A method that takes the route of a guard, else calls this one, `_flattened`."""
+    if Walk is PythonWalk:
+        return function
+    from .guard import _walk
+
+    _walk.set_up_calls(
+        is_ready=_is_ready,
+        caller=CALLER,
+        held=held,
+        settle=settle,
+        complete=complete,
+        is_bounded=is_bounded,
+        wait=wait,
+        limit=MAX_IN_FLIGHT,
+        direct_mark=_DIRECT,
+    )
+    call: Any = _walk.call
+    return call  # type: ignore[no-any-return]
+
+
 # The attribute of a function of JAX that runs no Python code before its results are stored.
 _DIRECT = "nnx_sharding_is_direct"
 
 
-def _mark_direct(execute: Any, outputs: Sequence[Any]) -> None:
+def mark_direct(execute: Any, outputs: Sequence[Any]) -> None:
     """Marks a function that JAX will call without Python code, as its first call has shown."""
     *groups, outcome = outputs
     arrays = (array for group in groups for array in group.arrays)
     is_array = (type(x) is _compat.ArrayImpl for x in arrays)
-    if type(execute) is _compat.JittedFunction and not outcome.has_effects and all(is_array):
+    if type(execute) is not _compat.JittedFunction or outcome.has_effects or not all(is_array):
+        return
+    if outcome.update and outcome.update.returned is not None:
         setattr(execute, _DIRECT, True)
+    else:
+        unmark_direct(execute)
 
 
 def unmark_direct(execute: Any) -> None:
@@ -111,27 +173,45 @@ def unmark_direct(execute: Any) -> None:
     vars(execute).pop(_DIRECT, None)
 
 
-class _Update:
+class _Update(NamedTuple):
     """What to write back after a call that only changed the arrays of Variables.
 
-    Nearly all calls are of this kind, so it is computed once for each outcome.
+    Nearly all calls are of this kind, so it is computed once for each outcome. The extension uses
+    the first fields, as 32-bit integers. Sources are those of `Outcome`.
     """
 
-    __slots__ = ("_arrays", "_root", "_root_sources", "_variables")
+    written: bytes  # Variables, each with the source of its array
+    returned: bytes | None  # the sources of the output; None if Python has to put it together
+    unflatten: Any  # what puts its arrays into containers; None if it is one array
+    root: Child
+    root_sources: list[tuple[int, int]]
+    variables: Callable[[Sequence[Any]], Sequence[Any]]  # picks them from all objects
+    arrays: list[tuple[int, Callable[[Sequence[Any]], Sequence[Any]]]]  # from each group
 
-    def __init__(self, outcome: Outcome):
-        after = outcome.structure
-        sources = [outcome.sources[after.slots[index][0]] for index in outcome.values]
-        order = sorted(range(len(sources)), key=sources.__getitem__)
-        self._variables = graph.picker([outcome.values[i] for i in order])
-        self._arrays = [
-            (group, graph.picker([position for _, position in found]))
-            for group, found in itertools.groupby(
-                (sources[i] for i in order), key=operator.itemgetter(0)
-            )
-        ]
-        self._root = after.root
-        self._root_sources = [outcome.sources[slot] for slot in after.root_slots]
+    @classmethod
+    def new(cls, outcome: Outcome) -> _Update:
+        """The update for an outcome that changed nothing else."""
+        after, root = outcome.structure, outcome.structure.root
+        pairs = ((outcome.sources[after.slots[index][0]], index) for index in outcome.values)
+        written = sorted(pairs)
+        returned = [outcome.sources[slot] for slot in after.root_slots]
+        is_builtin = root is LEAF or (
+            isinstance(root, Container)
+            and has_builtin_containers(root.treedef)
+            and all(child is LEAF for child in root.children)
+        )
+        return cls(
+            packed([number for source, index in written for number in (index, *source)]),
+            packed(returned) if is_builtin else None,
+            root.treedef.unflatten if isinstance(root, Container) else None,
+            root,
+            returned,
+            graph.picker([index for _, index in written]),
+            [
+                (group, graph.picker([source[1] for source, _ in found]))
+                for group, found in itertools.groupby(written, key=lambda pair: pair[0][0])
+            ],
+        )
 
     @classmethod
     def of(cls, outcome: Outcome, known: int) -> _Update | Literal[False]:
@@ -145,17 +225,17 @@ class _Update:
             and len(entries) == known
             and all(graph.is_leaf_variable(entries[index]) for index in outcome.values)
         )
-        return is_simple and cls(outcome)
+        return is_simple and cls.new(outcome)
 
     def __call__(
         self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]
     ) -> Any:
         """Sets the Variables, in one step that a signal cannot split, and returns the output."""
-        out = [leaves[i] if g < 0 else groups[g].args[1][i] for g, i in self._root_sources]
-        output = out[0] if self._root is LEAF else graph.assemble(self._root, iter(out), objects)
-        new = [pick(groups[group].args[1]) for group, pick in self._arrays]
+        out = [leaves[i] if g < 0 else groups[g].args[1][i] for g, i in self.root_sources]
+        output = out[0] if self.root is LEAF else graph.assemble(self.root, iter(out), objects)
+        new = [pick(groups[group].args[1]) for group, pick in self.arrays]
         arrays = new[0] if len(new) == 1 else itertools.chain.from_iterable(new)
-        deque(map(_compat.set_value, self._variables(objects), arrays), maxlen=0)
+        deque(map(_compat.set_value, self.variables(objects), arrays), maxlen=0)
         return output
 
 

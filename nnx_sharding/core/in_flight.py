@@ -38,11 +38,15 @@ _COUNT = _Count()
 def wait_for_some(groups: Sequence[OutputGroup]) -> None:
     """Waits for every 16th program on several devices, which ends after all earlier ones."""
     _COUNT.value += 1
-    if _COUNT.value < MAX_IN_FLIGHT:
-        return
+    if _COUNT.value >= MAX_IN_FLIGHT and wait(groups):
+        _COUNT.value = 0
+
+
+def wait(groups: Sequence[OutputGroup]) -> bool:
+    """Waits for a program, if it runs on several devices; returns whether it does."""
     first: Any = next((group.arrays[0] for group in groups if group.arrays), None)
     # All results of a program are on the same devices.
     if type(first) is not _compat.ArrayImpl or first.sharding.num_devices == 1:
-        return
-    _COUNT.value = 0
+        return False
     jax.block_until_ready(min((x for group in groups for x in group.arrays), key=jnp.size))
+    return True

@@ -81,13 +81,21 @@ class Transform:
         return self.in_specs.depend_on_values
 
     @property
-    def has_key(self) -> bool:
-        """Whether :meth:`key` is not always the same."""
-        return self.reads_shapes
+    def reads_context(self) -> bool:
+        """Whether a plan depends on the mesh in context."""
+        return False
 
-    def key(self, leaves: Sequence[Any]) -> Hashable:
-        """What a plan depends on besides the structure of the call."""
-        return self.in_specs.value_key(leaves) if self.reads_shapes else None
+    @property
+    def infers_specs(self) -> bool:
+        """Whether a plan depends on the shardings of arrays."""
+        return False
+
+    def key(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+        """What a plan depends on besides the structure: the mesh in context, then shapes."""
+        return (
+            _compat.context_mesh() if self.reads_context else None,
+            self.in_specs.value_key(leaves) if self.reads_shapes else None,
+        )
 
     def in_context(self) -> Self:
         """This transform with the mesh that applies now."""
@@ -201,15 +209,6 @@ class Sharded(Transform):
     def reads_shapes(self) -> bool:
         """Whether a plan depends on shapes and dtypes."""
         return super().reads_shapes or self.on_indivisible != "error"
-
-    @property
-    def has_key(self) -> bool:
-        """Whether :meth:`key` is not always the same."""
-        return self.reads_context or self.reads_shapes
-
-    def key(self, leaves: Sequence[Any]) -> Hashable:
-        """What a plan depends on besides the structure of the call."""
-        return _compat.context_mesh() if self.reads_context else None, super().key(leaves)
 
     def in_context(self) -> Self:
         """This transform with the mesh that applies now, which has to exist if it is needed."""

@@ -37,6 +37,13 @@ def is_leaf_treedef(treedef: PyTreeDef) -> bool:
     return bool(treedef.num_nodes == 1 and treedef.num_leaves == 1)
 
 
+def has_builtin_containers(treedef: PyTreeDef) -> bool:
+    """Whether JAX builds all containers of a pytree without any Python code."""
+    data = treedef.node_data()
+    is_builtin = data is None or data[0] in (tuple, list, dict, type(None))
+    return is_builtin and all(map(has_builtin_containers, treedef.children()))
+
+
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
     """The auxiliary data of the node types of a pytree, except plain keys."""
     stack = [treedef]

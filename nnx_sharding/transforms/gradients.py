@@ -174,9 +174,8 @@ class ValueAndGrad(LiftedFunction[P, R]):
     def _prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
     ) -> _Prepared:
-        call, flat = self._split(args, kwargs)
-        plan, _ = self._plan(call, flat)
-        wanted = self._wanted(plan, call, flat)
+        plan, flat = self._found(args, kwargs)
+        wanted = self._wanted(plan, self._sorted(args, kwargs), flat)
         slots = [*dict.fromkeys(s for w in wanted for x in w.locations for s in x.location.slots)]
         some = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
         return _Prepared(flat, plan, wanted, slots, [slot for slot in slots if slot in some])

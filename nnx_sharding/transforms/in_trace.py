@@ -212,7 +212,6 @@ class Inner(LiftedFunction[P, R]):
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
+        plan, flat = self._found((*self._bound, *args), kwargs)
         with inherited(flat.objects):
             return run(plan, flat, plan.program.inline, self._fun, nested=True)  # type: ignore[no-any-return]

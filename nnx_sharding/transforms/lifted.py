@@ -9,7 +9,7 @@ from typing import Any
 from .. import _compat
 from ..activations.calls import Recorder
 from ..activations.tracing import inherited
-from ..core.call import run, unmark_direct
+from ..core.call import failed, guarded, run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained
 from ..core.flatten import Flat
@@ -49,30 +49,31 @@ class Lifted(LiftedFunction[P, R]):
         if max_traces is not None:
             self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
         self._observer = Observer(self._cache.log, self._trace_limit)
-        self._guards = self._plans.guards
+        self._direct = (self._guards.routes, (), self._fun, self._observer)
+
+    def __get__(self, obj: Any, objtype: type | None = None) -> Any:
+        bound = super().__get__(obj, objtype)
+        if bound is not self:
+            bound._direct = (self._direct[0], bound._bound, *self._direct[2:])
+        return bound
 
     @_compat.api_boundary
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def _flattened(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
         if self._bound:
             args = (*self._bound, *args)  # type: ignore[assignment]
-        if not _compat.trace_is_clean():
-            call, flat = self._split(args, kwargs)
-            plan, _ = self._plan(call, flat)
-            with inherited(flat.objects):
-                return run(  # type: ignore[no-any-return]
-                    plan, flat, plan.program.inline, self._fun, self._observer, nested=True
-                )
-        _compat.leave_static_cache()
-        found = self._guards.find(args, kwargs)
-        if found is None:
-            call, flat = self._split(args, kwargs, record=True)
-            plan, is_new = self._plan(call, flat)
-            self._guards.add(plan, flat, args, kwargs, is_new=is_new)
-        else:
-            plan, flat = found
-        program = plan.program
-        return run(plan, flat, program.top_level, self._fun, self._observer)  # type: ignore[no-any-return]
+        plan, flat = self._found(args, kwargs)
+        program, caller = plan.program, (self._fun, self._observer)
+        if _compat.trace_is_clean():
+            return run(plan, flat, program.top_level, *caller)  # type: ignore[no-any-return]
+        with inherited(flat.objects):
+            return run(plan, flat, program.inline, *caller, nested=True)  # type: ignore[no-any-return]
+
+    __call__ = guarded(_flattened)
+
+    @_compat.api_boundary
+    def _failed(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+        failed(plan, leaves, error)
 
     @_compat.api_boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:

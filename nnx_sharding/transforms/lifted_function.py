@@ -53,6 +53,7 @@ class LiftedFunction(Generic[P, R]):
         self._cache = cache_of(fun, TraceLog)
         options = (transform.options_key, roles, graph, updates, implicit)
         self._plans = self._cache.plans(options, transform)
+        self._guards = self._plans.guards
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         if obj is None:
@@ -65,15 +66,19 @@ class LiftedFunction(Generic[P, R]):
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
+    def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments of a call by their roles."""
+        signature = self._parameters.signature(len(args), tuple(kwargs))
+        if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
+            signature = signature._replace(static=signature.static | {0})
+        return self._transform.sort_call(self._parameters, signature, args, kwargs)
+
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, record: bool = False
     ) -> tuple[Call, Flat]:
         """The arguments of a call, flattened; for a guard as well, if ``record``."""
         _compat.leave_static_cache()
-        signature = self._parameters.signature(len(args), tuple(kwargs))
-        if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
-            signature = signature._replace(static=signature.static | {0})
-        call = self._transform.sort_call(self._parameters, signature, args, kwargs)
+        call = self._sorted(args, kwargs)
         recorder = recorder_of(call, args, kwargs) if record else None
         graph, statics = self._modes["graph"], call.statics
         return call, flatten(call.tree, graph=graph, statics=statics, held=False, recorder=recorder)
@@ -84,6 +89,19 @@ class LiftedFunction(Generic[P, R]):
         name = getattr(self._fun, "__name__", "")
         found = (vars(base).get(name) for base in owner.__mro__)
         return any(isinstance(x, classmethod) and x.__func__ is own for x in found)
+
+    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat]:
+        """The plan for a call, and its flattened arguments: at top level what a guard found."""
+        is_top, guards = _compat.trace_is_clean(), self._guards
+        found = guards.find(args, kwargs) if is_top else None
+        if found is not None:
+            _compat.leave_static_cache()
+            return found
+        call, flat = self._split(args, kwargs, record=is_top)
+        plan, is_new = self._plan(call, flat)
+        if is_top:
+            guards.add(plan, flat, args, kwargs, is_new=is_new)
+        return plan, flat
 
     def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
         """The plan for a call, and whether it is new."""

@@ -71,10 +71,10 @@ class _ShardMap(Sharded):
         return self.mesh is None
 
     @property
-    def has_key(self) -> bool:
-        return super().has_key or self.in_specs.tree is None
+    def infers_specs(self) -> bool:
+        return self.in_specs.tree is None
 
-    def key(self, leaves: Sequence[Any]) -> Hashable:
+    def key(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
         return mesh, self._inferred(leaves, mesh), super().key(leaves)
 

@@ -31,7 +31,7 @@ from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
 from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of
-from ..core.call import run
+from ..core.call import failed, guarded, run
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained, raise_instead
 from ..core.guard.store import Guards
@@ -68,7 +68,10 @@ class Stage:
         self._plan = plan
         self._statics = statics  # the static arguments
         self._recorder = recorder  # knows the calls of modules
-        self._guards = Guards()
+        self._guards = Guards(None, lambda _: _compat.direct_form(stage))
+        # Python puts the static arguments in.
+        routes = [] if statics else self._guards.routes
+        self._direct = (routes, lifted._bound, None, None)
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
 
@@ -162,6 +165,12 @@ class Stage:
         except (ValueError, TypeError) as error:
             raise_instead(error, functools.partial(misfit, plan, flat.leaves, stage, error))
             raise
+
+    @_compat.api_boundary
+    def _failed(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+        failed(plan, leaves, error)
+        if isinstance(error, ValueError | TypeError):
+            raise_instead(error, functools.partial(misfit, plan, leaves, self._stage, error))
 
     def _inputs(self, per_argument: Any) -> Any:
         return user_tree(self._plan.structure, per_argument[0])
@@ -272,7 +281,7 @@ class Compiled(Stage):
     _lowered: Any
 
     @_compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _flattened(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program. Static arguments may be given, or left out.
 
         Raises:
@@ -280,6 +289,8 @@ class Compiled(Stage):
           ValueError: arrays are committed to other shardings than those that were lowered.
         """
         return self._run("compiled", args, kwargs)
+
+    __call__ = guarded(_flattened)
 
     @staticmethod
     def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:

@@ -236,6 +236,7 @@ class _NoGuards:
 def without_guards(lifted: Lifted[..., Any]) -> Lifted[..., Any]:
     """The same, but each call splits its arguments."""
     lifted._guards = _NoGuards()  # type: ignore[assignment]
+    lifted._direct = ([], *lifted._direct[1:])
     return lifted
 
 

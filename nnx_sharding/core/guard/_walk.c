@@ -21,6 +21,7 @@
 #define RECIPE(X) X(kinds) X(opened) X(expected) X(types) X(frozen) X(mentions) X(first) \
     X(traces) X(leaves) X(objects) X(num_arguments)
 #define PINS(X) X(frozen) X(mentions)
+#define MAX_DEPTH 8 /* of tuples that are compared here */
 /* What the module needs from Python besides the slot descriptors: functions, and the class in which
  * modules record which of their attributes are data. */
 #define FUNCTIONS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value) X(mapping_type)
@@ -193,11 +194,66 @@ typedef struct {
     PyObject *const *frozen;
     uint64_t *mentions;
     int is_match;          /* looks for another graph of the same structure, and records mentions */
-    Py_ssize_t num_unequal; /* statics that are not identical to their pins */
+    Py_ssize_t num_unequal; /* statics that Python has to compare with their pins */
+    int must_forget;        /* one of them is in a tuple */
 } Stream;
 
 static inline PyObject *slot_of(PyObject *object, enum kind slot) {
     return *(PyObject **)((char *)object + offsets[slot]);
+}
+
+/* The dict that is the only attribute of an object, borrowed; NULL for other objects. */
+static PyObject *only_dict_in(PyObject *object) {
+    PyObject *attributes = PyObject_GenericGetDict(object, NULL), *key, *value = NULL;
+    Py_ssize_t position = 0;
+    if (attributes == NULL) {
+        PyErr_Clear();
+        return NULL;
+    }
+    int is_one = PyDict_GET_SIZE(attributes) == 1 && PyDict_Next(attributes, &position, &key, &value);
+    Py_DECREF(attributes);
+    return is_one && PyDict_CheckExact(value) ? value : NULL;
+}
+
+/* Whether two mappings have the same objects under the same strings. */
+static int are_same_mappings(PyObject *one, PyObject *two) {
+    PyObject *first = only_dict_in(one), *second = only_dict_in(two), *key, *value;
+    if (first == NULL || second == NULL || PyDict_GET_SIZE(first) != PyDict_GET_SIZE(second)) {
+        return 0;
+    }
+    Py_ssize_t position = 0;
+    while (PyDict_Next(first, &position, &key, &value)) {
+        if (!PyUnicode_CheckExact(key) || PyDict_GetItemWithError(second, key) != value) {
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Whether two statics are equal, if that can be decided without Python code. */
+static int is_same_plain(PyObject *one, PyObject *two, int depth) {
+    if (one == two) return 1;
+    if (Py_TYPE(one) != Py_TYPE(two)) return 0;
+    if ((PyObject *)Py_TYPE(one) == functions[CALL_mapping_type]) {
+        return are_same_mappings(one, two);
+    }
+    if (PyFloat_CheckExact(one)) {
+        double a = PyFloat_AS_DOUBLE(one), b = PyFloat_AS_DOUBLE(two);
+        return memcmp(&a, &b, sizeof(a)) == 0;
+    }
+    if (PyTuple_CheckExact(one)) {
+        Py_ssize_t count = PyTuple_GET_SIZE(one);
+        if (PyTuple_GET_SIZE(two) != count || depth == MAX_DEPTH) return 0;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            if (!is_same_plain(PyTuple_GET_ITEM(one, i), PyTuple_GET_ITEM(two, i), depth + 1)) {
+                return 0;
+            }
+        }
+        return 1;
+    }
+    if (!PyUnicode_CheckExact(one) && !PyLong_CheckExact(one) && !PyBytes_CheckExact(one)) return 0;
+    return PyObject_RichCompareBool(one, two, Py_EQ) == 1;
 }
 
 static int is_same_mention(Stream *stream, int32_t mention, PyObject *item) {
@@ -215,7 +271,8 @@ static inline int append(Stream *stream, PyObject *item) {
     const Py_ssize_t position = stream->length;
     const unsigned char rule = walk->rules[position];
     if (rule & FROZEN && item != stream->frozen[walk->pins[position]] &&
-        !(stream->is_match && rule & OF_TRACE)) {
+        !(stream->is_match && rule & OF_TRACE) &&
+        !is_same_plain(item, stream->frozen[walk->pins[position]], 0)) {
         stream->num_unequal++;
     }
     if (rule & MENTION && !is_same_mention(stream, walk->pins[position], item)) return 0;
@@ -244,14 +301,17 @@ static int append_mapping(Stream *stream, PyObject *mapping, PyObject *keys) {
     return i == count;
 }
 
-static int append_sequence(Stream *stream, PyObject *sequence, Py_ssize_t length) {
-    if (!PyTuple_Check(sequence) && !PyList_CheckExact(sequence)) return 0;
-    if (PySequence_Fast_GET_SIZE(sequence) != length) return 0;
-    PyObject **items = PySequence_Fast_ITEMS(sequence);
-    for (Py_ssize_t i = 0; i < length; i++) {
+static int append_all(Stream *stream, PyObject *const *items, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
         if (!append(stream, items[i])) return 0;
     }
     return 1;
+}
+
+static int append_sequence(Stream *stream, PyObject *sequence, Py_ssize_t length) {
+    if (!PyTuple_Check(sequence) && !PyList_CheckExact(sequence)) return 0;
+    if (PySequence_Fast_GET_SIZE(sequence) != length) return 0;
+    return append_all(stream, PySequence_Fast_ITEMS(sequence), length);
 }
 
 /* Appends the parts of what only Python can open. Returns -1 with an error set. */
@@ -308,57 +368,13 @@ static int take_step(Stream *stream, const Step *step) {
     }
 }
 
-/* The dict that is the only attribute of an object, borrowed; NULL for other objects. */
-static PyObject *only_dict_in(PyObject *object) {
-    PyObject *attributes = PyObject_GenericGetDict(object, NULL), *key, *value = NULL;
-    Py_ssize_t position = 0;
-    if (attributes == NULL) {
-        PyErr_Clear();
-        return NULL;
-    }
-    int is_one = PyDict_GET_SIZE(attributes) == 1 && PyDict_Next(attributes, &position, &key, &value);
-    Py_DECREF(attributes);
-    return is_one && PyDict_CheckExact(value) ? value : NULL;
-}
-
-/* Whether two mappings have the same objects under the same strings. */
-static int are_same_mappings(PyObject *one, PyObject *two) {
-    PyObject *first = only_dict_in(one), *second = only_dict_in(two), *key, *value;
-    if (first == NULL || second == NULL || PyDict_GET_SIZE(first) != PyDict_GET_SIZE(second)) {
-        return 0;
-    }
-    Py_ssize_t position = 0;
-    while (PyDict_Next(first, &position, &key, &value)) {
-        if (!PyUnicode_CheckExact(key) || PyDict_GetItemWithError(second, key) != value) {
-            PyErr_Clear();
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* Whether two statics are equal, if that can be decided without Python code. */
-static int is_same_plain(PyObject *one, PyObject *two) {
-    if (one == two) return 1;
-    if (Py_TYPE(one) != Py_TYPE(two)) return 0;
-    if ((PyObject *)Py_TYPE(one) == functions[CALL_mapping_type]) {
-        return are_same_mappings(one, two);
-    }
-    if (PyFloat_CheckExact(one)) {
-        double a = PyFloat_AS_DOUBLE(one), b = PyFloat_AS_DOUBLE(two);
-        return memcmp(&a, &b, sizeof(a)) == 0;
-    }
-    if (!PyUnicode_CheckExact(one) && !PyLong_CheckExact(one) && !PyBytes_CheckExact(one)) return 0;
-    return PyObject_RichCompareBool(one, two, Py_EQ) == 1;
-}
-
 /* Compares by value statics that are not identical. Returns -1 with an error set. */
 static int same_statics(const Stream *stream) {
     const Walk *walk = stream->walk;
     for (Py_ssize_t i = 0; stream->num_unequal && i < walk->frozen.count; i++) {
         const int32_t position = walk->frozen.positions[i];
         if (stream->is_match && walk->rules[position] & OF_TRACE) continue;
-        if (is_same_plain(stream->items[position], stream->frozen[i])) continue;
+        if (is_same_plain(stream->items[position], stream->frozen[i], 0)) continue;
         PyObject *answer = PyObject_CallFunctionObjArgs(
             functions[CALL_same_value], stream->items[position], stream->frozen[i], NULL);
         if (answer == NULL) return -1;
@@ -418,14 +434,23 @@ static int have_types(const Stream *stream, Positions wanted) {
     return 1;
 }
 
-/* Arrays and objects as a tuple; NULL with an error set. */
-static PyObject *arrays_and_objects(const Stream *stream) {
-    PyObject *leaves = pick(stream, stream->walk->leaves);
-    PyObject *objects = pick(stream, stream->walk->objects);
-    PyObject *result = leaves && objects ? PyTuple_Pack(2, leaves, objects) : NULL;
-    Py_XDECREF(leaves);
-    Py_XDECREF(objects);
-    return result;
+/* What a walk found, as tuples. */
+typedef struct {
+    PyObject *leaves, *objects;
+} Found;
+
+static void drop_found(Found *found) {
+    Py_CLEAR(found->leaves);
+    Py_CLEAR(found->objects);
+}
+
+/* Returns 1, or -1 with an error set. */
+static int pick_found(const Stream *stream, Found *found) {
+    found->leaves = pick(stream, stream->walk->leaves);
+    found->objects = found->leaves ? pick(stream, stream->walk->objects) : NULL;
+    if (found->objects != NULL) return 1;
+    drop_found(found);
+    return -1;
 }
 
 /* Follower: the walk over one graph */
@@ -555,10 +580,10 @@ static void forget(Follower *follower) {
 }
 
 /* Reads what may have changed. Runs no Python code. Returns 1, or 0 for a change. */
-static int follow_plain(Follower *follower, Stream *stream, PyObject *arguments) {
+static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arguments) {
     const Walk *walk = follower->walk;
     follower->count++;
-    if (!append_sequence(stream, arguments, walk->num_arguments)) return 0;
+    if (!append_all(stream, arguments, walk->num_arguments)) return 0;
     const Step *end = walk->steps + walk->num_plain_steps;
     for (const Step *step = walk->steps; step < end; step++) {
         if (step->seen < 0) {
@@ -584,10 +609,19 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *arguments)
                    seen->walk >= follower->seen[walk->steps[step->parent].seen].walk) {
             continue;
         }
+        const Py_ssize_t num_unequal = stream->num_unequal;
         seen->walk = follower->count;
         stream->length = step->start;
         if (take_step(stream, step) != 1) return 0;
         if (dict != NULL) note_dict(follower, seen, dict);
+        if (stream->num_unequal > num_unequal) { /* compared later, and in each walk */
+            if (dict == NULL) stream->must_forget = 1;
+#if PY_VERSION_HEX >= 0x030C0000
+            seen->dict = NULL;
+#else
+            seen->version = 0;
+#endif
+        }
     }
     stream->length = walk->num_plain_items;
     return have_types(stream, walk->leaves);
@@ -601,40 +635,47 @@ static Stream stream_of(Walk *walk, PyObject *pins) {
     };
 }
 
-static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
-    Follower *follower = (Follower *)self;
+/* Walks from the arguments of a call. Returns 1, 0 for a change, or -1 with an error set. */
+static int follow(Follower *follower, PyObject *const *arguments, Py_ssize_t count, Found *found) {
     const Walk *walk = follower->walk;
-    if (!PyTuple_Check(arguments)) {
-        PyErr_SetString(PyExc_TypeError, "expected a tuple of arguments");
-        return NULL;
-    }
     Stream stream = stream_of(follower->walk, follower->pins);
     stream.items = follower->items;
     const uint64_t start = epoch;
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
-    int same = follow_plain(follower, &stream, arguments);
+    int same = count == walk->num_arguments && follow_plain(follower, &stream, arguments);
     /* Before any Python code runs, during which another thread may use this follower. */
-    if (same != 1 || stream.num_unequal) {
+    if (same != 1 || stream.must_forget) {
         forget(follower);
     } else {
         follower->epoch = start;
     }
-    PyObject *result = NULL;
     if (same == 1 && (walk->num_plain_steps < walk->num_steps || stream.num_unequal)) {
         same = own_items(&stream);
         if (collects) PyGC_Enable();
         if (same == 1) same = finish(&stream, walk->num_plain_steps);
-        if (same == 1) result = arrays_and_objects(&stream);
+        if (same == 1) same = pick_found(&stream, found);
     } else {
-        if (same == 1) result = arrays_and_objects(&stream);
+        if (same == 1) same = pick_found(&stream, found);
         if (collects) PyGC_Enable();
     }
     release_items(&stream);
-    if (same == 0) {
-        PyErr_Clear();
-        result = Py_NewRef(Py_None);
+    if (same == 0) PyErr_Clear();
+    return same;
+}
+
+static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
+    if (!PyTuple_Check(arguments)) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple of arguments");
+        return NULL;
     }
+    Found found = {0};
+    int same = follow((Follower *)self, ((PyTupleObject *)arguments)->ob_item,
+                      PyTuple_GET_SIZE(arguments), &found);
+    if (same < 0) return NULL;
+    if (same == 0) Py_RETURN_NONE;
+    PyObject *result = PyTuple_Pack(2, found.leaves, found.objects);
+    drop_found(&found);
     return result;
 }
 
@@ -723,24 +764,18 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
         (const char *)stream.mentions, walk->mentions.count * (Py_ssize_t)sizeof(uint64_t));
     if (mentions == NULL) return NULL;
     stream.mentions = (uint64_t *)PyBytes_AS_STRING(mentions);
-    PyObject *result = NULL, *found = NULL, *frozen = NULL, *traces = NULL;
+    PyObject *result = NULL;
+    Found found = {0};
     int same = own_items(&stream);
     if (same == 1) same = append_sequence(&stream, args[1], walk->num_arguments);
     if (same == 1) same = finish(&stream, 0);
-    if (same == 1) {
-        found = arrays_and_objects(&stream);
-        frozen = pick(&stream, walk->frozen);
-        traces = pick(&stream, walk->traces);
-        if (found && frozen && traces) {
-            result = PyTuple_Pack(4, found, frozen, mentions, traces);
-        }
+    if (same == 1 && pick_found(&stream, &found) == 1) {
+        result = Py_BuildValue("(NN)NON", found.leaves, found.objects, pick(&stream, walk->frozen),
+                               mentions, pick(&stream, walk->traces));
     } else if (same == 0) {
         PyErr_Clear();
         result = Py_NewRef(Py_None);
     }
-    Py_XDECREF(found);
-    Py_XDECREF(frozen);
-    Py_XDECREF(traces);
     Py_DECREF(mentions);
     release_items(&stream);
     return result;
@@ -941,6 +976,349 @@ static PyTypeObject WalkType = {
     .tp_methods = Walk_methods,
 };
 
+/* Guarded calls: from the arguments of a jitted function to its result, without Python code
+ *
+ * `call` does what `LiftedFunction` and `run` in call.py do where a guard holds, no array has to be
+ * placed, and only arrays of Variables change. Otherwise it leaves all, or the rest, to them. No
+ * Python code runs between the program and the write-back, so no signal can come in between. */
+
+/* What call.py gives: functions, and objects that it shares with this module. */
+#define HOOKS(X) X(is_ready) X(caller) X(held) X(settle) X(complete) X(is_bounded) X(wait) \
+    X(limit) X(direct_mark)
+#define AS_HOOK(name) HOOK_##name,
+enum { HOOKS(AS_HOOK) NUM_HOOKS };
+static PyObject *hooks[NUM_HOOKS];
+
+/* The fields of tuples that are made in Python. */
+#define DIRECT(X) X(routes) X(bound) X(fun) X(observer)
+#define AS_DIRECT(name) DIRECT_##name,
+enum { DIRECT(AS_DIRECT) NUM_DIRECT };
+#define ROUTE(X) X(follow) X(names) X(plan) X(execute) X(donates) X(context_of) X(context) \
+    X(slots) X(shardings) X(avals) X(known) X(entry)
+#define AS_ROUTE(name) ROUTE_##name,
+enum { ROUTE(AS_ROUTE) NUM_ROUTE };
+#define UPDATE(X) X(written) X(returned) X(unflatten)
+#define AS_UPDATE(name) UPDATE_##name,
+enum { UPDATE(AS_UPDATE) NUM_UPDATE };
+
+/* Names of attributes, interned. */
+#define NAMES(X) X(_direct) X(_flattened) X(_failed) X(update) X(sharding) X(aval) X(num_devices)
+#define AS_NAME_INDEX(name) NAME_##name,
+enum { NAMES(AS_NAME_INDEX) NUM_NAMES };
+static PyObject *interned[NUM_NAMES];
+
+#define MAX_ARGUMENTS 32 /* of a method that is bound; with more, Python calls it */
+
+static PyObject *attribute(PyObject *object, int name) {
+    return PyObject_GetAttr(object, interned[name]);
+}
+
+/* Whether a call has the keyword arguments of a route, in their order. */
+static int has_names(PyObject *names, PyObject *kwnames) {
+    const Py_ssize_t count = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    if (PyTuple_GET_SIZE(names) != count) return 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (PyTuple_GET_ITEM(names, i) != PyTuple_GET_ITEM(kwnames, i)) return 0;
+    }
+    return 1;
+}
+
+/* Whether what a plan depends on besides the graph is as for a route; -1 with an error set. */
+static int has_context(PyObject *route) {
+    PyObject *context_of = PyTuple_GET_ITEM(route, ROUTE_context_of);
+    if (context_of == Py_None) return 1;
+    PyObject *context = PyObject_CallNoArgs(context_of);
+    if (context == NULL) return -1;
+    int same = PyObject_RichCompareBool(context, PyTuple_GET_ITEM(route, ROUTE_context), Py_EQ);
+    Py_DECREF(context);
+    return same;
+}
+
+/* Whether an attribute of an array has a value; -1 with an error set. */
+static int has_attribute(PyObject *leaf, int name, PyObject *goal) {
+    PyObject *value = attribute(leaf, name);
+    if (value == NULL) return -1;
+    int same = value == goal ? 1 : PyObject_RichCompareBool(value, goal, Py_EQ);
+    Py_DECREF(value);
+    return same;
+}
+
+/* Whether all arrays have the shapes and shardings of a plan; -1 with an error set. Those that stay
+ * the same are known by weak references; Python's False is for those that calls replace. */
+static int are_as_planned(PyObject *route, const Found *found) {
+    PyObject *slots = PyTuple_GET_ITEM(route, ROUTE_slots);
+    PyObject *shardings = PyTuple_GET_ITEM(route, ROUTE_shardings);
+    PyObject *avals = PyTuple_GET_ITEM(route, ROUTE_avals);
+    PyObject *all_known = PyTuple_GET_ITEM(route, ROUTE_known);
+    const int32_t *positions = (const int32_t *)PyBytes_AS_STRING(slots);
+    const Py_ssize_t count = PyBytes_GET_SIZE(slots) / (Py_ssize_t)sizeof(int32_t);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *leaf = PyTuple_GET_ITEM(found->leaves, positions[i]);
+        PyObject *known = PyList_GET_ITEM(all_known, i), *goal = PyList_GET_ITEM(shardings, i);
+        const int is_known = PyWeakref_CheckRef(known);
+        if (is_known && ((PyWeakReference *)known)->wr_object == leaf) continue;
+        int same = goal == Py_None ? 1 : has_attribute(leaf, NAME_sharding, goal);
+        if (same == 1 && PyList_GET_SIZE(avals) > 0) {
+            same = has_attribute(leaf, NAME_aval, PyList_GET_ITEM(avals, i));
+        }
+        if (same != 1) return same;
+        if (known == Py_False) continue;
+        known = is_known ? Py_NewRef(Py_False) : PyWeakref_NewRef(leaf, NULL);
+        if (known == NULL || PyList_SetItem(all_known, i, known) < 0) return -1;
+    }
+    return 1;
+}
+
+/* As in `Guard.check`, errors are changes, but not what ends a program. */
+static int is_interrupted(void) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* The first route of a function that holds for some arguments, as a new reference; NULL if none
+ * does, perhaps with an error set. It is then the first in the list. */
+static PyObject *find_route(PyObject *routes, PyObject *const *arguments, Py_ssize_t count,
+                            PyObject *kwnames, Found *found) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(routes); i++) {
+        PyObject *route = Py_NewRef(PyList_GET_ITEM(routes, i));
+        PyObject *own = PyTuple_GET_ITEM(route, ROUTE_follow);
+        if (PyCFunction_CheckExact(own) && Py_IS_TYPE(PyCFunction_GET_SELF(own), &FollowerType) &&
+            has_names(PyTuple_GET_ITEM(route, ROUTE_names), kwnames) &&
+            follow((Follower *)PyCFunction_GET_SELF(own), arguments, count, found) == 1) {
+            int holds = has_context(route);
+            if (holds == 1) holds = are_as_planned(route, found);
+            if (holds == 1 && PyTuple_GET_ITEM(route, ROUTE_donates) == Py_True) {
+                holds = PyObject_HasAttr(PyTuple_GET_ITEM(route, ROUTE_execute),
+                                         hooks[HOOK_direct_mark]);
+            }
+            if (holds == 1) {
+                if (i > 0 && i < PyList_GET_SIZE(routes)) { /* Python code may have run */
+                    PyObject *moved = PyList_GET_ITEM(routes, i);
+                    PyList_SET_ITEM(routes, i, PyList_GET_ITEM(routes, 0));
+                    PyList_SET_ITEM(routes, 0, moved);
+                }
+                return route;
+            }
+            drop_found(found);
+        }
+        Py_DECREF(route);
+        if (is_interrupted()) return NULL;
+    }
+    return NULL;
+}
+
+/* Runs a program, attributed to the call in which it may be traced; NULL with an error set. */
+static PyObject *execute(PyObject *direct, PyObject *route, const Found *found) {
+    PyObject *fun = PyTuple_GET_ITEM(direct, DIRECT_fun), *outputs = NULL;
+    PyObject *plan = fun == Py_None ? Py_None : PyTuple_GET_ITEM(route, ROUTE_plan);
+    PyObject *caller = PyTuple_Pack(6, fun, found->objects,
+                                    PyTuple_GET_ITEM(direct, DIRECT_observer), Py_False, plan,
+                                    found->leaves);
+    PyObject *token = caller ? PyContextVar_Set(hooks[HOOK_caller], caller) : NULL;
+    Py_XDECREF(caller);
+    if (token == NULL) return NULL;
+    outputs = PyObject_Vectorcall(PyTuple_GET_ITEM(route, ROUTE_execute),
+                                  ((PyTupleObject *)found->leaves)->ob_item,
+                                  PyTuple_GET_SIZE(found->leaves), NULL);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (PyContextVar_Reset(hooks[HOOK_caller], token) < 0) PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    Py_DECREF(token);
+    return outputs;
+}
+
+/* The array with a position in an output group, or -1 and a slot, borrowed; NULL if there is none.
+ */
+static PyObject *array_at(PyObject *outputs, const Found *found, int32_t group, int32_t position) {
+    PyObject *arrays = found->leaves;
+    if (group >= 0) {
+        if (group >= PyTuple_GET_SIZE(outputs) - 1) return NULL;
+        PyObject *own = PyTuple_GET_ITEM(outputs, group);
+        if (!PyExceptionInstance_Check(own)) return NULL;
+        PyObject *args = ((PyBaseExceptionObject *)own)->args; /* of an `OutputGroup` */
+        if (PyTuple_GET_SIZE(args) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(args, 1))) return NULL;
+        arrays = PyTuple_GET_ITEM(args, 1);
+    }
+    if (position < 0 || position >= PyTuple_GET_SIZE(arrays)) return NULL;
+    return PyTuple_GET_ITEM(arrays, position);
+}
+
+/* Sets the Variables that an update names: indices of objects with groups and positions. Either all
+ * or none: returns 1, or 0 if they are not as expected. */
+static int write_back(PyObject *written, PyObject *outputs, const Found *found) {
+    const int32_t(*sources)[3] = (const int32_t(*)[3])PyBytes_AS_STRING(written);
+    const Py_ssize_t count = PyBytes_GET_SIZE(written) / (Py_ssize_t)sizeof(*sources);
+    PyObject **arrays = PyMem_Malloc((count + 1) * sizeof(*arrays));
+    for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) {
+        const int32_t index = sources[i][0];
+        arrays[i] = array_at(outputs, found, sources[i][1], sources[i][2]);
+        if (arrays[i] == NULL || index < 0 || index >= PyTuple_GET_SIZE(found->objects) ||
+            !PyType_IsSubtype(Py_TYPE(PyTuple_GET_ITEM(found->objects, index)), owners[VALUE])) {
+            PyMem_Free(arrays);
+            return 0;
+        }
+    }
+    for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) {
+        PyObject *variable = PyTuple_GET_ITEM(found->objects, sources[i][0]);
+        PyObject **slot = (PyObject **)((char *)variable + offsets[VALUE]), *old = *slot;
+        *slot = Py_NewRef(arrays[i]);
+        arrays[i] = old;
+    }
+    /* Only now: the end of an array may run Python code. */
+    for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) Py_XDECREF(arrays[i]);
+    PyMem_Free(arrays);
+    return arrays != NULL;
+}
+
+/* The arrays that a call returns, in the user's containers; NULL with an error set. */
+static PyObject *output_of(PyObject *update, PyObject *outputs, const Found *found) {
+    PyObject *returned = PyTuple_GET_ITEM(update, UPDATE_returned);
+    PyObject *unflatten = PyTuple_GET_ITEM(update, UPDATE_unflatten);
+    const int32_t(*sources)[2] = (const int32_t(*)[2])PyBytes_AS_STRING(returned);
+    const Py_ssize_t count = PyBytes_GET_SIZE(returned) / (Py_ssize_t)sizeof(*sources);
+    PyObject *arrays = PyTuple_New(count), *result = NULL;
+    for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) {
+        PyObject *array = array_at(outputs, found, sources[i][0], sources[i][1]);
+        if (array == NULL) {
+            PyErr_SetString(PyExc_ValueError, "a program returned other arrays than expected");
+            Py_CLEAR(arrays);
+            break;
+        }
+        PyTuple_SET_ITEM(arrays, i, Py_NewRef(array));
+    }
+    if (arrays == NULL) return NULL;
+    if (unflatten != Py_None) {
+        result = PyObject_CallOneArg(unflatten, arrays);
+    } else if (count == 1) {
+        result = Py_NewRef(PyTuple_GET_ITEM(arrays, 0));
+    }
+    Py_DECREF(arrays);
+    return result;
+}
+
+/* Waits for every 16th program on virtual devices, as in_flight.py does. Returns -1 with an error
+ * set. */
+static int wait_if_many(PyObject *outputs) {
+    static int is_bounded = -1;
+    static long in_flight;
+    if (is_bounded < 0) {
+        PyObject *answer = PyObject_CallNoArgs(hooks[HOOK_is_bounded]);
+        if (answer == NULL) return -1;
+        is_bounded = answer == Py_True;
+        Py_DECREF(answer);
+    }
+    if (!is_bounded || ++in_flight < PyLong_AsLong(hooks[HOOK_limit])) return 0;
+    PyObject *array = array_at(outputs, NULL, 0, 0);
+    PyObject *sharding = array == NULL ? NULL : attribute(array, NAME_sharding);
+    PyObject *devices = sharding == NULL ? NULL : attribute(sharding, NAME_num_devices);
+    const int is_one = devices != NULL && PyLong_AsLong(devices) == 1;
+    Py_XDECREF(sharding);
+    Py_XDECREF(devices);
+    PyErr_Clear();
+    if (is_one) return 0;
+    PyObject *groups = PyTuple_GetSlice(outputs, 0, PyTuple_GET_SIZE(outputs) - 1);
+    PyObject *answer = groups ? PyObject_CallOneArg(hooks[HOOK_wait], groups) : NULL;
+    if (answer == Py_True) in_flight = 0;
+    Py_XDECREF(groups);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* What a call returns once its program was run; NULL with an error set. */
+static PyObject *finish_call(PyObject *route, PyObject *outputs, const Found *found) {
+    PyObject *plan = PyTuple_GET_ITEM(route, ROUTE_plan);
+    PyObject *run = PyTuple_GET_ITEM(route, ROUTE_execute), *update = NULL, *result = NULL;
+    if (PyTuple_Check(outputs) && PyTuple_GET_SIZE(outputs) > 0) {
+        PyObject *outcome = PyTuple_GET_ITEM(outputs, PyTuple_GET_SIZE(outputs) - 1);
+        update = attribute(outcome, NAME_update);
+        if (update == NULL) PyErr_Clear();
+    }
+    if (update != NULL && PyTuple_Check(update) &&
+        PyTuple_GET_ITEM(update, UPDATE_returned) != Py_None &&
+        write_back(PyTuple_GET_ITEM(update, UPDATE_written), outputs, found)) {
+        result = output_of(update, outputs, found);
+        if (result != NULL && PyDict_GET_SIZE(hooks[HOOK_held]) > 0) {
+            PyObject *settled = PyObject_CallFunctionObjArgs(hooks[HOOK_settle], run, outputs, NULL);
+            if (settled == NULL) Py_CLEAR(result);
+            Py_XDECREF(settled);
+        }
+    } else {
+        result = PyObject_CallFunctionObjArgs(hooks[HOOK_complete], plan, run, found->objects,
+                                              found->leaves, outputs, NULL);
+    }
+    Py_XDECREF(update);
+    if (result != NULL && wait_if_many(outputs) < 0) Py_CLEAR(result);
+    return result;
+}
+
+/* Lets Python explain an error: `_failed` may raise another one. */
+static void explain(PyObject *self, PyObject *route, const Found *found) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL) PyException_SetTraceback(value, traceback);
+    PyObject *answer = PyObject_CallMethodObjArgs(self, interned[NAME__failed],
+                                                  PyTuple_GET_ITEM(route, ROUTE_plan),
+                                                  found->leaves, value, NULL);
+    if (answer == NULL) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return;
+    }
+    Py_DECREF(answer);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* A method of an object whose attribute `_direct` has its routes. */
+static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *kwnames) {
+    PyObject *direct = attribute(self, NAME__direct), *route = NULL, *result = NULL;
+    if (direct == NULL) return NULL;
+    PyObject *routes = PyTuple_GET_ITEM(direct, DIRECT_routes);
+    if (PyList_GET_SIZE(routes) > 0) {
+        PyObject *bound = PyTuple_GET_ITEM(direct, DIRECT_bound);
+        const Py_ssize_t own = PyTuple_GET_SIZE(bound);
+        Py_ssize_t total = count + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+        PyObject *buffer[MAX_ARGUMENTS], *const *arguments = args;
+        if (own > 0 && own + total <= MAX_ARGUMENTS) {
+            for (Py_ssize_t i = 0; i < own; i++) buffer[i] = PyTuple_GET_ITEM(bound, i);
+            for (Py_ssize_t i = 0; i < total; i++) buffer[own + i] = args[i];
+            arguments = buffer;
+        }
+        Found found = {0};
+        PyObject *ready = PyObject_CallNoArgs(hooks[HOOK_is_ready]);
+        Py_XDECREF(ready);
+        if (ready == Py_True && (own == 0 || arguments == buffer)) {
+            route = find_route(routes, arguments, own + total, kwnames, &found);
+        }
+        if (route != NULL) {
+            PyObject *outputs = execute(direct, route, &found);
+            if (outputs == NULL) {
+                explain(self, route, &found);
+            } else {
+                result = finish_call(route, outputs, &found);
+                Py_DECREF(outputs);
+            }
+            drop_found(&found);
+            Py_DECREF(route);
+        }
+    }
+    Py_DECREF(direct);
+    if (route != NULL || is_interrupted()) return result;
+    PyObject *flattened = attribute(self, NAME__flattened);
+    if (flattened == NULL) return NULL;
+    result = PyObject_Vectorcall(flattened, args, count, kwnames);
+    Py_DECREF(flattened);
+    return result;
+}
+
+static PyMethodDef call_method = {
+    "__call__", (PyCFunction)(void (*)(void))call, METH_FASTCALL | METH_KEYWORDS,
+    "__call__($self, /, *args, **kwargs)\n--\n\n"
+    "Calls the function; its changes are made to the caller's own objects."};
+
 /* One keyword argument of set_up, borrowed; NULL with an error set. */
 static PyObject *needed(PyObject *kwargs, const char *name) {
     PyObject *value = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, name);
@@ -970,7 +1348,19 @@ static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
     Py_RETURN_NONE;
 }
 
+static PyObject *set_up_calls(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
+    static const char *const names[] = {HOOKS(AS_NAME)};
+    for (int i = 0; i < NUM_HOOKS; i++) {
+        PyObject *value = needed(kwargs, names[i]);
+        if (value == NULL) return NULL;
+        Py_XSETREF(hooks[i], Py_NewRef(value));
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
+    {"set_up_calls", (PyCFunction)(void (*)(void))set_up_calls, METH_VARARGS | METH_KEYWORDS,
+     "Takes what guarded calls need from call.py."},
     {"set_up", (PyCFunction)(void (*)(void))set_up, METH_VARARGS | METH_KEYWORDS,
      "Takes the functions that the walk calls, and the slots in which Flax keeps values."},
     {NULL},
@@ -1015,6 +1405,7 @@ static int notifies_of_attributes(void) {
 #endif
 
 static int fill_module(PyObject *module) {
+    static const char *const attributes[] = {NAMES(AS_NAME)}, *const route[] = {ROUTE(AS_NAME)};
     static const char *const kinds[] = {KINDS(AS_NAME)}, *const recipe[] = {RECIPE(AS_NAME)};
     static const char *const pins[] = {PINS(AS_NAME)};
 #if PY_VERSION_HEX >= 0x030C0000
@@ -1024,11 +1415,17 @@ static int fill_module(PyObject *module) {
     if (notifies < 0) return -1;
     is_silent_inline = !notifies;
 #endif
+    for (int i = 0; i < NUM_NAMES; i++) {
+        if ((interned[i] = PyUnicode_InternFromString(attributes[i])) == NULL) return -1;
+    }
+    PyObject *method = PyDescr_NewMethod(&PyBaseObject_Type, &call_method);
+    if (method == NULL || PyModule_AddObject(module, "call", method) < 0) return -1;
     if (PyType_Ready(&WalkType) < 0 || PyType_Ready(&FollowerType) < 0) return -1;
     PyObject *fields = PyDict_New();
     int failed = fields == NULL || add_names(fields, "Kind", kinds, NUM_KINDS) < 0 ||
                  add_names(fields, "Recipe", recipe, NUM_RECIPE) < 0 ||
                  add_names(fields, "Pins", pins, NUM_PINS) < 0 ||
+                 add_names(fields, "Route", route, NUM_ROUTE) < 0 ||
                  PyModule_AddObjectRef(module, "FIELDS", fields) < 0 ||
                  PyModule_AddObjectRef(module, "Walk", (PyObject *)&WalkType) < 0;
     Py_XDECREF(fields);

@@ -63,7 +63,24 @@ class Match(NamedTuple):
     traces: Sequence[Any]  # which its traces are, for the caller to compare
 
 
-def packed(numbers: Sequence[int] | np.ndarray[Any, Any]) -> bytes:
+class Route(NamedTuple):
+    """A guard as ``_walk.call`` uses it."""
+
+    follow: Any
+    names: tuple[str, ...]  # of the keyword arguments
+    plan: Any
+    execute: Any  # what runs the program
+    donates: bool
+    context_of: Any  # returns the mesh in context; None if the plan does not depend on it
+    context: Any
+    slots: bytes  # of the arrays that have to be placed, or whose shapes matter
+    shardings: list[Any]  # of these; None for those that are not placed
+    avals: list[Any]  # of these; empty if shapes do not matter
+    known: list[Any]  # for each, a weak reference to an array that is as it should be
+    entry: Any  # keeps the weak references that end this route
+
+
+def packed(numbers: Sequence[Any] | np.ndarray[Any, Any]) -> bytes:
     """Numbers as a recipe has them."""
     return np.asarray(numbers, np.int32).tobytes()
 

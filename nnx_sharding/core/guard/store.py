@@ -14,8 +14,9 @@ from ..flatten import Flat
 from ..plan import Plan
 from ..signature import Call
 from ..structure import Structure
+from ..transform import Transform
 from ..unflatten import picker
-from .recipe import Pins
+from .recipe import Pins, Route, packed
 from .recorder import WalkRecorder
 from .walk import Walk
 
@@ -27,6 +28,7 @@ _LOGGER = logging.getLogger("nnx_sharding")
 # trained and evaluated has two.
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
+MAX_ROUTES = 4  # of which the extension tries each
 
 
 def recorder_of(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
@@ -100,7 +102,7 @@ def make_guard(flat: Flat, arguments: tuple[Any, ...]) -> Guard | None:
 class _Entry(NamedTuple):
     guard: Guard
     plan: Plan
-    key: Hashable
+    key: tuple[Hashable, ...]
     references: tuple[Any, ...]  # whose callbacks drop the record
 
 
@@ -136,11 +138,25 @@ class Guards:
     """Guards by the arguments of a call: by their types, and by the modules among them.
 
     Holds no objects of the user: a record is dropped when one of its modules is collected.
-    ``key_of`` returns what a plan depends on besides the structure, such as the mesh in context.
+    ``transform`` knows what a plan depends on besides the structure; ``execute`` returns what runs
+    the program of a plan.
     """
 
-    def __init__(self, key_of: Callable[[Sequence[Any]], Hashable] | None = None):
-        self._key_of = key_of or (lambda _: None)
+    def __init__(
+        self,
+        transform: Transform | None = None,
+        execute: Callable[[Plan], Any] = lambda plan: plan.program.top_level,
+    ):
+        self.routes: list[Route] = []  # the last ones, for ``_walk.call``
+        self._execute = execute
+        self._reads_context = transform is not None and transform.reads_context
+        self._reads_shapes = transform is not None and transform.reads_shapes
+        self._infers_specs = transform is not None and transform.infers_specs
+        self._key_of: Callable[[Sequence[Any]], tuple[Hashable, ...]] = lambda _: (None,)
+        if transform is not None and (
+            self._reads_context or self._reads_shapes or self._infers_specs
+        ):
+            self._key_of = transform.key
         self._pick_modules: dict[tuple[Any, ...], Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._records: dict[_Key, _Record] = {}
         # By types alone, for other modules of the same structure.
@@ -161,9 +177,36 @@ class Guards:
                     if entry is not record.entries[0]:
                         others = (other for other in record.entries if other is not entry)
                         record.entries = (entry, *others)
+                    self._add_route(entry, flat, (*kwargs,))
                     return entry.plan, flat
         template = self._templates.get(key[0])
         return self._match(key, template.entries, arguments) if template is not None else None
+
+    def _add_route(self, entry: _Entry, flat: Flat, names: tuple[str, ...]) -> None:
+        plan = entry.plan
+        if self._infers_specs:
+            return
+        slots: Sequence[int] = plan.placed_slots
+        if self._reads_shapes:
+            slots = range(len(flat.leaves))
+        goals = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
+        avals = [getattr(flat.leaves[slot], "aval", None) for slot in slots]
+        self.routes[MAX_ROUTES - 1 :] = []
+        route = Route(
+            entry.guard.follow,
+            names,
+            plan,
+            self._execute(plan),
+            bool(plan.donated),
+            _compat.context_mesh if self._reads_context else None,
+            entry.key[0],
+            packed(slots),
+            [goals.get(slot) for slot in slots],
+            avals if self._reads_shapes else [],
+            [None] * len(slots),
+            entry,
+        )
+        self.routes.insert(0, route)
 
     def _match(
         self, key: _Key, templates: Iterable[_Entry], arguments: tuple[Any, ...]
@@ -219,9 +262,14 @@ class Guards:
     def _add(
         self, key: _Key, guard: Guard, plan: Plan, flat: Flat, identities: Iterable[Any]
     ) -> None:
-        records = self._records  # not self, or the guards would live as long as the module
+        records, routes = self._records, self.routes  # not self, which would live as long
         objects = (*_modules(plan, flat), *identities)
-        references = tuple(_watch(objects, lambda _: records.pop(key, None)))
+
+        def forget(_: Any) -> None:
+            routes.clear()
+            records.pop(key, None)
+
+        references = tuple(_watch(objects, forget))
         self._record(key).add(_Entry(guard, plan, self._key_of(flat.leaves), references))
 
     def _record(self, key: _Key) -> _Record:
@@ -231,12 +279,13 @@ class Guards:
 
     def drop(self, plan: Plan) -> None:
         """Forgets an evicted plan, so that further models do not use it."""
+        self.routes.clear()
         for record in [*self._templates.values()]:
             record.entries = tuple(entry for entry in record.entries if entry.plan is not plan)
 
     def clear(self) -> None:
         """Forgets everything."""
-        for table in (self._pick_modules, self._records, self._templates):
+        for table in (self.routes, self._pick_modules, self._records, self._templates):
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:

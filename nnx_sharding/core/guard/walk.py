@@ -26,7 +26,7 @@ from ..static_equality import opened as open_static
 from ..static_equality import value_key
 from ..treedefs import aux_of
 from ..unflatten import picker
-from .recipe import Kind, Match, Pins, Recipe, unpacked
+from .recipe import Kind, Match, Pins, Recipe, Route, unpacked
 
 # For some items: what must be equal for each, and what is appended to the stream for all.
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
@@ -249,7 +249,8 @@ def _load_walk() -> Any:
                 error,
             )
         return PythonWalk
-    fields = {"Kind": tuple(Kind.__members__), "Recipe": Recipe._fields, "Pins": Pins._fields}
+    tuples = {"Recipe": Recipe._fields, "Pins": Pins._fields, "Route": Route._fields}
+    fields = {"Kind": tuple(Kind.__members__), **tuples}
     if getattr(_walk, "FIELDS", None) != fields:
         raise RuntimeError(
             f"{_walk.__file__} was compiled from another version of nnx_sharding. Install it "
