@@ -55,7 +55,7 @@ class Method:
         """Calls the method of a module, by the handler if there is one."""
         current, call = _CURRENT.get(), self.original.__get__(module, type(module))
         # A method called through `super()` is part of the subclass's method.
-        if current is None or not isinstance(module, nnx.Module) or not self._is_in(type(module)):
+        if current is None or not isinstance(module, _KINDS) or not self._is_in(type(module)):
             return call(*args, **kwargs)
         return current.handler(module, self._name, call, args, kwargs)
 
@@ -119,14 +119,16 @@ def original_of(method: Any) -> Any:
     return method.original if type(method) is Method else method
 
 
+_KINDS = (nnx.Module, nnx.Optimizer)
 _NOT_METHODS = (staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
 _FOREIGN = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
 
 
 def _module_types() -> Iterator[type]:
-    """All existing module classes, and the classes from which they inherit methods."""
-    kinds, pending = set[type](), [nnx.Module]
+    """All existing classes of these kinds, and the classes from which they inherit methods."""
+    kinds: set[type] = {nnx.Optimizer}
+    pending: list[Any] = [*_KINDS]
     while pending:
         new = [kind for kind in pending.pop().__subclasses__() if kind not in kinds]
         kinds.update(new)

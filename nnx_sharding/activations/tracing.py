@@ -50,6 +50,7 @@ from .axis_types import (
 )
 from .calls import RECORD, Frame, Shape, Tag, in_call
 from .intercept import handler_here, original_of, with_handler
+from .updates import partitioned_update
 from .variables import is_layer, modules_in, own_variables, replaced_values
 
 # Part of the key of JAX's cached traces of inner functions: they are not reused in another trace,
@@ -184,11 +185,7 @@ class Scope:
         named = (batch if source.gather is True else source.gather or () for source in sources)
         axes = self._axes.intersection(axis for axes in named for axis in axes)
         for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
-            index = self._variables.get(id(variable))
-            slots = () if index is None else self._pure.structure.slots[index]
-            spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
-            value = _compat.get_value(variable)
-            pair = spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
+            value, pair = _compat.get_value(variable), self._declared_for(variable)
             if pair is not None and isinstance(value, jax.Array):
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], self._axes - axes)
                 entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
@@ -196,10 +193,22 @@ class Scope:
                 specs[own_path] = with_entries(kept, entries), shape, is_gathered
         return Tag(name, path, sources, axes, specs)
 
+    def _declared_for(self, variable: Any) -> tuple[PartitionSpec, Any] | None:
+        """The spec of a Variable and its mesh, as declared or as in its type, or None."""
+        index = self._variables.get(id(variable))
+        slots = () if index is None else self._pure.structure.slots[index]
+        spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
+        value = _compat.get_value(variable)
+        return spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
+
     def __call__(
         self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Calls a method of a module with the shardings chosen for it."""
+        """Calls a method of a module with the shardings chosen for it, or updates an optimizer."""
+        if isinstance(module, nnx.Optimizer) and method == "update":
+            model = vars(module).get("model", args[0] if args else None)
+            with partitioned_update(module, model, self._mesh, self._declared_for):
+                return call(*args, **kwargs)
         tag = _compat.tag_of(module) or self._root_tag(module)
         with in_call(Frame(tag, module, method)) as frame:
             try:

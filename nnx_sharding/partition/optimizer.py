@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +16,7 @@ from .. import _compat
 from ..errors import raise_listed
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import describe, like, padded
-from ..specs.paths import Path, path_string
+from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
@@ -26,8 +27,10 @@ def optimizer_sharding(
 ) -> StateSharding:
     """Shards the state of an optimizer like its parameters.
 
-    A Variable of the optimizer belongs to the parameter with the longest path that its own ends
-    with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. The spec depends on the shape of the state:
+    Optax keeps copies of the ``nnx.State`` of the parameters, such as ``opt_state/0/mu``. A
+    Variable in one belongs to the parameter whose path its own starts with there, such as
+    ``up/kernel``; any other to that with the longest path that its own ends with. The spec depends
+    on its shape:
 
     * that of the parameter (moments, traces, averages, gradients): the same spec;
     * that shape with some dimensions of size 1 or left out (the factors of ``adafactor``): the
@@ -87,11 +90,22 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
     mesh = meshes.pop() if len(meshes) == 1 else None  # if all parameters agree
     other = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
     result: dict[Path, Any] = {}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
+    copies = {tuple(plain_key(path_key(key)) for key in keys) for keys, x in leaves if _is_state(x)}
     for state in variables(optimizer):
-        ends = (state.path[start:] for start in range(len(state.path) + 1))
-        owner = next((parameters[end] for end in ends if end in parameters), None)
+        path = state.path
+        starts = range(len(path) + 1)
+        copy = next((start for start in starts if path[:start] in copies), None)
+        parts = (path[start:] for start in starts)
+        if copy is not None:
+            parts = (path[copy:end] for end in reversed(starts[copy:]))
+        owner = next((parameters[part] for part in parts if part in parameters), None)
         result[state.path] = other if owner is None else _following(state, owner, specs[owner.path])
     return result
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, nnx.State)
 
 
 def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) -> Any:

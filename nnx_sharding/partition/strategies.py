@@ -58,12 +58,13 @@ def fsdp(
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
     In each array, the largest dimension that the axis divides is sharded; of equally large ones,
-    the last. An array without such a dimension is replicated, as are random streams and buffers:
-    the masks, rotary tables and other arrays that a model holds outside its Variables. The
-    dimension of the layers in a :class:`~nnx_sharding.Stack` is never sharded.
+    the last. An array without such a dimension is replicated, as are normalization layers, random
+    streams and buffers: the masks, rotary tables and other arrays that a model holds outside its
+    Variables. The dimension of the layers in a :class:`~nnx_sharding.Stack`, or in layers of Flax
+    stacked by ``nnx.vmap``, is never sharded.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
-    sharded yet, else after the axes of the largest one. Buffers keep their specs. So
+    sharded yet, else after the axes of the largest one. The others keep their specs. So
     ``fsdp(model, base=tensor_parallel(model))`` is FSDP and tensor parallelism. A
     ``NamedSharding`` in ``base`` is not changed, nor is what it already shards over the axis.
 
@@ -262,13 +263,10 @@ def shard_dimension(
 def shard_largest(sharding: Any, variable: NamedVariable, axes: Sequence[Any], mesh: Any) -> Any:
     """A sharding with the largest dimension sharded over axes not used yet, as in ``fsdp``."""
     shape = variable.shape
-    if not isinstance(sharding, PartitionSpec) or variable.is_buffer:
-        return sharding
-    if isinstance(variable.variable, nnx.RngState):
+    is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
+    if not isinstance(sharding, PartitionSpec) or is_kept or shape is None:
         return sharding
     layers = variable.num_stacked  # a loop slices these dimensions
-    if shape is None:
-        return sharding
     is_sharded = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)
     order = sorted(range(layers, len(shape)), key=lambda d: (is_sharded[d], -shape[d], -d))
     free = [axis for axis in axes if axis not in spec_axes(sharding)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from flax import nnx
 
 from .. import _compat
-from ..core.flatten import flatten
+from ..core.flatten import Flat, flatten
 from ..core.structure import Structure, VariableEntry, atoms
 from ..errors import raise_listed
 from ..specs.activation_sharding import ActivationSharding
@@ -18,6 +19,8 @@ from ..specs.filters import Paths
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
 from ..transforms.stacking import layer_dimensions
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 class NamedVariable(NamedTuple):
@@ -27,7 +30,8 @@ class NamedVariable(NamedTuple):
     variable: Any
     arrays: tuple[Any, ...]
     is_buffer: bool = False  # an array that a model with Variables holds outside of them
-    num_stacked: int = 0  # leading dimensions for the layers of a `Stack`
+    num_stacked: int = 0  # leading dimensions for stacked layers
+    is_norm: bool = False  # a parameter or statistic of a normalization layer
 
     @property
     def name(self) -> str:
@@ -35,12 +39,12 @@ class NamedVariable(NamedTuple):
         return path_string(self.path)
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> list[Shape]:
         """The shapes of its arrays; a number has that of a scalar."""
         return [tuple(getattr(array, "shape", ())) for array in self.arrays]
 
     @property
-    def shape(self) -> tuple[int, ...] | None:
+    def shape(self) -> Shape | None:
         """The shape of its arrays; None if they have different ones."""
         shapes = set(self.shapes)
         return shapes.pop() if len(shapes) == 1 else None
@@ -63,6 +67,7 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
     flat = flatten(tree, graph=True)
     structure = flat.structure
     parameters, stacked = _plain_parameters(structure), layer_dimensions(flat)
+    sizes, norms = _stacked_layers(flat)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
         if arrays:
@@ -71,7 +76,56 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
             is_buffer = is_array and parameters.isdisjoint(location.slots)
             path = tuple(map(plain_key, location.path))
-            yield NamedVariable(path, subject, arrays, is_buffer, stacked.get(location.slots[0], 0))
+            prefixes = (path[:count] for count in range(len(path) - 1, -1, -1))
+            size = next((sizes[prefix] for prefix in prefixes if prefix in sizes), ())
+            is_stacked = getattr(arrays[0], "shape", ())[: len(size)] == size
+            count = max(stacked.get(location.slots[0], 0), is_stacked * len(size))
+            yield NamedVariable(path, subject, arrays, is_buffer, count, path[:-1] in norms)
+
+
+def _stacked_layers(flat: Flat) -> tuple[Mapping[Path, Shape], Set[Path]]:
+    """The sizes of dimensions that all known layers below a path have more than their class.
+
+    That is how ``nnx.vmap`` stacks layers. Also the paths of the normalization layers.
+    """
+    sizes, norms = dict[Path, Shape](), set[Path]()
+    found = {i: (x, name, rank) for i, x in enumerate(flat.objects) for name, rank in _kernel(x)}
+    paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if found else {}
+    for index, (layer, name, rank) in found.items():
+        path = tuple(map(plain_key, paths[index][0]))
+        shape = getattr(getattr(layer, name).get_raw_value(), "shape", ())
+        size = shape[: max(len(shape) - rank, 0)]
+        for prefix in (path[:count] for count in range(len(path) + 1)):
+            pairs = zip(sizes.get(prefix, size), size, strict=False)
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+            sizes[prefix] = tuple(x for x, _ in same)
+        if isinstance(layer, _NORMS):
+            norms.add(path)
+    return sizes, norms
+
+
+def _kernel(layer: Any) -> Iterator[tuple[str, int]]:
+    """The name and the number of dimensions of the main parameter of a known layer."""
+    kind = next((kind for kind in type(layer).__mro__ if kind in _KERNELS), None)
+    if kind is not None:
+        name, rank = _KERNELS[kind]
+        if isinstance(getattr(layer, name, None), nnx.Variable):
+            yield name, rank(layer) if callable(rank) else rank
+
+
+_NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
+_KERNELS: dict[type, tuple[str, Any]] = {
+    **dict.fromkeys(_NORMS, ("scale", 1)),
+    nnx.Linear: ("kernel", 2),
+    nnx.LinearGeneral: (
+        "kernel",
+        lambda x: len(x.in_features) + len(x.out_features) + len(x.batch_axis),
+    ),
+    nnx.Einsum: ("kernel", lambda x: len(x.kernel_shape)),
+    nnx.Embed: ("embedding", 2),
+    nnx.LoRA: ("lora_a", 2),
+    **dict.fromkeys((nnx.Conv, nnx.ConvTranspose), ("kernel", lambda x: len(x.kernel_size) + 2)),
+}
 
 
 def _plain_parameters(structure: Structure) -> Set[int]:

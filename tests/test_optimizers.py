@@ -1,0 +1,277 @@
+"""Optimizers of Optax on a mesh: the numbers of one device, their state sharded like parameters."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import absltest, parameterized
+from flax import nnx
+from optax import contrib
+
+from models import P, mesh_of
+from nnx_sharding import jit, stack
+from nnx_sharding.partition import (
+    from_rules,
+    fsdp,
+    optimizer_sharding,
+    sharded_init,
+    specs_by_path,
+    tensor_parallel,
+    zero1,
+)
+from nnx_sharding.placement import place
+
+RATE = 1e-2
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda x: x.ndim == 2, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "other", params)
+
+
+def stacked_matrices(params):
+    numbers = contrib.MuonDimensionNumbers(1, 2)
+    return jax.tree.map(lambda x: numbers if x.ndim == 3 else None, params)
+
+
+def optimizers():
+    """Those of Optax that take only gradients and parameters; lookahead takes pairs of them."""
+    by_rate = """adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage
+    lamb lars lion nadam nadamw novograd optimistic_adam_v2 optimistic_gradient_descent
+    radam rmsprop rprop sgd sign_sgd signum sm3 yogi"""
+    contributed = """acprop ademamix adopt dadapt_adamw dowg galore madgrad muon schedule_free_adamw
+    schedule_free_sgd simplified_ademamix"""
+    adam, sgd = optax.adam(RATE), optax.sgd(RATE, momentum=0.9)
+    factored = optax.adafactor(RATE, min_dim_size_to_factor=8, momentum=0.9)
+    found = {name: getattr(optax, name)(RATE) for name in by_rate.split()}
+    found |= {name: getattr(contrib, name)(RATE) for name in contributed.split()}
+    return found | {
+        "adafactor": factored,
+        "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.1), sgd),
+        "apply_if_finite": optax.apply_if_finite(adam, 3),
+        "centered": optax.chain(optax.centralize(), optax.add_decayed_weights(0.1), sgd),
+        "clipping": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
+        "cocob": contrib.cocob(),
+        "dog": contrib.dog(1.0),
+        "ema": optax.chain(sgd, optax.ema(0.9)),
+        "flatten": optax.flatten(adam),
+        "galore of low rank": contrib.galore(RATE, rank=4),
+        "inject_hyperparams": optax.inject_hyperparams(optax.adam)(RATE),
+        "lbfgs": optax.lbfgs(RATE, linesearch=None),
+        "masked": optax.masked(adam, is_matrix),
+        "mechanize": contrib.mechanize(adam),
+        "multi_transform": optax.multi_transform({"matrix": factored, "other": sgd}, labels),
+        "MultiSteps": optax.MultiSteps(adam, 2),
+        "MultiSteps of muon": optax.MultiSteps(contrib.muon(RATE), 2),
+        "muon of stacks": contrib.muon(RATE, muon_weight_dimension_numbers=stacked_matrices),
+        "noisy_sgd": optax.noisy_sgd(RATE, key=jax.random.key(0)),
+        "normalize": optax.chain(contrib.normalize(), sgd),
+        "partition": optax.partition({"matrix": contrib.muon(RATE), "other": adam}, labels),
+        "prodigy": contrib.prodigy(),
+        "sam": contrib.sam(sgd, optax.sgd(0.01), sync_period=2),
+        "schedule": optax.adam(optax.cosine_decay_schedule(RATE, 10)),
+        "schedule_free": contrib.schedule_free(adam, RATE),
+    }
+
+
+OPTIMIZERS = optimizers()
+STRATEGIES = {
+    "fsdp": fsdp,
+    "zero1": zero1,
+    "tensor_parallel": lambda *args, min_size, **kwargs: tensor_parallel(*args, **kwargs),
+    "fsdp+tp": lambda *args, mesh, **kwargs: fsdp(
+        *args, mesh=mesh, base=tensor_parallel(*args, mesh=mesh), **kwargs
+    ),
+    "zero1+tp": lambda *args, mesh, **kwargs: zero1(
+        *args, mesh=mesh, base=tensor_parallel(*args, mesh=mesh), **kwargs
+    ),
+}
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.blocks = stack(nnx.Linear, 8, 8, 16, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+
+def makes(names):
+    def make():
+        pairs = {}
+        for name in names:
+            model = Model(nnx.Rngs(0))
+            pairs[name] = model, nnx.Optimizer(model, OPTIMIZERS[name], wrt=nnx.Param)
+        return pairs
+
+    return make
+
+
+def step(pairs):
+    for model, optimizer in pairs.values():
+        gradients = jax.tree.map(lambda x: jnp.cos(9 * x) / 4, nnx.state(model, nnx.Param))
+        optimizer.update(model, gradients)
+
+
+class AsOnOneDeviceTest(parameterized.TestCase):
+    def check(self, names, strategy, kind):
+        mesh, make = mesh_of((2, 4), ("data", "model"), kind), makes(names)
+        shardings = {
+            name: STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer, min_size=0)
+            for name, (model, optimizer) in nnx.eval_shape(make).items()
+        }
+        ours, plain = sharded_init(make, shardings, mesh), nnx.jit(make)()
+        run, expected = jit(step, in_shardings=(shardings,), mesh=mesh), nnx.jit(step)
+        for _ in range(3):
+            run(ours)
+            expected(plain)
+        for name in names:
+            found, truth = (dict(nnx.to_flat_state(nnx.state(x[name]))) for x in (ours, plain))
+            for path, x in found.items():
+                if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                    scale = 1e-3 + np.abs(truth[path]).max(initial=0)
+                    error = np.abs(np.asarray(x[...] - truth[path], np.float64)).max(initial=0)
+                    self.assertLess(error / scale, 2e-3, (name, path))
+            model, optimizer = ours[name]
+            if strategy.startswith("zero1"):
+                continue
+            specs = specs_by_path(model, shardings[name])
+            shapes = {path: x.shape for path, x in nnx.to_flat_state(nnx.state(model))}
+            for path, x in nnx.to_flat_state(nnx.state(optimizer.opt_state)):
+                for start in range(len(path)):
+                    spec = specs.get(path[start:])
+                    if spec is not None and x.shape == shapes[path[start:]]:
+                        self.assertEqual(x.sharding.spec, spec, (name, path))
+
+    def test_some(self):
+        kind, strategy = random.choice(["auto", "explicit"]), random.choice([*STRATEGIES])
+        self.check(random.sample(sorted(OPTIMIZERS), 2), strategy, kind)
+
+    @parameterized.product(strategy=[*STRATEGIES], kind=["auto", "explicit"])
+    @pytest.mark.slow
+    def test_all(self, strategy, kind):
+        self.check([*OPTIMIZERS], strategy, kind)
+
+    @parameterized.product(kind=["auto", "explicit"])
+    @pytest.mark.slow
+    def test_line_search(self, kind):
+        """The loss that it calls has the axis types around the update."""
+
+        def search(model, optimizer, x):
+            graphdef, _ = nnx.split(model)
+
+            def loss_of(params):
+                return ((nnx.merge(graphdef, params)(x) - 1) ** 2).mean()
+
+            value, gradients = nnx.value_and_grad(lambda m: ((m(x) - 1) ** 2).mean())(model)
+            further = {"value": value, "grad": nnx.as_pure(nnx.state(gradients))}
+            optimizer.update(model, gradients, value_fn=loss_of, **further)
+            return value
+
+        def make():
+            model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+            return model, nnx.Optimizer(model, optax.lbfgs(), wrt=nnx.Param)
+
+        mesh, x = mesh_of((2, 4), ("data", "model"), kind), np.cos(np.arange(128.0, dtype="f4"))
+        x = x.reshape(8, 16)
+        model, optimizer = nnx.eval_shape(make)
+        sharding = fsdp(model, mesh=mesh, min_size=0, optimizer=optimizer)
+        ours, plain = sharded_init(make, sharding, mesh), make()
+        run = jit(search, in_shardings=(sharding, sharding, P("data")), mesh=mesh)
+        for _ in range(3):
+            self.assertAlmostEqual(float(run(*ours, x)), float(nnx.jit(search)(*plain, x)), 4)
+
+
+class MuonTest(parameterized.TestCase):
+    def check(self, strategy, kind):
+        """One all-to-all into the loop, one out of it, and nothing computed twice."""
+
+        def make():
+            model = stack(nnx.Linear, 8, 128, 256, use_bias=False, rngs=nnx.Rngs(0))
+            tx = contrib.muon(RATE, muon_weight_dimension_numbers=stacked_matrices)
+            return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        mesh = mesh_of((8,), ("data",), kind)
+        model, optimizer = make()
+        sharding = STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer, min_size=0)
+        gradients = jax.tree.map(lambda x: jnp.cos(9 * x), nnx.state(model, nnx.Param))
+
+        def update(model, optimizer, gradients):
+            optimizer.update(model, gradients)
+
+        alone = jit(update).lower(model, optimizer, gradients).compile().cost().flops
+        arguments = place((model, optimizer, gradients), (sharding,) * 3, mesh)
+        step = jit(update, in_shardings=(sharding,) * 3, mesh=mesh)
+        compiled = step.lower(*arguments).compile()
+        counts = {kind: count for kind, count in compiled.collectives().counts().items() if count}
+        into = {"all-to-all": 1}
+        out_of = {"all-gather": 1, **into} if strategy == "zero1" else {"all-to-all": 2}
+        self.assertEqual(counts, out_of)
+        self.assertLessEqual(compiled.cost().flops, 1.1 * alone / 8)
+
+    def test_one(self):
+        self.check("fsdp", random.choice(["auto", "explicit"]))
+
+    @parameterized.product(strategy=["fsdp", "zero1"], kind=["auto", "explicit"])
+    @pytest.mark.slow
+    def test_all(self, strategy, kind):
+        self.check(strategy, kind)
+
+
+class OwnersTest(parameterized.TestCase):
+    """To which parameter a part of the state belongs."""
+
+    @parameterized.parameters("adam", "sgd", "masked")
+    def test_parameters_with_the_names_of_state(self, tx):
+        def make():
+            inner = {name: nnx.Param(jnp.zeros((8, 16))) for name in ("kernel", "trace")}
+            model = nnx.Dict(**inner, mu=nnx.Dict(inner), trace_=nnx.Dict(inner))
+            return model, nnx.Optimizer(model, OPTIMIZERS[tx], wrt=nnx.Param)
+
+        model, optimizer = nnx.eval_shape(make)
+        rules = {"^kernel$": P("data"), "^mu/kernel$": P(None, "model")}
+        sharding = from_rules(rules, default=P())
+        found = specs_by_path(optimizer, optimizer_sharding(optimizer, sharding, model=model))
+        for path, spec in found.items():
+            if path[-2:] == ("mu", "kernel") and path[-3] in ("mu", "nu", "trace", "params"):
+                self.assertEqual(spec, P(None, "model"), path)
+            elif path[-1] == "kernel" and isinstance(path[-3], int):
+                self.assertEqual(spec, P("data"), path)
+
+
+class StackedLayersTest(parameterized.TestCase):
+    """Layers stacked by ``nnx.vmap``, as in Flax."""
+
+    def test_layer_dimension_and_norms(self):
+        class Block(nnx.Module):
+            def __init__(self, rngs):
+                self.up = nnx.Linear(16, 16, rngs=rngs)
+                self.norm = nnx.LayerNorm(16, rngs=rngs)
+                self.scale = nnx.Param(jnp.ones((16,)))
+
+        class Net(nnx.Module):
+            def __init__(self, rngs):
+                make = nnx.vmap(Block, axis_size=64)
+                self.layers = nnx.split_rngs(splits=64)(make)(rngs)
+                self.head = nnx.Linear(64, 16, rngs=rngs)
+
+        model = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+        mesh = mesh_of((2, 4), ("data", "model"))
+        for base in (None, tensor_parallel(model, mesh=mesh)):
+            found = specs_by_path(model, fsdp(model, mesh=mesh, base=base, min_size=0))
+            for path, spec in found.items():
+                is_norm = "norm" in path
+                self.assertEqual("data" in jax.tree.leaves(tuple(spec)), not is_norm, path)
+                self.assertTrue(path[0] == "head" or not spec or spec[0] is None, path)
+
+
+if __name__ == "__main__":
+    absltest.main()
