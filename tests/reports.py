@@ -109,6 +109,11 @@ def activation(path, shape, spec, mesh, **more):
     return {**{name: row[name] for name in kept}, **sizes, **names, **more}
 
 
+def module_row(path, backward, at_peak):
+    figures = {"flops": 1000, "bytes_accessed": 500, "bytes_sent": 0, "seconds": None}
+    return {"path": path, "backward": backward, **figures, "at_peak": at_peak}
+
+
 def report(layers=3, **more):
     """A report of a model of several layers on 2 × 4 devices."""
     mesh = {"data": 2, "model": 4}
@@ -131,7 +136,7 @@ def report(layers=3, **more):
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 3,
+        "version": 4,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -171,6 +176,21 @@ def report(layers=3, **more):
             "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
         },
         "hlo": HLO,
+        "by_module": {
+            "rows": [
+                module_row("model.blocks[0].up", False, {"parameters": 4096, "activations": 8192}),
+                module_row("model.blocks[0].up", True, {"gradients": 2048}),
+                module_row("", False, {}),
+            ],
+            "peak": 15_000,
+            "unattributed": 664,
+            "reserved": None,
+            "over_time": [
+                {"start": 0, "path": "model.blocks[0].up", "backward": False, "bytes": 9000},
+                {"start": 5, "path": "model.blocks[0].up", "backward": True, "bytes": 15_000},
+            ],
+            "why": None,
+        },
         **more,
     }
 
@@ -194,7 +214,7 @@ def comparison(**more):
 
 def empty(**more):
     """A report in which everything optional is unknown."""
-    parts = ("mesh", "memory", "roofline", "hlo", "collectives")
+    parts = ("mesh", "memory", "roofline", "hlo", "collectives", "by_module")
     lists = {"parameters": [], "activations": []}
     return report(**dict.fromkeys(parts), **lists, cost=None, **more)
 

@@ -557,7 +557,7 @@ class ReportTest(parameterized.TestCase):
     def test_content(self):
         report = self.report
         data = json.loads(report.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.report", 3)
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 4)
         assert data["mesh"] == {
             "axes": {"data": 2, "model": 4},
             "axis_types": {"data": "Auto", "model": "Auto"},
@@ -592,10 +592,10 @@ class ReportTest(parameterized.TestCase):
         ('{"format": "x"}', "its format is 'x'"),
         (
             '{"format": "nnx_sharding.report", "version": 1}',
-            "has the version 1; .* version 3",
+            "has the version 1; .* version 4",
         ),
         ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
-        ('{"format": "nnx_sharding.report", "version": 3}', "name, .*hlo missing or unknown"),
+        ('{"format": "nnx_sharding.report", "version": 4}', "name, .*by_module missing or unknown"),
     )
     def test_other_text(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

@@ -124,7 +124,7 @@ def test_title():
         ([], TypeError, "expected a ProgramReport"),
         ({}, ValueError, "it has no format"),
         ({"format": "nnx_sharding.report", "version": 1}, ValueError, "the version 1"),
-        ({"format": "nnx_sharding.report", "version": 3}, ValueError, "name, "),
+        ({"format": "nnx_sharding.report", "version": 4}, ValueError, "name, "),
         ({**reports.comparison(), "reports": {}}, ValueError, "nothing to compare"),
         ({"format": "other", "version": 1}, ValueError, "'other'"),
     ],
@@ -267,6 +267,22 @@ def test_parameters(browser, tmp_path):
         assert [text.split() for text in held if text] == [
             [str(i), f"[{i}:{i + 1},", ":]"] for i in range(8)
         ]
+
+
+def test_modules(browser, tmp_path):
+    with Page(browser, tmp_path, reports.report(), color_scheme="light") as page:
+        up, section = "model.blocks[0].up", page.tab.locator("#modules")
+        assert page.rows("modules") == [up, f"{up}, backward", "outside of modules"]
+        names = ["model", ".blocks", "[0]", ".up"]
+        assert section.locator(".icicle code").all_inner_texts() == names
+        heights = section.locator(".curve span").evaluate_all(
+            "all => all.map((n) => n.style.height)"
+        )
+        assert heights == ["60%", "100%"]
+        section.get_by_label("Figure").select_option("Flops")
+        assert section.locator(".icicle code").all_inner_texts() == [*names, ""]
+        section.get_by_label("Zoom").fill("4")
+        assert section.locator(".curve").evaluate("n => n.style.width") == "400%"
 
 
 def test_collectives_program_and_colours(browser, tmp_path):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 import pickle
 import types
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,6 +18,7 @@ from .jax_names import private_name
 _xla_client: Any = private_name("jax._src.lib", "xla_client")
 _make_ir_context: Any = private_name("jax._src.interpreters.mlir", "make_ir_context")
 _Module: Any = private_name("jax._src.lib.mlir", "ir.Module")
+_min_compile_time: Any = private_name("jax._src.config", "persistent_cache_min_compile_time_secs")
 _CompileOnlyClient: Any = private_name("jax._src.lib", "_jax.CompileOnlyPyClient")
 
 # Compiles a module with options for the devices with these ids; returns what is read from it.
@@ -38,6 +42,33 @@ def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Co
         return stage.compile(dict(options or {}))  # with options JAX does not keep the result
     finally:
         arguments["backend"] = backend
+
+
+@contextlib.contextmanager
+def without_cache(stage: Any) -> Iterator[None]:
+    """Within the block, JAX's persistent cache neither has nor gets what a stage compiles to.
+
+    Its keys leave out ``xla_dump_to``, and a program that it has is not written anywhere.
+    """
+    arguments = stage._lowering.compile_args
+    backend = arguments["backend"]
+    arguments["backend"] = _Uncached(backend)
+    try:
+        with _min_compile_time(math.inf):
+            yield
+    finally:
+        arguments["backend"] = backend
+
+
+class _Uncached:
+    """A client of JAX with a version of its own, which is part of the keys of the cache."""
+
+    def __init__(self, backend: Any):
+        self.client = backend
+        self.platform_version = f"{backend.platform_version}, {uuid.uuid4()}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
 
 
 class _Backend:

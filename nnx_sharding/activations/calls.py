@@ -148,7 +148,15 @@ class Recorder:
     @functools.cached_property
     def calls(self) -> Calls:
         """The calls, in the order in which they return."""
+        return self._recorded[0]
+
+    @property
+    def traced(self) -> Any:
+        """The stage of JAX, with the paths of modules in the names of all operations."""
+        return self._recorded[1]
+
+    @functools.cached_property
+    def _recorded(self) -> tuple[Calls, Any]:
         calls, caller = Calls(), Caller(self._fun, self._objects)
         with jax.sharding.use_abstract_mesh(self._mesh), RECORD(calls), called_by(caller):
-            self._plan.program.staged.trace(*self.leaves)
-        return calls
+            return calls, self._plan.program.staged.trace(*self.leaves)

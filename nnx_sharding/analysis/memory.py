@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from .by_module import ModuleTable
+from .json_codec import UNWRITTEN
 from .tables import Pictured, table, text
 from .units import bytes_text
 
@@ -33,6 +35,7 @@ class Memory(Pictured):
         in host memory.
       by_path: the bytes of each argument array by its path, such as ``model.up.kernel``, without
         those that the program does not use; on TPUs, with the padding of tiles.
+      by_module: what tells which modules hold the peak, for printing; None if that is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,9 +57,12 @@ class Memory(Pictured):
     host_aliased: int | None = None
     host_generated_code: int | None = None
     by_path: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    by_module: Callable[[], ModuleTable] | None = dataclasses.field(
+        default=None, compare=False, repr=False, metadata=UNWRITTEN
+    )
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-1]}
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-2]}
         known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}
         most = max(known.values(), default=0) or 1
         rows = [
@@ -64,6 +70,8 @@ class Memory(Pictured):
             for name, size in known.items()
         ]
         yield table(("memory of each device", "", ""), rows or [("unknown", "", "")], numbers=1)
+        if self.by_module is not None:
+            yield text(self.by_module().summary())
 
 
 def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory | None:
@@ -75,7 +83,7 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     """
     if analysis is None:
         return None
-    sizes = {
+    sizes: dict[str, Any] = {
         f"{host}{ours}": _size(getattr(analysis, f"{host}{theirs}_size_in_bytes", None))
         for host in ("", "host_")
         for ours, theirs in _NAMES.items()

@@ -68,9 +68,12 @@ exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the comm
 def add_commands(subparsers: Any) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
-    _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
+    inspected = _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
     summary = "compile a function with several strategies and show them in one table"
-    _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
+    compared = _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
+    for parser in (inspected, compared):
+        modules = "show memory and cost by module as well, which compiles each program once more"
+        parser.add_argument("--by-module", action="store_true", help=modules)
     summary = "search for the mesh and the strategy with which a training step is fastest"
     devices = "number of devices to plan for (default: those of --topology or this machine)"
     add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
@@ -331,7 +334,7 @@ def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramRe
             value = value.lower()
         if isinstance(value, Lowered):
             value = value.compile()
-        report: ProgramReport = value.report(hardware=named)
+        report: ProgramReport = value.report(hardware=named, by_module=arguments.by_module)
         return report
 
 
@@ -351,4 +354,6 @@ def _comparison(arguments: argparse.Namespace, target: str, value: Any) -> Compa
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        return compare(*value, **_options(arguments, target, value[1]))
+        return compare(
+            *value, by_module=arguments.by_module, **_options(arguments, target, value[1])
+        )

@@ -192,7 +192,10 @@ class Comparison(JsonForm):
         if hardware := {roofline.hardware for roofline in rooflines if roofline is not None}:
             yield text(f"roofline: the time at peak rates of {', '.join(sorted(hardware))}")
         for name, report in self.reports.items():
-            if isinstance(report, Failure):
+            if isinstance(report, ProgramReport):
+                table = report.by_module
+                yield from () if table is None else (text(f"{name}: {table.summary()}"),)
+            else:
                 first, *rest = report.error.splitlines() or [""]
                 yield text(f"{name} failed: {first}", "red")
                 yield from (text(f"  {line}") for line in rest[:12])

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -42,8 +43,11 @@ class CompilerProcess:
 
         A ``CompilerCrash`` if the compiler ended its process.
         """
-        program = _compat.compile_elsewhere(lowered._stage, options, self._ask)
-        return lowered._compiled_to(program)
+
+        def compile_with(stage: Any, more: Mapping[str, Any]) -> Any:
+            return _compat.compile_elsewhere(stage, {**(options or {}), **more}, self._ask)
+
+        return lowered._compiled_to(compile_with(lowered._stage, {}), compile_with)
 
     def close(self) -> None:
         """Ends the process."""

@@ -48,6 +48,7 @@ def search(
     hardware: Hardware | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     devices: Devices | None = None,
+    by_module: bool = False,
     quiet: bool = False,
 ) -> Comparison:
     """Compiles programs in the order of their predictions, and notes why not the others.
@@ -62,7 +63,7 @@ def search(
     names: list[str] = []
     fits = False
     with (
-        _Compilers(cache_dir, devices) as compilers,
+        _Compilers(cache_dir, devices, by_module) as compilers,
         progress(title, len(groups) if most is None else most, quiet=quiet) as advance,
     ):
         while True:
@@ -100,7 +101,10 @@ _WORKERS = min(os.cpu_count() or 1, 4)
 class _Compilers:
     """Threads that compile, each of which may use a process."""
 
-    def __init__(self, cache_dir: str | os.PathLike[str] | None, devices: Devices | None):
+    def __init__(
+        self, cache_dir: str | os.PathLike[str] | None, devices: Devices | None, by_module: bool
+    ):
+        self._by_module = by_module
         self._cache = None if cache_dir is None else Path(cache_dir)
         self._executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
         count = 0 if devices is None else _WORKERS
@@ -135,7 +139,9 @@ class _Compilers:
         path = None if self._cache is None else self._cache / f"{fingerprint(lowered, mesh)}.json"
         if path is not None:
             try:
-                return ProgramReport.load(path)
+                report = ProgramReport.load(path)
+                if report.by_module is not None or not self._by_module:
+                    return report
             except (OSError, ValueError):  # not compiled before, or by another release
                 path.parent.mkdir(parents=True, exist_ok=True)
         # Its code is not run, and optimisation does not affect the figures.
@@ -144,11 +150,11 @@ class _Compilers:
         if self._processes:
             process = self._free.pop()  # there are as many as threads
             try:
-                report = process.compile(lowered, options).report()
+                report = process.compile(lowered, options).report(by_module=self._by_module)
             finally:
                 self._free.append(process)
         else:
-            report = lowered.compile(options).report()
+            report = lowered.compile(options).report(by_module=self._by_module)
         if path is not None:
             # Renamed when complete: other processes may write the same report.
             partial = path.with_suffix(f".{os.getpid()}.{id(lowered)}")

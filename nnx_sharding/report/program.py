@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 
 from .._version import __version__
 from ..analysis.activation_table import ActivationRow, ActivationTable, activations_table
+from ..analysis.by_module import ModuleTable
 from ..analysis.collectives import Collectives, axes_text
 from ..analysis.cost import Cost
 from ..analysis.hardware import HARDWARE, Hardware
@@ -45,6 +46,7 @@ class ProgramReport(JsonForm):
       roofline: the time at peak rates, with loop bodies counted as often as they run; None if the
         hardware is not known.
       hlo: the text of the compiled program; None if the backend has none.
+      by_module: memory and cost by module; None unless it was asked for.
 
     Example:
       >>> import jax
@@ -71,9 +73,10 @@ class ProgramReport(JsonForm):
     activations: tuple[ActivationRow, ...]
     roofline: Roofline | None
     hlo: str | None
+    by_module: ModuleTable | None = None
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 3
+    _VERSION = 4
     _NOUN = "report of a program"
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
@@ -95,6 +98,7 @@ class ProgramReport(JsonForm):
         if self.activations:
             yield from (activations_table(self.activations, most=12), "")
         yield text("memory: unknown") if self.memory is None else self.memory
+        yield from () if self.by_module is None else ("", self.by_module)
         yield from ("", text("cost: unknown") if self.cost is None else self.cost)
         yield from ("", self._sent())
         collectives = self.collectives or Collectives()
@@ -151,6 +155,7 @@ def describe(compiled: _Compiled, name: str, hlo: str | None) -> ProgramReport:
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
     versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}
+    memory = compiled.memory()
     report = ProgramReport(
         name=name,
         made_with=versions | {"python": platform.python_version()},
@@ -159,7 +164,7 @@ def describe(compiled: _Compiled, name: str, hlo: str | None) -> ProgramReport:
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
-        memory=compiled.memory(),
+        memory=memory and dataclasses.replace(memory, by_module=None),
         cost=compiled.cost(),
         collectives=compiled.collectives(),
         activations=tuple(compiled.activations()),

@@ -56,6 +56,7 @@ def compare(
     memory_limit: int | str | None = None,
     hardware: Hardware | str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    by_module: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Comparison:
@@ -80,6 +81,8 @@ def compare(
       hardware: for the roofline: peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``;
         None uses those of the devices compiled for, if known.
       cache_dir: a folder for reports, so that no program is compiled twice with the same versions.
+      by_module: whether reports have memory and cost by module, for which each program is compiled
+        once more.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
@@ -121,7 +124,7 @@ def compare(
         if strategy.mesh is None:
             strategy = dataclasses.replace(strategy, mesh=mesh)
         groups.append(Group({str(name): partial(lowered, strategy, fun, abstract, options)}))
-    kept: dict[str, Any] = {"cache_dir": cache_dir, "quiet": quiet}
+    kept: dict[str, Any] = {"cache_dir": cache_dir, "by_module": by_module, "quiet": quiet}
     with on_topology(topology, num_slices):
         return search("compare", groups, memory_limit=limit, hardware=peak, **kept)
 

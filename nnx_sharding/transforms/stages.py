@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,9 +20,10 @@ import jax
 from .. import _compat
 from ..activations.calls import Recorder
 from ..analysis.activation_table import ActivationTable, activation_rows
+from ..analysis.by_module import MemoryOverTime, ModuleTable
 from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
-from ..analysis.hardware import Hardware
+from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
 from ..analysis.loops import with_loops
@@ -40,6 +41,7 @@ from ..core.plan import Plan
 from ..core.slot_pytree import user_tree
 from ..diagnostics.progress import progress
 from .lifted_function import LiftedFunction
+from .module_memory import CompileWith, Dumped, dumped, is_out_of_memory, out_of_memory
 from .stage_checks import check_structure, misfit, with_statics
 
 if TYPE_CHECKING:
@@ -256,15 +258,30 @@ class Lowered(Stage):
           device_assignment: the devices to compile for, where the shardings name none.
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
-        with progress(f"compile {self._plan.fun_name}"), self._reported():
-            program = self._stage.compile(compiler_options, **options)
-        return self._compiled_to(program)
 
-    def _compiled_to(self, program: Any) -> Compiled:
-        """The compiled function with this program of JAX."""
+        def compile_with(stage: Any, more: Mapping[str, Any]) -> Any:
+            with progress(f"compile {self._plan.fun_name}"), self._reported():
+                return stage.compile({**(compiler_options or {}), **more} or None, **options)
+
+        try:
+            program = compile_with(self._stage, {})
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_memory(error):
+                raise_instead(error, functools.partial(self._out_of_memory, error, compile_with))
+            raise
+        return self._compiled_to(program, compile_with)
+
+    def _compiled_to(self, program: Any, compile_with: CompileWith | None = None) -> Compiled:
+        """The compiled function with this program of JAX, and what compiles it again."""
         compiled = self._next(Compiled, program)
-        compiled._lowered = self._stage
+        compiled._lowered, compiled._compile_with = self._stage, compile_with
         return compiled
+
+    def _out_of_memory(self, error: Exception, compile_with: CompileWith) -> Exception:
+        shardings = self._plan.shardings
+        rows = _argument_rows(self._plan, self._stage.args_info[0], shardings, shardings)
+        table = dumped(self._recorder, compile_with).table(rows, mesh_of(shardings), None)
+        return out_of_memory(error, table, rows)
 
     def cost(self) -> Cost | None:
         """What all devices together compute, before optimisation; None if unavailable."""
@@ -279,6 +296,7 @@ class Compiled(Stage):
     """
 
     _lowered: Any
+    _compile_with: CompileWith | None  # None for one that was loaded
 
     @_compat.api_boundary
     def _flattened(self, *args: Any, **kwargs: Any) -> Any:
@@ -340,7 +358,10 @@ class Compiled(Stage):
         return _lowered_cost(self._lowered)
 
     def memory(self) -> Memory | None:
-        """The memory that the program takes on one device; None if unavailable."""
+        """The memory that the program takes on one device; None if unavailable.
+
+        Printing it says what holds the peak, and compiles like :meth:`by_module` for this.
+        """
         used = [row for row in self.parameters() if row.used]
         by_path = {row.path: row.bytes_per_device for row in used}
         analysis = self._stage.memory_analysis()
@@ -349,7 +370,57 @@ class Compiled(Stage):
             by_path |= {
                 r.path: padded_bytes(i.shape_text) for r, i in zip(used, inputs, strict=False)
             }
-        return memory_of(analysis, by_path)
+        memory = memory_of(analysis, by_path)
+        return memory and dataclasses.replace(memory, by_module=self.by_module)
+
+    def by_module(
+        self, depth: int | None = None, *, hardware: Hardware | str | None = None
+    ) -> ModuleTable:
+        """Memory and cost by module: what each holds at the peak, computes and sends.
+
+        The first call traces and compiles the function once more, which takes as long as
+        ``compile``: with the paths of modules in the names of operations, and with the XLA option
+        ``xla_dump_to``, for the files in which the compiler says where it puts each array.
+
+        Args:
+          depth: how many attributes or keys below an argument modules are listed; those further
+            down are part of them. None lists all.
+          hardware: for the column of seconds, as for :meth:`roofline`; None for the devices that it
+            was compiled for.
+
+        Returns:
+          The table. Its memory is None where the compiler writes no such files, and all of it is
+          unknown for a loaded executable; ``why`` says so.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from nnx_sharding import jit
+          >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), jnp.tanh)
+          >>> compiled = jit(lambda model, x: model(x)).lower(model, jnp.ones((4, 8))).compile()
+          >>> table = compiled.by_module()
+          >>> table.total("model.layers[0]").flops
+          1088
+          >>> table.total("model").at_peak["parameters"]
+          576
+        """
+        if self._compile_with is None:
+            why = "the executable was loaded; use that of lower(...).compile()"
+            return ModuleTable(why=why)
+        mesh = mesh_of(self.shardings())
+        kind = HARDWARE.get(mesh.devices.flat[0].device_kind) if mesh is not None else None
+        peak = kind if hardware is None else hardware_of(hardware)
+        table = self._dumped.table(self.parameters(), mesh, peak)
+        return table if depth is None else table.at_depth(depth)
+
+    def memory_over_time(self) -> MemoryOverTime:
+        """The memory in use over one call, and the module that runs; compiles like `by_module`."""
+        return self.by_module().over_time
+
+    @functools.cached_property
+    def _dumped(self) -> Dumped:
+        assert self._compile_with is not None
+        return dumped(self._recorder, self._compile_with)
 
     def collectives(self) -> Collectives | None:
         """What the devices exchange, with bytes and mesh axes; None if that is unknown."""
@@ -383,7 +454,11 @@ class Compiled(Stage):
         return roofline_of(self.cost(), self.collectives(), hardware, described)
 
     def report(
-        self, name: str | None = None, *, hardware: Hardware | str | None = None
+        self,
+        name: str | None = None,
+        *,
+        hardware: Hardware | str | None = None,
+        by_module: bool = False,
     ) -> ProgramReport:
         """All of this in one object, which can be printed, saved as JSON and compared.
 
@@ -393,30 +468,19 @@ class Compiled(Stage):
           name: the name in the report; None for the name of the function.
           hardware: as for :meth:`roofline`; None for the devices that it was compiled for; if the
             table does not have these, the roofline is None.
+          by_module: whether it has the table of :meth:`by_module`, for which the program is
+            compiled once more.
         """
         report = self._report if hardware is None else self._report.with_roofline(hardware)
+        if by_module:
+            report = dataclasses.replace(report, by_module=self.by_module(hardware=hardware))
         return report if name is None else dataclasses.replace(report, name=name)
 
     def parameters(self) -> ParameterTable:
         """How each argument array is sharded, including those that the program does not use."""
-        plan, rows = self._plan, ParameterTable()
-        shardings = zip(self._stage.input_shardings[0], plan.shardings, strict=True)
-        infos = self._stage.args_info[0]
-        kinds: list[str | None] = [None] * len(infos)
-        for index, slots in enumerate(plan.structure.slots):
-            for slot in slots:
-                kinds[slot] = variable_type(plan.structure, index)
-        for path, info, kind, (actual, declared) in zip(
-            plan.names, infos, kinds, shardings, strict=True
-        ):
-            # A hijax Variable is a list of the arrays in it.
-            arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
-            each = actual if isinstance(actual, list | tuple) else [actual] * len(arrays)
-            rows += [
-                argument_row(path, array, used or declared, used=used is not None, variable=kind)
-                for array, used in zip(arrays, each, strict=True)
-            ]
-        return rows
+        plan = self._plan
+        used = self._stage.input_shardings[0]
+        return _argument_rows(plan, self._stage.args_info[0], used, plan.shardings)
 
     def shardings(self) -> list[Any]:
         """The shardings of all arrays that the program is given and returns."""
@@ -425,6 +489,27 @@ class Compiled(Stage):
             return [*inputs, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
         except ValueError:  # JAX counts refs as outputs, and then finds too many
             return inputs
+
+
+def _argument_rows(
+    plan: Plan, infos: Sequence[Any], actual: Sequence[Any], declared: Sequence[Any]
+) -> ParameterTable:
+    """How each argument array is sharded; None among the actual shardings for an unused one."""
+    rows = ParameterTable()
+    kinds: list[str | None] = [None] * len(infos)
+    for index, slots in enumerate(plan.structure.slots):
+        for slot in slots:
+            kinds[slot] = variable_type(plan.structure, index)
+    columns = zip(plan.names, infos, kinds, actual, declared, strict=True)
+    for path, info, kind, used, fallback in columns:
+        # A hijax Variable is a list of the arrays in it.
+        arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
+        each = used if isinstance(used, list | tuple) else [used] * len(arrays)
+        rows += [
+            argument_row(path, array, one or fallback, used=one is not None, variable=kind)
+            for array, one in zip(arrays, each, strict=True)
+        ]
+    return rows
 
 
 def _shape_of(aval: Any) -> Any:

@@ -19,7 +19,8 @@ from ..program import ProgramReport
 # In the order of use; `main` runs at the end.
 _SCRIPT = (
     *("nodes", "numbers", "figures", "table", "mesh", "cost"),
-    *("parameters", "activations", "collectives", "hlo", "comparison", "changes", "main"),
+    *("parameters", "modules", "activations", "collectives", "hlo"),
+    *("comparison", "changes", "main"),
 )
 
 

@@ -6,11 +6,12 @@ function reportNodes(report) {
     overview(report),
     el("div.pair", meshSection(report), memorySection(report)),
     el("div.pair", costSection(report), rooflineSection(report)),
+    modulesSection(report),
     parametersSection(report),
     activationsSection(report),
     collectivesSection(report, (name) => program.show(`${name} =`)),
     program.node,
-  ];
+  ].filter(isSet);
 }
 
 function main() {

@@ -1,0 +1,458 @@
+"""Which module of the user's model each instruction and each array of a program belongs to."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from .buffers import Allocation, Buffers, Value
+from .by_module import Kind, MemoryOverTime, ModuleRow, ModuleTable, Phase, is_within, ordered
+from .collectives import Collective, Collectives
+from .cost import COMPILED, Cost
+from .hardware import Hardware
+from .hlo import Module
+from .instructions import Instruction, Shape, arrays
+from .meshes import MeshDescription
+from .opcodes import COLLECTIVES, base
+from .parameters import ParameterRow
+from .purposes import inputs_of, module_of, operations
+from .roofline import roofline_of
+from .work import Work, applications, shapes_of, work_of
+
+
+class Place(NamedTuple):
+    """The module that an operation belongs to, and whether it is for the backward pass."""
+
+    path: str  # empty outside of modules
+    backward: bool
+
+
+class Owner(NamedTuple):
+    """What an array in memory counts as; the place is None if it is unknown."""
+
+    place: Place | None
+    kind: Kind
+
+
+_OUTSIDE = Place("", False)
+# Passed on or known before the program runs.
+_UNTIMED = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
+_MAX_STEPS = 128  # from an array to the instruction that makes its values
+_MOVES = {"bitcast", "convert", "copy", "dynamic-slice", "reshape", "slice", "transpose"}
+_MOVES |= {"all-gather", "opt-barrier", "optimization-barrier"}
+
+
+class Attribution:
+    """Finds the modules of the instructions and arrays of a program.
+
+    Args:
+      module: the program.
+      rows: its arguments.
+      paths: the modules that were called, besides those with arguments.
+    """
+
+    def __init__(self, module: Module, rows: Iterable[ParameterRow], paths: Iterable[str]):
+        self._module = module
+        rows = [row for row in rows if row.used]
+        self._by_name = {one.name: one for c in module.computations for one in c.instructions}
+        self._inside = {one.name: c for c in module.computations for one in c.instructions}
+        self._roots = {c.name: one for c in module.computations for one in c.instructions[::-1]
+                       if one.is_root}  # fmt: skip
+        self._named: dict[str, Place] = {}
+        self._places: dict[str, Place | None] = {}
+        self.arguments = _arguments(rows)
+        by_path = {row.path: number for number, row in enumerate(rows)}
+        in_order = bool(inputs_of(module, rows))
+        self._numbers = {
+            one.number: one.number if in_order else by_path.get(one.operation or "")
+            for one in (module.entry.instructions if module.entry else ())
+            if one.number is not None
+        }
+        self._known = {*paths} | {
+            row.path[: match.start()] for row in rows for match in _PART.finditer(row.path)
+        }
+        self._dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+        for row, owner in zip(rows, self.arguments, strict=True):
+            if owner.kind == "parameters" and owner.place:
+                whole = {row.shape, row.shard_shape}
+                # In a loop over layers the first dimension is gone.
+                self._dims[owner.place.path] |= whole | {dims[1:] for dims in whole}
+
+    def argument(self, number: int) -> Owner:
+        """What the argument with this number counts as."""
+        at = self._numbers.get(number)
+        return Owner(None, "inputs") if at is None else self.arguments[at]
+
+    def named(self, operation: str) -> Place:
+        """The place in the name of an operation."""
+        if operation not in self._named:
+            names = operations(operation)
+            found = [module_of(name, self._known) for name in names]
+            paths = [path for path in found if path is not None]
+            common = paths[0] if paths else ""
+            while common and not all(path == common or is_within(path, common) for path in paths):
+                common = common[: max(common.rfind("."), common.rfind("["), 0)]
+            backward = all("transpose(" in name for name in names)
+            self._named[operation] = Place(common, backward)
+        return self._named[operation]
+
+    def place(self, one: Instruction) -> Place | None:
+        """The place of an instruction by its name, or those of what it has fused."""
+        if one.name not in self._places:
+            operation = one.operation
+            place = None if operation is None else self.named(operation)
+            calls = one.calls() if place is None and one.opcode in _PARTS else ()
+            for _, callee in calls:
+                inner = self._module.by_name.get(callee)
+                found = (self.place(i) for i in reversed(inner.instructions if inner else []))
+                place = place or next(filter(None, found), None)
+            self._places[one.name] = place
+        return self._places[one.name]
+
+    def schedule(self, names: Iterable[str]) -> list[Place]:
+        """The place of each instruction; where it is unknown, that of the one before."""
+        places, place = list[Place](), _OUTSIDE
+        for name in names:
+            one = self._by_name.get(name)
+            found = None if one is None or one.opcode in _UNTIMED else self.place(one)
+            place = found or place
+            places.append(place)
+        return places
+
+    def owner(
+        self, value: Value, allocation: Allocation, backward: Sequence[int], end: int
+    ) -> Owner:
+        """What an array in memory counts as.
+
+        Args:
+          value: the array.
+          allocation: where it is.
+          backward: the positions of the backward pass in the schedule.
+          end: the number of positions.
+        """
+        is_result = allocation.is_result and value.last >= end - 1
+        if is_result and allocation.parameter is not None:
+            return self.argument(allocation.parameter)
+        if value.name not in self._by_name:
+            return Owner(None, "temporaries")
+        one, index = self._maker(value.name, value.index, through_moves=True)
+        if one.opcode == "parameter" and one.number in self._numbers and self._is_entry(one):
+            return self.argument(one.number or 0)
+        one, index = self._maker(value.name, value.index)
+        place, dims = self.place(one), _dims(one, index)
+        if place is None or not place.path:
+            place = self._of_parameter(one, dims) or place
+        if is_result or place is None:
+            return Owner(place, "outputs" if is_result else "temporaries")
+        if place.backward and dims in self._dims[place.path]:
+            return Owner(place, "gradients")
+        following = bisect.bisect_right(backward, value.first)
+        is_kept = following < len(backward) and backward[following] <= value.last
+        return Owner(place, "activations" if is_kept and not place.backward else "temporaries")
+
+    def _is_entry(self, one: Instruction) -> bool:
+        return self._inside[one.name].is_entry
+
+    def _maker(
+        self, name: str, index: tuple[int, ...], *, through_moves: bool = False
+    ) -> tuple[Instruction, tuple[int, ...]]:
+        """The instruction that makes the values of an array, and the array's index in its result.
+
+        What an operation without a name copies, slices or passes on is followed to what makes it;
+        with ``through_moves`` this holds for those with names, too.
+        """
+        loops: set[tuple[str, tuple[int, ...]]] = set()
+        one = self._by_name[name]
+        for _ in range(_MAX_STEPS):
+            following = self._previous(one, index, loops, through_moves)
+            if following is None or following[0] not in self._by_name:
+                break
+            one, index = self._by_name[following[0]], following[1]
+        return one, index
+
+    def _previous(
+        self,
+        one: Instruction,
+        index: tuple[int, ...],
+        loops: set[tuple[str, tuple[int, ...]]],
+        through_moves: bool,
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """What an array is taken from unchanged: the name and index of another; None if not."""
+        opcode, operands = one.opcode, one.operand_names
+        if opcode == "parameter":
+            return self._passed(one, index)
+        if opcode == "tuple":
+            return (operands[index[0]], index[1:]) if index else None
+        if not operands:
+            return None
+        if opcode == "get-tuple-element":
+            return operands[0], (one.tuple_index or 0, *index)
+        called = dict(one.calls())
+        if opcode == "while":  # what the body computes, or, where that is what it gets, the carry
+            if (one.name, index) in loops:
+                return operands[0], index
+            loops.add((one.name, index))
+            return self._root(called.get("body"), index)
+        if opcode in ("call", "conditional", "async-start"):
+            return self._root(next(iter(called.values()), None), index[-1:] if index else ())
+        if opcode == "fusion":
+            inner = self._module.by_name.get(called.get("calls", ""))
+            codes = {i.opcode for i in inner.instructions} if inner else set()
+            root = self._roots.get(called.get("calls", ""))
+            is_update = root is not None and root.opcode in ("tuple", "dynamic-update-slice")
+            is_move = codes <= _MOVES | {"parameter", "constant", "tuple"}
+            if is_update or (is_move and (through_moves or one.operation is None)):
+                return self._root(called.get("calls"), index)
+            return None
+        if opcode == "dynamic-update-slice" and not through_moves:
+            return operands[1] if len(operands) > 1 else operands[0], ()
+        is_pair = opcode.endswith(("-start", "-done"))
+        if is_pair or (base(opcode) in _MOVES and (through_moves or one.operation is None)):
+            is_sum = is_pair and base(opcode) in COLLECTIVES - {"all-gather"}
+            return None if is_sum and not opcode.endswith("-done") else (operands[0], ())
+        return None
+
+    def _root(
+        self, computation: str | None, index: tuple[int, ...]
+    ) -> tuple[str, tuple[int, ...]] | None:
+        root = self._roots.get(computation or "")
+        return None if root is None else (root.name, index)
+
+    def _passed(
+        self, one: Instruction, index: tuple[int, ...]
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """What the caller of a computation passes as this parameter."""
+        caller = self._module.callers.get(self._inside[one.name].name)
+        if caller is None:
+            return None
+        call = caller[1]
+        if call.opcode == "while":
+            return call.name, index
+        names = [callee for _, callee in call.calls()]
+        at = one.number or 0
+        if call.opcode == "conditional":
+            at = 1 + names.index(self._inside[one.name].name)
+        operands = call.operand_names
+        return (operands[at], index) if at < len(operands) else None
+
+    def _of_parameter(self, one: Instruction, dims: tuple[int, ...]) -> Place | None:
+        """The place of what an operation outside of modules computes from arrays of the same shape.
+
+        That is the place of a parameter of this shape: an accumulated gradient, a step of the
+        optimizer.
+        """
+        pending, seen, found = [one], {one.name}, None
+        while pending and dims and len(seen) < _MAX_STEPS:
+            one = pending.pop(0)
+            if one.opcode == "parameter" and self._is_entry(one):
+                place = self.argument(one.number or 0).place
+            else:
+                place = self.place(one)
+            if place is not None and place.path:
+                if dims in self._dims[place.path]:
+                    found = place
+                    if place.backward:
+                        break
+                continue
+            for name in one.operand_names if one.opcode != "while" else ():
+                following, index = self._maker(name, ()) if name in self._by_name else (one, ())
+                if following.name not in seen and _dims(following, index) == dims:
+                    seen.add(following.name)
+                    pending.append(following)
+        return found
+
+
+def _dims(one: Instruction, index: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of the array at an index of the result of an instruction."""
+    shape = one.shape
+    for i in index:
+        if isinstance(shape, Shape) or i >= len(shape):
+            return ()
+        shape = shape[i]
+    first = next(arrays(shape), None)
+    return first.dims if first is not None and isinstance(shape, Shape) else ()
+
+
+_PART = re.compile(r"(?<!^)[.\[]")
+_KEY = re.compile(r"[^.\[\]'\"]+")
+
+
+def _arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
+    """What each argument counts as.
+
+    The state of an optimizer is that of the parameter with whose path its own ends.
+    """
+    keys = [tuple(_KEY.findall(row.path)) for row in rows]
+    ends: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    whole = set()
+    for row, path in zip(rows, keys, strict=True):
+        if row.variable == "Param":
+            whole.add(path[1:])
+            for start in range(len(path)):
+                ends[path[start:]].add(_around(row.path))
+    owners = []
+    for row, path in zip(rows, keys, strict=True):
+        tails = [path[start:] for start in range(1, len(path))]
+        of_optimizer = (row.variable or "").startswith("Opt")
+        if row.variable == "Param":
+            owners.append(Owner(Place(_around(row.path), False), "parameters"))
+        elif of_optimizer or (row.variable is None and any(tail in whole for tail in tails)):
+            modules = next((ends[tail] for tail in tails if tail in ends), set[str]())
+            module = next(iter(modules)) if len(modules) == 1 else _around(row.path)
+            owners.append(Owner(Place(module, False), "optimizer state"))
+        elif row.variable is None:
+            owners.append(Owner(Place(row.path, False), "inputs"))
+        else:
+            owners.append(Owner(Place(_around(row.path), False), "other state"))
+    return owners
+
+
+def _around(path: str) -> str:
+    """The module that has an array at this path; the path itself without one."""
+    ends = [match.start() for match in _PART.finditer(path)]
+    return path[: ends[-1]] if ends else path
+
+
+def module_table(
+    module: Module,
+    buffers: Buffers | None,
+    rows: Sequence[ParameterRow],
+    paths: Iterable[str],
+    *,
+    required: int | None = None,
+    collectives: Collectives | None = None,
+    hardware: Hardware | None = None,
+    mesh: MeshDescription | None = None,
+) -> ModuleTable:
+    """Memory and cost by module.
+
+    Args:
+      module: the program, with the modules in the names of its operations.
+      buffers: its memory; None if the compiler does not tell.
+      rows: its arguments.
+      paths: the modules that were called.
+      required: what has to be free for a call; None for the sum of the buffers.
+      collectives: what the devices exchange; None if that is unknown.
+      hardware: for the roofline; None leaves it unknown.
+      mesh: where the devices are.
+    """
+    attribution = Attribution(module, rows, paths)
+    work = None if module.unread else _work(module, attribution)
+    sent: defaultdict[Place, list[Collective]] = defaultdict(list)
+    for one in collectives or ():
+        place = one.operation and attribution.named(one.operation)
+        sent[place or _OUTSIDE].append(one)
+    held, over_time = ({}, ()) if buffers is None else _held(attribution, buffers)
+    table = []
+    for place in {**(work or {}), **sent, **held}:
+        own = None if work is None else work.get(place, Work())
+        some = None if collectives is None else Collectives(sent.get(place, ()))
+        cost = None if own is None else Cost(own.flops, own.bytes_accessed, None, COMPILED)
+        roofline = None if hardware is None else roofline_of(cost, some, hardware, mesh)
+        row = ModuleRow(
+            *place,
+            flops=own and own.flops,
+            bytes_accessed=own and own.bytes_accessed,
+            bytes_sent=None if some is None else some.bytes_sent,
+            seconds=None if roofline is None else roofline.seconds,
+            at_peak=None if buffers is None else dict(held.get(place, Counter()).most_common()),
+        )
+        if own or sent.get(place) or row.at_peak:
+            table.append(row)
+    if buffers is None:
+        return ModuleTable(ordered(table), why="the compiler does not say what it assigns")
+    if required is None:
+        required = sum(one.size for one in buffers.allocations)
+    peak = max(buffers.in_use())
+    rest = peak - sum(sum(kinds.values()) for kinds in held.values())
+    reserved = max(required - peak, 0)
+    return ModuleTable(ordered(table), peak, rest, reserved, MemoryOverTime(over_time))
+
+
+def _work(module: Module, attribution: Attribution) -> dict[Place, Work]:
+    """The work of each place, with the bodies of loops counted as often as they run."""
+    done: defaultdict[Place, Work] = defaultdict(Work)
+
+    @functools.cache
+    def parts(name: str, is_fused: bool) -> list[tuple[Instruction, Work, dict[str, int]]]:
+        """The instructions of a computation with their own work, and what they call how often."""
+        computation, found = module.by_name[name], []
+        shapes = shapes_of(computation, module)
+        for one in computation.instructions:
+            own = work_of(one, shapes, None if is_fused else module)
+            count = applications(one, shapes)
+            for _, callee in one.calls() if count else ():
+                own = own.plus(inside(callee)._replace(bytes_accessed=0), count)
+            is_call = one.opcode in _CALLS
+            calls = _runs(one, module, inside) if is_call or one.opcode == "fusion" else {}
+            found.append((one, Work() if is_call else own, calls))
+        return found
+
+    @functools.cache
+    def inside(name: str) -> Work:
+        work = Work()
+        for _, own, calls in parts(name, True) if name in module.by_name else ():
+            work = work.plus(own)
+            for callee, times in calls.items():
+                work = work.plus(inside(callee), times)
+        return work
+
+    def visit(name: str, times: int, outer: Place, is_fused: bool) -> None:
+        for one, own, calls in parts(name, is_fused):
+            place = attribution.place(one) or outer
+            done[place] = done[place].plus(own, times)
+            for callee, runs in calls.items():
+                visit(callee, times * runs, place, is_fused or one.opcode == "fusion")
+
+    if module.entry is not None and not module.unread:
+        visit(module.entry.name, 1, _OUTSIDE, False)
+    return done
+
+
+def _runs(one: Instruction, module: Module, inside: Callable[[str], Work]) -> dict[str, int]:
+    """How often an instruction runs each computation; of branches only the one with most flops."""
+    calls = [*one.calls()]
+    if one.opcode == "conditional" and calls:
+        return {max((callee for _, callee in calls), key=lambda name: inside(name).flops): 1}
+    count = module.trip_counts.get(one.name, 1) if one.opcode == "while" else 1
+    is_known = one.name in module.trip_counts
+    return {name: count + (is_known and attribute == "condition") for attribute, name in calls}
+
+
+_CALLS = {"while", "conditional", "call", "async-start"}
+_PARTS = {"fusion", "call", "async-start"}
+
+
+def _held(
+    attribution: Attribution, buffers: Buffers
+) -> tuple[dict[Place, Counter[Kind]], list[Phase]]:
+    """What each place holds at the peak, by kind, and the memory over the schedule."""
+    in_use, places = buffers.in_use(), attribution.schedule(buffers.schedule)
+    peak = max(range(len(in_use)), key=in_use.__getitem__)
+    backward = [at for at, place in enumerate(places) if place.backward]
+    held: defaultdict[Place, Counter[Kind]] = defaultdict(Counter)
+    for one in buffers.allocations:
+        owned = []
+        if one.parameter is not None:
+            owned.append((attribution.argument(one.parameter), one.size))
+        live = [value for value in one.values if value.first <= peak <= value.last]
+        if one.is_held and not live and not owned:  # for what is made later
+            live = sorted(one.values, key=lambda value: value.last)[-1:]
+        for value in live:
+            owned.append((attribution.owner(value, one, backward, len(places)), value.size))
+        rest = one.size
+        for owner, size in reversed(owned):
+            taken = min(size, rest)
+            rest -= taken
+            if owner.place is not None and taken:
+                held[owner.place][owner.kind] += taken
+    phases: list[Phase] = []
+    for at, (place, size) in enumerate(zip(places, in_use, strict=True)):
+        if phases and place == (phases[-1].path, phases[-1].backward):
+            size, at = max(phases[-1].bytes, size), phases.pop().start
+        phases.append(Phase(at, *place, size))
+    return held, phases

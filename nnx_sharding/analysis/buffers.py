@@ -1,0 +1,134 @@
+"""What the compiler keeps in memory, and when, from the files that it writes with ``xla_dump_to``.
+
+They are made by ``BufferAssignment::ToVerboseString`` and ``HloLiveRange::ToString`` in XLA, and
+have no specification.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """An array in memory: what an instruction made, or the part of its result at an index.
+
+    It is live from position ``first`` to position ``last`` of the schedule.
+    """
+
+    name: str
+    index: tuple[int, ...]
+    size: int
+    offset: int  # in its allocation
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """A block of the main memory of a device, which several values use one after another.
+
+    ``parameter`` is the number of the argument that it holds; ``is_result`` says whether the
+    program returns it. Other allocations are temporary.
+    """
+
+    size: int
+    parameter: int | None
+    is_result: bool
+    values: tuple[Value, ...]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is held for the whole call."""
+        return self.parameter is not None or self.is_result
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The allocations of a program, and the names of its instructions in the order of the schedule.
+
+    Instructions of loops and branches are between those of their callers.
+    """
+
+    allocations: tuple[Allocation, ...]
+    schedule: tuple[str, ...]
+
+    def in_use(self) -> list[int]:
+        """The bytes in use at each position: those of live values, and all that is held."""
+        changes = [0] * (len(self.schedule) + 1)
+        for one in self.allocations:
+            if one.is_held:
+                changes[0] += one.size
+                continue
+            for value in one.values:
+                changes[value.first] += value.size
+                changes[value.last + 1] -= value.size
+        return [*itertools.accumulate(changes[:-1])]
+
+
+def read_buffers(folder: Path) -> Buffers | None:
+    """Reads what the compiler has written into a folder; None if it wrote no such files."""
+    assignments = sorted(folder.glob("*optimizations-buffer-assignment.txt"))
+    ranges = sorted(folder.glob("*optimizations-live-range.txt"))
+    if len(assignments) != 1 or len(ranges) != 1:
+        return None
+    schedule, _, live = ranges[0].read_text().partition("BufferLiveRange:")
+    names = tuple(_STEP.findall(schedule))
+    spans = {
+        (name, index): (int(first), min(int(last), len(names) - 1))
+        for name, index, first, last in _RANGE.findall(live)
+    }
+    allocations = []
+    for head, *lines in _blocks(assignments[0].read_text()):
+        size = _ALLOCATION.match(head)
+        # Other memory, such as a TPU's vector memory, has a colour. That of a thread is on a stack.
+        if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
+            continue
+        number = re.search(r", parameter (\d+),", head)
+        found = [
+            Value(name, _numbers(index), int(length), int(offset), *spans[name, index])
+            for name, index, length, offset in _VALUE.findall("\n".join(lines))
+            if (name, index) in spans
+        ]
+        parameter, is_result = int(number[1]) if number else None, "maybe-live-out" in head
+        values = tuple(_one_after_another(found))
+        allocations.append(Allocation(int(size[1]), parameter, is_result, values))
+    return Buffers(tuple(allocations), names) if allocations and names else None
+
+
+def _blocks(text: str) -> Iterator[list[str]]:
+    """The lines of each allocation."""
+    block: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith((" ", "\t")):
+            yield from [block] if block else []
+            block = []
+        block.append(line)
+    yield from [block] if block else []
+
+
+def _one_after_another(values: Sequence[Value]) -> Iterator[Value]:
+    """The values; one that an operation replaces in place ends before the result begins."""
+    places: defaultdict[int, list[Value]] = defaultdict(list)
+    for value in sorted(values, key=lambda value: (value.first, value.last)):
+        places[value.offset].append(value)
+    for place in places.values():
+        for value, following in itertools.zip_longest(place, place[1:]):
+            last = value.last if following is None else min(value.last, following.first - 1)
+            if last >= value.first:
+                yield dataclasses.replace(value, last=last)
+
+
+def _numbers(index: str) -> tuple[int, ...]:
+    return tuple(map(int, filter(None, index.split(","))))
+
+
+_STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
+_RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+)")
+_VALUE = re.compile(r"value: <\d+ (\S+?)(?:\{([\d,]+)\})? @\d+> \(size=(\d+),offset=(\d+)\)")

@@ -1,0 +1,221 @@
+"""Memory and cost by module of the user's model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from .json_codec import as_data
+from .tables import Pictured, table, text
+from .units import bytes_text, count_text, time_text
+
+Kind: TypeAlias = Literal[
+    "parameters", "optimizer state", "other state", "inputs", "outputs", "gradients", "activations",
+    "temporaries",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """What one device does and holds for a module itself, without the modules in it.
+
+    A figure that is not known is None.
+
+    Attributes:
+      path: the module, such as ``model.blocks[0].up``; for arguments that are not in modules, that
+        of the array; empty for what is outside of modules, such as a loss.
+      backward: whether it is for the backward pass, with what that computes again; None for a sum
+        of both passes.
+      flops: additions and multiplications in one call.
+      bytes_accessed: the bytes that operations read and write in one call.
+      bytes_sent: what collectives send in one call.
+      seconds: the roofline of these figures; sums are of parts that run one after another.
+      at_peak: the bytes that it holds at the peak, by kind.
+    """
+
+    path: str
+    backward: bool | None
+    flops: float | None = None
+    bytes_accessed: float | None = None
+    bytes_sent: float | None = None
+    seconds: float | None = None
+    at_peak: Mapping[str, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the schedule in which one module runs.
+
+    Attributes:
+      start: the position of its first instruction in the schedule.
+      path: the module; empty outside of modules.
+      backward: whether it is for the backward pass.
+      bytes: the most bytes in use.
+    """
+
+    start: int
+    path: str
+    backward: bool
+    bytes: int
+
+
+class MemoryOverTime(tuple[Phase, ...], Pictured):
+    """The memory in use over one call, which ``print`` and notebooks show as bars.
+
+    The order is that of the schedule; the instructions of a loop count once.
+    """
+
+    __slots__ = ()
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        most = max((phase.bytes for phase in self), default=0) or 1
+        step = max(1, math.ceil(len(self) / 40))  # of neighbours, that with the most bytes
+        shown = [max(self[i : i + step], key=lambda x: x.bytes) for i in range(0, len(self), step)]
+        rows = [
+            (_pass(x.path, x.backward), text("█" * round(24 * x.bytes / most)), bytes_text(x.bytes))
+            for x in shown
+        ]
+        yield table(("memory over time", "", "in use"), rows, numbers=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleTable(Pictured):
+    """Memory and cost by module: what ``Compiled.by_module`` returns. ``print`` shows a table.
+
+    Rows are exclusive: each flop and each byte is in one of them.
+
+    Attributes:
+      rows: one for each module and pass, those with the most bytes at the peak first.
+      peak: the bytes in use at the peak, by arrays that are live or held for the whole call.
+      unattributed: those that are in no row, as the compiler does not say what it made them for.
+      reserved: what has to be free besides: the program's code, and gaps between arrays.
+      over_time: the memory in use over the schedule.
+      why: why figures are None, if some are.
+    """
+
+    rows: tuple[ModuleRow, ...] = ()
+    peak: int | None = None
+    unattributed: int | None = None
+    reserved: int | None = None
+    over_time: MemoryOverTime = dataclasses.field(default_factory=MemoryOverTime)
+    why: str | None = None
+
+    def total(self, path: str = "", backward: bool | None = None) -> ModuleRow:
+        """The sum over a module and all in it; of all rows for an empty path.
+
+        Args:
+          path: the module, such as ``model.blocks``.
+          backward: the pass; None for both.
+        """
+        rows = [row for row in self.rows if backward in (None, row.backward)]
+        return _sum(path, backward, [row for row in rows if not path or is_within(row.path, path)])
+
+    def at_depth(self, depth: int) -> ModuleTable:
+        """The same with modules that are ``depth`` attributes or keys below an argument, or less.
+
+        With a depth of 0 there is a row for ``model``, with 2 for ``model.blocks[0]``. Modules
+        further down are part of these.
+        """
+        groups: defaultdict[tuple[str, bool | None], list[ModuleRow]] = defaultdict(list)
+        for row in self.rows:
+            ends = [match.start() for match in _PART.finditer(row.path)]
+            groups[row.path[: [*ends, None][min(depth, len(ends))]], row.backward].append(row)
+        rows = [_sum(*key, rows) for key, rows in groups.items()]
+        return dataclasses.replace(self, rows=ordered(rows))
+
+    def by_kind(self) -> dict[str, int]:
+        """The bytes at the peak by kind, the largest first."""
+        return dict(Counter(self.total().at_peak or {}).most_common())
+
+    def holders(self, most: int = 5) -> list[str]:
+        """What holds the most bytes at the peak, in words such as ``2 GiB optimizer state``."""
+        groups: Counter[tuple[str, str]] = Counter()
+        members: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        for row in self.rows:
+            for kind, size in (row.at_peak or {}).items():
+                is_made = kind in ("activations", "gradients", "temporaries")
+                first = _ITEM.match(row.path)  # of a list of modules that are alike
+                key = kind, (first[1] if first else row.path) if is_made else ""
+                groups[key] += size
+                members[key].update([first[0]] if first else [])
+        words = []
+        for (kind, path), size in groups.most_common(most):
+            count = len(members[kind, path]) if path else 0
+            each = f" ({bytes_text(size / count)} each, {count} ×)" if count > 1 else ""
+            words.append(f"{bytes_text(size)} {kind}{' of ' * bool(path)}{path}{each}")
+        return words
+
+    def top(self, most: int = 8) -> ModuleTable:
+        """The same with the first rows only."""
+        return dataclasses.replace(self, rows=self.rows[:most])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as data for JSON."""
+        data: dict[str, Any] = as_data(self)
+        return data
+
+    def summary(self) -> str:
+        """What holds the peak, in a sentence."""
+        if self.peak is None:
+            return f"what holds the peak is unknown: {self.why}"
+        at = max(self.over_time, key=lambda phase: phase.bytes, default=None)
+        where = f", in {_pass(at.path, at.backward)}" if at else ""
+        rest = [f"{bytes_text(self.unattributed)} not attributed"] if self.unattributed else []
+        words = f"{bytes_text(self.peak)} at the peak{where}: {', '.join(self.holders() + rest)}"
+        more = f"; {bytes_text(self.reserved)} more for code and gaps between arrays"
+        return words + more * bool(self.reserved)
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        yield text(self.summary())
+        header = ("module", "at the peak", "mostly", "flops", "bytes", "sent", "at least")
+        shown = self.rows[:_MOST]
+        yield table(header, [_cells(row) for row in shown], numbers=4)
+        if len(self.rows) > len(shown):
+            yield text(f"… and {len(self.rows) - len(shown)} more")
+
+
+_MOST = 40
+_PART = re.compile(r"(?<!^)[.\[]")  # the beginning of an attribute or key in a path
+_ITEM = re.compile(r"(.*?)\[\d+\]")
+
+
+def is_within(path: str, module: str) -> bool:
+    """Whether a path is that of a module, or below it."""
+    return (path + ".").startswith((module + ".", module + "["))
+
+
+def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
+    """The rows with those first that hold, else do, most."""
+    sizes = {id(row): (sum((row.at_peak or {}).values()), row.flops or 0) for row in rows}
+    return tuple(sorted(rows, key=lambda row: sizes[id(row)], reverse=True))
+
+
+def _pass(path: str, backward: bool | None) -> str:
+    name = path or "what is outside of modules"
+    return f"the backward pass of {name}" if backward else name
+
+
+def _cells(row: ModuleRow) -> tuple[str, ...]:
+    held = row.at_peak or {}
+    size = None if row.at_peak is None else sum(held.values())
+    mostly = max(held, key=held.__getitem__, default="")
+    figures = count_text(row.flops), bytes_text(row.bytes_accessed), bytes_text(row.bytes_sent)
+    name = _pass(row.path, row.backward)
+    return name, bytes_text(size), mostly, *figures, time_text(row.seconds)
+
+
+def _sum(path: str, backward: bool | None, rows: Sequence[ModuleRow]) -> ModuleRow:
+    def added(name: str) -> Any:
+        figures = [getattr(row, name) for row in rows]
+        return None if None in figures else sum(figures)
+
+    held: Counter[str] = Counter()
+    for row in rows:
+        held.update(row.at_peak or {})
+    is_known = all(row.at_peak is not None for row in rows)
+    figures = {name: added(name) for name in ("flops", "bytes_accessed", "bytes_sent", "seconds")}
+    return ModuleRow(path, backward, **figures, at_peak=dict(held) if is_known else None)

@@ -1,0 +1,64 @@
+// Memory and cost by module: a table, an icicle, and the memory over the schedule.
+
+const passOf = ({ path, backward }) => (path || "outside of modules") + (backward ? ", backward" : "");
+const heldBy = ({ at_peak }) => at_peak && sum(Object.values(at_peak), (size) => size);
+
+/** The parts of a sum, from the whole on top to its parts below, as wide as they are large. */
+function icicle(rows, value, show, depth = 1) {
+  const name = ({ path }) => pathParts(path).slice(0, depth).join("");
+  const groups = [...Map.groupBy(rows, name)].filter(([, some]) => sum(some, value));
+  const part = ([path, some]) => {
+    const title = `${path || "outside of modules"}: ${show(sum(some, value))}`;
+    const below = some.filter((row) => pathParts(row.path).length > depth);
+    const style = { "flex-grow": sum(some, value) };
+    const inside = below.length > 0 && icicle(below, value, show, depth + 1);
+    return el("div", { style }, el("code", { title }, pathParts(path).at(-1)), inside);
+  };
+  const own = rows.filter((row) => pathParts(row.path).length < depth);
+  const rest = el("div", { style: { "flex-grow": sum(own, value) } });
+  return el("div.icicle", groups.map(part), rest);
+}
+
+/** The bytes in use over the schedule; each piece is as wide as its module runs instructions. */
+function curve(phases) {
+  const most = Math.max(...phases.map(({ bytes }) => bytes), 1);
+  const piece = (phase, i) => {
+    const steps = (phases[i + 1]?.start ?? phase.start + 1) - phase.start;
+    const style = { "flex-grow": steps, height: `${(100 * phase.bytes) / most}%` };
+    const title = `${passOf(phase)}: ${byteText(phase.bytes)}`;
+    return el("span", { style, title, class: phase.backward && "strong" });
+  };
+  const line = el("div.curve", phases.map(piece));
+  const oninput = () => line.style.setProperty("width", `${100 * zoom.value}%`);
+  const zoom = el("input", { type: "range", min: 1, max: 30, value: 1, "aria-label": "Zoom", oninput });
+  const words = note("Memory over the schedule; the backward pass is highlighted. Zoom: ");
+  return [el("div.controls", words, zoom), el("div", { tabindex: 0, role: "region" }, line)];
+}
+
+function modulesSection({ by_module }) {
+  if (!by_module) return null;
+  const { rows, peak, unattributed, reserved, over_time, why } = by_module;
+  const title = "Memory and cost by module";
+  const kinds = ({ at_peak }) =>
+    Object.entries(at_peak ?? {}).map(([kind, size]) => [kind, " ", bytes(size), el("br")]);
+  const columns = [
+    { label: "Module", value: passOf, cell: (row) => el("code.path", passOf(row)) },
+    { label: "Holds", value: ({ at_peak }) => Object.keys(at_peak ?? {})[0], cell: kinds },
+    summed("At the peak", heldBy, bytes),
+    summed("Flops", (row) => row.flops, count),
+    summed("Bytes accessed", (row) => row.bytes_accessed, bytes),
+    summed("Bytes sent", (row) => row.bytes_sent, bytes),
+    { label: "At least", value: (row) => row.seconds, number: time },
+  ];
+  const search = (row) => [passOf(row), ...Object.keys(row.at_peak ?? {})];
+  const table = tableOf({ name: title, noun: "module", columns, rows, search });
+  const figures = { "At the peak": [heldBy, byteText], Flops: [(row) => row.flops, countText] };
+  const picture = el("div");
+  const draw = (name) => picture.replaceChildren(icicle(rows, ...figures[name]));
+  const choice = choiceOf("Figure", Object.keys(figures), "At the peak", draw);
+  draw("At the peak");
+  const sizes = [bytes(peak), " in use at the peak, ", bytes(unattributed), " of it not attributed; "];
+  const words = note(why ? `${why}. ` : [sizes, bytes(reserved), " more for code and gaps."]);
+  const shown = over_time.length > 0 && curve(over_time);
+  return section("modules", title, words, shown, el("div.controls", choice), picture, table.node);
+}

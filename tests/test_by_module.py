@@ -1,0 +1,185 @@
+"""Memory and cost by module, against the totals of XLA and against sums by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from module_programs import LAYERS, PROGRAMS, ROWS, WIDTH
+from nnx_sharding import jit, value_and_grad
+from nnx_sharding.analysis.buffers import Value, read_buffers
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return PROGRAMS["mlp"]().compile()
+
+
+@pytest.fixture(scope="module")
+def table(mlp):
+    return mlp.by_module(hardware="TPU v5e")
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in PROGRAMS if x != "mlp")]
+)
+def test_sums_are_those_of_xla(name, request):
+    compiled = request.getfixturevalue("mlp") if name == "mlp" else PROGRAMS[name]().compile()
+    table, total = compiled.by_module(), compiled.by_module().total()
+    attributed = sum(total.at_peak.values())
+    assert attributed + table.unattributed == table.peak
+    assert table.peak + table.reserved == compiled.memory().peak
+    assert table.reserved < 0.1 * table.peak
+    assert attributed >= 0.95 * table.peak
+    assert total.flops == pytest.approx(compiled.cost().flops, rel=0.01)
+    assert total.bytes_accessed == pytest.approx(compiled.cost().bytes_accessed, rel=0.01)
+    assert total.bytes_sent == compiled.collectives().bytes_sent
+    assert max(phase.bytes for phase in compiled.memory_over_time()) == table.peak
+
+
+def test_arguments_and_activations_by_hand(table):
+    """One of four devices has a quarter of the rows and of the parameters."""
+    block = 2 * WIDTH * 4 * WIDTH + 4 * WIDTH + WIDTH
+    kinds = table.by_kind()
+    assert kinds["inputs"] == ROWS * WIDTH * 4
+    held = [table.total(f"model.blocks[{i}]").at_peak for i in range(LAYERS)]
+    # A kernel of the optimizer counts with its module; what is gathered for a use counts as well.
+    assert all(one["parameters"] >= block for one in held)
+    hidden = ROWS * 4 * WIDTH * 4
+    # The inputs of the activation function, two products of it, and the input of the block.
+    assert held[0]["activations"] == held[1]["activations"]
+    assert 2 * hidden < held[0]["activations"] <= 4 * hidden
+    assert max(table.over_time, key=lambda x: x.bytes).backward
+
+
+def test_flops_by_hand(table):
+    product = 2 * ROWS * WIDTH * 4 * WIDTH
+    for i in range(LAYERS):
+        for name in ("up", "down"):
+            path = f"model.blocks[{i}].{name}"
+            assert table.total(path, backward=False).flops == pytest.approx(product, rel=0.03)
+            # Gradients of the kernel and of the input; the first input needs none.
+            number = 1 if (i, name) == (0, "up") else 2
+            assert table.total(path, backward=True).flops == pytest.approx(
+                number * product, rel=0.03
+            )
+
+
+def test_depths_are_sums(table):
+    shallow = table.at_depth(2)
+    paths = {row.path for row in shallow.rows}
+    assert {"model.blocks[0]", "model.blocks[1]", "model.blocks[2]", ""} <= paths
+    assert not any(path.endswith(".up") for path in paths)
+    assert shallow.total() == table.total()
+    row = next(row for row in shallow.rows if (row.path, row.backward) == ("model.blocks[1]", True))
+    assert row == table.total("model.blocks[1]", backward=True)
+    both = [table.total("model", backward=one).flops for one in (False, True)]
+    assert sum(both) == table.total("model").flops
+    assert [row.path for row in table.at_depth(0).rows if row.path.startswith("model")] == [
+        "model",
+        "model",
+    ]
+
+
+def test_seconds_are_rooflines(table):
+    row = next(row for row in table.rows if row.path == "model.blocks[0].up" and not row.backward)
+    assert row.seconds == max(row.flops / 197e12, row.bytes_accessed / 819e9)
+
+
+def test_printing_says_what_holds_the_peak(mlp, table):
+    words = str(mlp.memory())
+    assert "at the peak, in the backward pass of model.blocks[2]" in words
+    assert "activations of model.blocks (3.25 MiB each, 3 ×)" in words
+    assert "the backward pass of model.blocks[2].down" in str(table)
+    assert "memory over time" in str(mlp.memory_over_time())
+    assert "memory over time" in mlp.memory_over_time()._repr_html_()
+    data = json.loads(json.dumps(table.to_dict()))
+    assert data["peak"] == table.peak and len(data["rows"]) == len(table.rows)
+
+
+def test_plain_compile_writes_nothing():
+    """Files are for `by_module` only, and are removed."""
+    written = []
+    lowered = jit(lambda x: x + 1).lower(jnp.ones(4))
+    compiled = lowered.compile()
+    again = compiled._compile_with
+    compiled._compile_with = lambda stage, more: written.append(more) or again(stage, more)
+    assert compiled.memory().peak == 32
+    assert not written
+    compiled.by_module()
+    [options] = written
+    assert not os.path.exists(options["xla_dump_to"])
+    compiled.by_module()
+    assert len(written) == 1
+
+
+def test_persistent_cache_does_not_hide_the_files():
+    """The tests have one, in which the second program is found."""
+    for _ in range(2):
+        compiled = jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((8, 8))).compile()
+        assert compiled.by_module().peak is not None
+
+
+def test_unknown_is_none(monkeypatch):
+    compiled = jit(lambda x: x + 1).lower(jnp.ones(4)).compile()
+    monkeypatch.setattr("nnx_sharding.transforms.module_memory.read_buffers", lambda folder: None)
+    table = compiled.by_module()
+    assert table.peak is None and table.unattributed is None and table.total().at_peak is None
+    assert "unknown: the compiler" in table.summary() and "unknown" in str(compiled.memory())
+
+
+def test_out_of_memory_ends_with_what_holds_it(monkeypatch):
+    model = nnx.Sequential(*(nnx.Linear(64, 64, rngs=nnx.Rngs(0)) for _ in range(4)))
+
+    def step(model, x):
+        return value_and_grad(lambda model, x: jnp.tanh(model(jnp.tanh(x))).sum())(model, x)
+
+    lowered = jit(step).lower(model, jnp.ones((1024, 64)))
+
+    class Full:
+        def compile(self, *_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
+
+        def __getattr__(self, name):
+            return getattr(stage, name)
+
+    stage, lowered._stage = lowered._stage, Full()
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        lowered.compile()
+    words = str(caught.value)
+    assert words.startswith("RESOURCE_EXHAUSTED: too much")
+    assert "at the peak" in words and "model.layers[" in words
+    assert "at most: nnx_sharding.remat" in words and "accumulate_gradients" in words
+
+
+def test_reads_values_of_the_main_memory_only(tmp_path):
+    """Values that an operation replaces in place do not count twice."""
+    (tmp_path / "m.after_optimizations-buffer-assignment.txt").write_text(
+        "BufferAssignment:\n"
+        "allocation 0: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {}:\n"
+        " value: <1 x.1 @0> (size=64,offset=0): f32[16]{0}\n"
+        "allocation 1: size 128, page 0, preallocated-temp:\n"
+        " value: <2 a @0> (size=64,offset=0): f32[16]{0}\n"
+        " value: <3 b{1} @0> (size=64,offset=0): f32[16]{0}\n"
+        " value: <4 c @0> (size=64,offset=64): f32[16]{0}\n"
+        "allocation 2: size 999, color 1, page 0, preallocated-temp:\n"
+        " value: <5 d @1> (size=999,offset=0): f32[16]{0:S(1)}\n"
+        "allocation 3: size 4, page 0, thread-local:\n"
+    )
+    (tmp_path / "m.after_optimizations-live-range.txt").write_text(
+        "HloLiveRange (max 4):\n  InstructionSequence:\n    0:x.1\n    1:a\n    2:b\n    3:c\n"
+        "  BufferLiveRange:\n    x.1{}:0-4\n    a{}:1-2\n    b{1}:2-3\n    c{}:2-4\n    d{}:1-4\n"
+    )
+    buffers = read_buffers(tmp_path)
+    assert [one.size for one in buffers.allocations] == [64, 128]
+    assert buffers.allocations[1].values[:2] == (
+        Value("a", (), 64, 0, 1, 1),
+        Value("b", (1,), 64, 0, 2, 3),
+    )
+    assert buffers.in_use() == [64, 128, 192, 192]
+    assert read_buffers(tmp_path / "missing") is None
