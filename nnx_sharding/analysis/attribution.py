@@ -351,7 +351,7 @@ def module_table(
     for place in {**(work or {}), **sent, **held}:
         own = None if work is None else work.get(place, Work())
         some = None if collectives is None else Collectives(sent.get(place, ()))
-        cost = None if own is None else Cost(own.flops, own.bytes_accessed, None, COMPILED)
+        cost = None if own is None else Cost(**own._asdict(), stage=COMPILED)
         roofline = None if hardware is None else roofline_of(cost, some, hardware, mesh)
         row = ModuleRow(
             *place,
@@ -381,7 +381,7 @@ def _work(module: Module, attribution: Attribution) -> dict[Place, Work]:
     def parts(name: str, is_fused: bool) -> list[tuple[Instruction, Work, dict[str, int]]]:
         """The instructions of a computation with their own work, and what they call how often."""
         computation, found = module.by_name[name], []
-        shapes = shapes_of(computation, module)
+        shapes = shapes_of(computation)
         for one in computation.instructions:
             own = work_of(one, shapes, None if is_fused else module)
             count = applications(one, shapes)
