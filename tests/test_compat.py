@@ -47,7 +47,7 @@ class OnePackageTest(parameterized.TestCase):
 
     def test_no_private_names_in_c(self):
         text = (PACKAGE / "core" / "guard" / "_walk.c").read_text(encoding="utf-8")
-        self.assertEqual(re.findall(r'"_\w+"', text), [])
+        self.assertEqual(re.findall(r'"_[^_]\w*"', text), [])
 
     def test_the_search_finds_them_where_they_are(self):
         found = [n for path in COMPAT for n in names_in(path) if PRIVATE.search(n)]
@@ -64,6 +64,8 @@ PRIVATE_NAMES = {
     "flax.nnx.variablelib.Variable._trace_state": "the trace that it belongs to",
     "flax.nnx.variablelib.Variable._var_metadata": "its metadata, without a copy",
     "jax._src.array.ArrayImpl": "arrays are recognized by one comparison of types",
+    "jax._src.config.persistent_cache_min_compile_time_secs": "compiling without the cache, "
+    "for the files of the compiler",
     "jax._src.config.trace_context": "what of JAX's configuration a trace depends on",
     "jax._src.config.trace_context_names": "the names for it",
     "jax._src.config.traceback_in_locations_limit": "exported programs without our source lines",

@@ -65,6 +65,8 @@ def objects_with_tables():
     return [
         compiled.collectives(),
         compiled.memory(),
+        compiled.by_module(),
+        compiled.memory_over_time(),
         compiled.cost(),
         compiled.activations(),
         report,

@@ -219,8 +219,8 @@ def test_report():
 
 def test_comparison():
     lines = printed(load(reports.comparison())).splitlines()
-    [tp] = [line for line in lines if line.strip().startswith("tp")]
-    [dp] = [line for line in lines if line.strip().startswith("dp")]
+    [tp] = [line for line in lines if line.strip().startswith("tp ")]
+    [dp] = [line for line in lines if line.strip().startswith("dp ")]
     assert "285 KiB *" in tp and tp.endswith("yes")
     assert "3.00 MiB  " in dp and dp.endswith("no") and "*" not in dp
     assert "pp failed: ValueError: no axis 'stage'" in lines

@@ -148,6 +148,8 @@ class _Run:
 
     def _call(self, outer: Any, module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
         """Calls a method as `jit` does, with records before and after it."""
+        if not isinstance(module, nnx.Module):  # an optimizer
+            return outer(module, method, call, args, kwargs)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             manual = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
