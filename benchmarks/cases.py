@@ -104,14 +104,19 @@ def both_rows(
 def measure_forward(
     name: str, blocks: int, repeats: int, turns: float, loop: float, config: str = "bare"
 ) -> Iterator[Row]:
-    program = models.forward(blocks, config=config)
-    times = time_calls(ways.jit_ways(program), repeats, FLOOR, [OURS])
-    title = f"forward with one counter updated: {_size(blocks)}"
+    """In a loop without the network itself: there, its execution would hide what calls cost."""
+    title = _size(blocks)
     if config != "bare":
         title += f", each block with its configuration ({config})"
     peers = [] if blocks == 1 else [faster(60, NNX_JIT)]
-    targets = [at_most(turns, turns, FLOOR), *peers]
-    yield from both_rows(name, title, times, targets, [at_most(loop, loop, FLOOR), *peers])
+    for program, what, options in (
+        (models.trivial(blocks, config), "one counter updated", {"turns": False}),
+        (models.forward(blocks, config), "forward with one counter updated", {"loop": False}),
+    ):
+        times = time_calls(ways.jit_ways(program), repeats, FLOOR, [OURS], **options)
+        targets = [at_most(turns, turns, FLOOR), *peers]
+        in_loop = [at_most(loop, loop, FLOOR), *peers]
+        yield from both_rows(name, f"{what}: {title}", times, targets, in_loop)
 
 
 def configured(sizes: Sizes) -> Iterator[Row]:
@@ -127,8 +132,7 @@ def deep(sizes: Sizes) -> Iterator[Row]:
         (10 * sizes.large, "frozen dataclass"),
         (40 * sizes.large, "bare"),
     ):
-        program = models.trivial(blocks)
-        program = program._replace(make=models.forward(blocks, config=config).make)
+        program = models.trivial(blocks, config)
         flat = ways.Flat(program)
         calls: Ways = {
             FLOOR: flat.way(jax.jit(flat, keep_unused=True)),

@@ -53,6 +53,10 @@ def forward(model: models.Network) -> Program:
     return Program(apply, _network(model))
 
 
+def count_calls(model: models.Network) -> Program:
+    return Program(lambda model, x: (x, _counted(model)), _network(model))
+
+
 def training(model: models.Network, _: Any) -> Program:
     optimizer = optax.adam(models.LEARNING_RATE)
 

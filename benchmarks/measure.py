@@ -68,6 +68,7 @@ def time_calls(
     *,
     compare: bool = True,
     loop: bool = True,
+    turns: bool = True,
 ) -> Times:
     """How long calls take after other work, as the second of two calls in turns, and in a loop.
 
@@ -77,7 +78,8 @@ def time_calls(
       floor: the name of the way that the others are compared with.
       ours: the names of those that must not fail; any other becomes ``Unavailable``.
       compare: whether the first call of each way has to give the same result.
-      loop: whether they are also measured in a loop.
+      loop: whether they are measured in a loop.
+      turns: whether they are measured after other work.
     """
     missing: Figures = {n: way for n, way in ways.items() if isinstance(way, Unavailable)}
     strides: dict[Any, int] = {}
@@ -95,10 +97,11 @@ def time_calls(
             np.testing.assert_allclose(result, expected, TOLERANCE, TOLERANCE, err_msg=str(name))
         strides[name] = _stride(microseconds / least, repeats)
     found: list[Figures] = []
-    for times in (_take_turns(ways, strides, repeats), _in_groups(ways, strides, repeats, loop)):
+    for measure, wanted in ((_take_turns, turns), (_in_groups, loop)):
+        times = measure(ways, strides, repeats) if wanted else {}
         found += [
             {n: missing[n] if n in missing else Figure.of([t[i] for t in times[n]]) for n in ways}
-            if times
+            if wanted
             else {}
             for i in (0, 1)
         ]
@@ -106,9 +109,9 @@ def time_calls(
 
 
 def _in_groups(
-    ways: Ways, strides: Mapping[Any, int], repeats: int, loop: bool
+    ways: Ways, strides: Mapping[Any, int], repeats: int
 ) -> dict[Any, list[tuple[float, float]]]:
-    times: dict[Any, list[tuple[float, float]]] = {name: [] for name in strides if loop}
+    times: dict[Any, list[tuple[float, float]]] = {name: [] for name in strides}
     for _, name in _turns(times, min(ROUNDS, repeats)):
         count = max(1, min(GROUP, repeats) // strides[name])
 
