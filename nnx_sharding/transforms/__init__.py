@@ -2,6 +2,7 @@
 
 from .batching import Carry, StateAxes, vmap
 from .control_flow import cond, fori_loop, switch, while_loop
+from .evaluation import checkify, eval_shape, make_jaxpr
 from .gradients import grad, value_and_grad
 from .linearization import jvp, linearize, vjp
 from .loops import scan
@@ -15,11 +16,14 @@ __all__ = [
     "SavedResiduals",
     "Stack",
     "StateAxes",
+    "checkify",
     "cond",
+    "eval_shape",
     "fori_loop",
     "grad",
     "jvp",
     "linearize",
+    "make_jaxpr",
     "remat",
     "saved_residuals",
     "scan",
