@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -556,6 +557,22 @@ COMPILED = (
 )
 
 
+# These run without graph updates, where Flax has neither filters nor gradients of integers.
+WITHOUT_UPDATES = (
+    *(of_a_model, gradient_alone, of_one_in_a_tuple, pytree_of_modules),
+    *(bare_variable, variable_of_another_type, variables_in_a_list, variable_of_none, metadata),
+    *(of_a_state, integers_allowed, integer_argument, holomorphic, pytree_values),
+    *(differentiated_variable_is_written, of_a_model_that_is_closed_over, in_a_training_step),
+)
+
+
+def with_modes(library, **modes):
+    """The transforms of a library in one mode."""
+    names = "grad", "value_and_grad"
+    functions = {name: functools.partial(getattr(library, name), **modes) for name in names}
+    return types.SimpleNamespace(**functions)
+
+
 class AsFlaxTest(parameterized.TestCase):
     @parameterized.named_parameters(named(PROGRAMS))
     def test_program(self, program):
@@ -566,24 +583,37 @@ class AsFlaxTest(parameterized.TestCase):
         ours = nnx_sharding.jit(lambda: program(OURS), **FULL)()
         assert_same(ours, nnx.jit(lambda: program(FLAX), **FULL)(), rtol=1e-5)
 
-    def test_modes_without_graph_updates(self):
-        """The numbers are Flax's, in the form that they have with updates."""
+    @parameterized.named_parameters(named(WITHOUT_UPDATES))
+    def test_without_graph_updates(self, program):
+        """Gradients are modules, as in Flax, whichever way the mode is chosen."""
         for mode in ({"graph": False}, {"graph": True, "graph_updates": False}):
-            ours, theirs = (t.grad(square, **mode)(MLP()) for t in (nnx_sharding, nnx))
-            assert jax.tree.structure(ours) == jax.tree.structure(OURS.grad(square)(MLP()))
-            for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-6)
+            theirs = program(with_modes(nnx, **mode))
+            assert_same(program(with_modes(nnx_sharding, **mode)), theirs)
+            updates = mode.get("graph_updates", True)
+            with nnx.set_graph_mode(mode["graph"]), nnx.set_graph_updates(updates):
+                assert_same(program(nnx_sharding), theirs)
+
+    def test_a_filter_gives_a_state_in_every_mode(self):
+        """Flax has no filters without graph updates."""
+        for mode in ({"graph": False}, {"graph": True, "graph_updates": False}, FULL):
+            for which in ({"wrt": nnx.Param}, {"argnums": nnx.DiffState(0, nnx.Param)}):
+                ours = nnx_sharding.grad(square, **which, **mode)(MLP(), X)
+                assert_same(ours, FLAX.grad(square)(MLP(), X))
+
+    def test_integers_without_graph_updates_are_named(self):
+        with pytest.raises(TypeError, match=r"m\.count: int32\[\]\n.*wrt=nnx\.Param"):
+            nnx_sharding.grad(lambda m: m(2.0), graph=False)(Counter())
 
     def test_without_graph_updates_values_are_kept_and_attributes_refused(self):
         model = Counter()
-        OURS.grad(lambda m: m(2.0), graph_updates=False)(model)
+        OURS.grad(lambda m: m(2.0), wrt=nnx.Param, graph_updates=False)(model)
         assert model.count[...] == 1
 
         def loss(m):
             m.new = nnx.BatchStat(jnp.ones(2))
             return m.scale[...]
 
-        OURS.grad(loss, graph_updates=False)(model)
+        OURS.grad(loss, wrt=nnx.Param, graph_updates=False)(model)
         assert not hasattr(model, "new")
 
     def test_tree_mode_refuses_shared_variables(self):

@@ -206,7 +206,7 @@ class ErrorsTest(parameterized.TestCase):
         ),
         (
             ValueError,
-            "the structure of float32[3] has 1 arrays, their values have 2",
+            "the structure of float32[3] is not that of their values:\n  cotangents['n']: missing",
             lambda m: vjp(apply, m, X)[1](X),
         ),
         (

@@ -31,7 +31,7 @@ def accumulate_gradients(
     *,
     steps: int,
     argnums: Any = 0,
-    wrt: Any = nnx.Param,
+    wrt: Any = None,
     has_aux: bool = False,
     batch: str | Sequence[str] | None = None,
     axis: Any = None,
@@ -104,23 +104,29 @@ def accumulate_gradients(
             def loop(rest: Any, microbatches: Any) -> Any:
                 given.arguments.update(rest)
                 sums = _partial_sums(microbatches)
-                likes, zeros = gradient.zeros(given.args, given.kwargs, sums, dtype)
-                likes, treedef = jax.tree.flatten(likes)
+                prepared = gradient.prepared(given.args, given.kwargs, sums)
+                likes = prepared.arrays()
+                zeros = [
+                    sums.zeros(x, dtype)
+                    if sums and slot in prepared.partial
+                    else jnp.zeros_like(x, dtype)
+                    for slot, x in zip(prepared.slots, likes, strict=True)
+                ]
 
                 def step(totals: Any, rest: Any, microbatch: Any) -> Any:
                     given.arguments.update(rest | microbatch)
-                    arguments = given.args, given.kwargs, sums
-                    value, new = with_sums(sums, gradient.of, *arguments)
+                    one = gradient.prepared(given.args, given.kwargs, sums)
+                    value, new = with_sums(sums, gradient.of, one, sums)
                     _check_aux(value[1] if has_aux else ())
-                    pairs = zip(totals, jax.tree.leaves(new), strict=True)
+                    pairs = zip(totals, new, strict=True)
                     return [total + x.astype(total.dtype) for total, x in pairs], value
 
                 in_axes = (Carry, None, 1)
                 run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **options)
-                totals, values = run(jax.tree.leaves(zeros), rest, microbatches)
+                totals, values = run(zeros, rest, microbatches)
                 means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
                 value = (values[0].mean(), values[1]) if has_aux else values.mean()
-                return value, jax.tree.unflatten(treedef, means)
+                return value, prepared.in_form(means)
 
             if axis is None:
                 return loop(rest, microbatches)
@@ -145,7 +151,8 @@ def _batch_names(
         title = "accumulate_gradients: batch names unknown arguments:"
         raise_listed(ValueError, title, unknown, f"The arguments: {', '.join(arguments)}.")
         return names
-    differentiated = gradient.names(given.args, given.kwargs)
+    prepared = gradient.prepared(given.args, given.kwargs)
+    differentiated = {x.target.name for x in prepared.wanted}
     names = [
         name for name, value in arguments.items() if name not in differentiated and _is_batch(value)
     ]

@@ -5,190 +5,182 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .. import _compat
-from ..activations.tracing import inherited
-from ..core.call import run
-from ..core.call_context import Caller
 from ..core.flatten import Flat
 from ..core.naming import name_of
 from ..core.plan import Plan
 from ..core.resolve import NamedLocation, locate
-from ..core.signature import Call, Roles
+from ..core.signature import ArgTree, Call, Roles
 from ..core.targets import Target
-from ..core.unflatten import Built, pytree_of, value_at
+from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
-from .in_trace import Function, InnerTransform, described, is_array, replaced
-from .lifted_function import LiftedFunction, P, R, lift
+from .differentiation import Differentiable, Differentiation, is_inexact, without_tangent
+from .in_trace import Function, described, is_array, replaced
+from .lifted_function import P, R, lift
 from .partial_sums import PartialSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Differentiation(InnerTransform):
+class _Gradient(Differentiation):
     """What ``grad`` decides: what it differentiates, and how.
 
     Attributes:
-      wrt: for each differentiated argument its position or name, and the filter for its Variables.
+      wrt: for each differentiated argument its position or name, and the filter for its Variables;
+        None for the default.
       is_chosen: whether the user chose a filter, so that something has to match it.
       is_single: whether the gradient is of one argument, not a tuple.
       returns_value: whether calls return the value, too.
     """
-
-    returns_any: ClassVar[bool] = True  # auxiliary data
 
     in_name: str = "argnums"
     wrt: tuple[tuple[int | str, Any], ...]
     is_chosen: bool
     is_single: bool
     returns_value: bool
-    has_aux: bool
     holomorphic: bool
     allow_int: bool
 
-    def wrapped(self, pure: Any, caller: Caller, built: Built) -> Function:
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            out = caller.fun(*args, **kwargs)
-            self._check_output(name_of(caller.fun), out)
-            return out
-
-        return checked
-
-    def _check_output(self, fun_name: str, out: Any) -> None:
-        if self.has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
-            raise TypeError(
-                f"{self.name}: with has_aux=True {fun_name} must return a pair (loss, aux), "
-                f"got {described(out)}."
-            )
-        loss = out[0] if self.has_aux else out
-        if not is_array(loss) or jnp.shape(loss) != ():
+    def check_output(self, fun_name: str, out: Any) -> None:  # noqa: D102
+        if not is_array(out) or jnp.shape(out) != ():
             hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
-                f"{self.name}: {fun_name} must return a scalar loss, got {described(loss)}.{hint}"
+                f"{self.name}: {fun_name} must return a scalar loss, got {described(out)}.{hint}"
             )
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """One differentiated argument: its target, its value, and what is differentiated in it."""
 
     target: Target
     value: Any
     locations: list[NamedLocation]
+    is_state: bool  # whether its gradient has states in place of modules
 
 
-class _Prepared(NamedTuple):
-    """A call before it is differentiated: with the slots of what is, and has partial sums."""
+class Prepared(NamedTuple):
+    """A call before it is differentiated.
 
-    flat: Flat
+    Attributes:
+      plan: the plan of the call.
+      flat: its arguments.
+      wanted: the arguments that are differentiated.
+      slots: the slots of the arrays that are differentiated.
+      partial: those of them with partial sums.
+      is_single: whether the gradient is of one argument, not a tuple.
+    """
+
     plan: Plan
-    wanted: list[_Wanted]
+    flat: Flat
+    wanted: list[Wanted]
     slots: list[int]
     partial: list[int]
+    is_single: bool
+
+    def arrays(self) -> list[Any]:
+        """The arrays that are differentiated."""
+        return [self.flat.leaves[slot] for slot in self.slots]
+
+    def in_form(self, arrays: Sequence[Any]) -> Any:
+        """Gradients of these arrays in the form of the arguments."""
+        gradients, built = dict(zip(self.slots, arrays, strict=True)), dict[str, Any]()
+        if not all(x.is_state for x in self.wanted):
+            leaves = replaced(map(without_tangent, self.flat.leaves), self.slots, arrays)
+            built = _by_name(self.plan, unflatten(self.flat.structure, leaves).root)
+        parts = tuple(
+            in_states(self.flat, x, gradients) if x.is_state else built[x.target.name]
+            for x in self.wanted
+        )
+        return parts[0] if self.is_single else parts
 
 
-class ValueAndGrad(LiftedFunction[P, R]):
+def _by_name(plan: Plan, tree: ArgTree) -> dict[str, Any]:
+    """The values of the arguments."""
+    values = [*tree[0], *(tree[1][k] for k in sorted(tree[1]))]
+    return dict(zip((target.name for target in plan.arguments), values, strict=True))
+
+
+class ValueAndGrad(Differentiable[P, R]):
     """A function that returns the gradient of another one, perhaps after its value."""
 
-    _transform: _Differentiation
+    _transform: _Gradient
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The value and the gradient; changes are made to the caller's own objects."""
-        value, gradient = self.of((*self._bound, *args), kwargs)
+        prepared = self.prepared((*self._bound, *args), kwargs)
+        value, arrays = self.of(prepared)
+        gradient = prepared.in_form(arrays)
         if self._transform.returns_value:
             return value, gradient
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
-    def of(
+    def prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
-    ) -> Any:
-        """The value and the gradient; ``sums`` takes part of the gradients until they are added."""
-        flat, plan, wanted, slots, partial = self._prepared(args, kwargs, sums)
+    ) -> Prepared:
+        """A call, with what is differentiated in it, and which of that has partial sums."""
+        plan, flat = self._found(args, kwargs)
+        wanted = self._wanted(plan, self._sorted(args, kwargs), flat)
+        slots = [*dict.fromkeys(s for w in wanted for x in w.locations for s in x.location.slots)]
+        some = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
+        partial = [slot for slot in slots if slot in some]
+        return Prepared(plan, flat, wanted, slots, partial, self._transform.is_single)
+
+    def of(self, prepared: Prepared, sums: PartialSums | None = None) -> tuple[Any, list[Any]]:
+        """The value and the gradients; ``sums`` takes part of them until they are added."""
+        plan, flat, _, slots, partial, _ = prepared
         transform = self._transform
         wrong = [
-            f"  {plan.names[slot]}: {described(flat.leaves[slot])}"
-            for slot in (() if transform.allow_int else slots)
-            if not is_inexact(flat.leaves[slot])
+            f"  {plan.names[slot]}: {described(x)}"
+            for slot, x in zip(slots, prepared.arrays(), strict=True)
+            if not transform.allow_int and (_compat.is_ref(x) or not is_inexact(x))
         ]
         raise_listed(
             TypeError,
             f"{transform.name}: these cannot be differentiated, which takes floating-point or "
             "complex arrays:",
             wrong,
-            "Leave them out with a filter (wrt=...), or give allow_int=True, with which their "
+            "Leave them out with a filter (wrt=nnx.Param), or give allow_int=True, with which their "
             "gradients have dtype float0.",
         )
-        gradients: dict[int, Any] = {}
 
-        def execute(*leaves: Any) -> Any:
-            def loss_of(arrays: Sequence[Any], zeros: Sequence[Any]) -> Any:
-                every = replaced(leaves, slots, arrays)
-                pairs = zip((every[slot] for slot in partial), zeros, strict=True)
+        def differentiate(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
+            def loss(arrays: Sequence[Any], zeros: Sequence[Any]) -> tuple[Any, Any]:
+                known = dict(zip(slots, arrays, strict=True))
+                pairs = ((known[slot], x) for slot, x in zip(partial, zeros, strict=True))
                 with sums.known(pairs) if sums else contextlib.nullcontext():
-                    *groups, outcome = outputs = plan.program.inline(*every)
-                # The loss is the first array that the function returned.
-                return outcome.arrays(every, groups)[outcome.structure.root_slots[0]], outputs
+                    [value], outputs = function(arrays)
+                return value, outputs
 
-            (_, outputs), (arrays, new) = jax.value_and_grad(
-                loss_of,
-                argnums=(0, 1),
-                has_aux=True,
-                holomorphic=transform.holomorphic,
-                allow_int=transform.allow_int,
-            )(
-                [leaves[slot] for slot in slots],
-                [sums.zeros(leaves[slot]) for slot in partial] if sums else [],
-            )
-            gradients.update(zip(slots, arrays, strict=True))
+            options = {"holomorphic": transform.holomorphic, "allow_int": transform.allow_int}
+            derivative = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
+            zeros = [sums.zeros(flat.leaves[slot]) for slot in partial] if sums else []
+            (_, outputs), (gradients, new) = derivative(arrays, zeros)
             if sums:
-                for slot, x in zip(partial, new, strict=True):
-                    gradients[slot] = sums.with_sum(x, gradients[slot])
-            return outputs
+                pairs = zip(partial, new, strict=True)
+                total = {slot: sums.with_sum(x, gradients[slots.index(slot)]) for slot, x in pairs}
+                gradients = [total.get(s, x) for s, x in zip(slots, gradients, strict=True)]
+            return gradients, outputs
 
-        with inherited(flat.objects):
-            value = run(plan, flat, execute, self._fun, nested=True)
-        return value, self._in_form(wanted, flat, gradients)
+        return self.at(plan, flat, slots, differentiate)
 
-    def zeros(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None, dtype: Any
-    ) -> tuple[Any, Any]:
-        """What is differentiated, and zeros to add to, both in the form of the gradient."""
-        flat, _, wanted, slots, partial = self._prepared(args, kwargs, sums)
-        likes = {slot: flat.leaves[slot] for slot in slots}
-        zeros = {
-            slot: sums.zeros(x, dtype) if sums and slot in partial else jnp.zeros_like(x, dtype)
-            for slot, x in likes.items()
-        }
-        return self._in_form(wanted, flat, likes), self._in_form(wanted, flat, zeros)
-
-    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
-        """The names of the arguments that are differentiated."""
-        return {one.target.name for one in self._prepared(args, kwargs).wanted}
-
-    def _prepared(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
-    ) -> _Prepared:
-        plan, flat = self._found(args, kwargs)
-        wanted = self._wanted(plan, self._sorted(args, kwargs), flat)
-        slots = [*dict.fromkeys(s for w in wanted for x in w.locations for s in x.location.slots)]
-        some = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
-        return _Prepared(flat, plan, wanted, slots, [slot for slot in slots if slot in some])
-
-    def _in_form(self, wanted: Sequence[_Wanted], flat: Flat, gradients: Mapping[int, Any]) -> Any:
-        parts = tuple(_gradient_of(one, flat, gradients) for one in wanted)
-        return parts[0] if self._transform.is_single else parts
-
-    def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[_Wanted]:
+    def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[Wanted]:
         """What is differentiated in a call."""
         name, wrt = self._transform.name, self._transform.wrt
         targets = {target.name: target for target in plan.arguments}
-        chosen = {self._name_of(which, call): filter_ for which, filter_ in wrt}
+        # As in Flax, without graph updates a gradient has the form of the whole argument.
+        default = nnx.Param if self._modes["updates"] else ...
+        chosen = {
+            self._name_of(which, call): default if filter_ is None else filter_
+            for which, filter_ in wrt
+        }
         if len(chosen) < len(wrt):
             which = [x for x, _ in wrt]
             raise ValueError(f"{name}: argnums names an argument more than once: {which!r}.")
@@ -223,9 +215,12 @@ class ValueAndGrad(LiftedFunction[P, R]):
                 f"(there are {', '.join(sorted(kinds)) or 'none'}), or argnums other arguments."
             )
             raise see(error, anchor="nothing-to-differentiate")
-        ordered = [*call.tree[0], *(call.tree[1][k] for k in sorted(call.tree[1]))]
-        values = dict(zip(targets, ordered, strict=True))
-        return [_Wanted(targets[x], values[x], found) for x, found in locations.items()]
+        values = _by_name(plan, call.tree)
+        are_states = (self._modes["updates"] or filter_ is not None for _, filter_ in wrt)
+        return [
+            Wanted(targets[x], values[x], found, is_state)
+            for (x, found), is_state in zip(locations.items(), are_states, strict=True)
+        ]
 
     def _name_of(self, which: int | str, call: Call) -> str:
         if isinstance(which, str):
@@ -243,22 +238,18 @@ class ValueAndGrad(LiftedFunction[P, R]):
         return names[position]
 
 
-def is_inexact(x: Any) -> bool:
-    """Whether something is an array that has a derivative."""
-    return _compat.is_array_like(x) and jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
-
-
-def _gradient_of(wanted: _Wanted, flat: Flat, gradients: Mapping[int, Any]) -> Any:
-    """The gradient of one argument, in its form: for each module a state."""
+def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
+    """Values by slot in the form of an argument, with a state in place of each module."""
     states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in wanted.target.parts}
     for found in wanted.locations:
         location = found.location
-        gradient = value_at(flat.structure, location, gradients)  # type: ignore[arg-type]
+        value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
         if location.entry is not None:
             old = flat.objects[location.entry]
-            value, gradient = gradient, _compat.new_variable(type(old), _compat.get_metadata(old))
-            _compat.set_value(gradient, value)
-        states[found.part.keys][location.path] = gradient
+            variable = _compat.new_variable(type(old), _compat.get_metadata(old))
+            _compat.set_value(variable, value)
+            value = variable
+        states[found.part.keys][location.path] = value
     parts = [state[()] if () in state else nnx.from_flat_state(state) for state in states.values()]
     treedef = jax.tree_util.tree_structure(wanted.value, is_leaf=_compat.is_graph_object)
     return jax.tree_util.tree_unflatten(treedef, parts)
@@ -269,7 +260,7 @@ def value_and_grad(
     fun: Any = None,
     *,
     argnums: Any = 0,
-    wrt: Any = nnx.Param,
+    wrt: Any = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -288,8 +279,9 @@ def value_and_grad(
         else.
       argnums: what to differentiate with respect to: the position or the name of an argument, an
         ``nnx.DiffState`` with a position and a filter, or a sequence of these.
-      wrt: an NNX filter for the Variables of modules that are differentiated. Arrays outside of
-        modules, and bare Variables, are differentiated in any case.
+      wrt: an NNX filter for the Variables of modules that are differentiated: by default all
+        parameters or, without graph updates, everything. Arrays outside of modules, and bare
+        Variables, are differentiated in any case.
       has_aux: whether ``fun`` returns auxiliary data besides the scalar.
       holomorphic: whether ``fun`` is promised to be holomorphic, as in ``jax.grad``.
       allow_int: whether integers may be differentiated; their gradients have dtype ``float0``.
@@ -299,8 +291,9 @@ def value_and_grad(
     Returns:
       A function that returns ``(value, gradient)``; the value is what ``fun`` returns. The gradient
       has the form of the argument, with an ``nnx.State`` of the differentiated Variables, perhaps
-      empty, in place of each module, as optimizers expect; for a sequence of ``argnums`` it is a
-      tuple.
+      empty, in place of each module; without graph updates and without a filter it is a new module,
+      with gradients in place of the arrays. Optimizers take either. For a sequence of ``argnums``
+      it is a tuple.
 
     Example:
       >>> import jax.numpy as jnp
@@ -326,7 +319,7 @@ def grad(
     fun: Any = None,
     *,
     argnums: Any = 0,
-    wrt: Any = nnx.Param,
+    wrt: Any = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -370,7 +363,7 @@ def _lifted(
     modes: tuple[bool | None, bool | None],
     **options: Any,
 ) -> Any:
-    to_predicate(wrt)  # raises for what is not a filter
+    to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     pairs = tuple(
         (x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, wrt)
@@ -382,10 +375,9 @@ def _lifted(
             f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
-    is_chosen = wrt is not nnx.Param
-    transform = _Differentiation(
-        name=name, wrt=pairs, is_chosen=is_chosen, is_single=is_single, **options
-    )
+    options |= {"wrt": pairs, "is_single": is_single}
+    is_chosen = wrt is not None and wrt is not nnx.Param
+    transform = _Gradient(name=name, is_chosen=is_chosen, **options)
 
     def decorate(fun: Callable[..., Any]) -> Any:
         lifted = lift(ValueAndGrad, fun, transform, Roles(), *modes)

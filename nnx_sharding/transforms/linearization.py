@@ -2,173 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _compat
-from ..activations.tracing import inherited
-from ..core.call import run
-from ..core.call_context import Caller
-from ..core.flatten import Flat, flatten
-from ..core.naming import name_of
-from ..core.pure import Pure
-from ..core.resolve import locate
+from ..core.flatten import flatten
 from ..core.signature import Roles
-from ..core.structure import Container, Structure
-from ..core.unflatten import Built, unflatten
-from ..errors import raise_listed
-from ..specs.paths import accessor
-from .gradients import is_inexact
-from .in_trace import Function, InnerTransform, described, form, replaced
-from .lifted_function import LiftedFunction, lift
+from ..core.structure import Container
+from .differentiation import Differentiable, Differentiation, Form, is_inexact
+from .in_trace import Function
+from .lifted_function import lift
+
+# Of a function of arrays, these, and the form of the primals: the derivative, and what the function
+# returns besides its output.
+_Differentiate = Callable[[Function, list[Any], Form], tuple[Any, Any]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Linearization(InnerTransform):
-    """What ``vjp``, ``jvp`` and ``linearize`` decide."""
+class _AtPoint(Differentiable[..., Any]):
+    """A function that is differentiated with respect to all that is inexact in its arguments."""
 
-    returns_any: ClassVar[bool] = True  # auxiliary data
-
-    in_name: str = "primals"
-    has_aux: bool
-
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
-        if not self.has_aux:
-            return super().wrapped(pure, caller, built)
-
-        def checked(*args: Any) -> Any:
-            out = caller.fun(*args)
-            if not isinstance(out, tuple | list) or len(out) != 2:
-                raise TypeError(
-                    f"{self.name}: with has_aux=True {name_of(caller.fun)} must return a pair "
-                    f"(output, aux), got {form(out)}."
-                )
-            return out
-
-        return checked
-
-    def output(self, structure: Structure) -> list[int]:
-        """The slots of what is differentiated in what the function returned."""
-        child: Any = structure.root
-        if self.has_aux:
-            first = child.treedef.children()[0]
-            parts = child.children[: first.num_leaves]
-            is_leaf = jax.tree_util.treedef_is_leaf(first) and first.num_nodes == 1
-            child = parts[0] if is_leaf else Container(first, parts)
-        return [s for x in structure.walk(child, iter(structure.root_slots)) for s in x.slots]
-
-
-class _Form:
-    """The form of tangents: a pytree of objects like some values, and which arrays have any."""
-
-    def __init__(self, flat: Flat, order: Sequence[int], skipped: int | None = None):
-        leaves = flat.leaves
-        self._structure, self._order, self._skipped = flat.structure, order, skipped
-        self.slots = [slot for slot in order if is_inexact(leaves[slot])]
-        self._types = {slot: jax.typeof(leaves[slot]) for slot in self.slots}
-        # As in JAX, what has no derivative has zeros of a type of its own.
-        self._rest = [
-            np.zeros(np.shape(x), jax.dtypes.float0) if _compat.is_array_like(x) else x
-            for x in leaves
-        ]
-
-    def built(self, arrays: Sequence[Any]) -> Any:
-        """New objects with these arrays."""
-        root = unflatten(self._structure, replaced(self._rest, self.slots, arrays)).root
-        return root if self._skipped is None else root[0][self._skipped :]
-
-    def arrays(self, name: str, given: Any) -> list[Any]:
-        """The tangents in such objects."""
-        found = flatten(given)
-        order = _order(found.structure)
-        if len(order) != len(self._order):
-            text = f"the structure of {form(given)} has {len(order)} arrays, their values have"
-            raise ValueError(f"{name}: {text} {len(self._order)}. Give one for each.")
-        arrays = {own: found.leaves[slot] for own, slot in zip(self._order, order, strict=True)}
-        paths, what = found.structure.paths(), name.rpartition(" ")[2]
-        lines = [
-            f"  {accessor(what, paths[slot])}: {described(arrays[own])}, expected "
-            f"{self._types[own].str_short()}"
-            for own, slot in zip(self._order, order, strict=True)
-            if own in self._types and not _fits(arrays[own], self._types[own])
-        ]
-        raise_listed(
-            TypeError, f"{name}: these tangents have other types than their values:", lines
-        )
-        return [jnp.asarray(arrays[slot], self._types[slot].dtype) for slot in self.slots]
-
-
-def _order(structure: Structure) -> list[int]:
-    """The slots in the order of the paths, each once."""
-    locations = structure.walk(structure.root, iter(structure.root_slots))
-    return [slot for location in locations for slot in location.slots]
-
-
-def _fits(x: Any, aval: Any) -> bool:
-    if not _compat.is_array_like(x):
-        return False
-    own = jax.typeof(x)
-    is_same = own.dtype == aval.dtype or own.weak_type
-    return bool(own.shape == aval.shape and is_same)
-
-
-class _AtPoint(LiftedFunction[..., Any]):
-    """A function that is called and differentiated, with respect to all that is inexact."""
-
-    _transform: _Linearization
-
-    def at(
-        self, primals: Sequence[Any], differentiate: Callable[[_Form, Function, list[Any]], Any]
-    ) -> tuple[Any, Any, _Form, _Form]:
-        """The output and the derivative, and of the primals and the output the form of tangents.
-
-        ``differentiate`` gets the form of the primals, a function of their inexact arrays, and
-        these; it returns the derivative, and what the function returns besides its output.
-        """
-        transform, arguments = self._transform, (*self._bound, *primals)
+    def along(self, primals: Sequence[Any], differentiate: _Differentiate) -> Any:
+        """The output, the derivative, and the forms of tangents of the primals and the output."""
+        arguments, count = (*self._bound, *primals), len(self._bound)
         call, flat = self._split(arguments, {})
         plan, _ = self._plan(call, flat)
-        found = locate(flat.structure, plan.arguments[len(self._bound) :])
-        order = [*dict.fromkeys(slot for x in found for slot in x.location.slots)]
-        inputs = _Form(flatten((arguments, {})), order, len(self._bound))
-        derivatives: list[Any] = []
+        # The pullback may be called when the caller's objects are gone.
+        held = flatten((arguments, {}), graph=self._modes["graph"])
+        children: Any = held.structure.root
+        treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
+        inputs = Form(held, Container(treedef, children.children[count:]))
 
-        def execute(*leaves: Any) -> Any:
-            def function(arrays: Sequence[Any]) -> Any:
-                every = replaced(leaves, inputs.slots, arrays)
-                *groups, outcome = outputs = plan.program.inline(*every)
-                results = outcome.arrays(every, groups)
-                chosen = (results[slot] for slot in transform.output(outcome.structure))
-                return [x for x in chosen if is_inexact(x)], outputs
+        def at(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
+            def inexact(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+                out, others = function(arrays)
+                return [x for x in out if is_inexact(x)], others
 
-            derivative, outputs = differentiate(
-                inputs, function, [jnp.asarray(leaves[slot]) for slot in inputs.slots]
-            )
-            derivatives.append(derivative)
-            return outputs
+            return differentiate(inexact, [jnp.asarray(x) for x in arrays], inputs)
 
-        with inherited(flat.objects):
-            out = run(plan, flat, execute, self._fun, nested=True)
-        after = flatten(out[0] if transform.has_aux else out)
-        return out, derivatives[0], inputs, _Form(after, _order(after.structure))
+        out, derivative = self.at(plan, flat, inputs.slots, at)
+        outputs = Form(flatten(out[0] if self._transform.has_aux else out))
+        return out, derivative, inputs, outputs
 
 
-def _at(
+def _along(
     name: str,
     fun: Any,
     has_aux: bool,
     modes: tuple[bool | None, bool | None],
     primals: Sequence[Any],
-    differentiate: Callable[[_Form, Function, list[Any]], Any],
+    differentiate: _Differentiate,
 ) -> Any:
-    lifted = lift(_AtPoint, fun, _Linearization(name=name, has_aux=has_aux), Roles(), *modes)
-    return lifted.at(primals, differentiate)
+    transform = Differentiation(name=name, has_aux=has_aux)
+    lifted: Any = lift(_AtPoint, fun, transform, Roles(), *modes)
+    return lifted.along(primals, differentiate)
 
 
 @_compat.api_boundary
@@ -217,16 +107,15 @@ def vjp(
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(vjp, *([] if fun is None else [fun]), has_aux=has_aux, **options)
 
-    def differentiate(inputs: _Form, function: Function, arrays: list[Any]) -> Any:
-        _, pullback, outputs = jax.vjp(function, arrays, has_aux=True)
-        return pullback, outputs
+    def differentiate(function: Function, arrays: list[Any], _: Form) -> tuple[Any, Any]:
+        return jax.vjp(function, arrays, has_aux=True)[1:]
 
-    out, pull, inputs, outputs = _at(
-        "vjp", fun, has_aux, (graph, graph_updates), primals, differentiate
-    )
+    modes = graph, graph_updates
+    out, pull, inputs, outputs = _along("vjp", fun, has_aux, modes, primals, differentiate)
 
     def pullback(cotangents: Any) -> Any:
-        return inputs.built(pull(outputs.arrays("vjp: cotangents", cotangents))[0])
+        [arrays] = pull(outputs.arrays("vjp: cotangents", cotangents))
+        return inputs.built(arrays)[0][-len(primals) :]
 
     return (out[0], pullback, out[1]) if has_aux else (out, pullback)
 
@@ -276,16 +165,13 @@ def jvp(
     if fun is None or primals is None or tangents is None:
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(jvp, *([] if fun is None else [fun]), has_aux=has_aux, **options)
-    given = tuple(tangents)
 
-    def differentiate(inputs: _Form, function: Function, arrays: list[Any]) -> Any:
-        directions = inputs.arrays("jvp: tangents", given)
-        _, derivative, outputs = jax.jvp(function, (arrays,), (directions,), has_aux=True)
-        return derivative, outputs
+    def differentiate(function: Function, arrays: list[Any], inputs: Form) -> tuple[Any, Any]:
+        directions = inputs.arrays("jvp: tangents", tuple(tangents))
+        return jax.jvp(function, (arrays,), (directions,), has_aux=True)[1:]
 
-    out, derivative, _, outputs = _at(
-        "jvp", fun, has_aux, (graph, graph_updates), primals, differentiate
-    )
+    modes = graph, graph_updates
+    out, derivative, _, outputs = _along("jvp", fun, has_aux, modes, primals, differentiate)
     tangent = outputs.built(derivative)
     return (out[0], tangent, out[1]) if has_aux else (out, tangent)
 
@@ -325,15 +211,13 @@ def linearize(
     The semantics are those of ``jax.linearize``.
     """
 
-    def differentiate(inputs: _Form, function: Function, arrays: list[Any]) -> Any:
-        _, push, outputs = jax.linearize(function, arrays, has_aux=True)
-        return push, outputs
+    def differentiate(function: Function, arrays: list[Any], _: Form) -> tuple[Any, Any]:
+        return jax.linearize(function, arrays, has_aux=True)[1:]
 
-    out, push, inputs, outputs = _at(
-        "linearize", fun, has_aux, (graph, graph_updates), primals, differentiate
-    )
+    modes = graph, graph_updates
+    out, push, inputs, outputs = _along("linearize", fun, has_aux, modes, primals, differentiate)
 
-    def pushforward(*tangents: Any) -> Any:
-        return outputs.built(push(inputs.arrays("linearize: tangents", tangents)))
+    def pushforward(*given: Any) -> Any:
+        return outputs.built(push(inputs.arrays("linearize: tangents", given)))
 
     return (out[0], pushforward, out[1]) if has_aux else (out, pushforward)

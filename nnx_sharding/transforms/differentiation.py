@@ -1,0 +1,194 @@
+"""Differentiation of a function of NNX objects at some of their arrays: what the others share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from ..activations.tracing import inherited
+from ..core.call import run
+from ..core.call_context import Caller
+from ..core.flatten import Flat, flatten
+from ..core.naming import name_of
+from ..core.plan import Plan
+from ..core.pure import Pure
+from ..core.structure import Child, Container, Structure
+from ..core.targets import leaves_by_path
+from ..core.unflatten import Built, unflatten
+from ..errors import raise_listed
+from ..specs.paths import Path, accessor
+from .in_trace import Function, InnerTransform, described, form, replaced
+from .lifted_function import LiftedFunction, P, R
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Differentiation(InnerTransform):
+    """What these transforms decide."""
+
+    returns_any: ClassVar[bool] = True  # auxiliary data
+
+    in_name: str = "primals"
+    has_aux: bool = False
+
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            out = caller.fun(*args, **kwargs)
+            name = name_of(caller.fun)
+            if self.has_aux:
+                pair = f"with has_aux=True {name} must return a pair (output, aux)"
+                check_pair(f"{self.name}: {pair}", out)
+            self.check_output(name, out[0] if self.has_aux else out)
+            return out
+
+        return checked
+
+    def check_output(self, fun_name: str, out: Any) -> None:
+        """Raises an error for what cannot be differentiated."""
+
+
+def check_pair(expected: str, out: Any) -> None:
+    """Raises an error for what is no pair."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(f"{expected}, got {form(out)}.")
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether something is an array that has a derivative."""
+    return _compat.is_array_like(x) and jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+
+
+class Differentiable(LiftedFunction[P, R]):
+    """A function that is called and differentiated at once."""
+
+    _transform: Differentiation
+
+    def at(
+        self,
+        plan: Plan,
+        flat: Flat,
+        slots: Sequence[int],
+        differentiate: Callable[[Function, list[Any]], tuple[Any, Any]],
+    ) -> tuple[Any, Any]:
+        """Calls the function, and returns its output and its derivative at the arrays in slots.
+
+        ``differentiate`` gets a function of these arrays, and them; the function returns the arrays
+        of the output, without those of auxiliary data, and everything else that the call returns.
+        Of that, ``differentiate`` returns the latter, after the derivative.
+        """
+        derivatives: list[Any] = []
+
+        def execute(*leaves: Any) -> Any:
+            def function(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+                every = replaced(leaves, slots, arrays)
+                *groups, outcome = outputs = plan.program.inline(*every)
+                results = outcome.arrays(every, groups)
+                chosen = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
+                return [results[slot] for slot in chosen], outputs
+
+            derivative, outputs = differentiate(function, [leaves[slot] for slot in slots])
+            derivatives.append(derivative)
+            return outputs
+
+        with inherited(flat.objects):
+            out = run(plan, flat, execute, self._fun, nested=True)
+        return out, derivatives[0]
+
+
+def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:
+    """The slots of what is differentiated in what a function returned."""
+    child: Any = structure.root
+    if has_aux:
+        first = child.treedef.children()[0]
+        parts = child.children[: first.num_leaves]
+        is_leaf = jax.tree_util.treedef_is_leaf(first) and first.num_nodes == 1
+        child = parts[0] if is_leaf else Container(first, parts)
+    return (s for x in structure.walk(child, iter(structure.root_slots)) for s in x.slots)
+
+
+class Form:
+    """The form of tangents: some pytrees of objects and arrays, and which arrays have tangents.
+
+    Attributes:
+      slots: those of the arrays that have tangents.
+    """
+
+    def __init__(self, flat: Flat, child: Child | None = None):
+        """``child`` is what has tangents in the structure; None for all of it."""
+        self._structure, self._places = flat.structure, _slots_by_path(flat, child)
+        every = dict.fromkeys(slot for slots in self._places.values() for slot in slots)
+        self.slots = [slot for slot in every if is_inexact(flat.leaves[slot])]
+        self._types = {slot: jax.typeof(flat.leaves[slot]) for slot in self.slots}
+        self._rest = [without_tangent(x) for x in flat.leaves]
+
+    def built(self, arrays: Sequence[Any]) -> Any:
+        """New objects in the form of the whole structure, with these arrays."""
+        return unflatten(self._structure, replaced(self._rest, self.slots, arrays)).root
+
+    def arrays(self, name: str, given: Any, *, may_omit: bool = False) -> list[Any]:
+        """The tangents in such objects; with ``may_omit``, None where they have None instead."""
+        places, leaves = _slots_by_path(flatten(given)), flatten(given).leaves
+        omitted = set[Path]()
+        if may_omit:
+            nones = leaves_by_path(given, lambda x: x is None or _compat.is_graph_object(x))
+            starts = [path for path, x in nones.items() if x is None]
+            omitted = {p for p in self._places if any(p[: len(x)] == x for x in starts)}
+        own = {path: slots for path, slots in self._places.items() if path not in omitted}
+        what = name.rpartition(" ")[2]
+        lines = [
+            f"  {accessor(what, path)}: {problem}"
+            for path in dict.fromkeys((*own, *places))
+            if (problem := _mismatch(own.get(path), places.get(path)))
+        ]
+        head = f"{name}: the structure of {form(given)} is not that of their values:"
+        raise_listed(ValueError, head, lines)
+        tangents = {
+            slot: (accessor(what, path), leaves[position])
+            for path, slots in own.items()
+            for slot, position in zip(slots, places[path], strict=True)
+            if slot in self._types
+        }
+        lines = [
+            f"  {place}: {described(x)}, expected {self._types[slot].str_short()}"
+            for slot, (place, x) in tangents.items()
+            if not _fits(x, self._types[slot])
+        ]
+        head = f"{name}: these tangents have other types than their values:"
+        raise_listed(TypeError, head, lines)
+        return [
+            jnp.asarray(tangents[slot][1], aval.dtype) if slot in tangents else None
+            for slot, aval in self._types.items()
+        ]
+
+
+def _slots_by_path(flat: Flat, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
+    """The slots of all arrays, by the first path to them."""
+    root = flat.structure.root if child is None else child
+    locations = flat.structure.walk(root, iter(flat.structure.root_slots))
+    return {location.path: location.slots for location in locations}
+
+
+def without_tangent(x: Any) -> Any:
+    """What JAX has in the place of the tangent of an array that has none: zeros of their own type."""
+    if not _compat.is_array_like(x) or _compat.is_ref(x):
+        return x
+    return np.zeros(np.shape(x), jax.dtypes.float0)
+
+
+def _mismatch(own: Any, given: Any) -> str:
+    if own is None or given is None:
+        return "missing" if given is None else "unexpected"
+    return "" if len(own) == len(given) else f"{len(given)} arrays, expected {len(own)}"
+
+
+def _fits(x: Any, aval: Any) -> bool:
+    if not _compat.is_array_like(x):
+        return False
+    own = jax.typeof(x)
+    is_same = own.dtype == aval.dtype or own.weak_type
+    return bool(own.shape == aval.shape and is_same)
