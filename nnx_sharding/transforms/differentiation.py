@@ -36,7 +36,7 @@ class Differentiation(InnerTransform):
     in_name: str = "primals"
     has_aux: bool = False
 
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:  # noqa: D102
         def checked(*args: Any, **kwargs: Any) -> Any:
             out = caller.fun(*args, **kwargs)
             name = name_of(caller.fun)
@@ -174,7 +174,7 @@ def _slots_by_path(flat: Flat, child: Child | None = None) -> dict[Path, tuple[i
 
 
 def without_tangent(x: Any) -> Any:
-    """What JAX has in the place of the tangent of an array that has none: zeros of their own type."""
+    """What JAX has for the tangent of an array that has none: zeros of a dtype of their own."""
     if not _compat.is_array_like(x) or _compat.is_ref(x):
         return x
     return np.zeros(np.shape(x), jax.dtypes.float0)

@@ -23,7 +23,7 @@ from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from .differentiation import Differentiable, Differentiation, is_inexact, without_tangent
-from .in_trace import Function, described, is_array, replaced
+from .in_trace import Function, described, is_array
 from .lifted_function import P, R, lift
 from .partial_sums import PartialSums
 
@@ -48,7 +48,7 @@ class _Gradient(Differentiation):
     holomorphic: bool
     allow_int: bool
 
-    def check_output(self, fun_name: str, out: Any) -> None:  # noqa: D102
+    def check_output(self, fun_name: str, out: Any) -> None:
         if not is_array(out) or jnp.shape(out) != ():
             hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
@@ -92,7 +92,7 @@ class Prepared(NamedTuple):
         """Gradients of these arrays in the form of the arguments."""
         gradients, built = dict(zip(self.slots, arrays, strict=True)), dict[str, Any]()
         if not all(x.is_state for x in self.wanted):
-            leaves = replaced(map(without_tangent, self.flat.leaves), self.slots, arrays)
+            leaves = [gradients.get(s, without_tangent(x)) for s, x in enumerate(self.flat.leaves)]
             built = _by_name(self.plan, unflatten(self.flat.structure, leaves).root)
         parts = tuple(
             in_states(self.flat, x, gradients) if x.is_state else built[x.target.name]
@@ -147,8 +147,8 @@ class ValueAndGrad(Differentiable[P, R]):
             f"{transform.name}: these cannot be differentiated, which takes floating-point or "
             "complex arrays:",
             wrong,
-            "Leave them out with a filter (wrt=nnx.Param), or give allow_int=True, with which their "
-            "gradients have dtype float0.",
+            "Leave them out with a filter (wrt=nnx.Param), or give allow_int=True, with which "
+            "their gradients have dtype float0.",
         )
 
         def differentiate(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
@@ -159,7 +159,10 @@ class ValueAndGrad(Differentiable[P, R]):
                     [value], outputs = function(arrays)
                 return value, outputs
 
-            options = {"holomorphic": transform.holomorphic, "allow_int": transform.allow_int}
+            options: dict[str, Any] = {
+                "holomorphic": transform.holomorphic,
+                "allow_int": transform.allow_int,
+            }
             derivative = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
             zeros = [sums.zeros(flat.leaves[slot]) for slot in partial] if sums else []
             (_, outputs), (gradients, new) = derivative(arrays, zeros)
