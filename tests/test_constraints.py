@@ -342,17 +342,6 @@ class OutsideOfTracesTest(parameterized.TestCase):
         with fails(ValueError, "['x']", "used 2 times", "['y'][0]", "used 2 times"):
             constrain({"x": ones(8, 8), "y": [ones(8, 8)]}, P("a", "a"), mesh=MESH)
 
-    @parameterized.parameters((None, "", 0), (None, "1", 1), (False, "1", 0), (True, "", 1))
-    def test_moves_are_logged_when_asked(self, log, value, lines):
-        expected = self.assertLogs if lines else self.assertNoLogs
-        with pytest.MonkeyPatch.context() as patch, expected("nnx_sharding") as logs:
-            patch.setenv("LOG_SHARDING_MOVE", value)
-            x = constrain(np.ones((8, 8)), P("a"), mesh=MESH, log=log)
-        if lines:
-            assert "tree: ndarray → P('a'" in logs.output[0]
-        with self.assertNoLogs("nnx_sharding"):
-            constrain(x, P("a", None), mesh=MESH, log=True)
-
 
 class StrictTest(parameterized.TestCase):
     """``nnx_sharding.with_sharding_constraint``, which corrects nothing unless it is told to."""
@@ -574,7 +563,7 @@ class MatchTest(parameterized.TestCase):
         pair = nnx.Param((ones(8), ones(3)))
         with fails(ValueError, "size 3 is not divisible"):
             c.match_partition_rules({"": P("a")}, pair, mesh=MESH)
-        with fails(TypeError, "'y': 'a'", "write P", "'z': 3"):
+        with fails(TypeError, "('y'): 'a'", "write P", "('z'): 3"):
             c.match_partition_rules({"y": "a", "z": 3}, tree)
         with fails(ValueError, "'[a'", "'(b'"):
             c.match_partition_rules({"[a": P(), "(b": P()}, tree)
@@ -586,8 +575,7 @@ class MatchTest(parameterized.TestCase):
         with pytest.warns(UnusedFilterWarning) as caught:
             c.match_partition_rules(rules, {"x": ones(4), "y": ones(4)})
         lines = str(caught[0].message).splitlines()[1:]
-        assert lines[0] == "  'x$' matches only what 'x' before it matches"
-        assert lines[1:] == ["  'z' matches nothing"] and caught[0].filename == __file__
+        assert lines == ["  'x$'", "  'z'"] and caught[0].filename == __file__
 
 
 class ShardAndGatherTest(parameterized.TestCase):

@@ -40,17 +40,11 @@ class SharderModuleConfig:
             object.__setattr__(self, "sharding_rules", LogicalRules(self.sharding_rules).rules)
 
 
-class _Count(nnx.Variable[Any]):
-    """How often a sharder did something: an int32 scalar."""
-
-
 class ArraySharder(nnx.Module):
     """Shards batches, inside and outside of traced functions.
 
     A sharding is anything that :func:`~nnx_sharding.placement.place` takes. A spec is truncated to
-    the rank of its array: ``P("data", None)`` is valid for images and labels. In a traced function,
-    arrays are constrained or resharded as by
-    :func:`~nnx_sharding.partition.with_sharding_constraint`.
+    the rank of its array: ``P("data", None)`` is valid for images and labels.
 
     Logical names are a tuple (or a list) with a name, several names or None for each dimension, a
     ``PartitionSpec``, which is used unchanged, or dicts and lists of these.
@@ -80,8 +74,8 @@ class ArraySharder(nnx.Module):
         if not isinstance(self.config, SharderModuleConfig):
             raise TypeError(f"config must be a SharderModuleConfig, got {config!r}.")
         self.rngs = rngs
-        self.applied = _Count(jnp.zeros((), jnp.int32))
-        self.skipped = _Count(jnp.zeros((), jnp.int32))
+        self.applied = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.skipped = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def shard(self, batch: Any, sharding: Any) -> Any:
         """Shards the arrays of a batch by a sharding, or a pytree prefix of shardings."""
@@ -138,24 +132,23 @@ class ArraySharder(nnx.Module):
         ``params`` and the shape. Without a mesh, given or in context, nothing is sharded.
         """
         if self.rngs is None:
-            raise ValueError(
-                "create_sharded_param draws from a random stream: make the sharder with "
-                "ArraySharder(config, rngs=nnx.Rngs(0))."
-            )
-        spec = self.get_partition_spec(logical_spec)
-        mesh = _compat.context_mesh() if mesh is None else mesh  # type: ignore[assignment]
-        shape, make, sharding = tuple(shape), init_fn, None
+            text = "draws from a random stream: make the sharder with rngs=nnx.Rngs(0)."
+            raise ValueError(f"create_sharded_param {text}")
+        make, shape = init_fn, tuple(shape)
+        shardings: list[Any] = [None]
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
-        if mesh is not None:
+        onto = _compat.context_mesh() if mesh is None else mesh
+        if onto is not None:
+            spec = self.get_partition_spec(logical_spec)
             abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
-            [sharding] = shardings_for(abstract, spec, mesh, "create_sharded_param")
-            if isinstance(sharding.mesh, Mesh):
-                make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
-            metadata["mesh"] = mesh
+            shardings = shardings_for(abstract, spec, onto, "create_sharded_param")
+            if isinstance(shardings[0].mesh, Mesh):
+                make = jax.jit(init_fn, static_argnums=1, out_shardings=shardings[0])
+            metadata["mesh"] = onto
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
         # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
-        [value] = apply_shardings([make(self.rngs.params(), shape)], [sharding])
+        [value] = apply_shardings([make(self.rngs.params(), shape)], shardings)
         param = nnx.Param(value)
         # Passed to Param as arguments, they would shard the value once more.
         param.set_metadata(metadata)
@@ -166,24 +159,18 @@ class ArraySharder(nnx.Module):
         rules = self.config.sharding_rules
         spec_of = LogicalRules(rules).spec if rules else lambda names: PartitionSpec(*names)
         return jax.tree.map(
-            lambda x: spec_of(x) if _is_names(x) else x,
-            logical_spec,
-            is_leaf=lambda x: x is None or isinstance(x, PartitionSpec) or _is_names(x),
+            lambda x: spec_of(x) if _is_names(x) else x, logical_spec, is_leaf=_is_names
         )
 
     def get_named_sharding(self, mesh: Mesh | AbstractMesh, logical_spec: Any) -> Any:
         """Returns the sharding on a mesh for logical names; see :meth:`get_partition_spec`."""
-        return jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            self.get_partition_spec(logical_spec),
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
+        specs = self.get_partition_spec(logical_spec)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
     def get_operation_stats(self) -> dict[str, Any]:
         """Returns the number of batches that were sharded, and of those that had no array."""
         counts = {"applied_count": self.applied[...], "skipped_count": self.skipped[...]}
-        traced = any(isinstance(count, jax.core.Tracer) for count in counts.values())
-        return counts if traced else {name: int(count) for name, count in counts.items()}
+        return {n: x if isinstance(x, jax.core.Tracer) else int(x) for n, x in counts.items()}
 
     def reset_operation_stats(self) -> None:
         """Sets both counts to 0."""
@@ -196,9 +183,7 @@ class ArraySharder(nnx.Module):
 
 
 def _is_names(x: Any) -> bool:
-    if isinstance(x, list):
-        return any(isinstance(name, str) for name in x)
-    return isinstance(x, tuple) and not isinstance(x, PartitionSpec)
+    return isinstance(x, tuple) or (isinstance(x, list) and any(isinstance(n, str) for n in x))
 
 
 @functools.lru_cache(128)

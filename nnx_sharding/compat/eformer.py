@@ -6,10 +6,11 @@ Functions that need one raise a :class:`NoContextMeshError` without one.
 
 from __future__ import annotations
 
-import logging
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
 from typing import Any, TypeAlias
 
 import jax
@@ -20,26 +21,11 @@ from .. import _compat
 from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, mesh_here, rebuilt, sharding_of
 from ..core.targets import Specs, check_specs
-from ..errors import (
-    NoMeshError,
-    UnusedFilterWarning,
-    by_kind,
-    message,
-    raise_listed,
-    report,
-)
+from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, report
 from ..partition.constrain import assign, is_array, report_corrections
 from ..partition.rules import read_patterns
 from ..partition.variables import NamedVariable, map_variables
-from ..specs.filters import shadowed
-from ..specs.fitting import (
-    describe,
-    fit_sharding,
-    spec_axes,
-    suggested_spec,
-    suggestion,
-    with_entries,
-)
+from ..specs.fitting import fit_sharding, like, spec_axes, suggestion, with_entries
 from ..specs.state_sharding import StateSharding, is_single_spec
 
 __all__ = [
@@ -108,8 +94,7 @@ def get_mesh_axis_size(axis_names: AxisNames) -> int:
 
 def get_submesh_device_index(axis_names: AxisNames) -> jax.Array | int:
     """The index of this shard along axes over which the function is mapped, the first one major."""
-    names = _axes(axis_names)
-    return jax.lax.axis_index(names) if names else 0
+    return jax.lax.axis_index(_axes(axis_names)) if axis_names else 0
 
 
 def _axes(names: AxisNames) -> tuple[str, ...]:
@@ -126,28 +111,20 @@ def get_corrected_named_sharding(
 
     Without a mesh it is an error, or a sharding on an empty mesh if not ``raise_mesh_error``.
     """
-    if not isinstance(partition_spec, PartitionSpec):
-        hint = suggested_spec(partition_spec)
-        raise TypeError(f"{partition_spec!r} is not a PartitionSpec{hint}.")
+    name = "get_corrected_named_sharding"
+    check_specs(name, PartitionSpec, partition_spec=Specs(partition_spec))
     mesh = mesh_here(get_incontext_mesh(raise_mesh_error) if mesh is None else mesh)
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
-    if fit.problems:
-        raise ValueError(f"this spec cannot be used:\n{fit.line('array')}")
-    corrected = [fit.line("array")] if fit.corrections else []
-    report_corrections("get_corrected_named_sharding", corrected, strict=False)
+    raise_listed(ValueError, f"{name}:", [fit.line("array")] * bool(fit.problems))
+    report_corrections(name, [fit.line("array")] * bool(fit.corrections), strict=False)
     return NamedSharding(mesh, fit.sharding)
 
 
 @_compat.api_boundary
 def with_sharding_constraint(
-    tree: Any,
-    sharding: Any,
-    *,
-    mesh: AnyMesh | None = None,
-    strict: bool = False,
-    log: bool | None = None,
+    tree: Any, sharding: Any, *, mesh: AnyMesh | None = None, strict: bool = False
 ) -> Any:
     """Corrects specs that do not fit, and then shards arrays.
 
@@ -156,26 +133,11 @@ def with_sharding_constraint(
     A spec is padded or truncated to the rank of its array; axes that the mesh does not have, over
     which an enclosing ``shard_map`` is mapped, or that do not divide their dimension are dropped.
     One warning lists all corrections, or with ``strict`` an error. Without a mesh, arrays with a
-    ``PartitionSpec`` are not changed. ``log``, or else the environment variable
-    ``LOG_SHARDING_MOVE``, requests that moves of arrays are logged.
+    ``PartitionSpec`` are not changed.
     """
     flat = flatten(tree)
-    names, shardings = assign(tree, flat, sharding, mesh=mesh, strict=strict, lenient=True)
-    if os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES if log is None else log:
-        _log_moves(names, flat.leaves, shardings)
+    _, shardings = assign(tree, flat, sharding, mesh=mesh, strict=strict, lenient=True)
     return rebuilt(flat, apply_shardings(flat.leaves, shardings))
-
-
-_YES = ("1", "true", "yes", "on")
-
-
-def _log_moves(names: Sequence[str], leaves: Sequence[Any], shardings: Sequence[Any]) -> None:
-    """Logs which arrays get another sharding, at level WARNING so that it is shown by default."""
-    for name, leaf, sharding in zip(names, leaves, shardings, strict=True):
-        old = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-        if sharding is not None and old != sharding:
-            was = type(leaf).__name__ if old is None else describe(old)
-            logging.getLogger("nnx_sharding").warning("%s: %s → %s", name, was, describe(sharding))
 
 
 def match_partition_rules(
@@ -186,16 +148,14 @@ def match_partition_rules(
     *,
     mesh: AnyMesh | None = None,
 ) -> Any:
-    r"""Partition specs by regular expressions that are searched for in paths; the first one wins.
+    """Partition specs by regular expressions that are searched for in paths; the first one wins.
 
-    Rules that match nothing, or only what earlier ones match, are listed in a warning
+    Paths are written ``blocks/3/up/kernel`` and end at the Variable. All paths without a rule are
+    in one error, and all rules that match nothing, or only what earlier ones match, in one warning
     (:class:`~nnx_sharding.errors.UnusedFilterWarning`), except a last rule that matches everything.
 
-    Rules are pairs of a regular expression and a spec (None: JAX chooses). Paths are written
-    ``blocks/3/up/kernel`` and end at the Variable. All paths without a rule are in one error.
-
     Args:
-      rules: the pairs, or a mapping.
+      rules: pairs, or a mapping, of a regular expression and a spec (None: JAX chooses).
       tree: arrays or modules, also abstract ones.
       min_size: arrays with fewer elements get ``P()``, as scalars do. None for the environment
         variable ``MIN_SHARDING_SIZE``, or 16384.
@@ -207,21 +167,14 @@ def match_partition_rules(
     """
     name = "match_partition_rules"
     pairs = read_patterns(name, rules)
-    patterns = [repr(getattr(filter_, "text", filter_)) for filter_, _ in pairs]
-    wrong = [
-        f"  {pattern}: {spec!r}{suggested_spec(spec)}"
-        for pattern, (_, spec) in zip(patterns, pairs, strict=True)
-        if strict and spec is not None and not isinstance(spec, PartitionSpec)
-    ]
-    raise_listed(TypeError, f"{name}: these rules have no PartitionSpec:", wrong)
+    if strict:
+        StateSharding(pairs)  # checks that there are only specs
     small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
-    matches: list[list[int]] = []
-    unmatched: list[str] = []
-    misfits: list[str] = []
+    matches, unmatched, misfits = list[list[int]](), list[str](), list[str]()
 
     def choose(each: NamedVariable) -> Any:
-        numbers = (int, float, complex)
-        shapes = [np.shape(x) for x in each.arrays if hasattr(x, "shape") or isinstance(x, numbers)]
+        sized = (x for x in each.arrays if hasattr(x, "shape") or isinstance(x, Number))
+        shapes = list(map(np.shape, sized))
         if strict and not shapes:
             return None
         matches.append([n for n, (f, _) in enumerate(pairs) if f(each.path, each.variable)])
@@ -240,53 +193,39 @@ def match_partition_rules(
     result = map_variables(tree, choose)
     problems = {"no rule matches": unmatched, "these specs do not fit the mesh": misfits}
     raise_listed(ValueError, f"{name}:", by_kind(problems))
-    unused = shadowed(len(pairs), matches)
-    if all(len(pairs) - 1 in numbers for numbers in matches):
-        unused.pop(len(pairs) - 1, None)
-    lines = []
-    for number, by in unused.items():
-        earlier = ", ".join(patterns[other] for other in by)
-        what = f"matches only what {earlier} before it matches" if by else "matches nothing"
-        lines.append(f"  {patterns[number]} {what}")
+    used = {found[0] for found in matches if found}
+    if all(len(pairs) - 1 in found for found in matches):
+        used.add(len(pairs) - 1)  # the rule for the rest
+    unused = [f"  {getattr(f, 'text', f)!r}" for n, (f, _) in enumerate(pairs) if n not in used]
     if unused:
-        text = message(f"{name}: these rules are unused:", lines)
-        report(UnusedFilterWarning, text, strict=False)
+        head = f"{name}: these rules match nothing, or only what earlier rules match:"
+        report(UnusedFilterWarning, message(head, unused), strict=False)
     return result
 
 
-def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
+def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, ...]:
     """Functions that shard arrays by specs, and functions that gather them on the host.
 
     ``partition_specs`` is a pytree of specs, shardings and ``StateSharding``, for the mesh in
     context now. The result is ``(shard_fns, gather_fns)``, two trees like it. A gather function
     makes full NumPy arrays, one at a time.
     """
-    mesh = _mesh_for("make_shard_and_gather_fns", partition_specs, mesh)
-
-    def shard_fn(spec: Any) -> Callable[[Any], Any]:
-        return lambda tree: with_sharding_constraint(tree, spec, mesh=mesh)
-
-    def gather_fn(spec: Any) -> Callable[[Any], Any]:
-        everywhere = PartitionSpec()
-        is_named = isinstance(spec, NamedSharding)
-        replicate = shard_fn(NamedSharding(spec.mesh, everywhere) if is_named else everywhere)
-        return lambda tree: jax.tree.map(
-            lambda x: jax.device_get(replicate(x)) if is_array(x) else x, tree
-        )
-
-    shard_fns, gather_fns = (
-        jax.tree.map(function, partition_specs, is_leaf=_is_leaf)
-        for function in (shard_fn, gather_fn)
-    )
-    return shard_fns, gather_fns
-
-
-def _mesh_for(name: str, partition_specs: Any, mesh: Any) -> Any:
-    """The mesh, or the one in context; None if all shardings have their mesh."""
     specs = Specs(partition_specs)
-    check_specs(name, partition_specs=specs)
-    mesh = get_incontext_mesh(specs.has_partition_spec) if mesh is None else mesh
-    return None if mesh.empty else mesh
+    check_specs("make_shard_and_gather_fns", partition_specs=specs)
+    given = get_incontext_mesh(specs.has_partition_spec) if mesh is None else mesh
+    mesh = None if given.empty else given
+
+    def shard(spec: Any, tree: Any) -> Any:
+        return with_sharding_constraint(tree, spec, mesh=mesh)
+
+    def gather(spec: Any, tree: Any) -> Any:
+        full = like(spec, PartitionSpec())
+        return jax.tree.map(lambda x: jax.device_get(shard(full, x)) if is_array(x) else x, tree)
+
+    return tuple(
+        jax.tree.map(lambda x, f=f: functools.partial(f, x), partition_specs, is_leaf=_is_leaf)
+        for f in (shard, gather)
+    )
 
 
 def _is_leaf(x: Any) -> bool:
@@ -300,11 +239,11 @@ def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
     its attribute ``sharding``, becomes a sharding on ``mesh``.
     """
 
-    def read(leaf: Any) -> NamedSharding | None:
+    def read(leaf: Any) -> list[NamedSharding | None]:
         sharding = leaf if isinstance(leaf, PartitionSpec) else sharding_of(leaf)
         if isinstance(sharding, PartitionSpec):
-            return NamedSharding(get_incontext_mesh() if mesh is None else mesh, sharding)
-        return sharding if isinstance(sharding, NamedSharding) else None
+            return [NamedSharding(mesh or get_incontext_mesh(), sharding)]
+        return [sharding if isinstance(sharding, NamedSharding) else None]
 
     return _extracted(pytree, read)
 
@@ -315,41 +254,36 @@ extract_shardings = get_shardings_with_structure = extract_sharding_structure
 def get_partition_spec(tree: Any) -> Any:
     """The ``PartitionSpec`` of each array: ``P()`` for numbers and what is on one device.
 
-    Other leaves, and those with several devices and no ``NamedSharding``, are a ValueError.
+    Other leaves, and those on several devices without a ``NamedSharding``, are a ValueError.
     """
 
-    def read(leaf: Any) -> Any:
+    def read(leaf: Any) -> list[PartitionSpec]:
         sharding = sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
-            return sharding.spec
-        one_device = isinstance(sharding, Sharding) and sharding.num_devices == 1
+            return [sharding.spec]
+        is_single = isinstance(sharding, Sharding) and sharding.num_devices == 1
         is_known = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
-        return PartitionSpec() if is_known and (sharding is None or one_device) else _MISSING
+        return [PartitionSpec()] if is_known and (sharding is None or is_single) else []
 
     return _extracted(tree, read)
 
 
-_MISSING = object()
-
-
-def _extracted(tree: Any, read: Callable[[Any], Any]) -> Any:
-    """The tree with the result of ``read`` for each leaf."""
+def _extracted(tree: Any, read: Callable[[Any], list[Any]]) -> Any:
+    """The tree with what ``read`` finds for each leaf; to find nothing is an error."""
     missing: list[str] = []
 
     def choose(each: NamedVariable) -> Any:
-        results = list(dict.fromkeys(map(read, each.arrays)))
-        if len(results) > 1 or _MISSING in results:
-            shardings = [sharding_of(leaf) if is_array(leaf) else leaf for leaf in each.arrays]
-            listed = "; ".join(dict.fromkeys(map(str, shardings)))
+        found = [read(leaf) for leaf in each.arrays]
+        if [] in found or any(one != found[0] for one in found):
+            leaves = [sharding_of(leaf) if is_array(leaf) else leaf for leaf in each.arrays]
+            listed = "; ".join(dict.fromkeys(map(str, leaves)))
             missing.append(f"  {each.name or 'the root'}: {listed}")
-        return results[0] if results else None
+            return None
+        return found[0][0] if found else None
 
     result = map_variables(tree, choose)
-    title = (
-        "expected numbers and arrays with a NamedSharding, the same one for all arrays of a "
-        "Variable, got:"
-    )
-    raise_listed(ValueError, title, missing, "Place arrays with with_sharding_constraint.")
+    head = "expected numbers and arrays with a NamedSharding, the same one in each Variable, got:"
+    raise_listed(ValueError, head, missing, "Place arrays with with_sharding_constraint.")
     return result
 
 
