@@ -136,7 +136,7 @@ def guarded(function: F) -> F:
         return function
     from .guard import _walk
 
-    _walk.set_up_calls(
+    _walk.set_up(
         is_ready=_is_ready,
         caller=CALLER,
         held=held,

@@ -14,155 +14,83 @@
 #include <stdint.h>
 #include <structmember.h>
 
-/* The names shared with walk.py, in its order; it compares them on import. A slot is where CPython
- * or Flax stores something in an object. */
+/* The names shared with Python, in its order; walk.py compares them on import. A slot is where
+ * CPython or Flax stores something in an object. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP)
 #define KINDS(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
-#define RECIPE(X) X(kinds) X(opened) X(expected) X(types) X(frozen) X(mentions) X(first) \
+#define RECIPE(X) X(steps) X(expected) X(types) X(rules) X(pins) X(frozen) X(mentions) X(first) \
     X(traces) X(leaves) X(objects) X(num_arguments)
 #define PINS(X) X(frozen) X(mentions)
-#define MAX_DEPTH 8 /* of tuples that are compared here */
-/* What the module needs from Python besides the slot descriptors: functions, and the class in which
- * modules record which of their attributes are data. */
-#define FUNCTIONS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value) X(mapping_type)
+#define ROUTE(X) X(follow) X(names) X(plan) X(execute) X(donates) X(context_of) X(context) \
+    X(slots) X(shardings) X(avals) X(known) X(entry)
+/* What this module needs from walk.py and call.py besides the slots. */
+#define HOOKS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value) X(mapping_type) \
+    X(is_ready) X(caller) X(held) X(settle) X(complete) X(is_bounded) X(wait) X(limit) \
+    X(direct_mark)
+/* Tuples that call.py and lifted.py make. */
+#define DIRECT(X) X(routes) X(bound) X(fun) X(observer)
+#define UPDATE(X) X(written) X(returned) X(unflatten)
+/* Names of attributes. */
+#define NAMES(X) X(_direct) X(_flattened) X(_failed) X(update) X(sharding) X(aval) X(num_devices)
 
-#define AS_NAME(name) #name,
+#define AS_TEXT(name) " " #name
+#define AS_STRING(name) #name,
 #define AS_KIND(name) name,
 #define AS_RECIPE(name) RECIPE_##name,
 #define AS_PINS(name) PINS_##name,
-#define AS_FUNCTION(name) CALL_##name,
+#define AS_ROUTE(name) ROUTE_##name,
+#define AS_HOOK(name) HOOK_##name,
+#define AS_DIRECT(name) DIRECT_##name,
+#define AS_UPDATE(name) UPDATE_##name,
+#define AS_NAME(name) NAME_##name,
 
 enum kind { KINDS(AS_KIND) NUM_KINDS };
 enum { RECIPE(AS_RECIPE) NUM_RECIPE };
 enum { PINS(AS_PINS) NUM_PINS };
-enum { FUNCTIONS(AS_FUNCTION) NUM_FUNCTIONS };
+enum { ROUTE(AS_ROUTE) NUM_ROUTE };
+enum { HOOKS(AS_HOOK) NUM_HOOKS };
+enum { DIRECT(AS_DIRECT) NUM_DIRECT };
+enum { UPDATE(AS_UPDATE) NUM_UPDATE };
+enum { NAMES(AS_NAME) NUM_NAMES };
 
-static PyObject *functions[NUM_FUNCTIONS];
+#define MAX_DEPTH 8      /* of tuples that are compared here */
+#define MAX_ARGUMENTS 32 /* of a method that is bound; with more, Python calls it */
+
+static PyObject *hooks[NUM_HOOKS];
+static PyObject *interned[NUM_NAMES];
 static Py_ssize_t offsets[NUM_KINDS];   /* of the slots */
 static PyTypeObject *owners[NUM_KINDS]; /* the types with the slots; NULL for other kinds */
 
-/* Dicts that are watched */
-
-typedef struct {
-    PyObject *dict;   /* borrowed; NULL when it is gone */
-    uint64_t version; /* of its content */
-    Py_ssize_t uses;
-} Watched;
-
 #if PY_VERSION_HEX >= 0x030C0000
+#define NUM_CHANGES 16 /* that are known; after more, all dicts are read again */
 static int watcher = -1;
 static uint64_t epoch = 1; /* counts the changes of all watched dicts */
-/* Whether watchers are not notified when an attribute is set in an object with inline values. */
-static int is_silent_inline = 1;
-#define HAS_INLINE_VALUES (PY_VERSION_HEX >= 0x030D0000 && PY_VERSION_HEX < 0x030E0000)
+static const PyObject *changed[NUM_CHANGES];
 
-/* A hash table with linear probing: dicts by their addresses. */
-static struct {
-    Watched **slots;
-    size_t capacity, count; /* a power of two, or 0 */
-} table;
-
-static size_t home_of(const PyObject *dict) {
-    return ((uintptr_t)dict >> 4) * 0x9E3779B97F4A7C15u & (table.capacity - 1);
-}
-
-/* The slot with a dict, or the empty one where it belongs. */
-static size_t find_slot(const PyObject *dict) {
-    size_t i = home_of(dict);
-    while (table.slots[i] != NULL && table.slots[i]->dict != dict) {
-        i = (i + 1) & (table.capacity - 1);
-    }
-    return i;
-}
-
-static int grow_table(void) {
-    Watched **old = table.slots;
-    size_t count = table.capacity;
-    size_t capacity = count ? 2 * count : 1024;
-    Watched **slots = PyMem_Calloc(capacity, sizeof(*slots));
-    if (slots == NULL) return -1;
-    table.slots = slots;
-    table.capacity = capacity;
-    for (size_t i = 0; i < count; i++) {
-        if (old[i] != NULL) slots[find_slot(old[i]->dict)] = old[i];
-    }
-    PyMem_Free(old);
-    return 0;
-}
-
-/* Empties a slot, and moves the following ones to where a search finds them. */
-static void remove_slot(size_t gap) {
-    const size_t mask = table.capacity - 1;
-    table.slots[gap] = NULL;
-    table.count--;
-    for (size_t i = (gap + 1) & mask; table.slots[i] != NULL; i = (i + 1) & mask) {
-        Watched *moved = table.slots[i];
-        table.slots[i] = NULL;
-        table.slots[find_slot(moved->dict)] = moved;
-    }
-}
-
-static int on_change(PyDict_WatchEvent event, PyObject *dict, PyObject *Py_UNUSED(key),
+static int on_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *dict, PyObject *Py_UNUSED(key),
                      PyObject *Py_UNUSED(value)) {
-    if (table.capacity == 0) return 0;
-    size_t slot = find_slot(dict);
-    Watched *watched = table.slots[slot];
-    if (watched == NULL) return 0;
-    watched->version++;
-    epoch++;
-    if (event == PyDict_EVENT_DEALLOCATED) {
-        remove_slot(slot);
-        watched->dict = NULL;
-    }
+    changed[epoch++ % NUM_CHANGES] = dict;
     return 0;
 }
 
-/* Starts watching a dict; NULL if that is not possible, and it is read each time. */
-static Watched *watch(PyObject *dict) {
-    if (watcher < 0 || (2 * table.count >= table.capacity && grow_table() < 0)) return NULL;
-    size_t slot = find_slot(dict);
-    Watched *watched = table.slots[slot];
-    if (watched == NULL) {
-        watched = PyMem_Malloc(sizeof(*watched));
-        if (watched == NULL) return NULL;
-        if (PyDict_Watch(watcher, dict) < 0) {
-            PyErr_Clear();
-            PyMem_Free(watched);
-            return NULL;
-        }
-        *watched = (Watched){.dict = dict, .version = 1};
-        table.slots[slot] = watched;
-        table.count++;
+static int has_changed(const PyObject *dict, uint64_t since) {
+    if (epoch - since > NUM_CHANGES) return 1;
+    for (; since < epoch; since++) {
+        if (changed[since % NUM_CHANGES] == dict) return 1;
     }
-    watched->uses++;
-    return watched;
-}
-
-static void unwatch(Watched *watched) {
-    if (watched == NULL || --watched->uses > 0) return;
-    if (watched->dict != NULL) {
-        if (PyDict_Unwatch(watcher, watched->dict) < 0) PyErr_Clear();
-        remove_slot(find_slot(watched->dict));
-    }
-    PyMem_Free(watched);
+    return 0;
 }
 #else
-#define unwatch(watched) ((void)(watched))
+static const uint64_t epoch = 1;
 #endif
 
 /* How an item of the stream is compared: with a pin, by identity, or by its type. An item that says
  * to which trace its graph belongs is only compared within the same graph. */
 enum { FROZEN = 1, MENTION = 2, TYPED = 4, OF_TRACE = 8 };
 
+/* A step of a recipe, as recipe.py describes it. */
 typedef struct {
-    int8_t kind;
-    int8_t is_fixed;    /* a tuple that is unchanged as long as the dict around it is */
-    int32_t position;   /* of the opened item */
-    int32_t start;      /* position of its first part */
-    int32_t parent;     /* the step that reads the item; -1 for an argument */
-    int32_t seen;       /* index into what a follower remembers; -1 for a slot or a list */
-    PyTypeObject *type; /* of the item */
-    PyObject *expected; /* borrowed from the recipe, as the type is */
+    int32_t kind, position, start, parent, seen;
 } Step;
 
 /* One kind of positions of a recipe, which holds them. */
@@ -171,15 +99,16 @@ typedef struct {
     Py_ssize_t count;
 } Positions;
 
+/* A recipe, which holds all that the pointers lead to. */
 typedef struct {
     PyObject_HEAD
     PyObject *recipe;
-    unsigned char *rules; /* by position in the stream */
-    int32_t *pins;        /* by position: the index of its pin */
-    PyObject **types;     /* by position, where the rule is TYPED; borrowed from the recipe */
-    Step *steps;
-    Positions frozen, mentions, traces, leaves, objects;
-    Positions first; /* by mention: the first one of the same object; -1 if pinned */
+    const unsigned char *rules; /* by position in the stream */
+    const int32_t *pins;        /* by position: the index of its pin */
+    PyObject *const *types;     /* by position */
+    PyObject *const *expected;  /* by step */
+    const Step *steps;
+    Positions frozen, mentions, first, traces, leaves, objects;
     Py_ssize_t num_arguments, size, num_steps;
     /* The steps that run no Python code come first. */
     Py_ssize_t num_plain_steps, num_plain_items, num_seen;
@@ -235,7 +164,7 @@ static int are_same_mappings(PyObject *one, PyObject *two) {
 static int is_same_plain(PyObject *one, PyObject *two, int depth) {
     if (one == two) return 1;
     if (Py_TYPE(one) != Py_TYPE(two)) return 0;
-    if ((PyObject *)Py_TYPE(one) == functions[CALL_mapping_type]) {
+    if ((PyObject *)Py_TYPE(one) == hooks[HOOK_mapping_type]) {
         return are_same_mappings(one, two);
     }
     if (PyFloat_CheckExact(one)) {
@@ -328,7 +257,11 @@ static int append_opened(Stream *stream, PyObject *open, PyObject *item, PyObjec
 }
 
 static int has_type(const Stream *stream, const Step *step) {
-    return Py_TYPE(stream->items[step->position]) == step->type;
+    return (PyObject *)Py_TYPE(stream->items[step->position]) == stream->walk->types[step->position];
+}
+
+static PyObject *expected_by(const Walk *walk, const Step *step) {
+    return walk->expected[step - walk->steps];
 }
 
 /* The dict that a step reads, borrowed from its item; NULL with an error set. */
@@ -343,6 +276,7 @@ static PyObject *dict_of(PyObject *item, enum kind kind) {
 /* Takes one step. Returns 1, 0 for a change, or -1 with an error set. */
 static int take_step(Stream *stream, const Step *step) {
     PyObject *item = stream->items[step->position], *mapping;
+    PyObject *expected = expected_by(stream->walk, step);
     if (!has_type(stream, step)) return 0;
     int same = 0;
     switch (step->kind) {
@@ -350,19 +284,19 @@ static int take_step(Stream *stream, const Step *step) {
         case DICT:
         case METADATA:
             mapping = dict_of(item, step->kind);
-            return mapping == NULL ? 0 : append_mapping(stream, mapping, step->expected);
+            return mapping == NULL ? 0 : append_mapping(stream, mapping, expected);
         case STATE:
-            mapping = PyObject_CallOneArg(functions[CALL_get_mapping], item);
+            mapping = PyObject_CallOneArg(hooks[HOOK_get_mapping], item);
             if (mapping == NULL) return -1;
-            same = append_mapping(stream, mapping, step->expected);
+            same = append_mapping(stream, mapping, expected);
             Py_DECREF(mapping);
             return same;
         case SEQUENCE:
-            return append_sequence(stream, item, PyLong_AsSsize_t(step->expected));
+            return append_sequence(stream, item, PyLong_AsSsize_t(expected));
         case TREE:
-            return append_opened(stream, functions[CALL_open_tree], item, step->expected);
+            return append_opened(stream, hooks[HOOK_open_tree], item, expected);
         case STATIC:
-            return append_opened(stream, functions[CALL_open_static], item, step->expected);
+            return append_opened(stream, hooks[HOOK_open_static], item, expected);
         default:
             return append(stream, slot_of(item, step->kind));
     }
@@ -376,7 +310,7 @@ static int same_statics(const Stream *stream) {
         if (stream->is_match && walk->rules[position] & OF_TRACE) continue;
         if (is_same_plain(stream->items[position], stream->frozen[i], 0)) continue;
         PyObject *answer = PyObject_CallFunctionObjArgs(
-            functions[CALL_same_value], stream->items[position], stream->frozen[i], NULL);
+            hooks[HOOK_same_value], stream->items[position], stream->frozen[i], NULL);
         if (answer == NULL) return -1;
         Py_DECREF(answer); /* a bool */
         if (answer != Py_True) return 0;
@@ -458,18 +392,12 @@ static int pick_found(const Stream *stream, Found *found) {
 /* What a step has read from a dict or a tuple. */
 typedef struct {
     uint64_t walk;        /* the number of the walk that last read it; 0 if that is not valid */
-    const PyObject *dict; /* only compared */
-    uint64_t version;     /* of its content */
-    Watched *watched;
-    const void *keys;     /* of inline values: their keys, */
-    const uint8_t *order; /* and in which order they were added; the first byte is their number */
+    const PyObject *dict; /* only compared; NULL if it has to be read again */
+    const void *keys;     /* of values that are stored inline; else NULL */
+#if PY_VERSION_HEX < 0x030C0000
+    uint64_t version; /* of its content */
+#endif
 } Seen;
-
-/* An order of keys, shared by many objects of a class. */
-typedef struct Order {
-    struct Order *next;
-    uint8_t bytes[];
-} Order;
 
 typedef struct {
     PyObject_HEAD
@@ -477,34 +405,23 @@ typedef struct {
     PyObject *pins;
     PyObject **items; /* those of the plain steps, borrowed: valid as long as they are unchanged */
     Seen *seen;
-    Order *orders;
-    uint64_t count; /* of walks */
-    uint64_t epoch; /* at the last walk that found no change */
+    uint8_t *orders; /* by position: for values that are stored inline, their places */
+    uint64_t count;  /* of walks */
+    uint64_t epoch;  /* at the last walk that found no change */
 } Follower;
 
-#if PY_VERSION_HEX < 0x030C0000
-static const uint64_t epoch = 1;
-
-/* No two dicts ever have the same version tag. */
-static int is_unchanged(const Follower *Py_UNUSED(follower), const Seen *seen, const PyObject *dict,
-                        PyObject *const *Py_UNUSED(items)) {
-    return seen->walk > 0 && seen->version == ((const PyDictObject *)dict)->ma_version_tag;
-}
-
-static void note_dict(Follower *Py_UNUSED(follower), Seen *seen, PyObject *dict) {
-    seen->version = ((PyDictObject *)dict)->ma_version_tag;
-}
-
-#else
-/* Python 3.13 does not notify watchers of values stored inline in an object. */
+#if PY_VERSION_HEX >= 0x030D0000
+/* Python 3.13 does not notify watchers of changes of values that are stored inline in an object. */
 typedef struct {
     uint8_t capacity, size, embedded, valid;
     PyObject *values[1];
 } InlineValues;
 
+/* Those of a dict; NULL where they are in another form. */
 static const InlineValues *inline_values(const PyObject *dict) {
     const InlineValues *values = (const InlineValues *)((const PyDictObject *)dict)->ma_values;
-    return values != NULL && values->embedded ? values : NULL;
+    const int is_known = PY_VERSION_HEX < 0x030E0000;
+    return is_known && values != NULL && values->embedded ? values : NULL;
 }
 
 static const uint8_t *order_of(const InlineValues *values) {
@@ -512,65 +429,63 @@ static const uint8_t *order_of(const InlineValues *values) {
 }
 
 /* Whether the values are the same objects that were read, under the same names. */
-static int are_same_values(const Seen *seen, const PyObject *dict, PyObject *const *items) {
+static int are_same_values(const Seen *seen, const PyObject *dict, PyObject *const *items,
+                           const uint8_t *order, Py_ssize_t count) {
     const InlineValues *values = inline_values(dict);
     if (values == NULL || ((const PyDictObject *)dict)->ma_keys != seen->keys ||
-        values->size != seen->order[0] ||
-        memcmp(order_of(values), seen->order + 1, values->size) != 0) {
+        values->size != count || memcmp(order_of(values), order, count) != 0) {
         return 0;
     }
-    const int count = values->size;
-    for (int i = 0; i < count; i++) {
-        if (values->values[seen->order[i + 1]] != items[i]) return 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (values->values[order[i]] != items[i]) return 0;
     }
     return 1;
 }
+#endif
 
-static int is_unchanged(const Follower *follower, const Seen *seen, const PyObject *dict,
-                        PyObject *const *items) {
+static int is_unchanged(const Follower *follower, const Step *step, const PyObject *dict) {
+    const Seen *seen = &follower->seen[step->seen];
     if (seen->walk == 0 || seen->dict != dict) return 0;
-    if (seen->order != NULL) return are_same_values(seen, dict, items);
-    if (seen->watched == NULL) return 0;
-    return follower->epoch == epoch ||
-           (seen->watched->dict == dict && seen->watched->version == seen->version);
+#if PY_VERSION_HEX < 0x030C0000
+    /* No two dicts ever have the same version tag. */
+    return seen->version == ((const PyDictObject *)dict)->ma_version_tag;
+#else
+#if PY_VERSION_HEX >= 0x030D0000
+    if (seen->keys != NULL) {
+        const Py_ssize_t count = PyTuple_GET_SIZE(expected_by(follower->walk, step));
+        return are_same_values(seen, dict, follower->items + step->start,
+                               follower->orders + step->start, count);
+    }
+#endif
+    return follower->epoch == epoch || !has_changed(dict, follower->epoch);
+#endif
 }
 
-/* The follower's shared copy of an order; NULL without memory. */
-static const uint8_t *keep_order(Follower *follower, const InlineValues *values) {
-    for (const Order *known = follower->orders; known != NULL; known = known->next) {
-        if (known->bytes[0] == values->size &&
-            memcmp(known->bytes + 1, order_of(values), values->size) == 0) {
-            return known->bytes;
-        }
-    }
-    Order *order = PyMem_Malloc(sizeof(Order) + values->size + 1);
-    if (order == NULL) return NULL;
-    order->bytes[0] = values->size;
-    memcpy(order->bytes + 1, order_of(values), values->size);
-    order->next = follower->orders;
-    follower->orders = order;
-    return order->bytes;
-}
-
-static void note_dict(Follower *follower, Seen *seen, PyObject *dict) {
-    if (seen->watched != NULL && seen->watched->dict != dict) {
-        unwatch(seen->watched);
-        seen->watched = NULL;
-    }
+static void note_dict(const Follower *follower, const Step *step, PyObject *dict) {
+    Seen *seen = &follower->seen[step->seen];
     seen->dict = dict;
-    seen->order = NULL;
-    if (is_silent_inline && ((PyDictObject *)dict)->ma_values != NULL) {
-        const InlineValues *values = HAS_INLINE_VALUES ? inline_values(dict) : NULL;
-        if (values != NULL) seen->order = keep_order(follower, values);
-        seen->keys = ((PyDictObject *)dict)->ma_keys;
-        unwatch(seen->watched);
-        seen->watched = NULL;
+    seen->keys = NULL;
+#if PY_VERSION_HEX < 0x030C0000
+    seen->version = ((PyDictObject *)dict)->ma_version_tag;
+#else
+#if PY_VERSION_HEX >= 0x030D0000
+    if (((PyDictObject *)dict)->ma_values != NULL) {
+        const InlineValues *values = inline_values(dict);
+        if (values == NULL) {
+            seen->dict = NULL;
+        } else {
+            seen->keys = ((PyDictObject *)dict)->ma_keys;
+            memcpy(follower->orders + step->start, order_of(values), values->size);
+        }
         return;
     }
-    if (seen->watched == NULL) seen->watched = watch(dict);
-    if (seen->watched != NULL) seen->version = seen->watched->version;
-}
 #endif
+    if (watcher < 0 || PyDict_Watch(watcher, dict) < 0) {
+        PyErr_Clear();
+        seen->dict = NULL;
+    }
+#endif
+}
 
 /* Invalidates what the last walk read, which may not have been compared. */
 static void forget(Follower *follower) {
@@ -600,9 +515,9 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arg
                 PyErr_Clear();
                 return 0;
             }
-            if (is_unchanged(follower, seen, dict, &stream->items[step->start])) {
+            if (is_unchanged(follower, step, dict)) {
                 /* The values may be new objects at the addresses of the old ones. */
-                if (seen->order != NULL) seen->walk = follower->count;
+                if (seen->keys != NULL) seen->walk = follower->count;
                 continue;
             }
         } else if (seen->walk > 0 &&
@@ -613,14 +528,10 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arg
         seen->walk = follower->count;
         stream->length = step->start;
         if (take_step(stream, step) != 1) return 0;
-        if (dict != NULL) note_dict(follower, seen, dict);
+        if (dict != NULL) note_dict(follower, step, dict);
         if (stream->num_unequal > num_unequal) { /* compared later, and in each walk */
             if (dict == NULL) stream->must_forget = 1;
-#if PY_VERSION_HEX >= 0x030C0000
             seen->dict = NULL;
-#else
-            seen->version = 0;
-#endif
         }
     }
     stream->length = walk->num_plain_items;
@@ -665,13 +576,9 @@ static int follow(Follower *follower, PyObject *const *arguments, Py_ssize_t cou
 }
 
 static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
-    if (!PyTuple_Check(arguments)) {
-        PyErr_SetString(PyExc_TypeError, "expected a tuple of arguments");
-        return NULL;
-    }
     Found found = {0};
-    int same = follow((Follower *)self, ((PyTupleObject *)arguments)->ob_item,
-                      PyTuple_GET_SIZE(arguments), &found);
+    int same = follow((Follower *)self, PySequence_Fast_ITEMS(arguments),
+                      PySequence_Fast_GET_SIZE(arguments), &found);
     if (same < 0) return NULL;
     if (same == 0) Py_RETURN_NONE;
     PyObject *result = PyTuple_Pack(2, found.leaves, found.objects);
@@ -682,16 +589,9 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
 static void Follower_dealloc(PyObject *self) {
     Follower *follower = (Follower *)self;
     PyObject_GC_UnTrack(self);
-    for (Py_ssize_t i = 0; follower->seen != NULL && i < follower->walk->num_seen; i++) {
-        unwatch(follower->seen[i].watched);
-    }
-    while (follower->orders != NULL) {
-        Order *order = follower->orders;
-        follower->orders = order->next;
-        PyMem_Free(order);
-    }
     PyMem_Free(follower->seen);
     PyMem_Free(follower->items);
+    PyMem_Free(follower->orders);
     Py_XDECREF(follower->walk);
     Py_XDECREF(follower->pins);
     Py_TYPE(self)->tp_free(self);
@@ -716,33 +616,18 @@ static PyTypeObject FollowerType = {
     .tp_traverse = Follower_traverse,
 };
 
-static int check_pins(const Walk *walk, PyObject *pins) {
-    if (PyTuple_Check(pins) && PyTuple_GET_SIZE(pins) == NUM_PINS) {
-        PyObject *frozen = PyTuple_GET_ITEM(pins, PINS_frozen);
-        PyObject *mentions = PyTuple_GET_ITEM(pins, PINS_mentions);
-        if (PyTuple_Check(frozen) && PyTuple_GET_SIZE(frozen) == walk->frozen.count &&
-            PyBytes_Check(mentions) &&
-            PyBytes_GET_SIZE(mentions) == walk->mentions.count * (Py_ssize_t)sizeof(uint64_t)) {
-            return 0;
-        }
-    }
-    PyErr_SetString(PyExc_TypeError, "these pins do not belong to this walk");
-    return -1;
-}
-
 /* Walk: a recipe that is ready to be followed */
 
 static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
     Walk *walk = (Walk *)self;
-    if (check_pins(walk, pins) < 0) return NULL;
     Follower *follower = (Follower *)FollowerType.tp_alloc(&FollowerType, 0);
     if (follower == NULL) return NULL;
     follower->walk = (Walk *)Py_NewRef(self);
     follower->pins = Py_NewRef(pins);
-    /* One item more than there can be arguments is never read. */
     follower->items = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
     follower->seen = PyMem_Calloc(walk->num_seen + 1, sizeof(Seen));
-    if (follower->items == NULL || follower->seen == NULL) {
+    follower->orders = PyMem_Calloc(walk->size + 1, 1);
+    if (follower->items == NULL || follower->seen == NULL || follower->orders == NULL) {
         Py_DECREF(follower);
         return PyErr_NoMemory();
     }
@@ -753,11 +638,10 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
 
 static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Walk *walk = (Walk *)self;
-    if (count != 2 || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "match(pins, arguments) takes two tuples");
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "match takes pins and arguments");
         return NULL;
     }
-    if (check_pins(walk, args[0]) < 0) return NULL;
     Stream stream = stream_of(walk, args[0]);
     stream.is_match = 1;
     PyObject *mentions = PyBytes_FromStringAndSize(
@@ -781,172 +665,45 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
     return result;
 }
 
-/* Building: a recipe into rules and steps. */
-
-static PyObject *recipe_field(const Walk *walk, int index) {
-    return PyTuple_GET_ITEM(walk->recipe, index);
+static Positions positions_of(PyObject *bytes) {
+    return (Positions){(const int32_t *)PyBytes_AS_STRING(bytes),
+                       PyBytes_GET_SIZE(bytes) / (Py_ssize_t)sizeof(int32_t)};
 }
 
-static int fail(const char *message) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, message);
-    return -1;
-}
-
-/* Reads positions, which must be below a limit, or -1 if that is `least`. */
-static int read_positions(Walk *walk, int field, int32_t least, Py_ssize_t limit, Positions *read) {
-    PyObject *bytes = recipe_field(walk, field);
-    read->positions = (const int32_t *)PyBytes_AS_STRING(bytes);
-    read->count = PyBytes_GET_SIZE(bytes) / (Py_ssize_t)sizeof(int32_t);
-    for (Py_ssize_t i = 0; i < read->count; i++) {
-        if (read->positions[i] < least || read->positions[i] >= limit) {
-            return fail("the recipe has a position that is out of range");
-        }
-    }
-    return 0;
-}
-
-/* Reads positions, and gives them a rule. */
-static int set_rule(Walk *walk, int field, int rule, Positions *read) {
-    if (read_positions(walk, field, 0, walk->size, read) < 0) return -1;
-    for (Py_ssize_t i = 0; i < read->count; i++) {
-        const int32_t position = read->positions[i];
-        if (rule & (FROZEN | MENTION)) {
-            if (walk->rules[position] & (FROZEN | MENTION)) return fail("the recipe pins one twice");
-            walk->pins[position] = (int32_t)i;
-        }
-        walk->rules[position] |= rule;
-    }
-    return 0;
-}
-
-static int set_types(Walk *walk) {
-    walk->types = ((PyTupleObject *)recipe_field(walk, RECIPE_types))->ob_item;
-    for (Py_ssize_t i = 0; i < walk->size; i++) {
-        if (walk->types[i] == Py_None) continue;
-        if (!PyType_Check(walk->types[i])) return fail("the recipe has a type that is not one");
-        walk->rules[i] |= TYPED;
-    }
-    return 0;
-}
-
-static int is_mapping(enum kind kind) {
-    return kind == NODE || kind == DICT || kind == METADATA || kind == STATE;
-}
-
-/* The number of parts that a plain step reads; -1 with an error set. */
-static Py_ssize_t parts_of(const Step *step) {
-    if (is_mapping(step->kind)) return PyTuple_GET_SIZE(step->expected);
-    return step->kind == SEQUENCE ? PyLong_AsSsize_t(step->expected) : 1;
-}
-
-/* Adds a step that reads from `length` on, and returns the length after it; -1 with an error set.
- * `readers` are the steps by the positions that they read. */
-static Py_ssize_t add_step(Walk *walk, long kind, int32_t position, PyObject *expected,
-                           Py_ssize_t length, int32_t *readers) {
-    if (kind < 0 || kind >= NUM_KINDS) return fail("the recipe has a step of an unknown kind");
-    PyTypeObject *type = (PyTypeObject *)walk->types[position];
-    if (!(walk->rules[position] & TYPED)) return fail("the recipe opens an item of any type");
-    PyTypeObject *owner = owners[kind];
-    if (owner != NULL && !PyType_IsSubtype(type, owner)) {
-        return fail("the recipe looks for slots where there are none");
-    }
-    if (is_mapping(kind) && !PyTuple_Check(expected)) return fail("the recipe has no keys");
-    Step *step = &walk->steps[walk->num_steps];
-    *step = (Step){.kind = (int8_t)kind, .position = position, .type = type, .expected = expected,
-                   .start = (int32_t)length, .parent = readers[position], .seen = -1};
-    const int is_plain = kind < STATE && walk->num_plain_steps == walk->num_steps;
-    walk->num_steps++;
-    if (!is_plain) return length;
-    walk->num_plain_steps++;
-    const Py_ssize_t count = parts_of(step);
-    if (count < 0 || count > walk->size - length) return fail("the recipe is too short");
-    if (position >= length) return fail("the recipe opens an item before it is read");
-    for (Py_ssize_t i = 0; i < count; i++) readers[length + i] = (int32_t)walk->num_steps - 1;
-    if (kind == SEQUENCE && step->parent >= 0 &&
-        PyType_FastSubclass(type, Py_TPFLAGS_TUPLE_SUBCLASS)) {
-        const Step *parent = &walk->steps[step->parent];
-        step->is_fixed = is_mapping(parent->kind) || parent->is_fixed;
-    }
-    if (is_mapping(kind) || step->is_fixed) step->seen = (int32_t)walk->num_seen++;
-    return walk->num_plain_items = length + count;
-}
-
-static int build_steps(Walk *walk) {
-    PyObject *kinds = recipe_field(walk, RECIPE_kinds);
-    PyObject *expected = recipe_field(walk, RECIPE_expected);
-    Positions opened;
-    if (read_positions(walk, RECIPE_opened, 0, walk->size, &opened) < 0) return -1;
-    if (PyBytes_GET_SIZE(kinds) != opened.count || PyTuple_GET_SIZE(expected) != opened.count) {
-        return fail("the recipe is too short");
-    }
-    walk->steps = PyMem_Calloc(opened.count + 1, sizeof(Step));
-    int32_t *readers = PyMem_Malloc((walk->size + 1) * sizeof(int32_t));
-    Py_ssize_t length = walk->steps && readers ? walk->num_arguments : fail("out of memory");
-    for (Py_ssize_t i = 0; i < walk->size && length >= 0; i++) readers[i] = -1;
-    walk->num_plain_items = length;
-    for (Py_ssize_t i = 0; i < opened.count && length >= 0; i++) {
-        length = add_step(walk, PyBytes_AS_STRING(kinds)[i], opened.positions[i],
-                          PyTuple_GET_ITEM(expected, i), length, readers);
-    }
-    PyMem_Free(readers);
-    if (length >= 0 && walk->num_plain_steps == walk->num_steps && length != walk->size) {
-        return fail("the recipe has a wrong size");
-    }
-    return length < 0 ? -1 : 0;
-}
-
-static int build(Walk *walk) {
-    for (int i = 0; i < NUM_RECIPE; i++) {
-        PyObject *field = recipe_field(walk, i);
-        if (!(i == RECIPE_num_arguments                       ? PyLong_Check(field)
-              : i == RECIPE_expected || i == RECIPE_types ? PyTuple_Check(field)
-                                                          : PyBytes_Check(field))) {
-            return fail("expected a recipe");
-        }
-    }
-    walk->size = PyTuple_GET_SIZE(recipe_field(walk, RECIPE_types));
-    walk->num_arguments = PyLong_AsSsize_t(recipe_field(walk, RECIPE_num_arguments));
-    if (walk->num_arguments < 0 || walk->num_arguments > walk->size || walk->size > INT32_MAX) {
-        return fail("the recipe has a wrong size");
-    }
-    walk->rules = PyMem_Calloc(walk->size + 1, 1);
-    walk->pins = PyMem_Calloc(walk->size + 1, sizeof(int32_t));
-    if (!walk->rules || !walk->pins) return fail("out of memory");
-    if (set_types(walk) < 0 || set_rule(walk, RECIPE_frozen, FROZEN, &walk->frozen) < 0 ||
-        set_rule(walk, RECIPE_mentions, MENTION, &walk->mentions) < 0 ||
-        set_rule(walk, RECIPE_traces, OF_TRACE, &walk->traces) < 0 ||
-        set_rule(walk, RECIPE_leaves, 0, &walk->leaves) < 0 ||
-        set_rule(walk, RECIPE_objects, 0, &walk->objects) < 0 ||
-        read_positions(walk, RECIPE_first, -1, walk->mentions.count, &walk->first) < 0) {
-        return -1;
-    }
-    if (walk->first.count != walk->mentions.count) return fail("the recipe is too short");
-    return build_steps(walk);
-}
-
-static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *recipe;
-    static char *names[] = {"recipe", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &PyTuple_Type, &recipe)) {
-        return NULL;
-    }
-    if (PyTuple_GET_SIZE(recipe) != NUM_RECIPE || functions[0] == NULL) {
-        PyErr_SetString(PyExc_ValueError, "expected a recipe, after a call of set_up");
-        return NULL;
-    }
+    if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &recipe)) return NULL;
     Walk *walk = (Walk *)type->tp_alloc(type, 0);
     if (walk == NULL) return NULL;
     walk->recipe = Py_NewRef(recipe);
-    if (build(walk) < 0) Py_CLEAR(walk);
+    PyObject **fields = ((PyTupleObject *)recipe)->ob_item;
+    walk->rules = (const unsigned char *)PyBytes_AS_STRING(fields[RECIPE_rules]);
+    walk->pins = positions_of(fields[RECIPE_pins]).positions;
+    walk->types = ((PyTupleObject *)fields[RECIPE_types])->ob_item;
+    walk->expected = ((PyTupleObject *)fields[RECIPE_expected])->ob_item;
+    walk->steps = (const Step *)PyBytes_AS_STRING(fields[RECIPE_steps]);
+    walk->frozen = positions_of(fields[RECIPE_frozen]);
+    walk->mentions = positions_of(fields[RECIPE_mentions]);
+    walk->first = positions_of(fields[RECIPE_first]);
+    walk->traces = positions_of(fields[RECIPE_traces]);
+    walk->leaves = positions_of(fields[RECIPE_leaves]);
+    walk->objects = positions_of(fields[RECIPE_objects]);
+    walk->num_arguments = PyLong_AsSsize_t(fields[RECIPE_num_arguments]);
+    walk->size = PyTuple_GET_SIZE(fields[RECIPE_types]);
+    walk->num_steps = PyTuple_GET_SIZE(fields[RECIPE_expected]);
+    while (walk->num_plain_steps < walk->num_steps &&
+           walk->steps[walk->num_plain_steps].kind < STATE) {
+        walk->num_seen += walk->steps[walk->num_plain_steps++].seen >= 0;
+    }
+    walk->num_plain_items = walk->num_plain_steps < walk->num_steps
+                                ? walk->steps[walk->num_plain_steps].start
+                                : walk->size;
     return (PyObject *)walk;
 }
 
 static void Walk_dealloc(PyObject *self) {
     Walk *walk = (Walk *)self;
     PyObject_GC_UnTrack(self);
-    PyMem_Free(walk->rules);
-    PyMem_Free(walk->pins);
-    PyMem_Free(walk->steps);
     Py_XDECREF(walk->recipe);
     Py_TYPE(self)->tp_free(self);
 }
@@ -981,33 +738,6 @@ static PyTypeObject WalkType = {
  * `call` does what `LiftedFunction` and `run` in call.py do where a guard holds, no array has to be
  * placed, and only arrays of Variables change. Otherwise it leaves all, or the rest, to them. No
  * Python code runs between the program and the write-back, so no signal can come in between. */
-
-/* What call.py gives: functions, and objects that it shares with this module. */
-#define HOOKS(X) X(is_ready) X(caller) X(held) X(settle) X(complete) X(is_bounded) X(wait) \
-    X(limit) X(direct_mark)
-#define AS_HOOK(name) HOOK_##name,
-enum { HOOKS(AS_HOOK) NUM_HOOKS };
-static PyObject *hooks[NUM_HOOKS];
-
-/* The fields of tuples that are made in Python. */
-#define DIRECT(X) X(routes) X(bound) X(fun) X(observer)
-#define AS_DIRECT(name) DIRECT_##name,
-enum { DIRECT(AS_DIRECT) NUM_DIRECT };
-#define ROUTE(X) X(follow) X(names) X(plan) X(execute) X(donates) X(context_of) X(context) \
-    X(slots) X(shardings) X(avals) X(known) X(entry)
-#define AS_ROUTE(name) ROUTE_##name,
-enum { ROUTE(AS_ROUTE) NUM_ROUTE };
-#define UPDATE(X) X(written) X(returned) X(unflatten)
-#define AS_UPDATE(name) UPDATE_##name,
-enum { UPDATE(AS_UPDATE) NUM_UPDATE };
-
-/* Names of attributes, interned. */
-#define NAMES(X) X(_direct) X(_flattened) X(_failed) X(update) X(sharding) X(aval) X(num_devices)
-#define AS_NAME_INDEX(name) NAME_##name,
-enum { NAMES(AS_NAME_INDEX) NUM_NAMES };
-static PyObject *interned[NUM_NAMES];
-
-#define MAX_ARGUMENTS 32 /* of a method that is bound; with more, Python calls it */
 
 static PyObject *attribute(PyObject *object, int name) {
     return PyObject_GetAttr(object, interned[name]);
@@ -1319,117 +1049,56 @@ static PyMethodDef call_method = {
     "__call__($self, /, *args, **kwargs)\n--\n\n"
     "Calls the function; its changes are made to the caller's own objects."};
 
-/* One keyword argument of set_up, borrowed; NULL with an error set. */
-static PyObject *needed(PyObject *kwargs, const char *name) {
-    PyObject *value = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, name);
-    if (value == NULL) PyErr_Format(PyExc_TypeError, "set_up() needs the argument %s", name);
-    return value;
-}
-
-static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
-    static const char *const names[] = {FUNCTIONS(AS_NAME) SLOTS(AS_NAME)};
-    const int count = sizeof(names) / sizeof(*names);
-    for (int i = 0; i < count; i++) {
-        PyObject *value = needed(kwargs, names[i]);
-        if (value == NULL) return NULL;
-        if (i < NUM_FUNCTIONS) {
-            Py_XSETREF(functions[i], Py_NewRef(value));
-            continue;
-        }
-        PyMemberDescrObject *slot = (PyMemberDescrObject *)value;
-        if (!Py_IS_TYPE(value, &PyMemberDescr_Type) || slot->d_member->type != T_OBJECT_EX) {
-            PyErr_Format(PyExc_TypeError, "%R is not the descriptor of a slot", value);
-            return NULL;
-        }
-        enum kind kind = METADATA + i - NUM_FUNCTIONS; /* the first slot, and the following ones */
-        offsets[kind] = slot->d_member->offset;
-        Py_XSETREF(owners[kind], (PyTypeObject *)Py_NewRef(PyDescr_TYPE(slot)));
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *set_up_calls(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
-    static const char *const names[] = {HOOKS(AS_NAME)};
+/* Takes one hook or slot by its name. Returns -1 with an error set. */
+static int take(PyObject *name, PyObject *value) {
+    static const char *const names[] = {HOOKS(AS_STRING)}, *const kinds[] = {KINDS(AS_STRING)};
     for (int i = 0; i < NUM_HOOKS; i++) {
-        PyObject *value = needed(kwargs, names[i]);
-        if (value == NULL) return NULL;
+        if (PyUnicode_CompareWithASCIIString(name, names[i]) != 0) continue;
         Py_XSETREF(hooks[i], Py_NewRef(value));
+        return 0;
+    }
+    for (int i = METADATA; i <= IS_SETUP; i++) {
+        PyMemberDescrObject *slot = (PyMemberDescrObject *)value;
+        if (PyUnicode_CompareWithASCIIString(name, kinds[i]) != 0) continue;
+        if (!Py_IS_TYPE(value, &PyMemberDescr_Type) || slot->d_member->type != T_OBJECT_EX) break;
+        offsets[i] = slot->d_member->offset;
+        Py_XSETREF(owners[i], (PyTypeObject *)Py_NewRef(PyDescr_TYPE(slot)));
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "%U: %R is not the descriptor of a slot", name, value);
+    return -1;
+}
+
+static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args), PyObject *kwargs) {
+    PyObject *name, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(kwargs, &position, &name, &value)) {
+        if (take(name, value) < 0) return NULL;
     }
     Py_RETURN_NONE;
 }
 
 static PyMethodDef module_methods[] = {
-    {"set_up_calls", (PyCFunction)(void (*)(void))set_up_calls, METH_VARARGS | METH_KEYWORDS,
-     "Takes what guarded calls need from call.py."},
     {"set_up", (PyCFunction)(void (*)(void))set_up, METH_VARARGS | METH_KEYWORDS,
-     "Takes the functions that the walk calls, and the slots in which Flax keeps values."},
+     "Takes what this module needs from Python, and the slots in which Flax keeps values."},
     {NULL},
 };
 
-/* Adds a tuple of names to a dict. Returns -1 with an error set. */
-static int add_names(PyObject *fields, const char *key, const char *const *names, int count) {
-    PyObject *tuple = PyTuple_New(count);
-    for (int i = 0; i < count && tuple != NULL; i++) {
-        PyTuple_SET_ITEM(tuple, i, PyUnicode_FromString(names[i]));
-    }
-    int failed = tuple == NULL ? -1 : PyDict_SetItemString(fields, key, tuple);
-    Py_XDECREF(tuple);
-    return failed;
-}
-
-#if PY_VERSION_HEX >= 0x030C0000
-/* Whether setting and deleting an attribute changes the version of the watched dict of an object.
- * Returns -1 with an error set. */
-static int notifies_of_attributes(void) {
-    PyObject *type = PyObject_CallFunction((PyObject *)&PyType_Type, "s(){}", "Probe");
-    PyObject *object = type == NULL ? NULL : PyObject_CallNoArgs(type);
-    PyObject *dict = NULL;
-    int notifies = -1;
-    if (object != NULL && PyObject_SetAttrString(object, "x", Py_None) == 0 &&
-        (dict = PyObject_GenericGetDict(object, NULL)) != NULL) {
-        Watched *watched = watch(dict);
-        notifies = watched != NULL;
-        for (int i = 0; i < 3 && notifies == 1; i++) { /* another value, none, a new one */
-            const uint64_t version = watched->version;
-            PyObject *value = i == 0 ? Py_True : i == 1 ? NULL : Py_None;
-            const int failed = PyObject_SetAttrString(object, "x", value);
-            notifies = failed ? -1 : watched->version != version;
-        }
-        unwatch(watched);
-    }
-    Py_XDECREF(dict);
-    Py_XDECREF(object);
-    Py_XDECREF(type);
-    return notifies;
-}
-#endif
-
 static int fill_module(PyObject *module) {
-    static const char *const attributes[] = {NAMES(AS_NAME)}, *const route[] = {ROUTE(AS_NAME)};
-    static const char *const kinds[] = {KINDS(AS_NAME)}, *const recipe[] = {RECIPE(AS_NAME)};
-    static const char *const pins[] = {PINS(AS_NAME)};
+    static const char *const names[] = {NAMES(AS_STRING)};
 #if PY_VERSION_HEX >= 0x030C0000
     if (watcher < 0) watcher = PyDict_AddWatcher(on_change);
     if (watcher < 0) PyErr_Clear(); /* none are left */
-    const int notifies = notifies_of_attributes();
-    if (notifies < 0) return -1;
-    is_silent_inline = !notifies;
 #endif
     for (int i = 0; i < NUM_NAMES; i++) {
-        if ((interned[i] = PyUnicode_InternFromString(attributes[i])) == NULL) return -1;
+        if ((interned[i] = PyUnicode_InternFromString(names[i])) == NULL) return -1;
     }
     PyObject *method = PyDescr_NewMethod(&PyBaseObject_Type, &call_method);
     if (method == NULL || PyModule_AddObject(module, "call", method) < 0) return -1;
-    if (PyType_Ready(&WalkType) < 0 || PyType_Ready(&FollowerType) < 0) return -1;
-    PyObject *fields = PyDict_New();
-    int failed = fields == NULL || add_names(fields, "Kind", kinds, NUM_KINDS) < 0 ||
-                 add_names(fields, "Recipe", recipe, NUM_RECIPE) < 0 ||
-                 add_names(fields, "Pins", pins, NUM_PINS) < 0 ||
-                 add_names(fields, "Route", route, NUM_ROUTE) < 0 ||
-                 PyModule_AddObjectRef(module, "FIELDS", fields) < 0 ||
-                 PyModule_AddObjectRef(module, "Walk", (PyObject *)&WalkType) < 0;
-    Py_XDECREF(fields);
-    return failed ? -1 : 0;
+    if (PyType_Ready(&FollowerType) < 0 || PyModule_AddType(module, &WalkType) < 0) return -1;
+    return PyModule_AddStringConstant(module, "FIELDS",
+                                      "Kind" KINDS(AS_TEXT) " Recipe" RECIPE(AS_TEXT) " Pins" PINS(
+                                          AS_TEXT) " Route" ROUTE(AS_TEXT));
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -27,17 +27,34 @@ class Kind(enum.IntEnum):
     STATIC = 10  # another static object: its parts; its kind
 
 
+class Rule(enum.IntFlag):
+    """How an item of the stream is compared."""
+
+    FROZEN = 1  # with a pin, by value
+    MENTION = 2  # with a pin, by its id
+    TYPED = 4  # by its type
+    OF_TRACE = 8  # it says to which trace the graph belongs, so only within the same graph
+
+
+# The columns of ``Recipe.steps``: the kind, the position that is opened, that of the first part,
+# the step that appends what is opened (-1 for an argument), and the number of the step among those
+# whose items are remembered (-1 for one that reads each time).
+NUM_COLUMNS = 5
+
+
 class Recipe(NamedTuple):
     """How to walk all graphs of one structure whose attributes have one order.
 
-    Each step opens one item of the stream, and appends what it holds.
+    Each step opens one item of the stream, and appends what it holds. The steps that run no Python
+    code come first.
     """
 
-    kinds: bytes  # of the steps, one byte each
-    opened: Positions  # what each step opens
+    steps: bytes  # rows of 32-bit integers
     expected: tuple[Any, ...]  # for each step: names, keys, length, treedef or kind
     # of all opened items and arrays; None for the rest of the stream
     types: tuple[type | None, ...]
+    rules: bytes  # by position, one byte each
+    pins: bytes  # by position, the number among ``frozen`` or ``mentions``, as a 32-bit integer
     frozen: Positions  # of statics that are compared by value
     mentions: Positions  # of objects, once for each mention
     first: bytes  # for each mention, the number of the first of its object; -1 for a fixed object
@@ -45,6 +62,10 @@ class Recipe(NamedTuple):
     leaves: Positions  # of the arrays, by slot
     objects: Positions  # of the first mention of each object, by index
     num_arguments: int
+
+    def rows(self) -> np.ndarray[Any, Any]:
+        """The steps as a table."""
+        return np.frombuffer(self.steps, np.int32).reshape(-1, NUM_COLUMNS)
 
 
 class Pins(NamedTuple):

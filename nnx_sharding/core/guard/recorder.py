@@ -11,17 +11,14 @@ from ... import _compat
 from ..static_equality import Content, Static
 from ..static_parts import has_only_dict
 from ..treedefs import PyTreeDef, is_leaf_treedef
-from .recipe import Kind, Pins, Recipe, packed
+from .recipe import Kind, Pins, Recipe, Rule, packed
 from .walk import ids_of, open_tree
 
 _Places = list[int]
-_Step = tuple[Kind, int, Any, range]  # as in a recipe, and the positions of what it adds
 NOWHERE = -1  # a position of what is not in the stream
 
 # How an item of the stream is compared: by value, by identity, or not, or in another way.
 _OPEN, _FROZEN, _IDENTITY = range(3)
-
-_LATE = 1 << 20  # deeper than any graph
 
 
 def rule_of(child: Any) -> int:
@@ -48,7 +45,8 @@ class WalkRecorder:
         self._num_arguments = len(arguments)
         self._stream = [*arguments]
         self._rules = bytearray(len(arguments))  # by position
-        self._steps: list[_Step] = []
+        self._steps: list[tuple[Kind, int, int]] = []  # and what is opened and added first
+        self._expected: list[Any] = []  # by step
         self._traces: list[int] = []
         self._mentions: dict[int, int] = {}  # by position: the index of the object
         self._fixed: set[int] = set()  # the indices of objects that must stay the same
@@ -60,9 +58,9 @@ class WalkRecorder:
         start = len(self._stream)
         self._stream += parts
         self._rules += rules or bytes(len(parts))
-        added = range(start, len(self._stream))
-        self._steps.append((kind, position, expected, added))
-        return added
+        self._steps.append((kind, position, start))
+        self._expected.append(expected)
+        return range(start, len(self._stream))
 
     def add_static(self, position: int, value: Any, static: Static) -> None:
         """Notes a static value that cannot change."""
@@ -148,29 +146,39 @@ class WalkRecorder:
 
     def recipe_and_pins(self) -> tuple[Recipe, Pins] | None:
         """The path through the graph, and what is there; None for a graph of another trace."""
-        if not _compat.are_current(self._stream[position] for position in self._traces):
+        stream, size = self._stream, len(self._stream)
+        if not _compat.are_current(stream[position] for position in self._traces):
             return None
-        stream, place, steps = self._in_order()
-        opened, leaves = place[[step[1] for step in steps]], place[self.leaves]
-        types: list[type | None] = [None] * len(stream)
+        steps, expected, place, stream = self._in_order()
+        kinds, opened, starts = steps.T
+        leaves = place[self.leaves]
+        types: list[Any] = [None] * size
         for position in (*opened.tolist(), *leaves.tolist()):
             types[position] = type(stream[position])
-        rules = np.frombuffer(self._rules, np.uint8)
-        frozen, alone = place[rules == _FROZEN], place[rules == _IDENTITY]
+        own = np.frombuffer(self._rules, np.uint8)
+        frozen, alone = place[own == _FROZEN], place[own == _IDENTITY]
         mentions = np.concatenate([alone, place[[*self._mentions]]])
         in_order = np.argsort(mentions)
         mentions = mentions[in_order]
         indices = np.array([-1] * len(alone) + [*self._mentions.values()], int)[in_order]
         _, first, number = np.unique(indices, return_index=True, return_inverse=True)
+        traces = place[self._traces]
+        rules, pins = np.zeros((2, size), int)
+        rules[[kind is not None for kind in types]] |= Rule.TYPED
+        rules[traces] |= Rule.OF_TRACE
+        for rule, positions in ((Rule.FROZEN, frozen), (Rule.MENTION, mentions)):
+            rules[positions] |= rule
+            pins[positions] = np.arange(len(positions))
         recipe = Recipe(
-            kinds=bytes([step[0] for step in steps]),
-            opened=packed(opened),
-            expected=tuple([step[2] for step in steps]),
+            steps=packed(np.column_stack([steps, *self._readers(kinds, opened, starts, types)])),
+            expected=tuple(expected),
             types=tuple(types),
+            rules=rules.astype(np.uint8).tobytes(),
+            pins=packed(pins),
             frozen=packed(frozen),
             mentions=packed(mentions),
             first=packed(np.where(np.isin(indices, [-1, *self._fixed]), -1, first[number])),
-            traces=packed(place[self._traces]),
+            traces=packed(traces),
             leaves=packed(leaves),
             objects=packed(place[self.objects]),
             num_arguments=self._num_arguments,
@@ -178,20 +186,46 @@ class WalkRecorder:
         pinned, known = (map(stream.__getitem__, own.tolist()) for own in (frozen, mentions))
         return recipe, Pins(tuple(pinned), ids_of(known))
 
-    def _in_order(self) -> tuple[list[Any], np.ndarray[Any, Any], list[_Step]]:
-        """The stream, where its old items are, and the steps: by depth and kind, which is faster.
+    def _in_order(self) -> tuple[np.ndarray[Any, Any], list[Any], np.ndarray[Any, Any], list[Any]]:
+        """The steps, what they expect, the place of each item of the stream, and the stream.
 
         Reading the late kinds runs Python code, so they come last, with what depends on them.
         """
-        depths, keys = [0] * len(self._stream), []
-        for kind, position, _, added in self._steps:
-            depth = depths[position] + 1
-            if kind >= Kind.STATE:
-                depth = max(depth, _LATE)
-            depths[added.start : added.stop] = [depth] * len(added)
-            keys.append((depth, kind))
-        steps = [self._steps[i] for i in sorted(range(len(keys)), key=keys.__getitem__)]
-        order = [*range(self._num_arguments)]
-        for step in steps:
-            order += step[3]
-        return [self._stream[i] for i in order], np.argsort(order), steps
+        stream, size = self._stream, len(self._stream)
+        steps = np.array(self._steps, np.int32).reshape(-1, 3)
+        kinds, opened, starts = steps.T
+        if not (kinds >= Kind.STATE).any():
+            return steps, self._expected, np.arange(size), stream
+        ends = np.append(starts[1:], size)
+        is_late, late_steps = np.zeros(size, bool), kinds >= Kind.STATE
+        for i, (position, start, end) in enumerate(zip(opened, starts, ends, strict=True)):
+            late_steps[i] |= is_late[position]
+            is_late[start:end] = late_steps[i]
+        order, step_order = (np.argsort(x, kind="stable") for x in (is_late, late_steps))
+        place, counts = np.argsort(order), (ends - starts)[step_order]
+        starts = self._num_arguments + np.cumsum(counts) - counts
+        steps = np.column_stack([kinds[step_order], place[opened[step_order]], starts])
+        expected = [self._expected[i] for i in step_order.tolist()]
+        return steps, expected, place, [stream[i] for i in order.tolist()]
+
+    def _readers(
+        self,
+        kinds: np.ndarray[Any, Any],
+        opened: np.ndarray[Any, Any],
+        starts: np.ndarray[Any, Any],
+        types: Sequence[Any],
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The last columns of the steps: which step reads the item, and which are remembered.
+
+        The content of dicts is remembered, and that of tuples in them, which then is the same.
+        """
+        readers = np.full(len(types), -1)
+        counts = np.diff(starts, append=len(types))
+        readers[self._num_arguments :] = np.repeat(np.arange(len(starts)), counts)
+        parents = readers[opened]
+        is_plain = np.logical_and.accumulate(kinds < Kind.STATE)
+        remembered = is_plain & np.isin(kinds, (Kind.NODE, Kind.DICT, Kind.METADATA))
+        for i in np.flatnonzero(is_plain & (kinds == Kind.SEQUENCE)):
+            is_tuple = issubclass(types[opened[i]], tuple)
+            remembered[i] = is_tuple and parents[i] >= 0 and remembered[parents[i]]
+        return parents, np.where(remembered, np.cumsum(remembered) - 1, -1)

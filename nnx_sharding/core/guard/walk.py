@@ -26,7 +26,7 @@ from ..static_equality import opened as open_static
 from ..static_equality import value_key
 from ..treedefs import aux_of
 from ..unflatten import picker
-from .recipe import Kind, Match, Pins, Recipe, Route, unpacked
+from .recipe import NUM_COLUMNS, Kind, Match, Pins, Recipe, Route, unpacked
 
 # For some items: what must be equal for each, and what is appended to the stream for all.
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
@@ -177,32 +177,24 @@ def _in_order(
     recipe: Recipe,
 ) -> Iterator[tuple[Kind, Sequence[int], Sequence[Any], Sequence[range]]]:
     """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
-    opened = unpacked(recipe.opened)
-    depths = dict.fromkeys(range(recipe.num_arguments), 0)  # by position
+    kinds, opened, starts, *_ = recipe.rows().T.tolist() or [[]] * NUM_COLUMNS
+    depths = [0] * len(recipe.types)  # by position
     items: list[tuple[tuple[int, int], Kind, int, Any, range]] = []
-    for kind, position, own in zip(map(Kind, recipe.kinds), opened, recipe.expected, strict=True):
-        parts = range(len(depths), len(depths) + _num_parts(kind, own))
-        depths.update(dict.fromkeys(parts, depths[position] + 1))
-        items.append(((depths[position], kind), kind, position, own, parts))
-    inner, last = {*opened}, max(depths.values(), default=0) + 1
+    ends = [*starts[1:], len(depths)]
+    for *step, start, end in zip(kinds, opened, recipe.expected, starts, ends, strict=True):
+        kind, position, expected = step
+        depth, parts = depths[position], range(start, end)
+        depths[start:end] = [depth + 1] * len(parts)
+        items.append(((depth, kind), Kind(kind), position, expected, parts))
+    inner, last = {*opened}, max(depths, default=0) + 1
     items = [
         item if not inner.isdisjoint(item[-1]) else ((last, _LAST.index(item[1])), *item[1:])
         for item in items
     ]
     items.sort(key=operator.itemgetter(0))
     for _, group in itertools.groupby(items, operator.itemgetter(0)):
-        _, kinds, positions, expected, ranges = zip(*group, strict=True)
-        yield kinds[0], positions, expected, ranges
-
-
-def _num_parts(kind: Kind, expected: Any) -> int:
-    if kind is Kind.TREE:
-        return int(expected.num_leaves) + len([*aux_of(expected)])
-    if kind is Kind.STATIC:
-        return int(expected[1])
-    if kind is Kind.SEQUENCE:
-        return int(expected)
-    return 1 if expected is None else len(expected)
+        _, group_kinds, positions, expected, ranges = zip(*group, strict=True)
+        yield group_kinds[0], positions, expected, ranges
 
 
 def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -250,7 +242,8 @@ def _load_walk() -> Any:
             )
         return PythonWalk
     tuples = {"Recipe": Recipe._fields, "Pins": Pins._fields, "Route": Route._fields}
-    fields = {"Kind": tuple(Kind.__members__), **tuples}
+    shared = {"Kind": tuple(Kind.__members__), **tuples}
+    fields = " ".join(word for name, own in shared.items() for word in (name, *own))
     if getattr(_walk, "FIELDS", None) != fields:
         raise RuntimeError(
             f"{_walk.__file__} was compiled from another version of nnx_sharding. Install it "
