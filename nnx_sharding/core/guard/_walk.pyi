@@ -3,7 +3,7 @@ from typing import Any
 
 from .recipe import Match, Pins, Recipe
 
-FIELDS: dict[str, tuple[str, ...]]
+FIELDS: str
 
 class Walk:
     def __init__(self, recipe: Recipe) -> None: ...
@@ -11,12 +11,4 @@ class Walk:
     def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None: ...
 
 def call(self: Any, *args: Any, **kwargs: Any) -> Any: ...
-def set_up_calls(**hooks: Any) -> None: ...
-def set_up(
-    *,
-    get_mapping: Callable[..., Any],
-    open_tree: Callable[..., Any],
-    open_static: Callable[..., Any],
-    same_value: Callable[..., Any],
-    **slots: Any,
-) -> None: ...
+def set_up(**hooks_and_slots: Any) -> None: ...
