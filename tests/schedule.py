@@ -66,7 +66,6 @@ GATE = (
     "docs.py::test_page[docs/cookbook/evaluation.md]",
     "docs.py::test_page[docs/cookbook/from_nnx_jit.md]",
     "docs.py::test_page[docs/cookbook/from_torch.md]",
-    "docs.py::test_page[docs/cookbook/fsdp.md]",
     "docs.py::test_page[docs/cookbook/lora.md]",
     "docs.py::test_page[docs/cookbook/mixed_precision.md]",
     "docs.py::test_page[docs/cookbook/offload.md]",
