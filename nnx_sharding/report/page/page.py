@@ -18,9 +18,8 @@ from ..program import ProgramReport
 
 # In the order of use; `main` runs at the end.
 _SCRIPT = (
-    *("nodes", "numbers", "figures", "table", "mesh", "cost"),
-    *("parameters", "modules", "activations", "collectives", "hlo"),
-    *("comparison", "changes", "main"),
+    *("nodes", "table", "cost", "mesh", "arrays"),
+    *("modules", "program", "collectives", "main"),
 )
 
 

@@ -1,5 +1,6 @@
 // What the devices exchange.
 
+const axesOf = (collective) => sortedAxes(collective.axes);
 const axesKeyOf = (collective) => axesText(axesOf(collective));
 
 function sumsTable(collectives) {
@@ -11,12 +12,12 @@ function sumsTable(collectives) {
     };
     return { label, head, number: true, cell: (kind) => cell([kind]), total: cell };
   };
-  const columns = [{ label: "Kind", cell: (kind) => kind }];
+  const columns = [{ label: "Kind", value: (kind) => kind }];
   for (const [axes, chosen] of Map.groupBy(collectives, axesKeyOf))
     columns.push(column(axes, chosen, axesNode(axesOf(chosen[0]))));
   columns.push(column("All axes", collectives));
   const rows = [...new Set(collectives.map(({ kind }) => kind))];
-  return tableOf({ name: "Bytes sent by kind and axes", columns, rows });
+  return tableOf({ name: "Bytes sent by kind and axes", columns, rows }).node;
 }
 
 function origin({ source, operation }) {
@@ -26,7 +27,7 @@ function origin({ source, operation }) {
 }
 
 /** What a collective is for, with the parameters, or else the module that it is in. */
-function purpose({ purpose, parameters, module }) {
+function purposeOf({ purpose, parameters, module }) {
   const [first, ...rest] = parameters;
   const words = first ? first + (rest.length ? ` and ${rest.length} more` : "") : module;
   const all = { title: parameters.join("\n") };
@@ -39,30 +40,32 @@ function runs({ times, in_loop, conditional }) {
   return el("span", { title: "in a loop of unknown length" }, "loop");
 }
 
-function collectivesSection(report, showInProgram) {
-  const { collectives } = report;
-  const [id, name, noun] = ["collectives", "Collectives", "collective"];
+function collectivesSection({ collectives, hlo }) {
+  const [id, name] = ["collectives", "Collectives"];
   if (!collectives) return section(id, name, note(NOT_READ));
   if (!collectives.length) return section(id, name, note("The devices exchange nothing."));
-  const link = (code, find) => linkButton(code, find, "Find it in the program");
-  const instruction = ({ name }) =>
-    report.hlo ? link(el("code", name), () => showInProgram(name)) : el("code", name);
-  const groups = (c) => `${c.num_groups} of ${c.group_size}`;
+  const instruction = ({ name }) => {
+    const code = el("code", name);
+    return hlo ? linkButton(code, () => find(`${name} =`), "Find it in the program") : code;
+  };
   const columns = [
     { label: "Kind", value: (c) => c.kind },
     { label: "Instruction", value: (c) => c.name, cell: instruction },
     { label: "Axes", value: axesKeyOf, cell: (c) => axesNode(axesOf(c)) },
-    { label: "Groups", value: (c) => c.group_size, cell: groups },
-    { label: "Purpose", value: (c) => c.purpose, cell: purpose },
-    { label: "Origin", value: (c) => c.source ?? c.operation, cell: origin },
+    { label: "Groups", value: (c) => `${c.num_groups} of ${c.group_size}` },
+    {
+      label: "Purpose",
+      value: (c) => [c.purpose, ...c.parameters, c.module].join(" "),
+      cell: purposeOf,
+    },
+    { label: "Origin", value: (c) => [c.source, c.operation].join(" "), cell: origin },
     { label: "Runs", value: (c) => c.times ?? Infinity, number: integer, cell: runs },
     { label: "Bytes", value: (c) => c.bytes, number: bytes },
     summed("Bytes sent", bytesSent, bytes),
   ];
-  const search = (c) => [axesKeyOf(c), ...Object.values(c)];
-  const table = tableOf({ name, noun, columns, rows: collectives, search });
+  const table = tableOf({ name, noun: "collective", columns, rows: collectives });
   const title = el("strong", `Each collective (${integer(collectives.length)})`);
   const all = el("details", { open: collectives.length <= 20 }, el("summary", title), table.node);
   const words = note("Bytes that one device sends in one call, and how many instructions send them");
-  return section(id, name, words, sumsTable(collectives).node, all);
+  return section(id, name, words, sumsTable(collectives), all);
 }

@@ -31,8 +31,9 @@ function curve(phases) {
   const line = el("div.curve", phases.map(piece));
   const oninput = () => line.style.setProperty("width", `${100 * zoom.value}%`);
   const zoom = el("input", { type: "range", min: 1, max: 30, value: 1, "aria-label": "Zoom", oninput });
-  const words = note("Memory over the schedule; the backward pass is highlighted. Zoom: ");
-  return [el("div.controls", words, zoom), el("div", { tabindex: 0, role: "region" }, line)];
+  const words = "Memory over the schedule; the backward pass is highlighted.";
+  const region = el("div", { tabindex: 0, role: "region", "aria-label": words }, line);
+  return [el("div.controls", note(words, " Zoom: "), zoom), region];
 }
 
 function modulesSection({ by_module }) {
@@ -43,19 +44,18 @@ function modulesSection({ by_module }) {
     Object.entries(at_peak ?? {}).map(([kind, size]) => [kind, " ", bytes(size), el("br")]);
   const columns = [
     { label: "Module", value: passOf, cell: (row) => el("code.path", passOf(row)) },
-    { label: "Holds", value: ({ at_peak }) => Object.keys(at_peak ?? {})[0], cell: kinds },
-    summed("At the peak", heldBy, bytes),
-    summed("Flops", (row) => row.flops, count),
+    { label: "Holds", value: ({ at_peak }) => Object.keys(at_peak ?? {}).join(" "), cell: kinds },
+    summed("At the peak", heldBy, bytes, "held when the device holds most"),
+    summed("Flops", (row) => row.flops, flops),
     summed("Bytes accessed", (row) => row.bytes_accessed, bytes),
     summed("Bytes sent", (row) => row.bytes_sent, bytes),
-    { label: "At least", value: (row) => row.seconds, number: time },
+    { label: "At least", value: (row) => row.seconds, number: time, words: "at peak rates" },
   ];
-  const search = (row) => [passOf(row), ...Object.keys(row.at_peak ?? {})];
-  const table = tableOf({ name: title, noun: "module", columns, rows, search });
-  const figures = { "At the peak": [heldBy, byteText], Flops: [(row) => row.flops, countText] };
+  const table = tableOf({ name: title, noun: "module", columns, rows });
+  const figures = { "At the peak": [heldBy, byteText], Flops: [(row) => row.flops, flopText] };
   const picture = el("div");
   const draw = (name) => picture.replaceChildren(icicle(rows, ...figures[name]));
-  const choice = choiceOf("Figure", Object.keys(figures), "At the peak", draw);
+  const choice = choiceOf("Figure", Object.keys(figures), draw);
   draw("At the peak");
   const sizes = [bytes(peak), " in use at the peak, ", bytes(unattributed), " of it not attributed; "];
   const words = note(why ? `${why}. ` : [sizes, bytes(reserved), " more for code and gaps."]);

@@ -76,16 +76,16 @@ function partNode(text, part, matches, pattern, isOpen) {
   return node;
 }
 
-/** The section, and a function that searches the program for a text and scrolls to it. */
+let find = () => {}; // searches the program for a text, and scrolls to it
+
 function programSection({ hlo }) {
-  const empty = note("The report has no program text.");
-  if (!hlo) return { node: section("program", "Program", empty) };
+  if (!hlo) return section("program", "Program", note("The report has no program text."));
   const parts = partsOf(hlo);
   const [list, result] = [el("div"), el("output", { "aria-live": "polite" })];
   let [pattern, counts] = [null, new Map()];
   const nodeOf = (part) => partNode(hlo, part, counts.get(part), pattern, counts.size <= 3);
   const lines = growing(list, nodeOf);
-  function find(query) {
+  function search(query) {
     const escaped = query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
     pattern = query ? new RegExp(`(${escaped})`, "gi") : null;
     counts = new Map();
@@ -98,15 +98,15 @@ function programSection({ hlo }) {
     const all = `${many(parts.length, "part")}, ${byteText(hlo.length)} of text`;
     result.textContent = pattern ? `${found} in ${many(counts.size, "part")}` : all;
   }
-  find("");
-  const box = searchBox("Search the program", find);
+  search("");
+  const box = searchBox("Search the program", search);
   const controls = el("div.controls", box, result);
   const node = section("program", "Program", controls, el("div", list, lines.more));
-  const show = (query) => {
+  find = (query) => {
     box.value = query;
-    find(query);
+    search(query);
     node.scrollIntoView();
     box.focus({ preventScroll: true });
   };
-  return { node, show };
+  return node;
 }
