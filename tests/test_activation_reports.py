@@ -24,7 +24,7 @@ from nnx_sharding.analysis import collectives_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.origins import origins
 from nnx_sharding.analysis.purposes import module_of, operations
-from nnx_sharding.partition import fsdp, tensor_parallel, zero1
+from nnx_sharding.partition import fsdp, tensor_parallel, with_sharding_constraint, zero1
 from nnx_sharding.report import ProgramReport
 from nnx_sharding.testing import assert_gathers_weights, assert_no_resharding
 
@@ -476,6 +476,56 @@ def test_zero1_gathers_results():
     assert {one.purpose for one in found} == {"gradient", "result"}
     sizes = [one.bytes for one in found if one.purpose == "result"]
     assert sorted(sizes) == [WIDTH * HIDDEN * 4] * 2
+    updated = {path for one in found if one.purpose == "result" for path in one.parameters}
+    assert updated == {"model.up.kernel", "model.down.kernel"}
+
+
+def test_gathered_updates_name_the_parameter():
+    """With donation, XLA adds a gathered update to a replicated parameter."""
+    mesh = mesh_of((8,), ("data",))
+    blocks = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0)))
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(blocks, optax.adam(1e-3), wrt=nnx.Param))
+    sharding = zero1(blocks, optimizer=optimizer, mesh=mesh, min_size=0)
+    options = {"in_shardings": (sharding, sharding, P("data")), "mesh": mesh}
+    step = jit(train_step, donate_argnums=(0, 1), **options)
+    x = jax.ShapeDtypeStruct((512, WIDTH), "float32")
+    found = step.lower(blocks, optimizer, x).compile().collectives()
+    gathers = found.of("all-gather")
+    assert len(gathers) == 6 and {one.purpose for one in gathers} == {"result"}
+    names = {f"model.blocks[{i}].{kind}.kernel" for i in range(3) for kind in ("up", "down")}
+    assert {path for one in gathers for path in one.parameters} == names
+    # Those of modules in a list are one row, which fits a terminal.
+    lines = [line for line in str(found).splitlines() if line.startswith("all-gather")]
+    ends = ("locks[*].up.kernel (3 ×)", "cks[*].down.kernel (3 ×)")
+    assert len(lines) == 2 and all(any(end in line for end in ends) for line in lines)
+    assert max(map(len, str(found).splitlines())) <= 100
+
+
+class Blocks(nnx.Module):
+    """A list of modules that are alike."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([MLP(rngs, WIDTH, HIDDEN) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_cache_is_no_parameter():
+    mesh = mesh_of((8,), ("data",))
+    state = nnx.Dict(cache=nnx.Cache(jnp.ones((8, 64))), kernel=nnx.Param(jnp.ones((8, 64))))
+
+    def read(state):
+        every = (with_sharding_constraint(state[name][...], P()) for name in ("cache", "kernel"))
+        return [use(jnp.sin(value)) for value in every]
+
+    specs = StateSharding({...: P("data")})
+    fun = jit(read, in_shardings=(specs,), mesh=mesh, out_shardings=P())
+    found = fun.lower(state).compile().collectives()
+    purposes = {one.parameters: one.purpose for one in found.of("all-gather")}
+    assert purposes == {("state.cache",): "state", ("state.kernel",): "parameter"}
 
 
 def test_activations_that_the_compiler_moves():

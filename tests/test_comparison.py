@@ -19,12 +19,13 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+import reports
 from models import MLP, P, mesh_of
 from nnx_sharding import _compat, jit
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, planning_mesh, replicated, sharded_init, tensor_parallel
-from nnx_sharding.report import Comparison, Strategy, compare, diff
+from nnx_sharding.report import Comparison, ProgramReport, Strategy, compare, diff
 from nnx_sharding.report.changes import Change, Changes
 from nnx_sharding.report.comparison import Failure, why_unknown
 
@@ -408,6 +409,23 @@ class DiffTest(parameterized.TestCase):
         assert not changes
         assert changes.made_with == {"jax": (jax.__version__, "0.99")}
         assert str(changes) == f"made with jax {jax.__version__} → 0.99\nno changes"
+
+    def test_modules(self):
+        before = ProgramReport.from_dict(reports.report())
+        table = before.by_module
+        first = dataclasses.replace(table.rows[0], flops=2000, at_peak={"parameters": 4096})
+        more = dataclasses.replace(table, rows=(first, *table.rows[1:]))
+        changes = diff(before, dataclasses.replace(before, by_module=more))
+        up = "model.blocks[0].up"
+        assert [str(change) for change in changes] == [
+            f"{up}: at the peak: 12.0 KiB → 4.00 KiB (-66.7%)",
+            f"{up}: flops: 1.00 k → 2.00 k (+100.0%)",
+        ]
+        assert not changes.grown()  # the totals are the same
+        assert not diff(before, dataclasses.replace(before, by_module=None))
+        both = Comparison({"a": before, "b": dataclasses.replace(before, by_module=more)})
+        lines = [line.split() for line in str(both).splitlines()]
+        assert ["model.blocks", "14.0", "KiB", "6.00", "KiB"] in lines
 
     def test_threshold(self):
         report = planned().reports["dp"]

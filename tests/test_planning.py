@@ -196,13 +196,17 @@ def test_variants_in_the_order_of_preference():
     options = {"devices": 8, "strategies": "dp", "donate_argnums": (0, 1)}
     all_fit = plan(variants, model, optimizer, x, **options)
     assert [*all_fit.candidates] == ["dp, data 8, 1 microbatches"]
+    assert all_fit.comparison.compiled[all_fit.best.name].by_module is None
     assert all_fit.ruled_out == {
         f"dp, data 8, {n} microbatches": "dp, data 8, 1 microbatches fits" for n in (2, 4)
     }
     peak = all_fit.comparison.figures["dp, data 8, 1 microbatches"]["peak"]
-    frugal = plan(variants, model, optimizer, x, memory_limit=peak - 1, **options)
+    options |= {"memory_limit": peak - 1, "by_module": True}
+    frugal = plan(variants, model, optimizer, x, **options)
     assert frugal.best.variant == "2 microbatches"
     assert [*frugal.candidates] == [f"dp, data 8, {n} microbatches" for n in (2, 1)]
+    found = [report.by_module for report in frugal.comparison.compiled.values()]
+    assert found[0].peak and found[1] is None
     assert [*frugal.ruled_out] == ["dp, data 8, 4 microbatches"]
 
 

@@ -231,6 +231,14 @@ def test_comparison():
             load(data)
 
 
+def test_notebooks_have_a_font_of_their_own():
+    shown = load(reports.report())
+    state = StateSharding({nnx.PathContains("<b>"): P("data"), ...: P()})
+    for each in shown, shown.roofline, shown.memory, state:
+        html = each._repr_html_()
+        assert "font-family: monospace" in html and "<b>" not in html
+
+
 def test_table_of_a_module_prints_itself():
     assert "up/kernel" in str(parameter_table(MLP()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import PurePath
@@ -56,11 +57,12 @@ class Collective:
         other branches. None in a loop of unknown length.
       operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
       source: the line of the user's code, such as ``model.py:12``.
-      purpose: ``parameter`` if it moves parameters or other Variables to where they are used;
-        ``gradient`` if it sums or moves gradients of parameters; ``sum`` if it adds up partial
-        results of an operation; ``result`` if it moves what the program returns; ``reshard`` if it
-        moves anything else, such as activations. None if the arguments are not known.
-      parameters: the paths of the parameters.
+      purpose: ``parameter`` if it moves parameters to where they are used; ``state`` if it does so
+        with other Variables, such as a cache; ``gradient`` if it sums or moves gradients of
+        parameters; ``sum`` if it adds up partial results of an operation; ``result`` if it moves
+        what the program returns; ``reshard`` if it moves anything else, such as activations. None
+        if the arguments are not known.
+      parameters: the paths of the parameters or other Variables; for results, of those updated.
       module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.
       pairs: the devices from and to which a permutation sends, by their positions in the mesh.
     """
@@ -176,7 +178,11 @@ class Collectives(tuple[Collective, ...], Pictured):
             yield text("no collectives")
             return
         header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
-        yield table(header, map(_cells, self))
+        rows = []
+        for (*cells, of, source), count in Counter(map(_alike, self)).items():
+            number = f" ({count} ×)" * (count > 1)
+            rows.append((*cells, _end(of, 26 - len(number)) + number, _end(source, 15)))
+        yield table(header, rows)
         remark = " or more, as a loop is of unknown length" * self.has_unknown_times
         remark += ", of conditionals the branch that sends most" * any(
             one.conditional for one in self
@@ -195,8 +201,28 @@ def _cells(one: Collective) -> tuple[str, ...]:
     return one.kind, axes_text(one.axes), *sizes, times, one.purpose or "", one.of, one.source or ""
 
 
+def _alike(one: Collective) -> tuple[str, ...]:
+    """The cells of one, the same for those of modules in one list."""
+    *cells, of, source = _cells(one)
+    if one.parameters:
+        first, *rest = one.parameters
+        of = first + f" +{len(rest)}" * bool(rest)
+    return *cells, _INDEX.sub("[*]", _FUNCTION.sub("", of)), source
+
+
+def _end(name: str, most: int) -> str:
+    """The end of a long name, for a table that fits into 100 columns."""
+    return f"…{name[1 - most :]}" if len(name) > most else name
+
+
+_INDEX, _FUNCTION = re.compile(r"\[\d+\]"), re.compile(r"^jit\([^/]*\)/")
+
+
 def collectives_of(
-    hlo: str | Module, mesh: Any = None, arguments: Iterable[ParameterRow] | None = None
+    hlo: str | Module,
+    mesh: Any = None,
+    arguments: Iterable[ParameterRow] | None = None,
+    results: Sequence[str | None] = (),
 ) -> Collectives | None:
     """Lists the collectives of a compiled program.
 
@@ -207,6 +233,7 @@ def collectives_of(
         counted in its order, as JAX assigns them. None leaves the axes unknown.
       arguments: the rows of its arguments, from ``Compiled.parameters()``. None leaves the purposes
         unknown.
+      results: the path of the Variable that each array of its result updates, or None.
 
     Returns:
       The collectives, in the order of the text. None if a part of it is not understood.
@@ -234,7 +261,7 @@ def collectives_of(
     positions = positions_of(mesh) if module.num_devices != math.prod(sizes.values()) else {}
     uses: Mapping[str, Use] = {}
     if found and arguments is not None:
-        uses = uses_of(module, found, arguments)
+        uses = uses_of(module, found, arguments, results)
     every = [
         _collective(module, *one, sizes, positions, uses.get(one[1].name, Use())) for one in found
     ]

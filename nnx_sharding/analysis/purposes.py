@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from .hlo import Module
 from .instructions import Computation, Instruction, arrays
+from .opcodes import ELEMENTWISE, TRANSCENDENTAL
 from .origins import WEIGHTED, origins
 from .parameters import ParameterRow
 
-Purpose: TypeAlias = Literal["parameter", "gradient", "sum", "result", "reshard"]
+Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", "reshard"]
 
 
 class Use(NamedTuple):
@@ -27,14 +28,18 @@ def uses_of(
     module: Module,
     collectives: Sequence[tuple[Computation, Instruction]],
     rows: Iterable[ParameterRow],
+    updated: Sequence[str | None] = (),
 ) -> dict[str, Use]:
-    """What each collective of a program with these arguments is for, by name."""
+    """What each collective of a program with these arguments is for, by name.
+
+    ``updated`` has the path of the Variable that each array of the result updates.
+    """
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
     names = (one.name for _, one in collectives)
     arguments = [row.path for row in used] if inputs_of(module, used) else []
     computed_from = origins(module, names, arguments, variables.paths)
-    results = _results(module)
+    results = _results(module, updated)
     return {
         one.name: _use(
             one,
@@ -42,7 +47,7 @@ def uses_of(
             computed_from.get(one.name, ()),
             variables,
             _lengths(module, computation),
-            one.name in results,
+            results.get(one.name),
         )
         for computation, one in collectives
     }
@@ -100,11 +105,13 @@ class _Variables:
 
     def __init__(self, rows: Iterable[ParameterRow]):
         self.paths: set[str] = set()
+        self.states: set[str] = set()  # those that are not parameters
         self.modules: set[str] = set()  # the paths of all modules that contain them
         # Those that may have gradients: of the program (None), and of each module.
         self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
+            self.states.update([row.path] if row.variable in _WITHOUT_GRADIENT else [])
             around = [row.path[: match.start()] for match in _PART.finditer(row.path)]
             self.modules.update(around)
             own = [path for path in around if "." not in row.path[len(path) + 1 :]]
@@ -151,7 +158,7 @@ def _use(
     operands: Sequence[frozenset[str]],
     variables: _Variables,
     lengths: Collection[int | None],
-    is_result: bool,
+    updated: tuple[str, ...] | None,
 ) -> Use:
     every = dict.fromkeys(name for names in operations_of for name in names)
     modules = [module_of(name, variables.modules) for name in every] or [None]
@@ -161,7 +168,10 @@ def _use(
     sums = one.collective in ("all-reduce", "reduce-scatter")
     plain = [operand - {WEIGHTED} for operand in operands]
     if not sums and plain and all(x and x <= variables.paths for x in plain):
-        return Use("parameter", tuple(sorted(frozenset().union(*plain))), common)
+        moved = frozenset().union(*plain)
+        return Use(
+            "state" if moved <= variables.states else "parameter", tuple(sorted(moved)), common
+        )
     gradients: set[str] = set()
     for i, (array, names) in enumerate(zip(one.results, operations_of, strict=True)):
         own = operands[i] if len(operands) == len(operations_of) else frozenset().union(*operands)
@@ -175,36 +185,52 @@ def _use(
             gradients |= variables.with_part(backward, array.dims, lengths)
     if gradients:
         return Use("gradient", tuple(sorted(gradients)), common)
-    return Use("sum" if sums else "result" if is_result else "reshard", (), common)
+    if sums or updated is None:
+        return Use("sum" if sums else "reshard", (), common)
+    return Use("result", updated, common)
 
 
 def _is_at(path: str | None, module: str) -> bool:
     return path is not None and (path + ".").startswith((module + ".", module + "["))
 
 
-def _results(module: Module) -> set[str]:
-    """The instructions whose values the program returns unchanged."""
+def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[str, ...]]:
+    """The instructions whose values the program returns unchanged, with the Variables updated.
+
+    An update that is added to a Variable, element by element, belongs to the new value.
+    """
     entry = module.entry
     by_name = {x.name: x for x in entry.instructions} if entry is not None else {}
-    moves = {
-        x.name for x in module.computations if _SAME.issuperset(i.opcode for i in x.instructions)
-    }
-    stack = [x.name for x in by_name.values() if x.is_root]
-    found: set[str] = set()
+    codes = {x.name: {i.opcode for i in x.instructions} for x in module.computations}
+    roots = [x for x in by_name.values() if x.is_root]
+    names = [
+        name for x in roots for name in (x.operand_names if x.opcode == "tuple" else (x.name,))
+    ]
+    paths = updated if len(updated) == len(names) else [None] * len(names)
+    stack: list[tuple[str, str | None]] = [*zip(names, paths, strict=True)]
+    found: dict[str, tuple[str, ...]] = {}
     while stack:
-        name = stack.pop()
-        if name in found or name not in by_name:
+        name, path = stack.pop()
+        own = () if path is None else (path,)
+        if name not in by_name or (name in found and {*own} <= {*found[name]}):
             continue
-        found.add(name)
+        found[name] = (*found.get(name, ()), *own)
         one = by_name[name]
-        is_copy = one.opcode == "fusion" and all(called in moves for _, called in one.calls())
-        if is_copy or one.opcode in _SAME or one.opcode.endswith("-done"):
-            stack += one.operand_names
+        inside = {one.opcode}.union(*(codes.get(called, {""}) for _, called in one.calls()))
+        inside -= {"fusion"}
+        operands = [by_name[x] for x in one.operand_names if x in by_name]
+        if one.opcode.endswith("-done") or inside <= _SAME:
+            stack += [(operand.name, path) for operand in operands]
+        elif path is not None and inside <= _SAME | _BY_ELEMENT:
+            dims = [shape.dims for shape in arrays(one.shape)]
+            alike = (x for x in operands if [shape.dims for shape in arrays(x.shape)] == dims)
+            stack += [(operand.name, path) for operand in alike]
     return found
 
 
 _SAME = {"tuple", "get-tuple-element", "copy", "bitcast", "reshape", "transpose", "convert"}
 _SAME.add("parameter")
+_BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
 
 
 def operations(operation: str) -> list[str]:

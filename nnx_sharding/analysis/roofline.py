@@ -15,7 +15,7 @@ from .collectives import Collective, Collectives, MeshAxes, axes_text
 from .cost import Cost
 from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
-from .tables import table
+from .tables import Pictured, table, text
 from .units import UNKNOWN, bytes_text, count_text, printable, time_text
 
 
@@ -237,7 +237,7 @@ Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Roofline:
+class Roofline(Pictured):
     """The time of a call at the peak rates of the hardware: of each part alone, and of all.
 
     In the roofline model (Williams, Waterman and Patterson, 2009,
@@ -287,6 +287,11 @@ class Roofline:
         links = [row.seconds for row in self.traffic]
         known = all_known([self.compute_s, self.memory_s, *links])
         return None if known is None or self.interconnect_s is None else sum(known)
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        yield text(self)
+        if self.traffic:
+            yield from ("", traffic_table(self.traffic))
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())

@@ -15,6 +15,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from ..analysis.memory import array_bytes
+from ..analysis.tables import Pictured, table
+from ..analysis.units import bytes_text
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..specs.fitting import unsummed
 from ..specs.paths import path_key, path_string
@@ -51,7 +53,15 @@ class StoredArray:
     nbytes: int
 
 
-def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
+class Contents(tuple[StoredArray, ...], Pictured):
+    """What :func:`contents` lists, which ``print`` and notebooks show as a table."""
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        rows = [(x.path, str(x.shape), str(x.dtype), bytes_text(x.nbytes)) for x in self]
+        yield table(("path", "shape", "dtype", "bytes"), rows, numbers=1)
+
+
+def contents(path: str | os.PathLike[str]) -> Contents:
     """Lists the arrays of a checkpoint, without a model and without reading their values.
 
     Args:
@@ -77,7 +87,7 @@ def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
       kernel (2, 3) float32
     """
     entries = opened("contents", item_folder("contents", path)).entries.values()
-    return tuple(sorted((entry.array for entry in entries), key=lambda array: array.path))
+    return Contents(sorted((entry.array for entry in entries), key=lambda array: array.path))
 
 
 class Entry(NamedTuple):

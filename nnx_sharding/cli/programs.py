@@ -68,12 +68,9 @@ exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the comm
 def add_commands(subparsers: Any) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
-    inspected = _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
+    _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
     summary = "compile a function with several strategies and show them in one table"
-    compared = _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
-    for parser in (inspected, compared):
-        modules = "show memory and cost by module as well, which compiles each program once more"
-        parser.add_argument("--by-module", action="store_true", help=modules)
+    _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
     summary = "search for the mesh and the strategy with which a training step is fastest"
     devices = "number of devices to plan for (default: those of --topology or this machine)"
     add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
@@ -115,6 +112,11 @@ def _add_command(
     limit = "the memory of a device, such as 16GiB (default: that of --hardware, else of the "
     limit += "devices compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
+    modules = (
+        "show memory and cost by module as well (plan: of the best candidate), which compiles "
+    )
+    modules += "each program once more"
+    add("--by-module", action="store_true", help=modules)
     donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
     donate += "function that is not jitted"
     add("--donate", nargs="+", metavar="NAME", help=donate)
@@ -233,6 +235,7 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
                 hardware=arguments.hardware,
                 most=arguments.most,
                 cache_dir=arguments.cache,
+                by_module=arguments.by_module,
                 **options,
             )
         except ValueError as error:  # of plan, which says what is wrong

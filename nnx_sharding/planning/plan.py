@@ -21,7 +21,7 @@ from ..errors import message, raise_listed
 from ..partition.mesh import planning_mesh
 from ..partition.topology import DEFAULT, on_topology, topology_devices
 from ..report.comparison import Column, Comparison, Failure
-from ..report.compiling import Group, search
+from ..report.compiling import Group, Lower, search
 from ..report.strategies import Strategy, abstract_of, lowered, unwrapped
 from ..specs.fitting import suggestion
 from .candidates import (
@@ -79,6 +79,7 @@ def plan(
     hardware: Hardware | str | None = None,
     most: int | None = 16,
     cache_dir: str | os.PathLike[str] | None = None,
+    by_module: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Plan:
@@ -122,6 +123,8 @@ def plan(
         topology.
       most: the maximum number of programs to compile; None for all.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
+      by_module: whether the report of the best candidate has memory and cost by module, for which
+        it is compiled again.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
@@ -161,6 +164,7 @@ def plan(
     limit = limit if memory_limit is None else read_bytes(memory_limit)
 
     groups: list[Group] = []
+    programs: dict[str, Lower] = {}
     tried: dict[str, Candidate] = {}
     ruled_out: dict[str, str] = {}
     seen: dict[Any, str] = {}
@@ -188,18 +192,15 @@ def plan(
                 if not group.programs:
                     group.arguments, group.seconds = prediction.arguments, prediction.seconds(peak)
                 way = Strategy(shardings, mesh)
-                group.programs[name], tried[name] = (
-                    partial(lowered, way, fun, own, kept),
-                    candidate,
-                )
+                programs[name] = group.programs[name] = partial(lowered, way, fun, own, kept)
+                tried[name] = candidate
         if group.programs:
             groups.append(group)
     if not groups:
         raise ValueError(_reasons("plan: no candidate can fit:", ruled_out))
-    found = search(
-        "plan", groups, ruled_out, most=most, memory_limit=limit, hardware=peak,
-        cache_dir=cache_dir, devices=compiled_for, quiet=quiet,
-    )  # fmt: skip
+    compiler = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
+    judged: dict[str, Any] = {"memory_limit": limit, "hardware": peak, **compiler}
+    found = search("plan", groups, ruled_out, most=most, **judged)
     mistakes = {
         name: failure
         for name, failure in found.reports.items()
@@ -211,7 +212,11 @@ def plan(
         cause = next(iter(mistakes.values())).exception
         raise ValueError(_reasons("plan: no candidate can be lowered:", reasons)) from cause
     order = sorted(found.reports, key=partial(_rank, found))
-    ranked = dataclasses.replace(found, reports={name: found.reports[name] for name in order})
+    reports = {name: found.reports[name] for name in order}
+    if by_module and found.fits(order[0]):
+        best = [Group({order[0]: programs[order[0]]})]
+        reports |= search("modules of the best", best, by_module=True, **judged).reports
+    ranked = dataclasses.replace(found, reports=reports)
     return Plan(ranked, {name: tried[name] for name in order})
 
 

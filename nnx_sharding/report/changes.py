@@ -15,7 +15,9 @@ from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_te
 from .comparison import Comparison, Failure, Source, load
 from .program import ProgramReport
 
-Part: TypeAlias = Literal["program", "memory", "cost", "roofline", "collective", "parameter"]
+Part: TypeAlias = Literal[
+    "program", "memory", "cost", "roofline", "collective", "module", "parameter"
+]  # fmt: skip
 Value: TypeAlias = float | str | None
 
 
@@ -54,7 +56,8 @@ class Change:
         return isinstance(self.before, int | float) and self.after is None
 
     def __str__(self) -> str:
-        is_bytes = self.kind == "memory" or self.name.endswith(": bytes")
+        names = ("bytes_accessed", ": bytes", ": at the peak")
+        is_bytes = self.kind == "memory" or self.name.endswith(names)
         figure = time_text if self.kind == "roofline" else bytes_text if is_bytes else count_text
         pair = self.before, self.after
         missing = "none" if any(isinstance(value, str) for value in pair) else UNKNOWN
@@ -84,10 +87,12 @@ class Changes(tuple[Change, ...], Pictured):
     def grown(self, threshold: float = 0.0) -> Changes:
         """The figures that grew by more than a fraction of the one before, or became unknown.
 
-        So does the outcome of a strategy that does not compile any more.
+        So does the outcome of a strategy that does not compile any more. Those of single modules
+        are left out: the totals have them.
         """
         _check_threshold(threshold)
-        grown = (one for one in self if one.is_lost or (one.relative or 0.0) > threshold)
+        figures = (one for one in self if one.kind != "module")
+        grown = (one for one in figures if one.is_lost or (one.relative or 0.0) > threshold)
         return Changes(grown, self.made_with)
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,6 +126,7 @@ _TITLES: dict[Part, str] = {
     "cost": "cost of one device",
     "roofline": "roofline",
     "collective": "collectives",
+    "module": "modules",
     "parameter": "arguments",
 }
 
@@ -135,8 +141,9 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
         are left out.
 
     Returns:
-      The changes of memory, cost, roofline, collectives and arguments. Different versions of JAX,
-      Flax and Python are reported with them, but are not changes themselves.
+      The changes of memory, cost, roofline, collectives, modules (if both have them) and arguments.
+      Different versions of JAX, Flax and Python are reported with them, but are not changes
+      themselves.
 
     Example:
       >>> import jax
@@ -198,7 +205,10 @@ def _of_strategy(
     old, new = _figures(before), _figures(after)
     is_known = before.collectives is not None and after.collectives is not None
     for kind, figures in old.items():
-        missing = 0 if kind == "collective" and is_known else None
+        has_modules = before.by_module is not None and after.by_module is not None
+        if kind == "module" and not has_modules:
+            continue
+        missing = 0 if kind == "module" or (kind == "collective" and is_known) else None
         for name in dict.fromkeys([*figures, *new[kind]]):
             pair = figures.get(name, missing), new[kind].get(name, missing)
             if pair[0] != pair[1]:
@@ -235,8 +245,20 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
         "cost": {n: cost[n] for n in ("flops", "bytes_accessed", "transcendentals") if n in cost},
         "roofline": roofline,
         "collective": collectives,
+        "module": _of_modules(report),
         "parameter": {row.path: _described(row) for row in report.parameters},
     }
+
+
+def _of_modules(report: ProgramReport) -> dict[str, Value]:
+    """What each module holds at the peak, and its flops, for reports that have it."""
+    rows = () if report.by_module is None else report.by_module.rows
+    found: dict[str, Value] = {}
+    for row in rows:
+        name = (row.path or "outside of modules") + ", backward" * bool(row.backward)
+        found[f"{name}: at the peak"] = None if row.at_peak is None else sum(row.at_peak.values())
+        found[f"{name}: flops"] = row.flops
+    return found
 
 
 def _described(row: ParameterRow) -> str:

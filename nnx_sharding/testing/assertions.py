@@ -217,7 +217,9 @@ def assert_gathers_weights(
     ]
     if not weights:
         _fail(f"{report.name} calls no module with parameters that are sharded{_over(wanted)}.", ())
-    gathers = (one for one in some if one.kind == "all-gather" and one.purpose == "parameter")
+    gathers = (
+        one for one in some if one.kind == "all-gather" and one.purpose in ("parameter", "state")
+    )
     gathered = {path for one in gathers for path in one.parameters}
     others = _not_allowed(weights, allowed, lambda row: row.path)
     if kept := [row for row in others if row.path not in gathered]:

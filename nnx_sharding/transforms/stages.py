@@ -433,7 +433,24 @@ class Compiled(Stage):
 
     @functools.cached_property
     def _collectives(self) -> Collectives | None:
-        return collectives_of(self._module, mesh_of(self.shardings()), self.parameters())
+        return collectives_of(
+            self._module, mesh_of(self.shardings()), self.parameters(), self._updated()
+        )
+
+    def _updated(self) -> list[str | None]:
+        """The path of the Variable that each array of the result updates, or None."""
+        before, outcome, tree = self._plan.structure, self._outcome, self._stage.out_tree
+        numbers = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))[:-1]
+        arrays = outcome.arrays([None] * before.num_leaves, numbers)
+        paths: list[str | None] = [None] * tree.num_leaves
+        for index in (*outcome.values, *outcome.metadata):
+            for old, new in zip(before.slots[index], outcome.structure.slots[index], strict=False):
+                if arrays[new] is not None:
+                    paths[arrays[new]] = self._plan.names[old]
+        return paths
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
     @functools.cached_property
     def _report(self) -> ProgramReport:

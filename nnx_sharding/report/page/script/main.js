@@ -84,8 +84,8 @@ function comparisonNodes(data) {
 function changesNodes({ changes, made_with: versions }) {
   const shown = ({ kind, name }, value) => {
     if (typeof value === "string") return value;
-    if (kind === "memory" || /bytes(_accessed)?$/.test(name)) return bytes(value);
-    return (kind === "roofline" ? time : name === "flops" ? flops : count)(value);
+    if (kind === "memory" || /bytes(_accessed)?$|at the peak$/.test(name)) return bytes(value);
+    return (kind === "roofline" ? time : name.endsWith("flops") ? flops : count)(value);
   };
   const side = (label, key) => {
     return { label, value: (row) => row[key], cell: (row) => shown(row, row[key]) };
