@@ -135,9 +135,9 @@ class ModuleTable(Pictured):
         """The bytes at the peak by path, for both passes; None if unknown."""
         held: dict[str, int | None] = {}
         for row in self.rows:
-            size, other = held.get(row.path, 0), row.at_peak
-            known = size is not None and other is not None
-            held[row.path] = size + sum(other.values()) if known else None
+            size = None if row.at_peak is None else sum(row.at_peak.values())
+            other = held.get(row.path, 0)
+            held[row.path] = None if size is None or other is None else size + other
         return held
 
     def holders(self, most: int = 5) -> list[str]:
