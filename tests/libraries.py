@@ -19,16 +19,18 @@ FULL = {"graph": True, "graph_updates": True}
 
 
 class Transforms:
-    """The transforms of a library."""
+    """The transforms of a library in one mode."""
 
-    def __init__(self, library: Any):
-        self.Carry, self.StateAxes = library.Carry, library.StateAxes
+    def __init__(self, library: Any, **modes: bool):
+        self.Carry, self.StateAxes, self.modes = library.Carry, library.StateAxes, modes
         names = ["grad", "value_and_grad", "vmap", "scan", "remat", "jit", "cond", "switch"]
-        for name in [*names, "while_loop", "fori_loop"]:
-            setattr(self, name, functools.partial(getattr(library, name), **FULL))
+        names += ["while_loop", "fori_loop", "vjp", "jvp", "linearize", "checkify"]
+        for name in names:
+            if hasattr(library, name):  # Flax has no linearize
+                setattr(self, name, functools.partial(getattr(library, name), **modes))
 
 
-OURS, FLAX = Transforms(nnx_sharding), Transforms(nnx)
+OURS, FLAX = Transforms(nnx_sharding, **FULL), Transforms(nnx, **FULL)
 
 
 def named(programs):

@@ -1,9 +1,8 @@
-"""Transforms in transforms in transforms, at random: what eager Python computes."""
+"""Transforms in transforms, in all modes: what eager Python computes."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,66 +14,124 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from libraries import FULL, OURS, node, param, stat
+import nnx_sharding
+from libraries import Transforms, node, param, stat
 
 FACTORS = np.array([0.5, 1.0, -0.7], np.float32)
+MODES = {
+    f"graph={graph},updates={updates}": {"graph": graph, "graph_updates": updates}
+    for graph in (True, False)
+    for updates in (True, False)
+}
 Function = Callable[[Any, Any], Any]
 
 
 class Model(nnx.Module):
-    """A Variable that two parts share, another one, a counter and a statistic."""
+    """Two parameters, a counter and a statistic; a Variable of two parts, and a cycle if shared."""
 
-    def __init__(self):
-        shared = param(0.7)
-        self.a, self.b = node(w=shared), node(w=shared, up=self)
+    def __init__(self, *, shared):
+        w = param(0.7)
+        self.a, self.b = node(w=w), node(w=w if shared else param(0.7))
+        if shared:
+            self.b.up = self
         self.u = param(-0.4)
         self.count, self.stat = nnx.BatchStat(jnp.int32(0)), stat(0.1)
 
     def with_statistics(self, function):
         """Another model with the same parameters, and statistics of its own."""
-        other = Model()
-        other.a, other.b, other.u = self.a, node(w=self.a.w, up=other), self.u
+        other = Model(shared=hasattr(self.b, "up"))
+        other.a.w, other.b.w, other.u = self.a.w, self.b.w, self.u
         other.count = nnx.BatchStat(function(self.count[...]))
         other.stat = nnx.BatchStat(function(self.stat[...]))
         return other
 
 
-def base(model, x):
-    model.count[...] += 1
-    model.stat[...] = 0.5 * model.stat[...] + x * model.u[...]
-    return jnp.tanh(model.a.w[...] * x + model.b.up.b.w[...] ** 2 + model.stat[...])
+def base(m, x):
+    m.count[...] += 1
+    m.stat[...] = 0.5 * m.stat[...] + x * m.u[...]
+    return jnp.tanh(m.a.w[...] * x + m.b.w[...] ** 2 + m.stat[...])
 
 
-def weighted(grads):
-    return sum(i * x for i, x in enumerate(jax.tree.leaves(grads), start=1))
+def other_branch(m, x):
+    m.count[...] += 1
+    return m.u[...] * x
 
 
-# Each makes a function of a model and a number from another one, with our transforms.
+def third_branch(m, x):
+    m.count[...] += 2
+    m.stat[...] *= 0.5
+    return jnp.sin(m.stat[...] + x)
 
 
-def jit(fun):
-    return OURS.jit(fun)
+def weighted(tree):
+    """One number for many; what has no derivative has none here either."""
+    leaves = (x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact))
+    return sum(i * x for i, x in enumerate(leaves, start=1))
 
 
-def grad(fun):
-    run = OURS.grad(fun)
+def is_inexact(path, x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def cotangents(m):
+    """Those of the Variables that have a derivative, each once."""
+    return nnx.state(m, is_inexact, graph=True)
+
+
+def ones(m):
+    tangent = nnx.clone(m, graph=True)
+    for x in (tangent.a.w, tangent.b.w, tangent.u, tangent.stat):
+        x.set_value(jnp.ones_like(x[...]))
+    return tangent
+
+
+# Each makes a function of a model and a number from another one, with the transforms `t`.
+
+
+def jit(t, fun):
+    return t.jit(fun)
+
+
+def grad(t, fun):
+    run = t.grad(fun, wrt=nnx.Param)
     return lambda m, x: weighted(run(m, x))
 
 
-def value_and_grad(fun):
-    run = OURS.value_and_grad(lambda pair: (fun(*pair), pair[0]), has_aux=True, wrt=nnx.Param)
+def value_and_grad(t, fun):
+    run = t.value_and_grad(lambda pair: (fun(*pair), pair[1]), has_aux=True, wrt=nnx.Param)
 
     def combined(m, x):
         (value, same), (grads, slope) = run((m, x))
-        assert same is m
-        return value + weighted(grads) + slope
+        return value + weighted(grads) + slope + same - x
 
     return combined
 
 
-def vmap(fun):
-    axes = OURS.StateAxes({nnx.Param: None, ...: 0})
-    run = OURS.vmap(fun, in_axes=(axes, 0))
+def vjp(t, fun):
+    def combined(m, x):
+        y, pullback = t.vjp(fun, m, x)
+        of_model, slope = pullback(jnp.ones_like(y))
+        return y + weighted(cotangents(of_model)) + slope
+
+    return combined
+
+
+def jvp(t, fun):
+    return lambda m, x: sum(t.jvp(fun, (m, x), (ones(m), jnp.ones_like(x))))
+
+
+def linearize(t, fun):
+    def combined(m, x):
+        tangents = ones(m), jnp.ones_like(x)
+        y, pushforward = t.linearize(fun, m, x)
+        return y + pushforward(*tangents)
+
+    return combined
+
+
+def vmap(t, fun):
+    axes = nnx_sharding.StateAxes({nnx.Param: None, ...: 0})
+    run = t.vmap(fun, in_axes=(axes, 0))
 
     def summed(m, x):
         other = m.with_statistics(lambda array: jnp.stack([array] * len(FACTORS)))
@@ -85,34 +142,79 @@ def vmap(fun):
     return summed
 
 
-def scan(fun):
+def scan(t, fun):
     def step(m, x, factor):
         y = fun(m, x * factor)
         return x + 0.1 * y, y
 
-    axes = {"in_axes": (None, OURS.Carry, 0), "out_axes": (OURS.Carry, 0)}
-    run = OURS.scan(step, **axes)
+    run = t.scan(step, in_axes=(None, t.Carry, 0), out_axes=(t.Carry, 0))
 
     def combined(m, x):
-        last, ys = run(m, jnp.float32(x), FACTORS)
+        last, ys = run(m, x, FACTORS)
         return last + ys.sum()
 
     return combined
 
 
-def scan_models(fun):
-    run = OURS.scan(lambda m, x: (m, fun(m, x)))
-
-    def combined(m, x):
-        same, ys = run(m, x * FACTORS)
-        assert same is m
-        return ys.sum()
-
-    return combined
+def scan_models(t, fun):
+    run = t.scan(lambda m, x: (m, fun(m, x)))
+    return lambda m, x: run(m, x * FACTORS)[1].sum()
 
 
-def remat(fun):
-    return OURS.remat(fun)
+class Layer(nnx.Module):
+    def __init__(self, fun, m, factor):
+        self.fun, self.m, self.factor = nnx.static(fun), m, nnx.Variable(jnp.asarray(factor))
+
+    def __call__(self, x):
+        return x + 0.1 * self.fun(self.m, x * self.factor[...])
+
+
+def stack(t, fun):
+    def run(m, x):
+        return nnx_sharding.stack([Layer(fun, m, factor) for factor in FACTORS])(x)
+
+    return run
+
+
+def cond(t, fun):
+    return lambda m, x: t.cond(m.count[...] % 2 == 0, fun, other_branch, m, x)
+
+
+def switch(t, fun):
+    branches = (fun, other_branch, third_branch)
+    return lambda m, x: t.switch(m.count[...] % 3, branches, m, x)
+
+
+def while_loop(t, fun):
+    def body(carry):
+        m, x, i = carry
+        return m, x + 0.5 * fun(m, x), i + 1
+
+    return lambda m, x: t.while_loop(lambda carry: carry[2] < 2, body, (m, x, 0))[1]
+
+
+def fori_loop(t, fun):
+    def body(i, carry):
+        m, x = carry
+        return m, x + 0.5 * fun(m, x * i)
+
+    return lambda m, x: t.fori_loop(1, 3, body, (m, x))[1]
+
+
+def remat(t, fun):
+    return t.remat(fun)
+
+
+def checkify(t, fun):
+    return lambda m, x: t.checkify(fun)(m, x)[1]
+
+
+def flax_jit(t, fun):
+    return nnx.jit(fun, **t.modes)
+
+
+def flax_remat(t, fun):
+    return nnx.remat(fun, **t.modes)
 
 
 # The same in Python.
@@ -122,28 +224,45 @@ def same(fun):
     return fun
 
 
-def eager_grads(fun, m, x):
-    graphdef, params, rest = nnx.split(m, nnx.Param, ..., graph=True)
+def split(fun, m, filter_):
+    """A function of part of the state, which returns the statistics as well, and that part."""
+    graphdef, chosen, rest = nnx.split(m, filter_, ..., graph=True)
 
-    def pure(params, x):
-        inner = nnx.merge(graphdef, params, rest, copy=True)
+    def pure(chosen, x):
+        inner = nnx.merge(graphdef, chosen, rest, copy=True)
         return fun(inner, x), nnx.state(inner, nnx.BatchStat, graph=True)
 
-    (value, state), grads = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True)(
-        params, jnp.float32(x)
-    )
-    nnx.update(m, state)
-    return value, *grads
+    return pure, chosen
+
+
+def eager_value_and_grad(fun, filter_=nnx.Param, *, with_value=True, with_slope=True):
+    def combined(m, x):
+        pure, chosen = split(fun, m, filter_)
+        (value, state), (grads, slope) = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True)(
+            chosen, x
+        )
+        nnx.update(m, state)
+        return with_value * value + weighted(grads) + with_slope * slope
+
+    return combined
 
 
 def eager_grad(fun):
-    return lambda m, x: weighted(eager_grads(fun, m, x)[1])
+    return eager_value_and_grad(fun, with_value=False, with_slope=False)
 
 
-def eager_value_and_grad(fun):
+def eager_vjp(fun):
+    return eager_value_and_grad(fun, is_inexact)
+
+
+def eager_jvp(fun):
     def combined(m, x):
-        value, grads, slope = eager_grads(fun, m, x)
-        return value + weighted(grads) + slope
+        pure, chosen = split(fun, m, is_inexact)
+        point = chosen, x
+        directions = jax.tree.map(jnp.ones_like, point)
+        value, tangent, state = jax.jvp(pure, point, directions, has_aux=True)
+        nnx.update(m, state)
+        return value + tangent
 
     return combined
 
@@ -174,50 +293,121 @@ def eager_scan_models(fun):
     return lambda m, x: sum(fun(m, x * factor) for factor in FACTORS)
 
 
-TRANSFORMS: dict[str, tuple[Callable[[Function], Function], Callable[[Function], Function]]] = {
-    "jit": (jit, same),
-    "grad": (grad, eager_grad),
-    "value_and_grad": (value_and_grad, eager_value_and_grad),
-    "vmap": (vmap, eager_vmap),
-    "scan": (scan, eager_scan),
-    "scan_models": (scan_models, eager_scan_models),
-    "remat": (remat, same),
-    "flax_jit": (lambda fun: nnx.jit(fun, **FULL), same),
-    "flax_remat": (lambda fun: nnx.remat(fun, **FULL), same),
+def eager_stack(fun):
+    def run(m, x):
+        for factor in FACTORS:
+            x = x + 0.1 * fun(m, x * factor)
+        return x
+
+    return run
+
+
+def eager_cond(fun):
+    return lambda m, x: (other_branch if m.count[...] % 2 else fun)(m, x)
+
+
+def eager_switch(fun):
+    return lambda m, x: (fun, other_branch, third_branch)[int(m.count[...] % 3)](m, x)
+
+
+def eager_loop(factors):
+    def loop(fun):
+        def run(m, x):
+            for factor in factors:
+                x = x + 0.5 * fun(m, x * factor)
+            return x
+
+        return run
+
+    return loop
+
+
+TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
+    jit: same,
+    remat: same,
+    checkify: same,
+    flax_jit: same,
+    flax_remat: same,
+    grad: eager_grad,
+    value_and_grad: eager_value_and_grad,
+    vjp: eager_vjp,
+    jvp: eager_jvp,
+    linearize: eager_jvp,
+    vmap: eager_vmap,
+    scan: eager_scan,
+    scan_models: eager_scan_models,
+    stack: eager_stack,
+    cond: eager_cond,
+    switch: eager_switch,
+    while_loop: eager_loop((1, 1)),
+    fori_loop: eager_loop((1, 2)),
 }
+NAMES = {transform.__name__: transform for transform in TRANSFORMS}
+REVERSE = (grad, value_and_grad, vjp)
 
 
-def check(names, x):
-    ours, theirs = (
-        functools.reduce(lambda fun, name: TRANSFORMS[name][which](fun), names, base)
-        for which in (0, 1)
-    )
-    one, other = Model(), Model()
-    objects = [one.a, one.b, one.a.w, one.u, one.count, one.stat]
+def exists(*transforms):
+    """Whether JAX has the program: it differentiates no `while_loop` in reverse mode."""
+    inside = transforms.index(while_loop) if while_loop in transforms else len(transforms)
+    return not any(transform in REVERSE for transform in transforms[inside:])
+
+
+def check(transforms, mode, x=0.3):
+    """Compares a program, whose innermost transform comes first, with eager Python."""
+    t = Transforms(nnx_sharding, **MODES[mode])
+    ours = functools.reduce(lambda fun, transform: transform(t, fun), transforms, base)
+    eager = functools.reduce(lambda fun, transform: TRANSFORMS[transform](fun), transforms, base)
+    one, other = (Model(shared=t.modes["graph"]) for _ in range(2))
+    objects = [one.a, one.b, one.a.w, one.b.w, one.u, one.count, one.stat]
+    x = jnp.float32(x)
     for _ in range(2):  # the second call finds what the first one made
-        np.testing.assert_allclose(ours(one, x), theirs(other, x), rtol=2e-3, atol=1e-4)
+        np.testing.assert_allclose(ours(one, x), eager(other, x), rtol=2e-3, atol=1e-4)
         assert one.count[...] == other.count[...] and one.count.dtype == other.count.dtype
         np.testing.assert_allclose(one.stat[...], other.stat[...], rtol=1e-4, atol=1e-5)
         assert (one.a.w[...], one.u[...]) == (other.a.w[...], other.u[...])
-    assert all(
-        map(lambda a, b: a is b, objects, [one.a, one.b, one.b.w, one.u, one.count, one.stat])
-    )
-    assert one.b.up is one
+    after = [one.a, one.b, one.a.w, one.b.w, one.u, one.count, one.stat]
+    assert all(map(lambda a, b: a is b, objects, after))
+    assert not t.modes["graph"] or one.b.up is one
+
+
+def few():
+    """Each transform around another one, in one mode."""
+    transforms, modes = [*TRANSFORMS], [*MODES]
+    for i, inner in enumerate(transforms):
+        outer = transforms[(i + 7) % len(transforms)]
+        if exists(inner, outer):
+            yield pytest.param(inner, outer, modes[i % 4], id=f"{outer.__name__}-{inner.__name__}")
+
+
+@pytest.mark.parametrize(("inner", "outer", "mode"), [*few()])
+def test_some_programs(inner, outer, mode):
+    check((inner, outer), mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inner", sorted(NAMES))
+def test_all_programs_to_depth_2(inner, mode):
+    failures = {}
+    for outer in (None, *TRANSFORMS):
+        transforms = (NAMES[inner],) if outer is None else (NAMES[inner], outer)
+        try:
+            if exists(*transforms):
+                check(transforms, mode)
+        except Exception as error:
+            failures[outer and outer.__name__] = error
+    if failures:
+        raise ExceptionGroup(
+            f"around {inner}: {', '.join(map(str, failures))}", [*failures.values()]
+        )
 
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.lists(st.sampled_from(sorted(TRANSFORMS)), min_size=2, max_size=3),
+    st.lists(st.sampled_from([*TRANSFORMS]), min_size=3, max_size=3).filter(lambda x: exists(*x)),
+    st.sampled_from([*MODES]),
     st.floats(-1, 1, width=16),
 )
-def test_random_programs(names, x):
-    check(names, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", sorted(TRANSFORMS))
-def test_all_programs_to_depth_3(first):
-    for depth in (0, 1, 2):
-        for rest in itertools.product(sorted(TRANSFORMS), repeat=depth):
-            check((first, *rest), 0.3)
+def test_random_programs(transforms, mode, x):
+    check(transforms, mode, x)
