@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from libraries import Transforms, node, param, stat
+from libraries import Transforms, node
 
 FACTORS = np.array([0.5, 1.0, -0.7], np.float32)
 MODES = {
@@ -23,19 +26,26 @@ MODES = {
     for graph in (True, False)
     for updates in (True, False)
 }
+SPEC = P("model")
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESHES = {"auto": (AUTO, AUTO), "explicit": (EXPLICIT, EXPLICIT), "mixed": (EXPLICIT, AUTO)}
 Function = Callable[[Any, Any], Any]
 
 
 class Model(nnx.Module):
     """Two parameters, a counter and a statistic; a Variable of two parts, and a cycle if shared."""
 
-    def __init__(self, *, shared):
-        w = param(0.7)
-        self.a, self.b = node(w=w), node(w=w if shared else param(0.7))
+    def __init__(self, *, shared, mesh=None):
+        def values(x):
+            array = jnp.full(8, x, jnp.float32)
+            return array if mesh is None else jax.device_put(array, NamedSharding(mesh, SPEC))
+
+        w = nnx.Param(values(0.7))
+        self.a, self.b = node(w=w), node(w=w if shared else nnx.Param(values(0.7)))
         if shared:
             self.b.up = self
-        self.u = param(-0.4)
-        self.count, self.stat = nnx.BatchStat(jnp.int32(0)), stat(0.1)
+        self.u = nnx.Param(values(-0.4))
+        self.count, self.stat = nnx.BatchStat(jnp.int32(0)), nnx.BatchStat(values(0.1))
 
     def with_statistics(self, function):
         """Another model with the same parameters, and statistics of its own."""
@@ -49,24 +59,24 @@ class Model(nnx.Module):
 def base(m, x):
     m.count[...] += 1
     m.stat[...] = 0.5 * m.stat[...] + x * m.u[...]
-    return jnp.tanh(m.a.w[...] * x + m.b.w[...] ** 2 + m.stat[...])
+    return jnp.tanh((m.a.w[...] * x + m.b.w[...] ** 2 + m.stat[...]).mean())
 
 
 def other_branch(m, x):
     m.count[...] += 1
-    return m.u[...] * x
+    return (m.u[...] * x).mean()
 
 
 def third_branch(m, x):
     m.count[...] += 2
     m.stat[...] *= 0.5
-    return jnp.sin(m.stat[...] + x)
+    return jnp.sin(m.stat[...] + x).mean()
 
 
 def weighted(tree):
     """One number for many; what has no derivative has none here either."""
     leaves = (x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact))
-    return sum(i * x for i, x in enumerate(leaves, start=1))
+    return sum((i * x).mean() for i, x in enumerate(leaves, start=1))
 
 
 def is_inexact(path, x):
@@ -136,7 +146,7 @@ def vmap(t, fun):
     def summed(m, x):
         other = m.with_statistics(lambda array: jnp.stack([array] * len(FACTORS)))
         ys = run(other, x * FACTORS)
-        m.count[...], m.stat[...] = other.count[...].sum(), other.stat[...].sum()
+        m.count[...], m.stat[...] = other.count[...].sum(), other.stat[...].sum(0)
         return ys.sum()
 
     return summed
@@ -352,36 +362,60 @@ def exists(*transforms):
     return not any(transform in REVERSE for transform in transforms[inside:])
 
 
-def check(transforms, mode, x=0.3):
+def check(transforms, mode, x=0.3, mesh=None):
     """Compares a program, whose innermost transform comes first, with eager Python."""
+    if mesh is not None:
+        names = ("model", "data") if mesh == "mixed" else ("data", "model")
+        mesh = jax.make_mesh((2, 4), names, axis_types=MESHES[mesh])
     t = Transforms(nnx_sharding, **MODES[mode])
     ours = functools.reduce(lambda fun, transform: transform(t, fun), transforms, base)
     eager = functools.reduce(lambda fun, transform: TRANSFORMS[transform](fun), transforms, base)
-    one, other = (Model(shared=t.modes["graph"]) for _ in range(2))
+    shared = t.modes["graph"]
+    one, other = Model(shared=shared, mesh=mesh), Model(shared=shared)
     objects = [one.a, one.b, one.a.w, one.b.w, one.u, one.count, one.stat]
     x = jnp.float32(x)
     for _ in range(2):  # the second call finds what the first one made
-        np.testing.assert_allclose(ours(one, x), eager(other, x), rtol=2e-3, atol=1e-4)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            y = ours(one, x)
+        np.testing.assert_allclose(y, eager(other, x), rtol=2e-3, atol=1e-4)
         assert one.count[...] == other.count[...] and one.count.dtype == other.count.dtype
         np.testing.assert_allclose(one.stat[...], other.stat[...], rtol=1e-4, atol=1e-5)
-        assert (one.a.w[...], one.u[...]) == (other.a.w[...], other.u[...])
+        for ours_, theirs in ((one.a.w, other.a.w), (one.u, other.u)):
+            np.testing.assert_array_equal(ours_.get_value(), theirs.get_value())
     after = [one.a, one.b, one.a.w, one.b.w, one.u, one.count, one.stat]
     assert all(map(lambda a, b: a is b, objects, after))
-    assert not t.modes["graph"] or one.b.up is one
+    assert not shared or one.b.up is one
+    if mesh is not None:
+        for variable in (one.a.w, one.b.w, one.u, one.stat):
+            assert variable.get_value().sharding.is_equivalent_to(NamedSharding(mesh, SPEC), 1)
 
 
 def few():
-    """Each transform around another one, in one mode."""
-    transforms, modes = [*TRANSFORMS], [*MODES]
+    """Each transform around another one, in one mode, on one device or one kind of mesh."""
+    transforms, modes, meshes = [*TRANSFORMS], [*MODES], [None, *MESHES]
     for i, inner in enumerate(transforms):
         outer = transforms[(i + 7) % len(transforms)]
         if exists(inner, outer):
-            yield pytest.param(inner, outer, modes[i % 4], id=f"{outer.__name__}-{inner.__name__}")
+            yield pytest.param(
+                inner,
+                outer,
+                modes[i % 4],
+                meshes[i // 2 % 4],
+                id=f"{outer.__name__}-{inner.__name__}",
+            )
 
 
-@pytest.mark.parametrize(("inner", "outer", "mode"), [*few()])
-def test_some_programs(inner, outer, mode):
-    check((inner, outer), mode)
+@pytest.mark.parametrize(("inner", "outer", "mode", "mesh"), [*few()])
+def test_some_programs(inner, outer, mode, mesh):
+    check((inner, outer), mode, mesh=mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_on_every_mesh(name, mesh):
+    for transforms in ((NAMES[name],), (NAMES[name], jit)):
+        check(transforms, "graph=True,updates=True", mesh=mesh)
 
 
 @pytest.mark.slow

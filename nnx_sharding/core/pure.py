@@ -171,7 +171,7 @@ class Pure:
         details = {"name": name, "option": transform.out_name}
         after = arrays.leave_as(self.structure, after, specs, names, **details)
         transform.check_outputs(fun_name, names, after.leaves, specs)
-        check_captured(fun, name=name, strict=transform.strict)
+        check_captured(fun, leaves, name=name, strict=transform.strict)
         if isinstance(transform, Sharded) and not caller.nested:
             mesh = mesh_of_types(leaves, transform.context)
             warn_of_faults(mesh, self.batch_axes, name=name, strict=transform.strict)

@@ -133,14 +133,17 @@ def check_output(
     )
 
 
-def check_captured(fun: Any, *, name: str, strict: bool) -> None:
+def check_captured(fun: Any, leaves: Sequence[Any], *, name: str, strict: bool) -> None:
     """Warns about captured sharded arrays, which become replicated constants, not arguments.
+
+    ``leaves`` are the arrays of the arguments, which for JAX's checkify are constants as well.
 
     On Explicit axes an array may be indexed: its type shards what is read.
     """
     # By type: isinstance loads the target of a lazy proxy.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
-    sharded = [x for x in constants if not x.is_fully_replicated]
+    given = set(map(id, leaves))
+    sharded = [x for x in constants if not x.is_fully_replicated and id(x) not in given]
     if not sharded:
         return
     operations = _compat.operations_on_constants()

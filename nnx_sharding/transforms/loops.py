@@ -202,7 +202,7 @@ class Loop:
         slots = [*self._carried, *others]
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
-        mapped = [jnp.moveaxis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
+        mapped = [_moved(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
         last, (stacked, outcome) = self._run(step, carry, mapped, fixed)
         final = {
             outcome.sources[slot]: array
@@ -214,7 +214,7 @@ class Loop:
                 positions = sorted(position for group, position in final if group == number)
                 arrays = [final[number, position] for position in positions]
             else:
-                arrays = [jnp.moveaxis(array, 0, axis) for array in group.arrays]
+                arrays = [_moved(array, 0, axis) for array in group.arrays]
             groups.append(OutputGroup(("",) * len(arrays), arrays))
         return (*groups, outcome)
 
@@ -332,6 +332,11 @@ def differences(
                 for side, parts in ((one, old), (other, new))
             ]
             yield accessor(name, path), *shown  # type: ignore[misc]
+
+
+def _moved(array: Any, source: int, destination: int) -> Any:
+    """An array with a dimension in another place; mostly it is there, and nothing is traced."""
+    return array if source == destination else jnp.moveaxis(array, source, destination)
 
 
 def _is_carried(leaf: Any) -> bool:
