@@ -18,8 +18,12 @@ def user_tree(
     structure: Structure,
     values: Sequence[Any],
     keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
+    leaf: Callable[[int | None, Any], Any] = lambda _, value: value,
 ) -> Any:
-    """Values by slot in the form of the structure's root, with None for those not to ``keep``."""
+    """Values by slot in the form of the structure's root, with None for those not to ``keep``.
+
+    ``leaf`` makes what a state holds, from the index of a Variable and its value.
+    """
 
     def build(child: Child, slots: Iterator[int]) -> Any:
         if child is LEAF:
@@ -34,7 +38,9 @@ def user_tree(
         if isinstance(structure.entries[child], StaticEntry):
             return None
         flat = {
-            tuple(map(plain_key, location.path)): value_at(structure, location, values)
+            tuple(map(plain_key, location.path)): leaf(
+                location.entry, value_at(structure, location, values)
+            )
             for location in structure.walk(child, slots)
             if keep(location.slots)
         }

@@ -2,6 +2,7 @@
 
 from .batching import Carry, StateAxes, vmap
 from .control_flow import cond, fori_loop, switch, while_loop
+from .custom_derivatives import custom_jvp, custom_vjp
 from .evaluation import checkify, eval_shape, make_jaxpr
 from .gradients import grad, value_and_grad
 from .linearization import jvp, linearize, vjp
@@ -18,6 +19,8 @@ __all__ = [
     "StateAxes",
     "checkify",
     "cond",
+    "custom_jvp",
+    "custom_vjp",
     "eval_shape",
     "fori_loop",
     "grad",

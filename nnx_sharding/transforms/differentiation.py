@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -108,7 +108,7 @@ def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:
         parts = child.children[: first.num_leaves]
         is_leaf = jax.tree_util.treedef_is_leaf(first) and first.num_nodes == 1
         child = parts[0] if is_leaf else Container(first, parts)
-    return (s for x in structure.walk(child, iter(structure.root_slots)) for s in x.slots)
+    return (slot for slots in slots_by_path(structure, child).values() for slot in slots)
 
 
 class Form:
@@ -118,9 +118,9 @@ class Form:
       slots: those of the arrays that have tangents.
     """
 
-    def __init__(self, flat: Flat, child: Child | None = None):
-        """``child`` is what has tangents in the structure; None for all of it."""
-        self._structure, self._places = flat.structure, _slots_by_path(flat, child)
+    def __init__(self, flat: Flat, places: Mapping[Path, tuple[int, ...]]):
+        """``places`` are the paths of what has tangents, with their slots in the structure."""
+        self._structure, self._places = flat.structure, places
         every = dict.fromkeys(slot for slots in self._places.values() for slot in slots)
         self.slots = [slot for slot in every if is_inexact(flat.leaves[slot])]
         self._types = {slot: jax.typeof(flat.leaves[slot]) for slot in self.slots}
@@ -132,7 +132,8 @@ class Form:
 
     def arrays(self, name: str, given: Any, *, may_omit: bool = False) -> list[Any]:
         """The tangents in such objects; with ``may_omit``, None where they have None instead."""
-        places, leaves = _slots_by_path(flatten(given)), flatten(given).leaves
+        found = flatten(given)
+        places, leaves = slots_by_path(found.structure), found.leaves
         omitted = set[Path]()
         if may_omit:
             nones = leaves_by_path(given, lambda x: x is None or _compat.is_graph_object(x))
@@ -166,11 +167,10 @@ class Form:
         ]
 
 
-def _slots_by_path(flat: Flat, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
-    """The slots of all arrays, by the first path to them."""
-    root = flat.structure.root if child is None else child
-    locations = flat.structure.walk(root, iter(flat.structure.root_slots))
-    return {location.path: location.slots for location in locations}
+def slots_by_path(structure: Structure, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
+    """The slots of the arrays in a child of a structure, by default its root, by path."""
+    child = structure.root if child is None else child
+    return {x.path: x.slots for x in structure.walk(child, iter(structure.root_slots))}
 
 
 def without_tangent(x: Any) -> Any:

@@ -13,7 +13,7 @@ from .. import _compat
 from ..core.flatten import flatten
 from ..core.signature import Roles
 from ..core.structure import Container
-from .differentiation import Differentiable, Differentiation, Form, is_inexact
+from .differentiation import Differentiable, Differentiation, Form, is_inexact, slots_by_path
 from .in_trace import Function
 from .lifted_function import lift
 
@@ -34,7 +34,8 @@ class _AtPoint(Differentiable[..., Any]):
         held = flatten((arguments, {}), graph=self._modes["graph"])
         children: Any = held.structure.root
         treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
-        inputs = Form(held, Container(treedef, children.children[count:]))
+        of_primals = Container(treedef, children.children[count:])
+        inputs = Form(held, slots_by_path(held.structure, of_primals))
 
         def at(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
             def inexact(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -44,8 +45,8 @@ class _AtPoint(Differentiable[..., Any]):
             return differentiate(inexact, [jnp.asarray(x) for x in arrays], inputs)
 
         out, derivative = self.at(plan, flat, inputs.slots, at)
-        outputs = Form(flatten(out[0] if self._transform.has_aux else out))
-        return out, derivative, inputs, outputs
+        after = flatten(out[0] if self._transform.has_aux else out)
+        return out, derivative, inputs, Form(after, slots_by_path(after.structure))
 
 
 def _along(

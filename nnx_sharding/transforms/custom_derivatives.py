@@ -1,0 +1,547 @@
+"""``custom_vjp`` and ``custom_jvp``: functions of NNX objects with the user's derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .. import _compat
+from ..activations.tracing import inherited
+from ..core.call import run
+from ..core.call_context import called_by, caller_here
+from ..core.captured import Several
+from ..core.flatten import Flat, flatten
+from ..core.naming import name_of
+from ..core.outcome import Outcome, OutputGroup
+from ..core.pure import Pure
+from ..core.retyping import type_spec
+from ..core.signature import Roles
+from ..core.slot_pytree import user_tree
+from ..core.structure import Structure, VariableEntry
+from ..core.unflatten import assemble, unflatten
+from ..errors import raise_listed
+from ..specs.filters import to_predicate
+from ..specs.paths import Path
+from .differentiation import Form, check_pair, slots_by_path, without_tangent
+from .in_trace import Function, InnerTransform, is_traced, replaced
+from .lifted_function import LiftedFunction, P, R, lift, unbind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Custom(InnerTransform):
+    """What ``custom_vjp`` and ``custom_jvp`` decide.
+
+    Attributes:
+      nondiff: the positions of arguments that are not differentiated.
+      filters: by position, the filter for what is differentiated in modules.
+      has_states: whether cotangents of modules are states: Flax's contract with graph updates.
+    """
+
+    in_name: str = "nondiff_argnums"
+    nondiff: tuple[int, ...]
+    filters: tuple[tuple[int, Any], ...] = ()
+    has_states: bool = False
+
+    def passes_sums(self, spec: Any) -> bool:
+        return False  # the rule has the whole gradient
+
+    def applied(
+        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        kind = _WithVjp if self.name == "custom_vjp" else _WithJvp
+        return lambda *leaves: kind(self, pure, function, leaves).result()
+
+
+class _Rules(Several):
+    """A function and the rules for its derivative; called, it is the function."""
+
+    __slots__ = ("__name__",)
+
+    def __init__(self, *functions: Any):
+        self.functions, self.__name__ = functions, name_of(functions[0])
+
+    def __call__(self, *args: Any) -> Any:
+        return self.functions[0](*args)
+
+
+class _Kept:
+    """What the backward pass needs of the forward pass: arrays, and what is static."""
+
+    def __init__(self, static: Any, arrays: Sequence[Any]):
+        self.static, self.arrays = static, arrays
+
+
+jax.tree_util.register_pytree_node(_Kept, lambda x: (x.arrays, x.static), _Kept)
+
+
+@dataclasses.dataclass(eq=False)
+class _Forward:
+    """What is static in a forward pass: its outcome, and the form of its arguments and residuals.
+
+    Attributes:
+      outcome: what the function or the forward rule did.
+      inputs: the arguments, in the form of the trace.
+      fixed: what was kept of non-differentiated arguments and residuals, without its arrays.
+      slots: the slots of these arrays.
+    """
+
+    outcome: Outcome
+    inputs: Flat
+    fixed: Flat
+    slots: list[int]
+
+
+class _Call:
+    """One call: JAX may trace the function and its rules later, and several times."""
+
+    def __init__(self, transform: _Custom, pure: Pure, function: Function, leaves: Sequence[Any]):
+        caller = caller_here()
+        assert caller is not None
+        self.transform, self.pure, self._function, self._caller = transform, pure, function, caller
+        self.rules: tuple[Any, ...] = caller.fun.functions
+        self._places, fixed = dict[Path, tuple[int, ...]](), set[int]()
+        structure, filters = pure.structure, dict(transform.filters)
+        for location in structure.walk(structure.root, iter(structure.root_slots)):
+            _, number, *path = location.path
+            is_nondiff = number in transform.nondiff
+            fixed |= {
+                slot
+                for slot in location.slots
+                if not is_traced(leaves[slot])
+                or (is_nondiff and not isinstance(leaves[slot], jax.core.Tracer))
+            }
+            if location.entry is not None and number in filters:
+                parts = (part.keys for part in pure.targets[number].parts)
+                depth = next(len(keys) for keys in parts if (*path[: len(keys)],) == keys)
+                subject = caller.objects[location.entry]
+                is_nondiff |= not to_predicate(filters[number])((*path[depth:],), subject)
+            if not is_nondiff:
+                position = number - sum(i < number for i in transform.nondiff)
+                self._places[position, *path] = location.slots
+        self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
+        self._arrays = [leaves[slot] for slot in self.slots]
+        self._leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
+        self._types = {s: (jax.typeof(leaves[s]), type_spec(leaves[s])) for s in self.slots}
+        self._outcomes: dict[Any, Outcome] = {}
+
+    def result(self) -> tuple[Any, ...]:
+        """The outputs of the function."""
+        results = self.differentiable()(self._arrays)
+        # JAX may keep the rules, but not these.
+        statics = {*self.pure.structure.static_indices()}
+        objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
+        self._caller, self._arrays = self._caller._replace(objects=objects), []
+        groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
+        return (*groups, [*self._outcomes.values()][-1])
+
+    def differentiable(self) -> Function:
+        """The function of arrays, with its rules."""
+        raise NotImplementedError
+
+    def outputs(self, fun: Any, arrays: Sequence[Any], rule: Any = None) -> tuple[Outcome, Any]:
+        """What a function does with some arrays, which has to be the same for all of the rules."""
+        with called_by(self._caller._replace(fun=fun)):
+            *groups, outcome = self._function(*replaced(self._leaves, self.slots, arrays))
+        first = next(iter(self._outcomes.values()), outcome)
+        if (first.structure, first.sources) != (outcome.structure, outcome.sources):
+            self._refuse(next(iter(self._outcomes)), first, rule or fun, outcome)
+        self._outcomes[rule or fun] = outcome
+        return outcome, [list(group.arrays) for group in groups]
+
+    def _refuse(self, one: Any, first: Outcome, other: Any, second: Outcome) -> NoReturn:
+        names = [name_of(one), name_of(other)]
+        changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in (first, second)]
+        lines = [
+            f"  {self.pure.known[i][0] if i in self.pure.known else 'an object'}: changed by "
+            f"{names[i in changed[1]]} only"
+            for i in sorted(changed[0] ^ changed[1])
+        ]
+        raise_listed(
+            ValueError,
+            f"{self.transform.name}: {names[0]} and {names[1]} have to return the same structure "
+            "and to change the same Variables:",
+            lines or ["  the structures that they return or leave differ"],
+        )
+        raise AssertionError
+
+    def split(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The arguments that are not differentiated, and the others."""
+        nondiff = self.transform.nondiff
+        others = [x for i, x in enumerate(args) if i not in nondiff]
+        return [args[i] for i in nondiff], others
+
+    def zeros(self, slot: int) -> Any:
+        """The zero tangent of an argument."""
+        if slot not in self._types:
+            return without_tangent(self._leaves[slot])
+        aval, spec = self._types[slot]
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            return np.zeros(aval.shape, jax.dtypes.float0)
+        sharding = None if spec is None else aval.sharding
+        return jnp.zeros(aval.shape, aval.dtype, out_sharding=sharding)
+
+    def at_slots(self, outcome: Outcome, arrays: Any) -> list[Any]:
+        """Tangents of outputs by the slots after the call, where what is unchanged has zeros."""
+        return [self.zeros(i) if group < 0 else arrays[group][i] for group, i in outcome.sources]
+
+
+class _WithVjp(_Call):
+    """A call with rules for its forward and its backward pass."""
+
+    def differentiable(self) -> Function:
+        function: Any = jax.custom_vjp(lambda arrays: self.outputs(self.rules[0], arrays)[1])
+        function.defvjp(self._forward, self._backward)
+        return function  # type: ignore[no-any-return]
+
+    def _forward(self, arrays: Sequence[Any]) -> tuple[Any, _Kept]:
+        rule, kept = self.rules[1], list[Flat]()
+
+        @functools.wraps(rule, updated=())
+        def called(*args: Any) -> Any:
+            inputs = flatten((args, {}))
+            pair = rule(*args)
+            check_pair(f"custom_vjp: {name_of(rule)} must return a pair (output, residuals)", pair)
+            kept.extend((inputs, flatten((self.split(args)[0], pair[1]))))
+            return pair[0]
+
+        outcome, results = self.outputs(called, arrays, rule)
+        inputs, fixed = kept[-2:]
+        slots = [s for s, x in enumerate(fixed.leaves) if isinstance(x, jax.Array | np.ndarray)]
+        held = [fixed.leaves[slot] for slot in slots]
+        # Without tracers, which JAX would keep with the rules.
+        rest = replaced(fixed.leaves, slots, [None] * len(slots))
+        fixed = fixed._replace(leaves=rest, objects=())
+        types = [self._like(slot) for slot in range(len(self._leaves))]
+        inputs = inputs._replace(leaves=types, objects=())
+        return results, _Kept(_Forward(outcome, inputs, fixed, slots), held)
+
+    def _like(self, slot: int) -> Any:
+        """The type of an argument in place of its array."""
+        if slot not in self._types:
+            return self._leaves[slot]
+        aval, spec = self._types[slot]
+        sharding = None if spec is None else aval.sharding
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
+        )
+
+    def _backward(self, kept: _Kept, cotangents: Any) -> tuple[list[Any]]:
+        forward: _Forward = kept.static
+        outcome, rule = forward.outcome, self.rules[2]
+        leaves = replaced(forward.fixed.leaves, forward.slots, kept.arrays)
+        nondiff, residuals = unflatten(forward.fixed.structure, leaves).root
+        after = self.at_slots(outcome, cotangents)
+        given, options = self._of_output(outcome, after), dict[str, Any]()
+        if self.transform.has_states:
+            given = self._states(forward, after), given
+        elif "updates_g" in inspect.signature(rule).parameters:
+            options["updates_g"] = self._updates(forward, after)
+        tangents, form = (
+            rule(*nondiff, residuals, given, **options),
+            Form(forward.inputs, self._places),
+        )
+        found = form.arrays("custom_vjp: cotangents", tangents, may_omit=True)
+        arrays = dict(zip(form.slots, found, strict=True))
+        return ([arrays.get(slot) for slot in self.slots],)
+
+    def _of_output(self, outcome: Outcome, after: Sequence[Any]) -> Any:
+        if self.transform.has_states:
+            return user_tree(outcome.structure, after, leaf=self._variable(outcome))
+        return unflatten(outcome.structure, after).root
+
+    def _variable(self, outcome: Outcome) -> Callable[[int | None, Any], Any]:
+        """What makes Variables with cotangents."""
+
+        def variable(index: int | None, value: Any) -> Any:
+            entry = None if index is None else outcome.structure.entries[index]
+            if not isinstance(entry, VariableEntry):
+                return value
+            metadata = {k: assemble(x, iter(()), ()) for k, x in entry.metadata}
+            new = _compat.new_variable(entry.type, metadata)
+            _compat.set_value(new, value)
+            return new
+
+        return variable
+
+    def _states(self, forward: _Forward, after: Sequence[Any]) -> Any:
+        """For each differentiated argument the cotangents of its modules after the call."""
+        structure = _arguments_after(forward.inputs.structure, forward.outcome)
+        leaf = self._variable(forward.outcome)
+        args, _ = user_tree(structure, [*after, None], lambda slots: -1 not in slots, leaf)
+        return tuple(self.split(args)[1])
+
+    def _updates(self, forward: _Forward, after: Sequence[Any]) -> Any:
+        """The arguments with the cotangents of changed Variables, and None for the others."""
+        outcome = forward.outcome
+        structure = _arguments_after(forward.inputs.structure, outcome)
+        unchanged = {
+            index: None
+            for index, entry in enumerate(structure.entries)
+            if isinstance(entry, VariableEntry)
+            and index not in outcome.values
+            and index not in outcome.metadata
+        }
+        return unflatten(structure, [*after, None], unchanged).root[0]
+
+
+def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
+    """The arguments after a call; arrays outside of Variables, which it cannot change, have -1."""
+    entries, slots = [*outcome.structure.entries], [*outcome.structure.slots]
+    for index, entry in enumerate(before.entries):
+        if entries[index] is None:
+            entries[index], slots[index] = entry, (-1,) * len(before.slots[index])
+    root_slots = (-1,) * len(before.root_slots)
+    return Structure(tuple(entries), before.root, tuple(slots), root_slots)
+
+
+class _WithJvp(_Call):
+    """A call with a rule for tangents."""
+
+    def differentiable(self) -> Function:
+        function: Any = jax.custom_jvp(lambda arrays: self.outputs(self.rules[0], arrays)[1])
+        function.defjvp(self._rule)
+        return function  # type: ignore[no-any-return]
+
+    def _rule(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        rule, results = self.rules[1], list[Any]()
+        [arrays], [directions] = primals, tangents
+
+        @functools.wraps(rule, updated=())
+        def called(*args: Any) -> Any:
+            inputs = flatten((args, {}))
+            rest = [without_tangent(x) for x in inputs.leaves]
+            given = unflatten(inputs.structure, replaced(rest, self.slots, directions)).root[0]
+            nondiff, values = self.split(args)
+            pair = rule(*nondiff, tuple(values), tuple(self.split(given)[1]))
+            check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
+            results.append((pair[1], given))
+            return pair[0]
+
+        outcome, outputs = self.outputs(called, arrays, rule)
+        of_output, given = results[-1]
+        after = self.at_slots(outcome, [[*map(_zero, group)] for group in outputs])
+        flat = Flat(outcome.structure, self._after(outcome, outputs), ())
+        form = Form(flat, slots_by_path(outcome.structure))
+        after = replaced(after, form.slots, form.arrays("custom_jvp: tangent", of_output))
+        # The tangents of changed Variables are in those of the arguments.
+        state = flatten(given)
+        places = slots_by_path(state.structure)
+        for path, slots in slots_by_path(_arguments_after(self.pure.structure, outcome)).items():
+            for slot, position in zip(slots, places.get(path[1:], ()), strict=False):
+                if slot >= 0:
+                    after[slot] = state.leaves[position]
+        sources = dict(zip(outcome.sources, after, strict=True))
+        new = [[sources[g, i] for i in range(len(x))] for g, x in enumerate(outputs)]
+        return outputs, new
+
+    def _after(self, outcome: Outcome, outputs: Any) -> list[Any]:
+        """The arrays after the call, without those that are unchanged."""
+        return [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
+
+
+def _zero(x: Any) -> Any:
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else without_tangent(x)
+
+
+class _CustomFunction(LiftedFunction[P, R]):
+    """A function with rules for its derivative."""
+
+    _transform: _Custom
+    _rules: tuple[Any, ...] = ()
+
+    @_compat.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function; its changes are made to the caller's own objects."""
+        name, fun_name = self._transform.name, name_of(self._fun)
+        if not self._rules:
+            how = "defvjp(fwd, bwd)" if name == "custom_vjp" else "defjvp(rule)"
+            raise TypeError(f"{name}: {fun_name} has no rule. Call {fun_name}.{how} first.")
+        given = inspect.signature(self._fun).bind(*self._bound, *args, **kwargs)
+        given.apply_defaults()
+        if given.kwargs:
+            names = ", ".join(given.kwargs)
+            raise TypeError(f"{name}: rules get no keyword-only arguments: {fun_name} has {names}.")
+        plan, flat = self._found(given.args, {})
+        rules = _Rules(self._fun, *self._rules)
+        with inherited(flat.objects):
+            return run(plan, flat, plan.program.inline, rules, nested=True)  # type: ignore[no-any-return]
+
+
+class CustomVjp(_CustomFunction[P, R]):
+    """What :func:`custom_vjp` makes."""
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Gives the function its rules.
+
+        Args:
+          fwd: is called with the arguments of the function in its place, where it is
+            differentiated. Returns the output, and residuals for ``bwd``: any pytree of modules,
+            arrays and other values. It changes the same Variables as the function.
+          bwd: is called with the arguments in ``nondiff_argnums``, the residuals and the cotangent
+            of the output. Returns a tuple with the cotangent of each other argument, or None for
+            zeros.
+        """
+        self._rules = fwd, bwd
+
+
+class CustomJvp(_CustomFunction[P, R]):
+    """What :func:`custom_jvp` makes."""
+
+    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives the function its rule, and returns that: it can be a decorator.
+
+        Args:
+          rule: is called with the arguments in ``nondiff_argnums``, a tuple of all others, and a
+            tuple of their tangents, in which modules have tangents in place of their arrays.
+            Returns the output and its tangent. What it changes in the arguments is changed, as by
+            the function; what it leaves in their tangents is the tangent of that.
+        """
+        self._rules = (rule,)
+        return rule
+
+
+def _custom(
+    kind: Any, name: str, fun: Any, nondiff_argnums: Any, modes: tuple[bool | None, bool | None]
+) -> Any:
+    graph, updates = _compat.graph_mode(*modes)
+    states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
+    nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
+    positions = [*nondiff, *(x.argnum for x in states)]
+    is_valid = all(isinstance(x, int) and x >= 0 for x in positions)
+    if not is_valid or len({*positions}) < len(positions):
+        raise TypeError(
+            f"{name}: nondiff_argnums must be different positions from 0, got {positions}."
+        )
+    if states and not (updates and name == "custom_vjp"):
+        raise ValueError(
+            f"{name}: nondiff_argnums holds an nnx.DiffState, which only custom_vjp takes, with "
+            "graph=True and graph_updates=True."
+        )
+    if unbind(fun)[1]:
+        raise ValueError(
+            f"{name}: {name_of(fun)} is a bound method. Decorate the function in the class: the "
+            "object is then the first argument of the rules, too."
+        )
+    transform = _Custom(
+        name=name,
+        nondiff=tuple(sorted(nondiff)),
+        filters=tuple((x.argnum, x.filter) for x in states),
+        has_states=updates and name == "custom_vjp",
+    )
+    return lift(kind, fun, transform, Roles(), graph, updates)
+
+
+@_compat.api_boundary
+def custom_vjp(
+    fun: Any = None,
+    *,
+    nondiff_argnums: Sequence[Any] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Gives a function a derivative in reverse mode of the user's own.
+
+    The result is called like ``fun``, and has ``defvjp(fwd, bwd)``. What ``fun`` or ``fwd`` changes
+    in its arguments is changed for the caller.
+
+    With graph updates, ``bwd`` gets a pair as cotangent: for each differentiated argument the
+    cotangents of its Variables after the call, in an ``nnx.State`` for each module and None for
+    each array; and the cotangent of the output. It returns a state for each module. Without graph
+    updates it gets the cotangent of the output and returns a module for each module; a keyword
+    argument ``updates_g`` has the arguments with the cotangents of the Variables that the call
+    changed, and None for the others.
+
+    Args:
+      fun: the function, of positional arguments. In a class, the object is its first argument.
+      nondiff_argnums: the positions of arguments that are not differentiated; with graph updates
+        also ``nnx.DiffState(position, filter)``, for what *is* differentiated in modules.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      The function.
+
+    Raises:
+      TypeError: the function has no rules yet, or a rule returns no pair, or cotangents of other
+        types than the arguments.
+      ValueError: ``fun`` and ``fwd`` change different Variables, or cotangents have another
+        structure than the arguments.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import custom_vjp, grad
+      >>> @custom_vjp(graph_updates=False)
+      ... def apply(model, x):
+      ...     return model(x)
+      >>> def forward(model, x):
+      ...     return apply(model, x), (model, x)
+      >>> def backward(residuals, g):
+      ...     return None, jnp.clip(g @ residuals[0].kernel.T, -1, 1)
+      >>> apply.defvjp(forward, backward)
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> grad(lambda x: 1e6 * apply(model, x).sum())(jnp.ones((1, 2))).max() <= 1
+      Array(True, dtype=bool)
+
+    The semantics are those of ``jax.custom_vjp`` and ``flax.nnx.custom_vjp``.
+    """
+    if fun is None:
+        options: Any = {"nondiff_argnums": nondiff_argnums, "graph": graph}
+        return functools.partial(custom_vjp, graph_updates=graph_updates, **options)
+    return _custom(CustomVjp, "custom_vjp", fun, nondiff_argnums, (graph, graph_updates))
+
+
+@_compat.api_boundary
+def custom_jvp(
+    fun: Any = None,
+    *,
+    nondiff_argnums: Sequence[int] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Gives a function a derivative of the user's own, for both modes of differentiation.
+
+    The result is called like ``fun``, and has ``defjvp(rule)``.
+
+    Args:
+      fun: the function, as for :func:`custom_vjp`.
+      nondiff_argnums: the positions of arguments that are not differentiated.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      The function.
+
+    Raises:
+      TypeError: as for :func:`custom_vjp`.
+      ValueError: as for :func:`custom_vjp`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import custom_jvp, grad
+      >>> @custom_jvp
+      ... def scaled(model, x):
+      ...     return model.scale * x
+      >>> @scaled.defjvp
+      ... def rule(primals, tangents):
+      ...     (model, x), (of_model, of_x) = primals, tangents
+      ...     return scaled(model, x), of_model.scale * x  # as if x was constant
+      >>> model = nnx.LayerNorm(1, rngs=nnx.Rngs(0))
+      >>> grad(lambda x: scaled(model, x).sum())(jnp.ones(1))
+      Array([0.], dtype=float32)
+
+    The semantics are those of ``jax.custom_jvp``.
+    """
+    if fun is None:
+        options: Any = {"nondiff_argnums": nondiff_argnums, "graph": graph}
+        return functools.partial(custom_jvp, graph_updates=graph_updates, **options)
+    return _custom(CustomJvp, "custom_jvp", fun, nondiff_argnums, (graph, graph_updates))
