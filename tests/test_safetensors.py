@@ -533,8 +533,11 @@ class ErrorTest(TestCase):
             ({r"(\d)x": "a", "b": "b"}, "no name can be made"),
             ({"(?:a)": "a", "b": "b"}, "no name can be made"),
             ({"(?:a|x)y": "a", "(?P<x>b)": "{0}"}, "no name can be made"),
-            ({"a": Tensor("a", "h d -> h d", h=4, take={"h": slice(0, 2)}), "b": "b"}, "not fill"),
-            ({"a": ["a", "b"]}, "arrays disagree about these tensors"),
+            (
+                {"a": Tensor("a", "h d -> h d", h=4, take={"h": slice(0, 2)}), "b": "b"},
+                "no array f",
+            ),
+            ({"a": ["a", "b"]}, r"a, shape \(2, 2\): b, shape \(2,\) needs \(2,\)"),
             (
                 {"a": Tensor("a", "o i -> o i", put={"o": slice(0, 1)}), "b": "b"},
                 r"no tensor for \[1:2",

@@ -26,20 +26,9 @@ from ..specs.fitting import axes_of_type
 from .names import NamedArray, filled, named_arrays, selected
 from .safetensors import WEIGHTS
 from .tensor_files import Region
-from .tensor_rules import (
-    Placement,
-    Rule,
-    Rules,
-    gaps,
-    is_readable,
-    matched,
-    names_of_array,
-    raise_misfits,
-    read_rules,
-)
+from .tensor_rules import Placement, Rule, boxes, matched, read_rules
 
 _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
-_HEAD = "transfer: the source does not fit the target."
 
 # The plans of earlier calls, the last ones used at the end.
 _PLANS: dict[Any, list[_Step]] = {}
@@ -145,6 +134,8 @@ class _Goal(NamedTuple):
     sources: tuple[int, ...]  # their slots
     build: Callable[..., Any] | None  # makes it of them; None if it is the source as it is
     sharding: Any  # None for a NumPy array
+    has_program: bool  # whether a program on the devices of the sources makes it
+    place: Any  # its sharding there: that of the target if that is on the same devices
 
 
 class _Step(NamedTuple):
@@ -153,7 +144,6 @@ class _Step(NamedTuple):
     goals: Sequence[_Goal]
     slots: Sequence[int] = ()  # the arguments of the program
     program: Any = None  # compiled; None if no array needs one
-    is_final: bool = False  # whether its results have the shardings of the target
 
 
 def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool) -> Any:
@@ -175,7 +165,7 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
             made = moves.transfer(made, shardings, donate=len(free) == len(taken), alias=False)
         else:
             made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
-            if not step.is_final:
+            if any(goal.place != goal.sharding for goal in step.goals):
                 made = moves.transfer(finished_on_cpu(made), shardings)
                 jax.block_until_ready(made)  # before the next program takes memory
         finished_on_cpu(made)
@@ -206,75 +196,30 @@ def _plan(
         {x.path: x for x in selected("transfer", named_arrays(each), only, is_array, "arrays")}
         for each in (given, flat)
     )
-    matchers = read_rules("transfer", rules)
-    if reverse:
-        parts = _reversed(matchers, sources, targets, cast)
-    else:
-        leaves = {path: x.leaf for path, x in sources.items()}
-        everything = {x.path for x in named_arrays(flat)}
-        fits = matched(_HEAD, leaves, matchers, everything, targets, cast, "source")
-        parts = {path: [placement for placement, _ in each] for path, each in fits.items()}
+    sides = [{path: x.leaf for path, x in each.items()} for each in (sources, targets)]
+    named, placed = sides[::-1] if reverse else sides
+    parts = matched(
+        "transfer: the source does not fit the target.",
+        read_rules("transfer", rules),
+        named,
+        placed,
+        {x.path for x in named_arrays(given if reverse else flat)},
+        cast=cast,
+        reverse=reverse,
+        nouns=("source", "array"),
+    )
     goals, obstacles = [], []
-    for path, placements in parts.items():
-        used = [sources[placement.name] for placement in placements]
-        goals.append(_goal(targets[path], used, placements))
+    for path, pairs in parts.items():
+        used = [sources[name] for _, name in pairs]
+        goals.append(_goal(targets[path], used, [placement for placement, _ in pairs]))
         found = dict.fromkeys(_obstacles(used, goals[-1]))
         obstacles += [f"  {path}: {each}" for each in found]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
     return _steps(goals, given.leaves, donate)
 
 
-def _reversed(
-    rules: Rules,
-    sources: Mapping[str, NamedArray],
-    targets: Mapping[str, NamedArray],
-    cast: bool,
-) -> dict[str, list[Placement]]:
-    """The sources of each array by rules from the target to the source."""
-    parts: dict[str, list[Placement]] = {p: [] for p in targets if rules.targets(p) != []}
-    unknown, shapes, dtypes, misfits = [], [], [], set()
-    for path, source in sources.items():
-        try:
-            placements = names_of_array(rules, path, source.leaf.shape)
-        except ValueError as error:
-            unknown.append(f"  {path}, shape {source.leaf.shape}: {error}")
-            continue
-        for placement in placements:
-            target = targets.get(placement.name)
-            if target is None:
-                unknown.append(f"  {path}: no array {placement.name}")
-                continue
-            parts[placement.name].append(placement.inverse(path))
-            line = f"  {path}, shape {source.leaf.shape}: {placement.name}, shape"
-            if placement.tensor_shape != target.leaf.shape:
-                misfits.add(placement.name)
-                shapes.append(f"{line} {target.leaf.shape} needs {placement.tensor_shape}")
-            elif not is_readable(source.leaf.dtype, target.leaf.dtype, cast):
-                dtypes.append(
-                    f"  {path}: {source.leaf.dtype}, {placement.name}: {target.leaf.dtype}"
-                )
-    missing = [
-        f"  {path}, shape {targets[path].leaf.shape}{gap}"
-        for path, found in parts.items()
-        if path not in misfits
-        for gap in (gaps(*_boxes(found)) if found else [""])
-    ]
-    raise_misfits(_HEAD, "source", missing, unknown, shapes, dtypes)
-    return parts
-
-
-def _boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
-    """The shape of an array and the regions of its sources, by axes if all agree on these."""
-    axes = [[[p.axes[n] for n in names] for names in p.right] for p in placements]
-    flat = [[*itertools.chain(*each)] for each in axes]
-    if len({tuple(tuple(x.array_size for x in dim) for dim in each) for each in axes}) == 1:
-        regions = [[(x.array_start, x.array_start + x.length) for x in each] for each in flat]
-        return [x.array_size for x in flat[0]], regions
-    return [math.prod(x.array_size for x in dim) for dim in axes[0]], [p.region for p in placements]
-
-
 def _goal(target: NamedArray, sources: Sequence[NamedArray], placements: Any) -> _Goal:
-    leaf, sharding = target.leaf, None
+    leaf, first, sharding = target.leaf, sources[0].leaf, None
     if not isinstance(leaf, np.ndarray | np.generic):
         sharding = sharding_of(leaf)
         sharding = sharding.sharding if isinstance(sharding, Format) else sharding
@@ -286,7 +231,20 @@ def _goal(target: NamedArray, sources: Sequence[NamedArray], placements: Any) ->
     options = {"sharding": sharding, "weak_type": is_weak}
     abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
     array = target._replace(leaf=abstract, variable=None)  # plans keep no model alive
-    return _Goal(array, tuple(x.slot for x in sources), None if is_same else build, sharding)
+
+    devices = _devices(first)
+    is_here = sharding is not None and devices == _compat.device_assignment(sharding)
+    is_here = is_here and not other_memory(sharding)
+    place = sharding if is_here or devices is None else _twin(sharding, devices)
+    has_program = devices is not None
+    if has_program and is_same:  # as it is, unless its devices have to exchange parts first
+        current = first.sharding
+        is_ready = place is None or place.is_equivalent_to(current, first.ndim)
+        is_direct = sharding in (None, current) or set(devices) == sharding.device_set or is_ready
+        has_program = not (other_memory(current) or sharding == current)
+        has_program = has_program and (is_here or not is_direct)
+    slots = tuple(x.slot for x in sources)
+    return _Goal(array, slots, None if is_same else build, sharding, has_program, place)
 
 
 def _built(
@@ -294,7 +252,7 @@ def _built(
 ) -> Any:
     """An array of the target, made of its sources."""
     is_host = isinstance(arrays[0], np.ndarray)
-    _, regions = _boxes(placements)
+    _, regions = boxes(placements)
     pieces = []
     for x, placement, region in zip(arrays, placements, regions, strict=True):
         is_smaller = dtype.itemsize < x.dtype.itemsize  # before it is sent
@@ -362,61 +320,42 @@ def _devices(leaf: Any) -> Any:
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
     """One program for all arrays on the same devices; more where it would take memory."""
     sizes = [_nbytes(goal) for goal in goals]
-    most = max(sizes)
-    moved: list[_Goal] = []
-    groups: dict[Any, list[list[_Goal]]] = {}
-    for goal in goals:
-        first, place = leaves[goal.sources[0]], goal.sharding
-        devices, is_moved = _devices(first), True
-        is_here = place is not None and devices == _compat.device_assignment(place)
-        is_final = is_here and not other_memory(place)
-        if devices is not None and goal.build is not None:
-            is_moved = False
-        elif devices is not None and place is not None and not other_memory(first.sharding):
-            twin = None if set(devices) == place.device_set else _twin(place, devices)
-            is_moved = place == first.sharding or (
-                not is_final and (twin is None or twin.is_equivalent_to(first.sharding, first.ndim))
-            )
-        if is_moved:
-            moved.append(goal)
-            continue
-        bins = groups.setdefault((devices, is_final), [[]])
-        # While each part of the source is freed, the next one is copied.
-        if donate and sum(map(_nbytes, [*bins[-1], goal])) > max(most, sum(sizes) // 16):
-            bins.append([])
-        bins[-1].append(goal)
+    moved = [goal for goal in goals if not goal.has_program]
     steps = [_Step(moved)] if moved else []
-    for (_, is_final), bins in groups.items():
-        for each in bins:
-            if each:
-                steps += _programs(each, leaves, is_final, donate, most)
+    bins: dict[Any, list[list[_Goal]]] = {}
+    for goal in (goal for goal in goals if goal.has_program):
+        each = bins.setdefault(_devices(leaves[goal.sources[0]]), [[]])
+        # While each part of the source is freed, the next one is copied.
+        most = max(*sizes, sum(sizes) // 16) if donate else math.inf
+        if each[-1] and sum(map(_nbytes, [*each[-1], goal])) > most:
+            each.append([])
+        each[-1].append(goal)
+    for each in itertools.chain(*bins.values()):
+        steps += _programs(each, leaves, max(sizes))
     return steps
 
 
-def _programs(
-    goals: Sequence[_Goal], leaves: Sequence[Any], is_final: bool, donate: bool, most: int
-) -> list[_Step]:
+def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[_Step]:
     """Programs that make some arrays, each with at most so many bytes of temporary memory."""
     slots = sorted({slot for goal in goals for slot in goal.sources})
-    inputs, places = [], []
-    for x in (leaves[slot] for slot in slots):
-        options = {"sharding": x.sharding, "weak_type": x.weak_type}
-        inputs.append(_on_auto_axes(jax.ShapeDtypeStruct(x.shape, x.dtype, **options)))
-    for goal in goals:
-        first = leaves[goal.sources[0]]
-        place = goal.sharding if is_final else _twin(goal.sharding, _devices(first))
-        places.append(place)
+    inputs = [
+        _on_auto_axes(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+        )
+        for x in (leaves[slot] for slot in slots)
+    ]
 
     def make(*arrays: Any) -> list[Any]:
         given = dict(zip(slots, arrays, strict=True))
         return [(goal.build or _first)(*(given[slot] for slot in goal.sources)) for goal in goals]
 
+    places = [goal.place for goal in goals]
     compiled = jax.jit(make, out_shardings=places).lower(*inputs).compile()
     memory = compiled.memory_analysis()
     if len(goals) > 1 and memory is not None and memory.temp_size_in_bytes > most:
         halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
-        return [s for half in halves for s in _programs(half, leaves, is_final, donate, most)]
-    return [_Step(goals, slots, compiled, is_final)]
+        return [step for half in halves for step in _programs(half, leaves, most)]
+    return [_Step(goals, slots, compiled)]
 
 
 def _on_auto_axes(x: Any) -> Any:

@@ -112,10 +112,12 @@ def load_safetensors(
     matchers = read_rules(_LOAD, rules)
     tensors = stored_tensors(_LOAD, path)
     head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
-    parts = matched(head, tensors, matchers, {x.path for x in everything}, arrays, cast)
+    leaves = {array_path: array.leaf for array_path, array in arrays.items()}
+    found = matched(head, matchers, tensors, leaves, {x.path for x in everything}, cast=cast)
+    parts = {key: [(place, tensors[name]) for place, name in x] for key, x in found.items()}
     values, overflows = [], []
     with contextlib.ExitStack() as stack:
-        used = {tensor.file for found in parts.values() for _, tensor in found}
+        used = {tensor.file for pairs in parts.values() for _, tensor in pairs}
         files = {file: stack.enter_context(file.open("rb")) for file in used}
         advance = stack.enter_context(progress(_LOAD, len(arrays)))
         for array_path, array in arrays.items():
@@ -321,34 +323,20 @@ class NewTensor(NamedTuple):
 
 def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
     """The tensors to write, by name."""
+    leaves = {p: x.leaf[...] if is_reference(x.leaf) else x.leaf for p, x in arrays.items()}
     tensors: dict[str, NewTensor] = {}
-    unnamed, differing = [], []
-    for path, array in arrays.items():
-        value = array.leaf[...] if is_reference(array.leaf) else array.leaf
+    unnamed = []
+    for path, value in leaves.items():
         try:
-            placements = names_of_array(rules, path, value.shape)
+            for name, shape in names_of_array(rules, path, value.shape).items():
+                tensors.setdefault(name, NewTensor(shape, np.dtype(value.dtype), []))
         except ValueError as error:
             unnamed.append(f"  {path}, shape {value.shape}: {error}")
-            continue
-        for placement in placements:
-            new = NewTensor(placement.tensor_shape, np.dtype(value.dtype), [])
-            old = tensors.setdefault(placement.name, new)
-            old.parts.append((placement, value))
-            if old[:2] != new[:2]:
-                here, there = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
-                differing.append(f"  {placement.name}: {here} by {path}, {there} by another array")
     raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
-    raise_listed(ValueError, f"{_SAVE}: arrays disagree about these tensors:", differing)
-    raise_listed(
-        ValueError,
-        f"{_SAVE}: the arrays of these tensors do not fill them exactly once:",
-        [
-            f"  {name}, shape {tensor.shape}"
-            for name, tensor in tensors.items()
-            if math.prod(tensor.shape)
-            != sum(math.prod(axis.length for axis in p.axes.values()) for p, _ in tensor.parts)
-        ],
-    )
+    head, nouns = f"{_SAVE}: the arrays do not fit the tensors of the rules.", ("array", "tensor")
+    found = matched(head, rules, tensors, leaves, leaves, reverse=True, nouns=nouns)
+    for name, pairs in found.items():
+        tensors[name].parts.extend((place.inverse(name), leaves[path]) for place, path in pairs)
     return tensors
 
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.fitting import suggestion
-from .names import NamedArray
 from .tensor_files import Elements, Region
 
 # The axes that each dimension is made of.
@@ -259,17 +258,28 @@ class Placement:
         return tuple(slices), Elements(offsets)
 
 
-def gaps(shape: Sequence[int], regions: Sequence[Region]) -> list[str]:
-    """The parts of an array that no region fills, or more than one does."""
-    if not regions:
+def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
+    """The shape of an array and the regions of its tensors, by axes if all agree on these."""
+    axes = [[[p.axes[n] for n in names] for names in p.right] for p in placements]
+    flat = [[*itertools.chain(*each)] for each in axes]
+    if len({tuple(tuple(x.array_size for x in dim) for dim in each) for each in axes}) == 1:
+        regions = [[(x.array_start, x.array_start + x.length) for x in each] for each in flat]
+        return [x.array_size for x in flat[0]], regions
+    return [math.prod(x.array_size for x in dim) for dim in axes[0]], [p.region for p in placements]
+
+
+def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> list[str]:
+    """The parts of an array that no placement fills, or, with ``once``, more than one does."""
+    if not placements:
         return [""]
+    shape, regions = boxes(placements)
     edges = [sorted({0, n, *(e for r in regions for e in r[i])}) for i, n in enumerate(shape)]
     count = np.zeros([len(each) - 1 for each in edges], np.int32)
     for region in regions:
         box = zip(edges, region, strict=True)
         count[tuple(slice(each.index(first), each.index(last)) for each, (first, last) in box)] += 1
     texts = []
-    for fault, what in ((count == 0, "no tensor"), (count > 1, "several tensors")):
+    for fault, what in ((count == 0, f"no {noun}"), ((count > 1) & once, f"several {noun}s")):
         for index in np.argwhere(fault)[:1]:
             bounds = (f"{each[i]}:{each[i + 1]}" for each, i in zip(edges, index, strict=True))
             texts.append(f": {what} for [{', '.join(bounds)}]")
@@ -331,60 +341,84 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
 
 def matched(
     head: str,
-    tensors: Mapping[str, Any],
     rules: Rules,
+    tensors: Mapping[str, Any],
+    arrays: Mapping[str, Any],
     everything: Collection[str],
-    arrays: Mapping[str, NamedArray],
-    cast: bool,
-    noun: str = "tensor",
-) -> dict[str, list[tuple[Placement, Any]]]:
-    """The tensors of each array, which have to fill it; an error lists all that does not fit."""
-    parts: dict[str, list[tuple[Placement, Any]]] = {array_path: [] for array_path in arrays}
-    unknown, shapes, dtypes = [], [], []
-    misfits = set()
+    *,
+    cast: bool = False,
+    reverse: bool = False,
+    nouns: tuple[str, str] = ("tensor", "array"),
+) -> dict[str, list[tuple[Placement, str]]]:
+    """What fills each array, or in reverse each tensor; an error lists all that does not fit.
+
+    Args:
+      head: the first line of the error.
+      rules: where the tensors belong.
+      tensors: their shapes and dtypes, by name.
+      arrays: those of the arrays, by path.
+      everything: the paths of these and of other arrays, whose tensors are ignored.
+      cast: whether dtypes may differ within a kind.
+      reverse: whether the arrays are read and the tensors are filled.
+      nouns: what is read, and what is filled.
+
+    Returns:
+      For each array the placements of its tensors, with their names; in reverse for each tensor the
+      places of arrays in it, with their paths.
+    """
+    sources, goals = (arrays, tensors) if reverse else (tensors, arrays)
+    filled: dict[str, list[tuple[Placement, str]]] = {
+        name: [] for name in goals if not reverse or rules.targets(name) != []
+    }
+    used: dict[str, list[Placement]] = {path: [] for path in arrays}
+    unknown, shapes, dtypes, misfits = [], [], [], set()
     near = suggestion if len(tensors) < _SUGGESTIONS else lambda name, names: ""
     for name, tensor in tensors.items():
         targets = rules.targets(name)
-        if targets is None:
+        if targets is None and not reverse:
             unknown.append(f"  {name}: no rule matches")
-        for rule, array_path, groups in targets or ():
-            if array_path not in everything:
-                unknown.append(f"  {name}: no array {array_path}{near(array_path, everything)}")
-            if array_path not in arrays:
+        for rule, path, groups in targets or ():
+            if path not in everything:
+                unknown.append(f"  {name}: no array {path}{near(path, everything)}")
+            if path not in arrays:
                 continue
-            leaf = arrays[array_path].leaf
-            where = f"{array_path}, shape {leaf.shape}"
+            leaf, where = arrays[path], f"  {name}, shape {tensor.shape}: {path}, shape"
+            goal, source = (name, path) if reverse else (path, name)
             try:
                 placement = rule.place(name, groups, leaf.shape)
             except ValueError as error:
-                misfits.add(array_path)
-                shapes.append(f"  {name}, shape {tensor.shape}: {where}: {error}")
+                misfits |= {goal, path}
+                shapes.append(f"{where} {leaf.shape}: {error}")
                 continue
-            parts[array_path].append((placement, tensor))
+            used[path].append(placement)
+            filled[goal].append((placement.inverse(path) if reverse else placement, source))
             if placement.tensor_shape != tensor.shape:
-                wanted = placement.tensor_shape
-                shapes.append(f"  {name}, shape {tensor.shape}: {where} needs {wanted}")
-            elif not is_readable(tensor.dtype, leaf.dtype, cast):
-                dtypes.append(f"  {name}: {tensor.dtype}, {array_path}: {leaf.dtype}")
+                misfits |= {goal} if reverse else set()
+                shapes.append(f"{where} {leaf.shape} needs {placement.tensor_shape}")
+            elif not is_readable(sources[source].dtype, goals[goal].dtype, cast):
+                here, there = (f"{x}: {y[x].dtype}" for x, y in ((source, sources), (goal, goals)))
+                dtypes.append(f"  {here}, {there}")
     missing = [
-        f"  {array_path}, shape {arrays[array_path].leaf.shape}{gap}"
-        for array_path, found in parts.items()
-        if found or array_path not in misfits
-        for gap in gaps(arrays[array_path].leaf.shape, [p.region for p, _ in found])
+        f"  {name}, shape {goals[name].shape}{gap}"
+        for name, found in filled.items()
+        if name not in misfits or (found and not reverse)
+        for gap in gaps([placement for placement, _ in found], nouns[0])
     ]
-    raise_misfits(head, noun, missing, unknown, shapes, dtypes)
-    return parts
-
-
-def raise_misfits(head: str, noun: str, *problems: Sequence[str]) -> None:
-    """Raises an error if there are arrays or tensors left, other shapes or other dtypes."""
-    titles = (
-        f"Arrays without a {noun}",
-        f"{noun.capitalize()}s without an array",
-        "Of another shape",
-        "Of another dtype (cast=True converts among floats and among integers)",
-    )
-    raise_listed(CheckpointError, head, by_kind(dict(zip(titles, problems, strict=True))))
+    unknown += [
+        f"  {path}, shape {arrays[path].shape}{gap}"
+        for path, found in used.items()
+        if reverse and path not in misfits
+        for gap in gaps(found, nouns[1], once=False)
+    ]
+    one = ["an array" if noun == "array" else f"a {noun}" for noun in nouns]
+    problems = {
+        f"{nouns[1].capitalize()}s without {one[0]}": missing,
+        f"{nouns[0].capitalize()}s without {one[1]}": unknown,
+        "Of another shape": shapes,
+        "Of another dtype (cast=True converts among floats and among integers)": dtypes,
+    }
+    raise_listed(CheckpointError, head, by_kind(problems))
+    return filled
 
 
 def is_readable(there: Any, here: Any, cast: bool) -> bool:
@@ -397,9 +431,9 @@ def is_readable(there: Any, here: Any, cast: bool) -> bool:
     )
 
 
-def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placement]:
-    """The tensors that an array is written to; a ValueError if they cannot be named or fill it."""
-    placements: list[Placement] = []
+def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The tensors that an array is written to, and their shapes; a ValueError if there are none."""
+    names: dict[str, tuple[int, ...]] = {}
     kept: list[Placement] = []  # the first of each rule
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
@@ -407,12 +441,10 @@ def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placem
             # If the same array can be read from several names, the first is written.
             if found and not any(_overlap(found[0].region, other.region) for other in kept):
                 kept.append(found[0])
-                placements += found
-    if not placements:
+                names |= {placement.name: placement.tensor_shape for placement in found}
+    if not names:
         raise ValueError("no rule has this path")
-    if missing := gaps(shape, [placement.region for placement in placements]):
-        raise ValueError(f"it is not written exactly once{missing[0]}")
-    return placements
+    return names
 
 
 def _overlap(one: Region, other: Region) -> bool:
