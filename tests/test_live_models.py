@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,24 @@ class TransferTest(parameterized.TestCase):
         del source, target, old
         gc.collect()
         assert not any(x.shape == (24, 8) for x in jax.live_arrays())  # plans hold none
+
+    def test_the_old_values_are_released_first(self):
+        mesh = mesh_of((8,), ("data",))
+        source = place({"x": nnx.Param(jnp.ones((40, 8)))}, P("data"), mesh)
+        target = place({"x": nnx.Param(jnp.zeros((8, 40)))}, P("data"), mesh)
+        held = []
+
+        def built(*_):
+            held.append([x.shape for x in jax.live_arrays()].count((8, 40)))
+
+        rules = {"x": Tensor("x", "a b -> b a")}
+        for _ in range(2):
+            with mock.patch.object(
+                live_models, "_on_auto_axes", wraps=live_models._on_auto_axes
+            ) as at:
+                at.side_effect = lambda x: (built(), mock.DEFAULT)[1]
+                transfer(source, target, rules)
+        assert held[-1] == 0, held
 
     @parameterized.parameters((P("data"),), (P(None, "data"),))
     def test_donation(self, spec):

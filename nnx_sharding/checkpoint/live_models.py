@@ -118,6 +118,7 @@ def transfer(
         if len(_PLANS) > _MOST_PLANS:
             del _PLANS[next(iter(_PLANS))]
     with deferred():
+        flat = _released(flat, plan)  # this function holds the old values no longer
         return _run(plan, given.leaves, flat, donate)
 
 
@@ -146,15 +147,20 @@ class _Step(NamedTuple):
     program: Any = None  # compiled; None if no array needs one
 
 
-def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool) -> Any:
-    """Moves the arrays of the source into the target."""
-    uses = Counter(id(source[i]) for step in steps for goal in step.goals for i in goal.sources)
+def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
+    """The target without its old values, which nothing refers to any more."""
     empty = list(flat.leaves)
     for slot, abstract in ((g.array.slot, g.array.leaf) for step in steps for g in step.goals):
         if isinstance(empty[slot], jax.Array):
             empty[slot] = abstract
     rebuilt(flat, empty, "transfer")
-    flat, values = flat._replace(leaves=empty), []
+    return flat._replace(leaves=empty)
+
+
+def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool) -> Any:
+    """Moves the arrays of the source into the target."""
+    uses = Counter(id(source[i]) for step in steps for goal in step.goals for i in goal.sources)
+    values = []
     for step in steps:
         shardings = [goal.sharding for goal in step.goals]
         taken = [source[i] for goal in step.goals for i in goal.sources]
@@ -324,14 +330,15 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
     steps = [_Step(moved)] if moved else []
     bins: dict[Any, list[list[_Goal]]] = {}
     for goal in (goal for goal in goals if goal.has_program):
-        each = bins.setdefault(_devices(leaves[goal.sources[0]]), [[]])
-        # While each part of the source is freed, the next one is copied.
-        most = max(*sizes, sum(sizes) // 16) if donate else math.inf
+        is_final = goal.place == goal.sharding
+        each = bins.setdefault((_devices(leaves[goal.sources[0]]), is_final), [[]])
+        # What one program copies is freed before the next one runs.
+        most = max(*sizes, sum(sizes) // 16) if donate or not is_final else math.inf
         if each[-1] and sum(map(_nbytes, [*each[-1], goal])) > most:
             each.append([])
         each[-1].append(goal)
-    for each in itertools.chain(*bins.values()):
-        steps += _programs(each, leaves, max(sizes))
+    for part in itertools.chain(*bins.values()):
+        steps += _programs(part, leaves, max(sizes))
     return steps
 
 
