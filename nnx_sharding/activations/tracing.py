@@ -50,7 +50,7 @@ from .axis_types import (
 )
 from .calls import RECORD, Frame, Shape, Tag, in_call
 from .intercept import handler_here, original_of, with_handler
-from .updates import partitioned_update
+from .updates import update
 from .variables import is_layer, modules_in, own_variables, replaced_values
 
 # Part of the key of JAX's cached traces of inner functions: they are not reused in another trace,
@@ -206,9 +206,7 @@ class Scope:
     ) -> Any:
         """Calls a method of a module with the shardings chosen for it, or updates an optimizer."""
         if isinstance(module, nnx.Optimizer) and method == "update":
-            model = vars(module).get("model", args[0] if args else None)
-            with partitioned_update(module, model, self._mesh, self._declared_for):
-                return call(*args, **kwargs)
+            return update(module, call, args, kwargs, self._mesh)
         tag = _compat.tag_of(module) or self._root_tag(module)
         with in_call(Frame(tag, module, method)) as frame:
             try:
