@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -55,7 +55,7 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
     """
     if fun is None:
         return functools.partial(auto_axes, axes=axes, out_sharding=out_sharding)
-    return _decorated(fun, _on_auto_axes, "out_sharding", out_sharding, axes)
+    return _decorated(AxisType.Auto, fun, "out_sharding", out_sharding, axes)
 
 
 def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = None) -> Any:
@@ -78,61 +78,16 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
     """
     if fun is None:
         return functools.partial(explicit_axes, axes=axes, in_sharding=in_sharding)
-    return _decorated(fun, _on_explicit_axes, "in_sharding", in_sharding, axes)
+    return _decorated(AxisType.Explicit, fun, "in_sharding", in_sharding, axes)
 
 
-class _Call(NamedTuple):
-    """A call of a decorated function."""
-
-    name: str
-    option: str
-    axes: tuple[Any, ...] | None
-    specs: Specs
-    function: Callable[..., Any]
-    parameters: Parameters
-    tree: ArgTree
-    flat: Flat
-
-    def run(self, tree: ArgTree) -> Any:
-        """Calls the function."""
-        return self.function(*tree[0], **tree[1])
-
-    def mesh(self) -> Any:
-        """The mesh in context, of the specs, or of the arguments, or None."""
-        declared = (x.mesh for x in self.specs.written if isinstance(x, NamedSharding))
-        return mesh_of_types(self.flat.leaves, next(declared, None))
-
-    def targets(self, specs: Any) -> list[Target]:
-        """The arguments with their specs."""
-        args, kwargs = self.tree
-        signature = self.parameters.signature(len(args), tuple(kwargs))
-        prefixes = align_specs(specs, self.parameters, signature, self.option)
-        caller = f"{self.name}: {self.option}"
-        return argument_targets(self.flat.structure, self.tree, prefixes, signature.names, caller)
-
-    def fit(
-        self, locations: list[NamedLocation], flat: Flat, mesh: Any
-    ) -> tuple[list[str], list[PartitionSpec | None]]:
-        """The name of each array, and its spec or None."""
-        names = slot_names(len(flat.leaves), locations)
-        resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
-        shardings = fitted(self.name, names, flat.leaves, resolved, mesh, explicit=True)
-        return names, [_as_spec(each) for each in shardings]
-
-
-def _as_spec(spec: Any) -> Any:
-    return spec.spec if isinstance(spec, NamedSharding) else spec
-
-
-def _decorated(
-    fun: Any, run: Callable[[_Call], Any], option: str, given: Any, axes: Any
-) -> Callable[..., Any]:
-    """A function whose calls ``run`` runs, with the specs that were given, or at the call."""
-    name = run.__name__.removeprefix("_on_")
+def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> Callable[..., Any]:
+    """A function that runs with axes of this type, and specs given here or at each call."""
+    name = f"{kind.name.lower()}_axes"
     axes = None if axes is None else axes_of(axes)
     is_object = _compat.is_graph_object(fun)
-    unbound, bound = (type(fun).__call__, (fun,)) if is_object else unbind(fun)
-    parameters = Parameters(unbound, Roles(), len(bound))
+    function, bound = (type(fun).__call__, (fun,)) if is_object else unbind(fun)
+    parameters = Parameters(function, Roles(), len(bound))
 
     def checked(specs: Any) -> Specs:
         result = Specs(specs)
@@ -149,15 +104,77 @@ def _decorated(
         specs = checked(kwargs.pop(option)) if declared is None else declared
         tree = (*bound, *args), kwargs
         flat = flatten(tree)
+        meshes = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
+        mesh = mesh_of_types(flat.leaves, next(meshes, None))
+        retyping = None if mesh is None else Retyping.of(mesh, axes, kind, name=name)
+        if kind is AxisType.Auto and retyping is None:
+            return function(*tree[0], **kwargs)
+        if mesh is None:
+            raise NoMeshError(f"{name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
+        retyping = retyping or Retyping(*[getattr(mesh, "abstract_mesh", mesh)] * 2)
         undo = _undo(flat.objects)
         try:
-            return run(_Call(name, option, axes, specs, unbound, parameters, tree, flat))
+            return enter(tree, flat, specs, retyping)
         except BaseException:
             undo()
             restore(flat.structure, flat.objects)
             raise
 
+    def enter(tree: ArgTree, flat: Flat, specs: Specs, retyping: Retyping) -> Any:
+        """Calls the function with arrays of other types."""
+        signature = parameters.signature(len(tree[0]), tuple(tree[1]))
+        caller = f"{name}: {option}"
+
+        def targets(prefix: Any) -> list[Target]:
+            prefixes = align_specs(prefix, parameters, signature, option)
+            return argument_targets(flat.structure, tree, prefixes, signature.names, caller)
+
+        def fit(locations: list[NamedLocation], flat: Flat, mesh: Any) -> tuple[Any, Any]:
+            """The name of each array, and its spec or None."""
+            names = slot_names(len(flat.leaves), locations)
+            resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
+            found = fitted(name, names, flat.leaves, resolved, mesh, explicit=True)
+            return names, [_as_spec(each) for each in found]
+
+        if kind is AxisType.Auto:
+            arrays = Retyped.of(retyping, flat.leaves)
+        else:
+            names, declared = fit(locate(flat.structure, targets(specs.tree)), flat, retyping.inner)
+            undeclared = [
+                array_line(path, x)
+                for path, x, spec in zip(names, flat.leaves, declared, strict=True)
+                if spec is None and type_mesh(x) is not None and x.ndim
+            ]
+            raise_listed(
+                ValueError,
+                f"{name}: no spec says how these arguments are sharded on the axes that become "
+                "Explicit:",
+                undeclared,
+                "Declare them in in_sharding; P() replicates.",
+            )
+            pairs = zip(flat.leaves, declared, strict=True)
+            inside = [retyped(x, retyping.inner, spec) for x, spec in pairs]
+            arrays = Retyped(retyping, flat.leaves, inside)
+        after = called(flat, arrays, lambda tree: function(*tree[0], **tree[1]))
+        if kind is AxisType.Auto:
+            arguments = [x.objects_only() for x in targets(None)]
+            output = target("output", specs.tree, None, after.structure.root, caller)
+            names, declared = fit(
+                locate(after.structure, [*arguments, output]), after, retyping.outer
+            )
+            details = {"name": name, "option": option}
+            left = arrays.leave_as(flat.structure, after, declared, names, **details).leaves
+        else:
+            left, untyped = arrays.leave(flat.structure, after)
+            for slot, x in untyped.items():
+                left[slot] = retyped(x, retyping.outer)
+        return rebuilt(after, left, foreign=True)
+
     return call
+
+
+def _as_spec(spec: Any) -> Any:
+    return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
 def _undo(objects: Sequence[Any]) -> Callable[[], None]:
@@ -176,49 +193,3 @@ def _undo(objects: Sequence[Any]) -> Callable[[], None]:
             _compat.set_metadata(variable, metadata)
 
     return undo
-
-
-def _on_auto_axes(call: _Call) -> Any:
-    mesh, flat = call.mesh(), call.flat
-    retyping = None
-    if mesh is not None:
-        retyping = Retyping.of(mesh, call.axes, AxisType.Auto, name=call.name)
-    if retyping is None:
-        return call.run(call.tree)
-    arrays = Retyped.of(retyping, flat.leaves)
-    after = called(flat, arrays, call.run)
-    arguments = [x.objects_only() for x in call.targets(None)]
-    caller = f"{call.name}: {call.option}"
-    output = target("output", call.specs.tree, None, after.structure.root, caller)
-    locations = locate(after.structure, [*arguments, output])
-    names, declared = call.fit(locations, after, retyping.outer)
-    details = {"name": call.name, "option": call.option}
-    left = arrays.leave_as(flat.structure, after, declared, names, **details)
-    return rebuilt(after, left.leaves, foreign=True)
-
-
-def _on_explicit_axes(call: _Call) -> Any:
-    mesh, flat = call.mesh(), call.flat
-    if mesh is None:
-        raise NoMeshError("explicit_axes has no mesh. Call within `with jax.set_mesh(mesh):`.")
-    retyping = Retyping.of(mesh, call.axes, AxisType.Explicit, name=call.name)
-    retyping = retyping or Retyping(*[getattr(mesh, "abstract_mesh", mesh)] * 2)
-    locations = locate(flat.structure, call.targets(call.specs.tree))
-    names, declared = call.fit(locations, flat, retyping.inner)
-    undeclared = [
-        array_line(name, x)
-        for name, x, spec in zip(names, flat.leaves, declared, strict=True)
-        if spec is None and type_mesh(x) is not None and x.ndim
-    ]
-    head = f"{call.name}: no spec says how these arguments are sharded on the axes that become"
-    remedy = "Declare them in in_sharding; P() replicates."
-    raise_listed(ValueError, f"{head} Explicit:", undeclared, remedy)
-    inside = [
-        retyped(x, retyping.inner, spec) for x, spec in zip(flat.leaves, declared, strict=True)
-    ]
-    arrays = Retyped(retyping, flat.leaves, inside)
-    after = called(flat, arrays, call.run)
-    left, untyped = arrays.leave(flat.structure, after)
-    for slot, x in untyped.items():
-        left[slot] = retyped(x, retyping.outer)
-    return rebuilt(after, left, foreign=True)

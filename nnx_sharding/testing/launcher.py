@@ -1,4 +1,8 @@
-"""Several processes of one program on this machine, each in a process group of its own."""
+"""Several processes of one program on this machine, each in a process group of its own.
+
+Each of them runs this file as a script, which imports only the standard library: the program can
+still set the variables that JAX reads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import os
 import queue
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -15,10 +20,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..partition.mesh import MOST_DEVICES
-from . import worker
-
-_TIMED_OUT = 124  # as for timeout(1)
 _LONGEST = 1e9  # seconds that the system can wait
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
@@ -49,10 +50,11 @@ def launch(
 
     Returns:
       0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if
-      signal n ended it; 124 after the timeout; 128 + n after signal n to this process.
+      signal n ended it; 124 after the timeout; 130 after Ctrl-C. Any other signal that ends this
+      process ends all.
 
     Raises:
-      ValueError: ``program`` is empty, or a number is too small or too large.
+      ValueError: ``program`` is empty, or a number is not positive.
       OSError: a process could not be started.
 
     Example:
@@ -61,31 +63,22 @@ def launch(
       [0] Hello world!
       0
     """
-    if not program or not 1 <= processes * devices_per_process <= MOST_DEVICES or processes < 1:
-        raise ValueError(
-            f"expected a program and 1 to {MOST_DEVICES} devices in all, got {program!r} and "
-            f"{processes} processes of {devices_per_process} devices."
-        )
-    # Which process ended (None: the launcher has to), and its exit code, negative after a signal.
-    ends: queue.SimpleQueue[tuple[int | None, int]] = queue.SimpleQueue()
+    if not program or min(processes, devices_per_process) < 1:
+        found = f"{processes} processes of {devices_per_process} devices"
+        raise ValueError(f"expected a program, and a positive number of each, got {found}.")
+    ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # ranks and exit codes
     workers: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
-    failed, code, start = None, 0, time.monotonic()
-    limit = _LONGEST if timeout is None else min(timeout, _LONGEST)
-    with contextlib.ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():  # no other may handle signals
-            for each in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-                old = signal.signal(each, lambda number, _: ends.put((None, -number)))
-                stack.callback(signal.signal, each, old)
+    code, how, start = 0, "", time.monotonic()
+    with socket.socket() as port:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
-        port = stack.enter_context(socket.socket())
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{port.getsockname()[1]}"
         try:
             for rank in range(processes):
                 process = subprocess.Popen(
-                    [sys.executable, worker.__file__, *program],
+                    [sys.executable, __file__, *program],
                     env=_environment(rank, processes, devices_per_process, platform, address),
                     stdin=subprocess.PIPE,  # the worker ends when it is closed
                     stdout=subprocess.PIPE,
@@ -95,26 +88,27 @@ def launch(
                     start_new_session=True,  # only the launcher receives Ctrl-C
                 )
                 workers.append(process)
-                readers.append(_thread(_copy, rank, process.stdout, sys.stdout, ends))
-                readers.append(_thread(_copy, rank, process.stderr, sys.stderr, ends))
+                readers.append(_thread(_copy, rank, process.stdout, sys.stdout))
+                readers.append(_thread(_copy, rank, process.stderr, sys.stderr))
                 _thread(lambda rank, process: ends.put((rank, process.wait())), rank, process)
-            running = processes
-            while running and not code:
-                failed, code = ends.get(timeout=max(0.0, start + limit - time.monotonic()))
-                running -= 1
+            for _ in workers:
+                left = _LONGEST if timeout is None else start + timeout - time.monotonic()
+                rank, code = ends.get(timeout=min(max(left, 0.0), _LONGEST))
+                if code:
+                    name = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else ""
+                    how = f"process {rank} failed with {name or f'exit code {code}'}"
+                    break
         except queue.Empty:
-            failed, code = None, _TIMED_OUT
+            code, how = 124, "timed out"  # as timeout(1)
+        except KeyboardInterrupt:
+            code, how = -signal.SIGINT, "ended by signal 2 (SIGINT)"
         finally:
             seconds = time.monotonic() - start
             _end(workers, min(grace, _LONGEST))
     for reader in readers:
         reader.join(min(grace, 3.0))
     if code:
-        how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.Signals(-code).name})"
-        who = f"process {failed} failed with {how}"
-        if failed is None:
-            who = "timed out" if code == _TIMED_OUT else f"ended by {how}"
-        print(f"launch: {who}, after {seconds:.1f} s; all processes were ended", file=sys.stderr)
+        print(f"launch: {how}, after {seconds:.1f} s; all processes were ended", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -143,16 +137,16 @@ def _thread(function: Any, *args: Any) -> threading.Thread:
     return thread
 
 
-def _copy(rank: int, pipe: Any, shown: Any, ends: Any) -> None:
+def _copy(rank: int, pipe: Any, shown: Any) -> None:
     """Shows each line with the number of its process; very long ones in parts."""
     with pipe:
         while line := pipe.readline(1 << 20):
             text = line.removesuffix("\n")
             try:
                 print(f"[{rank}] {text}\n", end="", file=shown, flush=True)
-            except BrokenPipeError:
+            except BrokenPipeError:  # closing the pipe makes the process fail as well
                 os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
-                ends.put((None, -signal.SIGPIPE))
+                return
 
 
 def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
@@ -167,3 +161,40 @@ def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
                 process.wait(max(0.0, deadline - time.monotonic()))
     for process in workers:
         process.stdin.close()  # type: ignore[union-attr]
+
+
+def _run(program: list[str]) -> None:
+    """Runs a program as ``python`` does, in a process that ends soon after the program fails."""
+    try:
+        if program[0] == "-m":
+            sys.argv, sys.path[0] = program[1:], os.getcwd()
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = program, os.path.dirname(os.path.abspath(program[0]))
+            runpy.run_path(program[0], run_name="__main__")
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code:
+            # JAX's exit handler waits for the other processes, which wait for this one.
+            late = threading.Timer(1.0, os._exit, (code if isinstance(code, int) else 1,))
+            late.daemon = True
+            late.start()
+        if isinstance(error, SystemExit):
+            raise
+        frames = error.__traceback__  # without those of this file
+        while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen")):
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        sys.exit(1)
+
+
+def _end_with(launcher: int) -> None:
+    os.read(launcher, 1)  # until the launcher closes the pipe, or ends
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    pipe = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    _run(sys.argv[1:])
