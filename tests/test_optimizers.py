@@ -82,9 +82,11 @@ def optimizers():
     }
 
 
-# These differ from one device by more than the tolerance; it is not known yet why.
-UNEXPLAINED = ("optimistic_adam_v2", "lbfgs", "galore of low rank")
-OPTIMIZERS = {name: tx for name, tx in optimizers().items() if name not in UNEXPLAINED}
+# These amplify rounding: by 1e5 and more in float32, so they are compared in float64, where they
+# differ by less than 1e-11. The gradient of a bias here has equal elements, of which galore takes
+# a singular value decomposition that is not unique; lbfgs divides by differences of gradients.
+AMPLIFYING = ("galore", "galore of low rank", "lbfgs")
+OPTIMIZERS = optimizers()
 STRATEGIES = {
     "fsdp": fsdp,
     "zero1": zero1,
@@ -99,18 +101,19 @@ STRATEGIES = {
 
 
 class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.norm = nnx.LayerNorm(32, rngs=rngs)
-        self.blocks = stack(nnx.Linear, 8, 8, 16, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
+    def __init__(self, rngs, dtype):
+        options = {"rngs": rngs, "param_dtype": dtype}
+        self.up = nnx.Linear(16, 32, **options)
+        self.norm = nnx.LayerNorm(32, **options)
+        self.blocks = stack(nnx.Linear, 8, 8, 16, **options)
+        self.down = nnx.Linear(32, 16, **options)
 
 
 def makes(names):
     def make():
         pairs = {}
         for name in names:
-            model = Model(nnx.Rngs(0))
+            model = Model(nnx.Rngs(0), jnp.float64 if name in AMPLIFYING else jnp.float32)
             pairs[name] = model, nnx.Optimizer(model, OPTIMIZERS[name], wrt=nnx.Param)
         return pairs
 
@@ -131,6 +134,10 @@ def step(pairs):
 
 class AsOnOneDeviceTest(parameterized.TestCase):
     def check(self, names, strategy, kind):
+        with jax.enable_x64(not set(names).isdisjoint(AMPLIFYING)):
+            self.compare(names, strategy, kind)
+
+    def compare(self, names, strategy, kind):
         mesh, make = mesh_of((2, 4), ("data", "model"), kind), makes(names)
         shardings = {
             name: STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer, min_size=0)
@@ -147,7 +154,8 @@ class AsOnOneDeviceTest(parameterized.TestCase):
                 if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                     scale = 1e-3 + np.abs(truth[path]).max(initial=0)
                     one, other = (np.asarray(y[...], np.float64) for y in (x, truth[path]))
-                    self.assertLess(np.abs(one - other).max(initial=0) / scale, 2e-3, (name, path))
+                    limit = 1e-9 if name in AMPLIFYING else 2e-3
+                    self.assertLess(np.abs(one - other).max(initial=0) / scale, limit, (name, path))
             model, optimizer = ours[name]
             if strategy.startswith("zero1"):
                 continue
@@ -163,10 +171,14 @@ class AsOnOneDeviceTest(parameterized.TestCase):
         strategy, kind = random.choice([("fsdp", "explicit"), ("zero1+tp", "auto")])
         self.check(random.sample(sorted(OPTIMIZERS), 2), strategy, kind)
 
+    def test_constants_in_the_state(self):
+        """State that an update sets to a constant; there are loops over stacks beside it."""
+        self.check(["optimistic_gradient_descent", "dog"], "zero1", "auto")
+
     @parameterized.product(strategy=[*STRATEGIES], kind=["auto", "explicit"])
     @pytest.mark.slow
     def test_all(self, strategy, kind):
-        names = [*OPTIMIZERS]
+        names = sorted(OPTIMIZERS, key=lambda name: name in AMPLIFYING)
         for start in range(0, len(names), 4):  # few, or devices wait too long for each other
             self.check(names[start : start + 4], strategy, kind)
 
@@ -202,7 +214,10 @@ class AsOnOneDeviceTest(parameterized.TestCase):
 
 class MuonTest(parameterized.TestCase):
     def check(self, strategy, kind):
-        """One all-to-all into the loop, one out of it, and nothing computed twice."""
+        """One all-to-all into the loop, one out of it, and nothing computed twice.
+
+        The norms of the matrices are computed before.
+        """
 
         def make():
             model = stack(nnx.Linear, 8, 128, 256, use_bias=False, rngs=nnx.Rngs(0))
@@ -221,7 +236,10 @@ class MuonTest(parameterized.TestCase):
         arguments = place((model, optimizer, gradients), (sharding,) * 3, mesh)
         step = jit(update, in_shardings=(sharding,) * 3, mesh=mesh)
         compiled = step.lower(*arguments).compile()
-        counts = {kind: count for kind, count in compiled.collectives().counts().items() if count}
+        found = compiled.collectives()
+        self.assertEqual([x.bytes for x in found.of("all-reduce")], [8 * 4])
+        others = found.counts() | {"all-reduce": 0}
+        counts = {kind: count for kind, count in others.items() if count}
         into = {"all-to-all": 1}
         out_of = {"all-gather": 1, **into} if strategy == "zero1" else {"all-to-all": 2}
         self.assertEqual(counts, out_of)

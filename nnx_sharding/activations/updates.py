@@ -110,7 +110,7 @@ def _with_whole_matrices(jaxpr: Any, mesh: Any, arrays: Sequence[Any]) -> list[A
     devices as divide the number of matrices: where the loop begins, and where it ends.
     """
     if not _has_stacks(jaxpr.jaxpr):
-        return jaxpr_as_fun(jaxpr)(*arrays)
+        return [*jaxpr_as_fun(jaxpr)(*arrays)]
     inner = jaxpr.jaxpr
     values = dict(zip([*inner.constvars, *inner.invars], [*jaxpr.consts, *arrays], strict=True))
 
