@@ -254,6 +254,38 @@ class MuonTest(parameterized.TestCase):
         self.check(strategy, kind)
 
 
+class UsersObjectTest(parameterized.TestCase):
+    def test_an_update_keeps_the_transformation(self):
+        """While it is traced, the optimizer has its own one, and keeps new attributes."""
+        seen, sgd = [], optax.sgd(RATE)
+
+        class Counting(nnx.Optimizer):
+            def update(self, *args, **kwargs):
+                self.is_updated = True
+                return super().update(*args, **kwargs)
+
+        def update(*args):
+            seen.append(isinstance(current[0].tx, optax.GradientTransformation))
+            return sgd.update(*args)
+
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        tx = optax.GradientTransformation(sgd.init, update)
+        optimizer, current = Counting(model, tx, wrt=nnx.Param), []
+        mesh = mesh_of((8,), ("data",), "explicit")
+        sharding = fsdp(model, mesh=mesh, optimizer=optimizer, min_size=0)
+
+        def step(model, optimizer):
+            current[:] = [optimizer]
+            optimizer.update(model, nnx.state(model, nnx.Param))
+
+        model, optimizer = place((model, optimizer), (sharding,) * 2, mesh)
+        jit(step, in_shardings=(sharding,) * 2, mesh=mesh)(model, optimizer)
+        self.assertEqual(set(seen), {True})
+        self.assertTrue(optimizer.is_updated)
+        self.assertIs(optimizer.tx, tx)
+        current.clear()
+
+
 class OwnersTest(parameterized.TestCase):
     """To which parameter a part of the state belongs."""
 

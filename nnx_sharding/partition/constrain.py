@@ -134,17 +134,9 @@ def fitted(
 ) -> list[Any]:
     """The sharding of each array, from its resolved spec; None to change nothing.
 
-    Args:
-      caller: the name of the function, for messages.
-      names: the expression for each array.
-      leaves: the arrays.
-      resolved: their specs.
-      mesh: the mesh of a ``PartitionSpec``.
-      on_indivisible: as for :func:`with_sharding_constraint`.
-      explicit: whether specs may name Explicit axes only.
-      places: whether the arrays get these shardings here; outside of a trace, by moving them.
-      lenient: whether to correct specs, and without a mesh to change nothing.
-      strict: whether warnings are errors.
+    Specs may name Explicit axes only if ``explicit``. The arrays get the shardings here if
+    ``places``; outside of a trace, by moving them. ``lenient`` corrects specs, and changes nothing
+    without a mesh. ``strict`` makes errors of warnings.
     """
     shardings: list[Any] = []
     corrected, refused = [], []
