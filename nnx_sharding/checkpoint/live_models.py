@@ -23,7 +23,7 @@ from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_o
 from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..specs.fitting import axes_of_type
-from .names import NamedArray, filled, named_arrays, selected
+from .names import NamedArray, filled, may_wrap, named_arrays, selected
 from .safetensors import WEIGHTS
 from .tensor_files import Region
 from .tensor_rules import Placement, Rule, boxes, matched, read_rules
@@ -33,7 +33,6 @@ _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 # The plans of earlier calls, the last ones used at the end.
 _PLANS: dict[Any, list[_Step]] = {}
 _MOST_PLANS = 64
-_range_of: Any = jnp.iinfo
 
 
 @_compat.api_boundary
@@ -51,10 +50,11 @@ def transfer(
 
     The models may differ in names, in the layout of arrays, and in the mesh, such as a trainer and
     the server that samples for it. Arrays that stay on their devices, in any order, get their
-    layout, dtype and sharding by compiled programs, with no more than the bytes of the largest
-    array in flight; those that go to other devices are copied there. The old values of the target
-    are released first, so each device has the new ones only. The programs are reused when models
-    of these structures and shardings are passed again.
+    layout, dtype and sharding by compiled programs, whose temporary memory is at most that of the
+    largest array; those that go to other devices are copied there, part by part: at once the
+    largest array, or a sixteenth of all. The old values of the target are released first, so each
+    device has the new ones only. The programs are reused when models of these structures and
+    shardings are passed again.
 
     All processes make the same call. As in ``place``, arrays go to devices of other processes only
     if both models are on the same devices.
@@ -311,10 +311,8 @@ def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
         if goal.build and isinstance(leaf, jax.Array) and other_memory(leaf.sharding):
             yield f"the source is in {leaf.sharding.memory_kind}; place it on its devices"
         old, new = leaf.dtype, goal.array.leaf.dtype
-        if jnp.issubdtype(new, jnp.integer) and old != new:
-            here, there = _range_of(new), _range_of(old)
-            if there.min < here.min or there.max > here.max:
-                yield f"{old} may be out of the range of {new}"
+        if may_wrap(old, new):
+            yield f"{old} may be out of the range of {new}"
 
 
 def _devices(leaf: Any) -> Any:

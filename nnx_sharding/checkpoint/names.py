@@ -123,3 +123,22 @@ def kind_of(x: Any) -> str:
     if isinstance(x, np.ndarray | np.generic):
         return f"{type(x).__name__} of {x.dtype}"
     return "int of more than 64 bits" if isinstance(x, int) else type(x).__name__
+
+
+def is_castable(there: Any, here: Any, kinds: Sequence[Any]) -> bool:
+    """Whether dtypes are equal or of the same kind, if that is one of these."""
+    if isinstance(there, str):  # NumPy has no such dtype
+        return False
+    same = (jnp.issubdtype(there, kind) and jnp.issubdtype(here, kind) for kind in kinds)
+    return bool(there == here) or any(same)
+
+
+def may_wrap(there: Any, here: Any) -> bool:
+    """Whether integers of one dtype may be out of the range of another one."""
+    if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (there, here)):
+        return False
+    old, new = _range_of(there), _range_of(here)
+    return bool(old.min < new.min or old.max > new.max)
+
+
+_range_of: Any = jnp.iinfo

@@ -31,8 +31,10 @@ from .names import (
     Name,
     NamedArray,
     filled,
+    is_castable,
     is_key,
     is_storable,
+    may_wrap,
     named_arrays,
     present_sharding,
     selected,
@@ -267,26 +269,22 @@ def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:
         kind = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
         return bool(np.issubdtype(there, kind[here]))
     kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
-    return bool(there == here) or (
-        cast and any(jnp.issubdtype(there, k) and jnp.issubdtype(here, k) for k in kinds)
-    )
+    return is_castable(there, here, kinds if cast else ())
 
 
 def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Any]:
     """The sharding with which each array is read; None for a NumPy array."""
     wanted: dict[Name, Any] = {}
     for target in targets:
+        place = target.sharding
+        # An array of this process alone is not read with its sharding.
+        is_own = place is None or (jax.process_count() > 1 and place.is_fully_addressable)
         for piece in target.source.pieces:
             # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
-            is_host = not _is_global(target.sharding) or _may_wrap(stored, target, piece)
+            is_host = is_own or _may_wrap(stored, target, piece)
             sharding = None if is_host else _piece_sharding(target, piece)
             wanted[piece.name] = wanted.get(piece.name, sharding) and sharding
     return wanted
-
-
-def _is_global(sharding: Any) -> bool:
-    """Whether an array is read with its sharding; one of this process alone is not."""
-    return sharding is not None and not (jax.process_count() > 1 and sharding.is_fully_addressable)
 
 
 def _piece_sharding(target: _Target, piece: _Piece) -> Any:
@@ -310,12 +308,7 @@ def _auto(sharding: NamedSharding) -> NamedSharding:
 def _may_wrap(stored: Stored, target: _Target, piece: _Piece) -> bool:
     """Whether integers of the checkpoint may be out of range for the dtype in the model."""
     there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
-    if isinstance(leaf, _NUMBERS):
-        return False
-    if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (there, leaf.dtype)):
-        return False
-    old, new = _range_of(there), _range_of(leaf.dtype)
-    return bool(old.min < new.min or old.max > new.max)
+    return not isinstance(leaf, _NUMBERS) and may_wrap(there, leaf.dtype)
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
@@ -361,14 +354,18 @@ def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
         return parts[0][0]
     if not all(isinstance(array, jax.Array) for array, _ in parts):
         return _built(parts, stacked, np)
-    [built] = finished_on_cpu([_assembly(stacked, _auto(target.sharding))(parts)])
+    [built] = finished_on_cpu([_program(_auto(target.sharding), stacked)(parts)])
     return transfer([built], [unsummed(target.sharding)])[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _assembly(stacked: tuple[int, ...], sharding: Any) -> Any:
-    """A function that builds arrays of one sharding, which compiles once for each shape."""
-    build = functools.partial(_built, stacked=stacked, numpy=jnp)
+def _program(sharding: Any, stacked: Any = (), dtype: Any = None, is_weak: bool = False) -> Any:
+    """A function that builds and converts arrays, which compiles once for each shape."""
+
+    def build(parts: Sequence[tuple[Any, Any]]) -> Any:
+        x = _built(parts, stacked, jnp)
+        return x if dtype is None else _compat.converted(x, dtype, is_weak)
+
     return jax.jit(build, out_shardings=sharding)
 
 
@@ -398,10 +395,4 @@ def _placed(value: Any, dtype: Any, sharding: Any, is_weak: bool = False) -> Any
     elif value.dtype == dtype and unsummed(sharding) is not sharding:
         value = transfer([value], [sharding])[0]
     is_like = value.dtype == dtype and value.weak_type == is_weak
-    return value if is_like else _conversion(dtype, is_weak, sharding)(value)
-
-
-@functools.lru_cache(maxsize=64)
-def _conversion(dtype: Any, is_weak: bool, sharding: Any) -> Any:
-    """A function that converts arrays of one sharding, which compiles once for each shape."""
-    return jax.jit(lambda x: _compat.converted(x, dtype, is_weak), out_shardings=sharding)
+    return value if is_like else _program(sharding, (), dtype, is_weak)([(value, ())])

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.fitting import suggestion
+from .names import is_castable
 from .tensor_files import Elements, Region
 
 # The axes that each dimension is made of.
@@ -372,6 +373,7 @@ def matched(
     }
     used: dict[str, list[Placement]] = {path: [] for path in arrays}
     unknown, shapes, dtypes, misfits = [], [], [], set()
+    kinds = (jnp.floating, jnp.integer) if cast else ()
     near = suggestion if len(tensors) < _SUGGESTIONS else lambda name, names: ""
     for name, tensor in tensors.items():
         targets = rules.targets(name)
@@ -395,7 +397,7 @@ def matched(
             if placement.tensor_shape != tensor.shape:
                 misfits |= {goal} if reverse else set()
                 shapes.append(f"{where} {leaf.shape} needs {placement.tensor_shape}")
-            elif not is_readable(sources[source].dtype, goals[goal].dtype, cast):
+            elif not is_castable(sources[source].dtype, goals[goal].dtype, kinds):
                 here, there = (f"{x}: {y[x].dtype}" for x, y in ((source, sources), (goal, goals)))
                 dtypes.append(f"  {here}, {there}")
     missing = [
@@ -419,16 +421,6 @@ def matched(
     }
     raise_listed(CheckpointError, head, by_kind(problems))
     return filled
-
-
-def is_readable(there: Any, here: Any, cast: bool) -> bool:
-    """Whether a tensor of one dtype can become an array of another one."""
-    if isinstance(there, str):  # NumPy has no such dtype
-        return False
-    kinds = (jnp.floating, jnp.integer)
-    return bool(there == here) or (
-        cast and any(jnp.issubdtype(there, k) and jnp.issubdtype(here, k) for k in kinds)
-    )
 
 
 def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
