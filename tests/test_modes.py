@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -341,35 +340,3 @@ class FlaxPrefixTest(parameterized.TestCase):
 
 
 JITS = (nnx_sharding.jit, nnx.jit)
-
-
-@pytest.mark.skipif(
-    tuple(map(int, flax.__version__.split(".")[:3])) > (0, 12, 8),
-    reason="this Flax refuses to update hijax Variables inside of transformations",
-)
-class HijaxTest(parameterized.TestCase):
-    """Variables whose content JAX itself keeps (``hijax=True``)."""
-
-    def test_updated_and_shared_as_with_flax(self):
-        for jit in JITS:
-            variable = nnx.Variable(jnp.array(1.0), hijax=True)
-
-            @jit(graph=True, graph_updates=False)
-            def f(v, w):
-                assert v is w
-                v[...] += 1.0
-                return v[...] * 2
-
-            assert [float(f(variable, variable)) for _ in range(2)] == [4.0, 6.0]
-            assert float(variable[...]) == 3.0
-
-    def test_inside_of_a_module(self):
-        model = nnx.Dict(v=nnx.Variable(jnp.array(1.0), hijax=True))
-
-        @nnx_sharding.jit
-        def f(model):
-            model.v[...] += 1.0
-
-        f(model)
-        f(model)
-        assert float(model.v[...]) == 3.0

@@ -14,7 +14,7 @@ from flax.nnx import extract, graphlib, pytreelib, variablelib
 from flax.typing import HashableMapping as HashableMapping
 
 from .flax_nodes import STATE, initializing, is_setup
-from .jax_names import ArrayImpl, private_name
+from .jax_names import ArrayImpl, private_name, trace_is_clean
 
 # Without this, `nnx.cached_partial` has no cache.
 _graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
@@ -31,7 +31,7 @@ def is_node(x: Any) -> bool:
 def is_variable(x: Any) -> bool:
     """Whether ``x`` is a Variable whose value lives in the Python object.
 
-    A Variable made with ``hijax=True`` is a JAX value of its own type, and counts as a leaf.
+    A Variable made with ``hijax=True`` is a JAX value of its own type.
     """
     return nnx.Variable in type(x).__mro__
 
@@ -51,6 +51,25 @@ def is_hijax_variable(x: Any) -> bool:
     return type(x) is not ArrayImpl and isinstance(x, nnx.Variable) and not is_variable(x)
 
 
+def plain_variable(x: Any) -> Any:
+    """A Variable made with ``hijax=True`` as a plain one; any other Variable unchanged."""
+    if is_variable(x):
+        return x
+    variable = new_variable(x.type, x.get_metadata())
+    set_value(variable, x.get_raw_value())
+    return variable
+
+
+def new_hijax_variable(variable_type: Any, metadata: dict[str, Any], value: Any) -> Any:
+    """A Variable that is a JAX value of its own type, as ``metadata`` says."""
+    return variable_type.from_metadata(value, metadata)
+
+
+def set_hijax(variable: Any, what: str, new: Any) -> None:
+    """Sets the ``raw_value`` or the ``metadata`` of a Variable made with ``hijax=True``."""
+    getattr(variable, f"set_{what}")(new)
+
+
 def prefix_state(x: Any) -> tuple[Any, Any] | None:
     """The function of (path, value) and the State in what ``nnx.prefix(..., graph=True)`` returns.
 
@@ -60,8 +79,13 @@ def prefix_state(x: Any) -> tuple[Any, Any] | None:
 
 
 def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
-    """A Variable of the current trace with ``metadata`` and no value yet."""
-    return variable_type.from_metadata(None, metadata)  # type: ignore[attr-defined]
+    """A plain Variable of the current trace with ``metadata`` and no value yet."""
+    kind: Any = variable_type
+    if not metadata.get("hijax"):
+        return kind.from_metadata(None, metadata)
+    variable = kind.from_metadata(None, {**metadata, "hijax": False})
+    set_metadata(variable, dict(metadata))
+    return variable
 
 
 # Slots, which run no hooks and check no trace; callers check before they write.
@@ -96,6 +120,8 @@ def are_current(states: Iterable[Any]) -> bool:
 
 def can_update(x: Any) -> bool:
     """Whether a Variable or node belongs to the current trace and may be changed in it."""
+    if is_hijax_variable(x):
+        return isinstance(x, jax.core.Tracer) or trace_is_clean()
     if isinstance(x, nnx.Variable):
         return bool(x._can_update)
     state = getattr(x, STATE, None)

@@ -223,7 +223,10 @@ class _Update(NamedTuple):
             and not outcome.statics
             and not outcome.copied
             and len(entries) == known
-            and all(graph.is_leaf_variable(entries[index]) for index in outcome.values)
+            and all(
+                graph.is_leaf_variable(entry) and not graph.is_hijax(entry)
+                for entry in map(entries.__getitem__, outcome.values)
+            )
         )
         return is_simple and cls.new(outcome)
 

@@ -179,6 +179,8 @@ class _Flattener:
             return entry
         recorder = self.recorder
         at = NOWHERE if recorder is None else recorder.objects[index]
+        if _compat.is_hijax_variable(obj):
+            self.recorder, recorder, obj = None, None, _compat.plain_variable(obj)
         if _compat.is_variable(obj):
             metadata, value = self._describe_metadata(obj, at), _compat.get_value(obj)
             at = NOWHERE if recorder is None else recorder.open_variable(at, obj, value)
@@ -187,8 +189,6 @@ class _Flattener:
             return self._describe_node(obj, slots, at)
         content = content_of(obj)
         if content is None:
-            if not _compat.is_ref(obj):
-                self.recorder = None
             self._leaf(obj, slots, at)
             return RefEntry()
         if self._holds(obj):

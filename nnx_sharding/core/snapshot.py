@@ -38,7 +38,7 @@ class Snapshot:
 def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
     """Whether any change in an object shows in its content."""
     if isinstance(entry, VariableEntry):
-        return entry.value is LEAF
+        return entry.value is LEAF and _compat.is_variable(obj)
     if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
         return False
     others = [x for x in entry.children if type(x) is not Static and type(x) is not int]

@@ -75,7 +75,7 @@ class VariableEntry(NamedTuple):
 
 
 class RefEntry(NamedTuple):
-    """A ``jax.Ref``, or a hijax Variable: JAX keeps its content, the table only its identity."""
+    """A ``jax.Ref``: JAX keeps its content, the table only its identity."""
 
     type: type = jax.Ref
 

@@ -62,7 +62,7 @@ def unflatten(
         if index in existing:
             continue
         arrays = (leaves[slot] for slot in structure.slots[index])
-        if isinstance(entry, VariableEntry):
+        if isinstance(entry, VariableEntry) and not _compat.is_hijax_variable(objects[index]):
             if len(plain[id(entry.metadata)]) < len(entry.metadata):  # some of it links to objects
                 _compat.set_metadata(objects[index], _metadata(entry, objects))
             _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
@@ -84,6 +84,10 @@ def _new_object(
         if settings is None:
             pairs = ((name, x.value) for name, x in entry.metadata if isinstance(x, Static))
             settings = plain[id(entry.metadata)] = dict(pairs)
+        # Within a trace, hijax Variables are plain ones.
+        if settings.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
+            value = assemble(entry.value, (leaves[slot] for slot in slots), ())
+            return _compat.new_hijax_variable(entry.type, settings, value)
         return _compat.new_variable(entry.type, settings)
     if isinstance(entry, StaticEntry):
         return make_empty(entry.kind)
@@ -92,8 +96,7 @@ def _new_object(
     leaf = leaves[slots[0]]
     # An abstract value stays abstract: there is nothing yet for a ref to refer to.
     is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-    is_ref = _compat.is_ref(leaf) or _compat.is_hijax_variable(leaf)
-    return leaf if is_abstract or is_ref else jax.new_ref(leaf)
+    return leaf if is_abstract or _compat.is_ref(leaf) else jax.new_ref(leaf)
 
 
 def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any:
@@ -289,15 +292,21 @@ def update(
     for index in values:
         arrays = (leaves[slot] for slot in after.slots[index])
         value = assemble(entries[index].value, arrays, objects)
-        operations.append((_compat.set_value, objects[index], value))
+        operations.append(_setter(objects[index], "raw_value", value, _compat.set_value))
     for index in metadata:
         settings = _metadata(entries[index], objects)
-        operations.append((_compat.set_metadata, objects[index], settings))
+        operations.append(_setter(objects[index], "metadata", settings, _compat.set_metadata))
     for change in nodes:
         operations += _node_operations(change, after, leaves, objects)
     for index in statics:
         operations += _assign(entries[index], objects[index], objects)
     return operations
+
+
+def _setter(variable: Any, what: str, new: Any, plain: Callable[[Any, Any], None]) -> Operation:
+    if _compat.is_hijax_variable(variable):
+        return (_compat.set_hijax, variable, what, new)
+    return (plain, variable, new)
 
 
 def perform(operations: Iterable[Operation]) -> None:
@@ -313,6 +322,14 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
         start = positions[0]
         return operator.itemgetter(slice(start, start + 1))
     return operator.itemgetter(*positions)
+
+
+def is_hijax(entry: VariableEntry) -> bool:
+    """Whether an entry is that of a Variable made with ``hijax=True``."""
+    return any(name == "hijax" and setting == _TRUE for name, setting in entry.metadata)
+
+
+_TRUE = Static.of(True)
 
 
 def is_leaf_variable(entry: Any) -> bool:

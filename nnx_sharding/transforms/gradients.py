@@ -248,7 +248,7 @@ def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
         location = found.location
         value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
         if location.entry is not None:
-            old = flat.objects[location.entry]
+            old = _compat.plain_variable(flat.objects[location.entry])
             variable = _compat.new_variable(type(old), _compat.get_metadata(old))
             _compat.set_value(variable, value)
             value = variable

@@ -519,13 +519,8 @@ def _argument_rows(
             kinds[slot] = variable_type(plan.structure, index)
     columns = zip(plan.names, infos, kinds, actual, declared, strict=True)
     for path, info, kind, used, fallback in columns:
-        # A hijax Variable is a list of the arrays in it.
-        arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
-        each = used if isinstance(used, list | tuple) else [used] * len(arrays)
-        rows += [
-            argument_row(path, array, one or fallback, used=one is not None, variable=kind)
-            for array, one in zip(arrays, each, strict=True)
-        ]
+        is_used = used is not None
+        rows.append(argument_row(path, info, used or fallback, used=is_used, variable=kind))
     return rows
 
 

@@ -1,0 +1,165 @@
+"""Variables made with ``hijax=True`` behave as the same model without them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import parameterized
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx_sharding
+from libraries import named
+from models import mesh_of
+from nnx_sharding import Carry, cond, grad, jit, merge, remat, scan, shard_map, split, vjp, vmap
+
+X = jnp.linspace(-1, 1, 4)
+
+
+class Model(nnx.Module):
+    """A parameter and a counter."""
+
+    def __init__(self, **options):
+        self.w = nnx.Param(jnp.arange(1.0, 5.0), hijax="hijax" in options)
+        self.n = nnx.BatchStat(jnp.float32(0), **options)
+
+    def __call__(self, x):
+        self.n[...] += 1
+        return self.w[...] * x
+
+
+def apply(m, x):
+    return m(x)
+
+
+def loss(m, x):
+    return (m(x) ** 2).sum()
+
+
+# Programs of a model; each returns arrays.
+
+
+def compiled(m):
+    call = jit(apply)
+    return call(m, X), call(m, X), jit(lambda m: m)(m) is m
+
+
+def differentiated(m):
+    _, pullback = vjp(apply, m, X)
+    whole = grad(loss, wrt=..., graph=False)(m, X)
+    return grad(loss)(m, X)["w"][...], pullback(X)[0].w[...], whole["n"][...]
+
+
+def differentiated_as_modules(m):
+    return grad(loss, graph=False)(m, X).w[...], jit(grad(loss, graph=False))(m, X).w[...]
+
+
+def mapped(m):
+    models = vmap(lambda m, s: m.w * s, in_axes=(None, 0))(m, X)
+    axes = nnx_sharding.StateAxes({nnx.Param: 0, ...: None})
+    return models, vmap(lambda m, x: m.w * x, in_axes=(axes, 0))(m, X)
+
+
+def looped(m):
+    xs = jnp.stack([X, 2 * X])
+    return scan(lambda m, x: (m, m(x)), in_axes=(Carry, 0))(m, xs)[1]
+
+
+def recomputed(m):
+    return grad(lambda m, x: remat(loss)(m, x))(m, X)["w"][...]
+
+
+def branched(m):
+    return [cond(p, apply, lambda m, x: x, m, X) for p in (True, False)]
+
+
+def split_and_merged(m):
+    structure, state = split(m)
+    other = merge(structure, jax.tree.map(lambda x: 2 * x, state))
+    assert type(other.w) is type(m.w)
+    merge(structure, state, into=m)
+    return other(X), m(X)
+
+
+def made_inside(m):
+    other = jit(lambda x: Model(**({"hijax": True} if type(m.w) is not nnx.Param else {})))(X)
+    assert type(other.w) is type(m.w)
+    return other(X)
+
+
+def trained(m):
+    optimizer = nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param)
+
+    @jit
+    def step(m, optimizer):
+        optimizer.update(m, grad(loss)(m, X))
+
+    step(m, optimizer)
+    step(m, optimizer)
+    return optimizer.step[...]
+
+
+def sharded(m):
+    mesh = mesh_of((4,), ("data",))
+    m.w.set_value(jax.device_put(m.w[...], NamedSharding(mesh, P("data"))))
+    sharding = nnx_sharding.StateSharding({nnx.Param: P("data"), ...: P()})
+    y = jit(apply, in_shardings=(sharding, P("data")), mesh=mesh)(m, X)
+    specs = {"mesh": mesh, "in_specs": (sharding, P("data")), "out_specs": P("data")}
+    return y, shard_map(apply, **specs)(m, X)
+
+
+PROGRAMS = (
+    *(compiled, differentiated, differentiated_as_modules, mapped, looped, recomputed),
+    *(branched, split_and_merged, made_inside, trained, sharded),
+)
+
+
+class AsPlainTest(parameterized.TestCase):
+    @parameterized.named_parameters(named(PROGRAMS))
+    def test_program(self, program):
+        one, other = Model(), Model(hijax=True)
+        kind = type(other.w)
+        expected, found = program(one), program(other)
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+        for name in ("w", "n"):
+            before, after = getattr(one, name)[...], getattr(other, name)[...]
+            np.testing.assert_allclose(before, after, rtol=1e-6)
+            assert type(getattr(other, name)) is kind
+
+    def test_references_in_them(self):
+        for transform in (jit, grad):
+            m = Model(hijax=True, ref=True)
+            fun = transform(loss)
+            expected = transform(loss)(Model(), X)
+            for a, b in zip(*map(jax.tree.leaves, (fun(m, X), expected)), strict=True):
+                np.testing.assert_allclose(a, b)
+            assert float(m.n[...]) == 1 and m.n.ref
+
+    def test_shared(self):
+        v = nnx.Variable(jnp.float32(1), hijax=True)
+
+        @jit
+        def f(v, w):
+            assert v is w
+            v[...] += 1
+            return v * 2
+
+        assert [float(f(v, v)) for _ in range(2)] == [4, 6]
+        assert float(v[...]) == 3
+
+    def test_under_jax_they_can_be_read_and_not_changed(self):
+        v = nnx.Param(X, hijax=True)
+        y = jax.jit(lambda v: grad(lambda v, x: (v * x).sum(), argnums=1)(v, X))(v)
+        np.testing.assert_allclose(y, X)
+
+        def change(v):
+            v[...] += 1
+
+        with pytest.raises(Exception, match="Cannot update a non-ref HijaxVariable"):
+            jax.jit(lambda v: jit(change)(v))(v)
+        np.testing.assert_allclose(v[...], X)
