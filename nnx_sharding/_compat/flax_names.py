@@ -120,10 +120,10 @@ def are_current(states: Iterable[Any]) -> bool:
 
 def can_update(x: Any) -> bool:
     """Whether a Variable or node belongs to the current trace and may be changed in it."""
-    if is_hijax_variable(x):
-        return isinstance(x, jax.core.Tracer) or trace_is_clean()
-    if isinstance(x, nnx.Variable):
+    if is_variable(x):
         return bool(x._can_update)
+    if is_hijax_variable(x):  # a traced one was made in the trace, or Flax refuses to change it
+        return isinstance(x, jax.core.Tracer) or trace_is_clean()
     state = getattr(x, STATE, None)
     return state is None or bool(state.trace_state.is_valid())
 

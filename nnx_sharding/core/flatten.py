@@ -179,7 +179,7 @@ class _Flattener:
             return entry
         recorder = self.recorder
         at = NOWHERE if recorder is None else recorder.objects[index]
-        if _compat.is_hijax_variable(obj):
+        if not _compat.is_graph_object(obj) and _compat.is_hijax_variable(obj):
             self.recorder, recorder, obj = None, None, _compat.plain_variable(obj)
         if _compat.is_variable(obj):
             metadata, value = self._describe_metadata(obj, at), _compat.get_value(obj)

@@ -62,7 +62,7 @@ def unflatten(
         if index in existing:
             continue
         arrays = (leaves[slot] for slot in structure.slots[index])
-        if isinstance(entry, VariableEntry) and not _compat.is_hijax_variable(objects[index]):
+        if isinstance(entry, VariableEntry) and _compat.is_variable(objects[index]):
             if len(plain[id(entry.metadata)]) < len(entry.metadata):  # some of it links to objects
                 _compat.set_metadata(objects[index], _metadata(entry, objects))
             _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
@@ -304,9 +304,9 @@ def update(
 
 
 def _setter(variable: Any, what: str, new: Any, plain: Callable[[Any, Any], None]) -> Operation:
-    if _compat.is_hijax_variable(variable):
-        return (_compat.set_hijax, variable, what, new)
-    return (plain, variable, new)
+    if _compat.is_variable(variable):
+        return (plain, variable, new)
+    return (_compat.set_hijax, variable, what, new)
 
 
 def perform(operations: Iterable[Operation]) -> None:
@@ -324,7 +324,7 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
     return operator.itemgetter(*positions)
 
 
-def is_hijax(entry: VariableEntry) -> bool:
+def is_hijax(entry: Any) -> bool:
     """Whether an entry is that of a Variable made with ``hijax=True``."""
     return any(name == "hijax" and setting == _TRUE for name, setting in entry.metadata)
 
