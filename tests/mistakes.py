@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
+import transform_mistakes
 from nnx_sharding.errors import (
     ActivationError,
     CapturedArrayWarning,
@@ -34,6 +35,7 @@ Library = Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 MAX_LENGTH = 400  # of Flax's messages there
+MAX_CELL = 240  # of all messages in the table of transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1215,13 +1217,27 @@ def messages(anchor: str) -> str:
     return "\n".join([f"<!-- {anchor} -->", shown, summary, *folded, "</details>\n<!-- end -->"])
 
 
+def transform_table() -> str:
+    """The messages about transforms that have no section of their own."""
+    rows = ["| mistake | `nnx_sharding` | `flax.nnx` |", "|---|---|---|"]
+    for case in transform_mistakes.MISTAKES.values():
+        texts = [" ".join(message_of(case.run, lib).split()) for lib in (nnx_sharding, nnx)]
+        short = [f"{t[:MAX_CELL]} …" if len(t) > MAX_CELL else t or "no error" for t in texts]
+        cells = [case.title, *(f"`{t}`".replace("|", r"\|") for t in short)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def main() -> None:
     """Writes the messages into the page, which has the rest of each section."""
     import conftest  # noqa: F401  eight virtual devices; under pytest it is there already
 
     section = re.compile(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(section.sub(lambda match: messages(match[1]), text), encoding="utf-8")
+    table = re.compile(
+        r"(?<=<!-- table of transforms -->\n).*?(?=<!-- end of table -->)", re.DOTALL
+    )
+    text = section.sub(lambda match: messages(match[1]), PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(table.sub(lambda _: transform_table(), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

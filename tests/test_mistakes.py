@@ -19,6 +19,7 @@ from flax import nnx
 
 import mistakes
 import nnx_sharding
+import transform_mistakes
 from graphs import Memory
 from mistakes import MISTAKES, PAGE, Mistake
 from nnx_sharding.errors import MAX_WIDTH
@@ -167,6 +168,14 @@ class MistakesTest(parameterized.TestCase):
         ours = os.path.dirname(nnx_sharding.__file__)
         self.assertEmpty([f for f in frames if f.startswith(ours)], frames)
         self.assertIn(mistakes.__file__, frames)
+
+    @parameterized.named_parameters((name, name) for name in transform_mistakes.MISTAKES)
+    def test_transforms(self, name: str):
+        case = transform_mistakes.MISTAKES[name]
+        with self.assertRaises(case.error) as caught:
+            case.run(nnx_sharding)
+        text = "\n".join([str(caught.exception), *getattr(caught.exception, "__notes__", ())])
+        self.assertEmpty([fact for fact in case.facts if fact not in text], text)
 
     @parameterized.named_parameters((name, name) for name in MISTAKES)
     def test_no_object_changes(self, name: str):

@@ -244,6 +244,8 @@ def switch(
 
     The semantics are those of ``jax.lax.switch`` and ``flax.nnx.switch``.
     """
+    if not isinstance(branches, Sequence):
+        raise TypeError(f"switch: branches must be a sequence of functions, got {branches!r:.200}.")
     if not branches:
         raise ValueError("switch: branches is empty; it needs at least one function.")
     index = _scalar("switch", "index", index, "iu", "an integer scalar")
