@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both
-from ..specs.mapped_axis import Axis
+from ..specs.state_sharding import Axis
 from .captured import note_captured_arrays, note_captured_object
 from .placing import is_committed
 from .plan import Plan

@@ -17,9 +17,8 @@ from ..specs.filters import (
     to_predicate,
 )
 from ..specs.fitting import OnIndivisible, describe_both
-from ..specs.mapped_axis import Axis
 from ..specs.paths import Path, accessor
-from ..specs.state_sharding import StateSharding, filter_remedy, filters_text
+from ..specs.state_sharding import Axis, StateSharding, filter_remedy, filters_text
 from .problems import several
 from .structure import Location, Structure
 from .targets import Part, Target

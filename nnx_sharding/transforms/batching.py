@@ -20,9 +20,8 @@ from ..core.structure import NodeEntry, Structure, atoms
 from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.mapped_axis import BROADCAST, CARRY, Axis
 from ..specs.paths import Path, accessor, path_key
-from ..specs.state_sharding import StateSharding
+from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding
 from .in_trace import Function, Inner, InnerTransform, described
 from .lifted_function import lift
 

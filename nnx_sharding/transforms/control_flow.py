@@ -21,8 +21,8 @@ from ..core.static_equality import Static
 from ..core.targets import Specs
 from ..core.unflatten import Built, kept_places
 from ..errors import raise_listed
-from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor
+from ..specs.state_sharding import BROADCAST, CARRY
 from .in_trace import (
     Function,
     Functions,

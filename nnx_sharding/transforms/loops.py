@@ -25,8 +25,8 @@ from ..core.structure import RefEntry, Structure, VariableEntry, parts_of
 from ..core.unflatten import Built
 from ..diagnostics.differences import show_child
 from ..errors import raise_listed, see
-from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
+from ..specs.state_sharding import BROADCAST, CARRY
 from .batching import Carry, Mapped, axes_specs, captures
 from .in_trace import Function, Inner, form
 from .lifted_function import lift, unbind

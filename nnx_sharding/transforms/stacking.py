@@ -111,7 +111,8 @@ class Stack(nnx.Module):
         flat = _flat(self.layers)
         slots = self._stacked_slots(flat)
         key = numbers if isinstance(numbers, int) else index
-        layers = _built(flat, {slot: _sliced(flat.leaves[slot], key) for slot in slots})
+        parts = {slot: _applied(lambda x: x[key], flat.leaves[slot]) for slot in slots}
+        layers = _built(flat, parts)
         if not isinstance(numbers, int):
             options: Any = {"unroll": self.unroll, "remat": self.remat}
             return Stack(layers, len(numbers), self.shared, **options)
@@ -241,24 +242,21 @@ def _stacked(blocks: Sequence[Any]) -> tuple[Any, list[Path]]:
         if same and others and x.slots:
             shared.append(x.path)
         else:
-            new |= {slot: _joined([flat.leaves[slot] for flat in flats]) for slot in x.slots}
+            joined = (_applied(_joined, *(flat.leaves[slot] for flat in flats)) for slot in x.slots)
+            new |= zip(x.slots, joined, strict=True)
     layer = _built(first, new)
     _name_axis(nnx.spmd.add_axis, layer, shared)
     return layer, shared
 
 
-def _joined(arrays: Sequence[Any]) -> Any:
-    first = arrays[0]
-    if isinstance(first, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(arrays), *first.shape), first.dtype)
+def _joined(*arrays: Any) -> Any:
     return jnp.stack(arrays)
 
 
-def _sliced(array: Any, index: int | slice) -> Any:
-    if isinstance(array, jax.ShapeDtypeStruct):
-        shape = (len(range(array.shape[0])[index]),) if isinstance(index, slice) else ()
-        return jax.ShapeDtypeStruct((*shape, *array.shape[1:]), array.dtype)
-    return array[index]
+def _applied(function: Callable[..., Any], *arrays: Any) -> Any:
+    """The result of a function of arrays, which may be abstract."""
+    is_abstract = isinstance(arrays[0], jax.ShapeDtypeStruct)
+    return jax.eval_shape(function, *arrays) if is_abstract else function(*arrays)
 
 
 def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
