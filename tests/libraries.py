@@ -62,3 +62,13 @@ def node(**attributes):
     for name, value in attributes.items():
         setattr(result, name, value)
     return result
+
+
+class Statistics(nnx.Module):
+    """A parameter, two statistics, one of which counts, and a random stream."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.arange(1.0, 4.0))
+        self.count = nnx.BatchStat(jnp.int32(0))
+        self.mean = nnx.BatchStat(jnp.zeros(3))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory
-from libraries import FLAX, FULL, OURS, assert_same, named, node, param
+from libraries import FLAX, FULL, OURS, Statistics, assert_same, named, node, param
 from nnx_sharding import cond, fori_loop, switch, while_loop
 
 MODES: tuple[dict[str, Any], ...] = (
@@ -32,15 +32,7 @@ MODES: tuple[dict[str, Any], ...] = (
 X = np.linspace(-1, 1, 3, dtype=np.float32)
 
 
-class Model(nnx.Module):
-    """A parameter, two statistics and a random stream."""
-
-    def __init__(self):
-        self.w = nnx.Param(jnp.arange(1.0, 4.0))
-        self.count = nnx.BatchStat(jnp.int32(0))
-        self.mean = nnx.BatchStat(jnp.zeros(3))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-
+class Model(Statistics):
     def counted(self, x):
         self.count[...] += 1
         return self.w[...] * x

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory
-from libraries import assert_same, node
+from libraries import Statistics, assert_same, node
 from nnx_sharding import jvp, linearize, vjp
 
 X = jnp.linspace(-1, 1, 3)
@@ -27,15 +27,7 @@ FLOAT0 = jax.dtypes.float0
 MODES: tuple[dict[str, Any], ...] = ({"graph": False}, {"graph": True, "graph_updates": False})
 
 
-class Model(nnx.Module):
-    """A parameter, statistics, a counter and a random stream."""
-
-    def __init__(self):
-        self.w = nnx.Param(jnp.arange(1.0, 4.0))
-        self.count = nnx.BatchStat(jnp.int32(0))
-        self.mean = nnx.BatchStat(jnp.zeros(3))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-
+class Model(Statistics):
     def __call__(self, x):
         self.count[...] += 1
         self.mean[...] = self.mean[...] + x * self.w[...]
