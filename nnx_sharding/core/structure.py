@@ -144,8 +144,16 @@ class Structure:
 
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
-        children = chain((self.root, *self.statics), *map(children_of, self.entries))
-        return identities_in({id(child): child for child in children}.values())
+        found: dict[int, Any] = {id(child): child for child in (self.root, *self.statics)}
+        metadata: dict[int, Any] = {}  # which many Variables share
+        for entry in self.entries:
+            if isinstance(entry, VariableEntry):
+                metadata[id(entry.metadata)] = entry.metadata
+                found[id(entry.value)] = entry.value
+            else:
+                found.update((id(child), child) for child in children_of(entry))
+        settings = (setting for own in metadata.values() for _, setting in own)
+        return identities_in(chain(found.values(), settings))
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
@@ -158,33 +166,30 @@ class Structure:
         stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
         while stack:
             path, child, slots, variable = stack.pop()
-            parts: dict[Path, Child] = {}
+            parts: Iterable[tuple[Path, Child]] = ()
             if child is LEAF:
                 yield Location(path, variable, (next(slots),))
             elif isinstance(child, Container):
-                parts = parts_of(child)
+                parts = parts_of(child).items()
             elif isinstance(child, int) and child not in seen:
                 seen.add(child)
                 entry, variable, slots = self.entries[child], None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
-                    parts = {
-                        (key,): part
-                        for key, part in zip(entry.keys, entry.children, strict=True)
-                        if not isinstance(part, Static)
-                    }
+                    parts = zip(zip(entry.keys), entry.children, strict=True)
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
                     seen.add(value)
                     yield Location(path, child, self.slots[value])
                 elif isinstance(entry, VariableEntry) and holds_objects(entry):
-                    variable, parts = child, {(): entry.value}
+                    variable, parts = child, [((), entry.value)]
                 elif isinstance(entry, VariableEntry | RefEntry):
                     yield Location(path, child, self.slots[child])
-            stack += [
+            below = [
                 (path + key, part, slots, variable)
-                for key, part in reversed(parts.items())
+                for key, part in parts
                 if not isinstance(part, Static)
             ]
+            stack += reversed(below)
 
     def paths(self) -> tuple[Path, ...]:
         """The path to each array, by slot: the first one from the root to the Variable."""
@@ -307,8 +312,9 @@ def identities_in(children: Iterable[Any]) -> Iterator[Static]:
 def holds_objects(entry: VariableEntry) -> bool:
     """Whether there are Variables or modules in the value of a Variable."""
     value = entry.value
-    children = value.children if isinstance(value, Container) else (value,)
-    return any(isinstance(child, int) for child in children)
+    if isinstance(value, Container):
+        return any(isinstance(child, int) for child in value.children)
+    return isinstance(value, int)
 
 
 def parts_of(x: Entry | Container | Group | None) -> dict[Path, Child]:

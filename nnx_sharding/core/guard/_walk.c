@@ -654,7 +654,7 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
     if (same == 1) same = append_sequence(&stream, args[1], walk->num_arguments);
     if (same == 1) same = finish(&stream, 0);
     if (same == 1 && pick_found(&stream, &found) == 1) {
-        result = Py_BuildValue("(NN)NON", found.leaves, found.objects, pick(&stream, walk->frozen),
+        result = Py_BuildValue("(NNNON)", found.leaves, found.objects, pick(&stream, walk->frozen),
                                mentions, pick(&stream, walk->traces));
     } else if (same == 0) {
         PyErr_Clear();

@@ -75,15 +75,6 @@ class Pins(NamedTuple):
     mentions: bytes  # the ids of the objects, as in memory
 
 
-class Match(NamedTuple):
-    """Another graph with the structure of a recipe."""
-
-    found: tuple[Sequence[Any], Sequence[Any]]  # arrays and objects
-    frozen: tuple[Any, ...]
-    mentions: bytes
-    traces: Sequence[Any]  # which its traces are, for the caller to compare
-
-
 class Route(NamedTuple):
     """A guard as ``_walk.call`` uses it."""
 

@@ -80,7 +80,7 @@ class Guard(NamedTuple):
             return None
         if match is None:
             return None
-        (leaves, objects), frozen, mentions, traces = match
+        leaves, objects, frozen, mentions, traces = match
         if len({*map(id, objects)}) != len(objects):
             return None
         if not _compat.are_current(traces):

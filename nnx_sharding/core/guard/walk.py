@@ -26,7 +26,7 @@ from ..static_equality import opened as open_static
 from ..static_equality import value_key
 from ..treedefs import aux_of
 from ..unflatten import picker
-from .recipe import NUM_COLUMNS, Kind, Match, Pins, Recipe, Route, unpacked
+from .recipe import NUM_COLUMNS, Kind, Pins, Recipe, Route, unpacked
 
 # For some items: what must be equal for each, and what is appended to the stream for all.
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
@@ -123,10 +123,11 @@ class PythonWalk:
 
         return follow
 
-    def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
+    def match(self, pins: Pins, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Another graph with the same path; None, or any error, if there is another.
 
-        Objects that were distinct may be the same in it.
+        Its arrays, its objects, its frozen statics and mentions, and its traces, for the caller to
+        compare. Objects that were distinct may be the same in it.
         """
         stream = self._stream(arguments)
         if stream is None:
@@ -140,8 +141,7 @@ class PythonWalk:
         ids, pinned = np.frombuffer(mentions, np.uint64), np.frombuffer(pins.mentions, np.uint64)
         if not np.array_equal(ids, np.where(self._first < 0, pinned, ids[self._first])):
             return None
-        found = self._leaves(stream), self._objects(stream)
-        return Match(found, tuple(frozen), mentions, traces)
+        return self._leaves(stream), self._objects(stream), tuple(frozen), mentions, traces
 
     def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
         """All items; None if one differs in names, length or type."""
