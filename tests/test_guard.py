@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import nnx_sharding
 from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
+from nnx_sharding import _compat
 from nnx_sharding.core.flatten import Flat
 from nnx_sharding.core.guard import store
 from nnx_sharding.core.guard import walk as walk_module
@@ -408,6 +409,21 @@ def test_another_call_during_a_comparison(text):
         answers.append(guard.check(watched.arguments))
         assert [x is not None for x in answers] == [text == "same"] * 2
         assert (guard.check(watched.arguments) is not None) == (text == "same")
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
+def test_many_dicts_change(count):
+    """More than the walk in C remembers; guards of other graphs still hold."""
+    one, others = linear(), [nnx.Param(jnp.zeros(2)) for _ in range(count)]
+    watched, watched_others = Watched(one), Watched(others)
+    assert watched.check() is not None and watched_others.check() is not None
+    for x in (one.kernel, *others):
+        _compat.get_metadata(x)["mark"] = 1
+    assert watched.check() is None and watched_others.check() is None
+    del _compat.get_metadata(one.kernel)["mark"]
+    for x in others:
+        _compat.get_metadata(x)["mark"] = 2
+    assert watched.check() is not None and watched_others.check() is None
 
 
 @pytest.mark.skipif(not HAS_C_WALK, reason="built without a compiler")

@@ -930,7 +930,7 @@ static PyObject *output_of(PyObject *update, PyObject *outputs, const Found *fou
 
 /* Waits for every 16th program on virtual devices, as in_flight.py does. Returns -1 with an error
  * set. */
-static int wait_if_many(PyObject *outputs) {
+static int wait_if_many(PyObject *outputs, const Found *found) {
     static int is_bounded = -1;
     static long in_flight;
     if (is_bounded < 0) {
@@ -940,7 +940,7 @@ static int wait_if_many(PyObject *outputs) {
         Py_DECREF(answer);
     }
     if (!is_bounded || ++in_flight < PyLong_AsLong(hooks[HOOK_limit])) return 0;
-    PyObject *array = array_at(outputs, NULL, 0, 0);
+    PyObject *array = array_at(outputs, found, 0, 0);
     PyObject *sharding = array == NULL ? NULL : attribute(array, NAME_sharding);
     PyObject *devices = sharding == NULL ? NULL : attribute(sharding, NAME_num_devices);
     const int is_one = devices != NULL && PyLong_AsLong(devices) == 1;
@@ -979,7 +979,7 @@ static PyObject *finish_call(PyObject *route, PyObject *outputs, const Found *fo
                                               found->leaves, outputs, NULL);
     }
     Py_XDECREF(update);
-    if (result != NULL && wait_if_many(outputs) < 0) Py_CLEAR(result);
+    if (result != NULL && wait_if_many(outputs, found) < 0) Py_CLEAR(result);
     return result;
 }
 
