@@ -259,14 +259,15 @@ class _WithVjp(_Call):
 
     def _variable(self, outcome: Outcome) -> Callable[[int | None, Any], Any]:
         """What makes Variables with cotangents."""
-        new_variable = _compat.variable_maker()
 
         def variable(index: int | None, value: Any) -> Any:
             entry = None if index is None else outcome.structure.entries[index]
             if not isinstance(entry, VariableEntry):
                 return value
             metadata = {k: assemble(x, iter(()), ()) for k, x in entry.metadata}
-            return new_variable(entry.type, metadata, value)
+            new = _compat.new_variable(entry.type, metadata)
+            _compat.set_value(new, value)
+            return new
 
         return variable
 
