@@ -215,7 +215,7 @@ def plan(
     reports = {name: found.reports[name] for name in order}
     if by_module and found.fits(order[0]):
         best = [Group({order[0]: programs[order[0]]})]
-        reports |= search("modules of the best", best, by_module=True, **judged).reports
+        reports |= search("modules of the best", best, by_module=True, **judged).compiled
     ranked = dataclasses.replace(found, reports=reports)
     return Plan(ranked, {name: tried[name] for name in order})
 

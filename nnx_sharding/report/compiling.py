@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -62,105 +63,92 @@ def search(
     finished: dict[str, _Finished] = {}
     names: list[str] = []
     fits = False
-    with (
-        _Compilers(cache_dir, devices, by_module) as compilers,
-        progress(title, len(groups) if most is None else most, quiet=quiet) as advance,
-    ):
-        while True:
-            while groups and (most is None or len(names) < most) and len(running) < _WORKERS:
-                # While nothing fits, the second half goes to those with the smallest arguments.
-                by_memory = most is not None and not fits and 2 * len(names) >= most
-                group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
-                groups.remove(group)
-                name = next(iter(group.programs))
-                names.append(name)
-                running[compilers.submit(group.programs.pop(name))] = name, group
-            if not running:
-                break
-            done = concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done.pop()
-            name, group = running.pop(done)
-            report, _ = finished[name] = done.result()
-            advance(name)
-            if Comparison({name: report}, memory_limit).fits(name):
-                fits = True
-                reasons.update(dict.fromkeys(group.programs, f"{name} fits"))
-            elif group.programs:
-                groups.append(group)
+    processes = [] if devices is None else [CompilerProcess(devices) for _ in range(_WORKERS)]
+    free = processes.copy()  # as many as threads
+    cache = None if cache_dir is None else Path(cache_dir)
+
+    def compiled(program: tuple[Lowered, Mesh | None]) -> ProgramReport:
+        process = free.pop() if processes else None
+        try:
+            return _report(*program, process, cache, by_module=by_module)
+        finally:
+            free.extend([process] if process else [])
+
+    def run(program: tuple[Lowered, Mesh | None] | Failure, seconds: float) -> _Finished:
+        start = time.perf_counter()
+        report = program if isinstance(program, Failure) else attempt(lambda: compiled(program))
+        return report, seconds + time.perf_counter() - start
+
+    executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
+    try:
+        with progress(title, len(groups) if most is None else most, quiet=quiet) as advance:
+            while True:
+                while groups and (most is None or len(names) < most) and len(running) < _WORKERS:
+                    # While nothing fits, the second half goes to those with the smallest arguments.
+                    by_memory = most is not None and not fits and 2 * len(names) >= most
+                    group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
+                    groups.remove(group)
+                    name = next(iter(group.programs))
+                    names.append(name)
+                    start = time.perf_counter()
+                    program = attempt(group.programs.pop(name))
+                    seconds = time.perf_counter() - start
+                    running[executor.submit(run, program, seconds)] = name, group
+                if not running:
+                    break
+                done = concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done.pop()
+                name, group = running.pop(done)
+                report, _ = finished[name] = done.result()
+                advance(name)
+                if Comparison({name: report}, memory_limit).fits(name):
+                    fits = True
+                    reasons.update(dict.fromkeys(group.programs, f"{name} fits"))
+                elif group.programs:
+                    groups.append(group)
+    finally:
+        for process in processes:  # without waiting for what still runs
+            process.close()
+        executor.shutdown(cancel_futures=True)
     for group in groups:
         reason = f"the {most} compiled are predicted to be better"
         reasons.update(dict.fromkeys(group.programs, reason))
     reports = {name: finished[name][0] for name in names}
-    seconds = {name: round(finished[name][1], 3) for name in names}
-    comparison = Comparison(reports, None, seconds, reasons)
+    took = {name: round(finished[name][1], 3) for name in names}
+    comparison = Comparison(reports, None, took, reasons)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 
 
 _WORKERS = min(os.cpu_count() or 1, 4)
 
 
-class _Compilers:
-    """Threads that compile, each of which may use a process."""
-
-    def __init__(
-        self, cache_dir: str | os.PathLike[str] | None, devices: Devices | None, by_module: bool
-    ):
-        self._by_module = by_module
-        self._cache = None if cache_dir is None else Path(cache_dir)
-        self._executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
-        count = 0 if devices is None else _WORKERS
-        self._processes = [CompilerProcess(devices) for _ in range(count) if devices is not None]
-        self._free = self._processes.copy()
-
-    def __enter__(self) -> _Compilers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:  # without waiting for what still runs
-            process.close()
-        self._executor.shutdown(cancel_futures=True)
-
-    def submit(self, lower: Lower) -> concurrent.futures.Future[_Finished]:
-        """Lowers a program, and compiles it in a thread."""
-        start = time.perf_counter()
-        lowered = attempt(lower)
-        if isinstance(lowered, Failure):
-            failed: concurrent.futures.Future[_Finished] = concurrent.futures.Future()
-            failed.set_result((lowered, time.perf_counter() - start))
-            return failed
-        return self._executor.submit(self._compiled, *lowered, time.perf_counter() - start)
-
-    def _compiled(self, lowered: Lowered, mesh: Mesh | None, seconds: float) -> _Finished:
-        start = time.perf_counter()
-        report = attempt(lambda: self._report(lowered, mesh))
-        return report, seconds + time.perf_counter() - start
-
-    def _report(self, lowered: Lowered, mesh: Mesh | None) -> ProgramReport:
-        """The report of a program, from disk if it has been compiled before."""
-        path = None if self._cache is None else self._cache / f"{fingerprint(lowered, mesh)}.json"
-        if path is not None:
-            try:
-                report = ProgramReport.load(path)
-                if report.by_module is not None or not self._by_module:
-                    return report
-            except (OSError, ValueError):  # not compiled before, or by another release
-                path.parent.mkdir(parents=True, exist_ok=True)
-        # Its code is not run, and optimisation does not affect the figures.
-        on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-        options = {"xla_backend_optimization_level": 0} if on_cpu else None
-        if self._processes:
-            process = self._free.pop()  # there are as many as threads
-            try:
-                report = process.compile(lowered, options).report(by_module=self._by_module)
-            finally:
-                self._free.append(process)
-        else:
-            report = lowered.compile(options).report(by_module=self._by_module)
-        if path is not None:
-            # Renamed when complete: other processes may write the same report.
-            partial = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
-            report.save(partial)
-            partial.replace(path)
-        return report
+def _report(
+    lowered: Lowered,
+    mesh: Mesh | None,
+    process: CompilerProcess | None,
+    cache: Path | None,
+    *,
+    by_module: bool,
+) -> ProgramReport:
+    """The report of a program, from disk if it has been compiled before."""
+    path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
+    if path is not None:
+        try:
+            report = ProgramReport.load(path)
+            if report.by_module is not None or not by_module:
+                return report
+        except (OSError, ValueError):  # not compiled before, or by another release
+            path.parent.mkdir(parents=True, exist_ok=True)
+    # Its code is not run, and optimisation does not affect the figures.
+    on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    compile_with = lowered.compile if process is None else partial(process.compile, lowered)
+    report = compile_with(options).report(by_module=by_module)
+    if path is not None:
+        # Renamed when complete: other processes may write the same report.
+        partial_file = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
+        report.save(partial_file)
+        partial_file.replace(path)
+    return report
 
 
 def attempt(make: Callable[[], T]) -> T | Failure:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import flax
 import jax
 from jax.sharding import Sharding
 
 from .._version import __version__
-from ..analysis.activation_table import ActivationRow, ActivationTable, activations_table
+from ..analysis.activation_table import ActivationRow, activations_table
 from ..analysis.by_module import ModuleTable
 from ..analysis.collectives import Collectives, axes_text
 from ..analysis.cost import Cost
@@ -20,8 +20,8 @@ from ..analysis.hardware import HARDWARE, Hardware
 from ..analysis.json_codec import JsonForm
 from ..analysis.memory import Memory
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterRow, ParameterTable, mesh_of, rows_table
-from ..analysis.roofline import Roofline, roofline_of, traffic_table
+from ..analysis.parameters import ParameterRow, mesh_of, rows_table
+from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text, time_text
 
@@ -108,13 +108,11 @@ class ProgramReport(JsonForm):
         if resharded := collectives.resharded:
             yield from ("", resharded)
         if self.roofline is not None:
-            yield from ("", text(self.roofline))
+            yield from ("", self.roofline)
             if self.platform == "cpu":
                 yield text(
                     "estimated from a program for CPUs, of which other compilers make another"
                 )
-            if self.roofline.traffic:
-                yield from ("", traffic_table(self.roofline.traffic))
         if self.cost is not None and self.cost.optimal_seconds is not None:
             estimate = time_text(self.cost.optimal_seconds)
             yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")
@@ -132,19 +130,7 @@ class ProgramReport(JsonForm):
         return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
 
-class _Compiled(Protocol):
-    """What a report needs of a compiled function (``transforms/stages.py``)."""
-
-    def shardings(self) -> list[Any]: ...
-    def parameters(self) -> ParameterTable: ...
-    def lowered_cost(self) -> Cost | None: ...
-    def cost(self, *, loops: bool = False) -> Cost | None: ...
-    def memory(self) -> Memory | None: ...
-    def collectives(self) -> Collectives | None: ...
-    def activations(self) -> ActivationTable: ...
-
-
-def describe(compiled: _Compiled, name: str, hlo: str | None) -> ProgramReport:
+def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
     """The report of a program, which calls this; see ``Compiled.report``."""
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)

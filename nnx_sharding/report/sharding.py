@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -181,16 +181,21 @@ def check_sharding(
         raise NoMeshError("check_sharding: a PartitionSpec has no mesh. Pass mesh=...")
     flat = flatten(model)
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
-    decisions = list(_decisions(flat, sharding))
     action = on_indivisible or sharding.on_indivisible or "error"
     rows: list[ShardingRow] = []
     indivisible = []
     fit = functools.cache(
         functools.partial(_fit, mesh=mesh, action="drop" if action == "error" else action)
     )
-    for decision in decisions:
-        rule, declared = next(iter(decision.matches), None), decision.declared
-        for path, array in parameters.arrays_at(flat, decision.location, decision.path):
+    all_matches: list[list[int]] = []
+    keys: set[Any] = set()
+    for location, start, below, matches, subject in _decisions(flat, sharding):
+        all_matches.append(matches)
+        keys.update(below)
+        rule = matches[0] if matches else None
+        declared = None if rule is None else sharding.shardings[rule]
+        is_open = rule is None and needs_filter(location.slots, subject)
+        for path, array in parameters.arrays_at(flat, location, start):
             present = getattr(array, "sharding", None)
             if isinstance(array, np.ndarray) and _compat.is_array_like(array):
                 array = jax.typeof(array)  # with the dtype that it has on a device
@@ -206,15 +211,14 @@ def check_sharding(
                 rule=rule,
                 rule_text=None if rule is None else rules[rule],
                 declared=declared,
-                why="no rule matches" if decision.is_open else fitted.reasons or None,
-                is_fault=decision.is_open or bool(fitted.problems or corrected),
+                why="no rule matches" if is_open else fitted.reasons or None,
+                is_fault=is_open or bool(fitted.problems or corrected),
                 reason=f"replicated: {math.prod(array.shape)} elements, {note}" if note else None,
             )
             rows.append(row)
             if fitted.is_indivisible:
                 indivisible.append(path)
-    idle = shadowed(len(rules), (decision.matches for decision in decisions))
-    keys = {key for decision in decisions for key in decision.below}
+    idle = shadowed(len(rules), all_matches)
     total = sum(row.bytes_total for row in rows)
     replicated = sum(row.bytes_total for row in rows if is_replicated(row))
     held = tuple(parameters.device_bytes(rows).values())
@@ -237,21 +241,10 @@ def check_sharding(
     )
 
 
-class _Decision(NamedTuple):
-    """A location, its path, the path that rules see, the rules that match it, and the sharding.
-
-    ``is_open`` says whether none matches although one has to.
-    """
-
-    location: Location
-    path: Path
-    below: Path
-    matches: list[int]
-    declared: Any
-    is_open: bool
-
-
-def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
+def _decisions(
+    flat: Flat, sharding: StateSharding
+) -> Iterator[tuple[Location, Path, Path, list[int], Any]]:
+    """The locations, their paths, the paths that rules see, and the rules that match them."""
     structure = flat.structure
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
@@ -266,9 +259,7 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
                 matches = [number for number, matches in predicates if matches(below, subject)]
                 if matches:
                     break
-            declared = sharding.shardings[matches[0]] if matches else None
-            is_open = not matches and needs_filter(location.slots, subject)
-            yield _Decision(location, path, below, matches, declared, is_open)
+            yield location, path, below, matches, subject
 
 
 def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:
