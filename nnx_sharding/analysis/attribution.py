@@ -229,7 +229,7 @@ class Attribution:
         caller = self._module.callers.get(self._inside[one.name].name)
         if caller is None:
             return None
-        call = caller[1]
+        call = caller[-1][1]
         if call.opcode == "while":
             return call.name, index
         names = [callee for _, callee in call.calls()]

@@ -395,7 +395,7 @@ def _with_metadata(one: Instruction, computation: Computation, module: Module) -
     caller, seen = one, {""}
     while caller.operation is None and computation.name in module.callers.keys() - seen:
         seen.add(computation.name)
-        computation, caller = module.callers[computation.name]
+        computation, caller = module.callers[computation.name][-1]
     names, operands = [caller.operation], {*caller.operand_names}
     if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
         names = [i.operation for i in computation.instructions if i.name in operands] + names

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 from .instructions import MAX_SIZE, Computation, Instruction, nesting
 from .slices import with_exchanges
 from .trip_counts import trip_counts
+from .values import Values
 
 
 class Runs(NamedTuple):
@@ -32,7 +33,7 @@ class Runs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
+class Module(Values):
     """A program that was read from text.
 
     Attributes:
@@ -46,11 +47,6 @@ class Module:
     head: str
     computations: list[Computation]
     skipped: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def by_name(self) -> Mapping[str, Computation]:
-        """The computations by name."""
-        return {computation.name: computation for computation in self.computations}
 
     @property
     def entry(self) -> Computation | None:
@@ -73,23 +69,6 @@ class Module:
     def is_for_tpu(self) -> bool:
         """Whether the TPU compiler, whose layouts have tiles, wrote it."""
         return ":T(" in self.head
-
-    @functools.cached_property
-    def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:
-        """The calls of each computation, as instruction, attribute, and called computation."""
-        return {
-            one.name: [(i, *call) for i in one.instructions for call in i.calls()]
-            for one in self.computations
-        }
-
-    @functools.cached_property
-    def callers(self) -> Mapping[str, tuple[Computation, Instruction]]:
-        """An instruction that calls each computation, and where it is."""
-        return {
-            callee: (computation, one)
-            for computation in self.computations
-            for one, _, callee in self.calls[computation.name]
-        }
 
     @functools.cached_property
     def unread(self) -> list[str]:
@@ -119,7 +98,7 @@ class Module:
     @functools.cached_property
     def trip_counts(self) -> Mapping[str, int]:
         """How often the body of each ``while`` runs, by the name of the instruction, if known."""
-        return {} if self.callees_first is None else trip_counts(self.by_name, self.entry)
+        return {} if self.callees_first is None else trip_counts(self)
 
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:

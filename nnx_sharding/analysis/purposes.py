@@ -74,7 +74,7 @@ def _lengths(module: Module, computation: Computation) -> set[int | None]:
     name, seen = computation.name, {""}
     while name in module.callers.keys() - seen:
         seen.add(name)
-        around, caller = module.callers[name]
+        around, caller = module.callers[name][-1]
         name = around.name
         if caller.opcode == "while":
             lengths.add(module.trip_counts.get(caller.name))

@@ -1,194 +1,130 @@
 """Trip counts of loops for which XLA records none, as its TPU compiler does not.
 
 The condition of such a loop compares a counter with a number, and its body adds a number to it.
-Both are found by evaluating those integers of the program that do not depend on arguments.
+Both are found by following these values to the constants that they begin with.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple
 
-from .instructions import Computation, Instruction
+from .instructions import Instruction
+from .values import Value, Values
 
-_MAX_DEPTH = 16  # of calls within calls; each loop is evaluated twice
-
-
-class _Carried(NamedTuple):
-    """What a loop carries at a position, plus a number."""
-
-    position: int
-    plus: int = 0
+_MAX_DEPTH = 200  # of steps from a value to a constant; more are in damaged text
 
 
-class _Test(NamedTuple):
-    """A comparison of two values, such as ``LT``."""
+class _Number(NamedTuple):
+    """An integer; with ``carried``, the value that a loop carries there plus an integer."""
 
-    left: _Value
-    right: _Value
-    direction: str
-
-
-# An integer, or what takes the place of one; a tuple of values; None for what is not known.
-_Value: TypeAlias = "int | _Carried | _Test | tuple[_Value, ...] | None"
+    carried: Value | None
+    plus: int
 
 
-def trip_counts(
-    computations: Mapping[str, Computation], entry: Computation | None
-) -> dict[str, int]:
+def trip_counts(values: Values) -> dict[str, int]:
     """How often the body of each ``while`` runs, by the name of the instruction, if known."""
-    every = (one for computation in computations.values() for one in computation.instructions)
-    known = {one.name: one.trip_count for one in every if one.opcode == "while"}
-    if entry is not None and None in known.values():
-        evaluator = _Evaluator(computations)
-        evaluator.run(entry.name, [], True, 0)
-        known = evaluator.counts | {n: count for n, count in known.items() if count is not None}
-    return {name: count for name, count in known.items() if count is not None}
+    counter = _Counter(values)
+    loops = [(c.name, one) for c in values.computations for one in c.instructions]
+    counts = {one.name: counter.count(home, one) for home, one in loops if one.opcode == "while"}
+    return {name: count for name, count in counts.items() if count is not None}
 
 
-class _Evaluator:
-    """Evaluates integers that do not depend on arguments."""
+class _Counter:
+    def __init__(self, values: Values):
+        self._values = values
+        self._known: dict[Value, _Number | None] = {}
 
-    def __init__(self, computations: Mapping[str, Computation]):
-        self._computations = computations
-        self._known: dict[tuple[str, tuple[_Value, ...], bool], _Value] = {}
-        self.counts: dict[str, int | None] = {}
+    def count(self, home: str, loop: Instruction) -> int | None:
+        """How often the body of a loop runs."""
+        condition = self._values.roots.get(dict(loop.calls()).get("condition", ""))
+        if loop.trip_count is not None or condition is None:
+            return loop.trip_count
+        test = Value(dict(loop.calls())["condition"], condition.name)
+        while (one := self._values.maker(test)) and one.opcode in ("fusion", *_COPIES):
+            test = [*self._values.passed(test), *self._values.operands(test), test][0]
+        if one is None or one.opcode != "compare" or len(one.operand_names) != 2:
+            return None
+        left, right = map(self._number, self._values.operands(test))
+        direction, limit = one.attributes.get("direction", ""), self._fixed(right)
+        if limit is None:
+            left, limit, direction = right, self._fixed(left), _MIRRORED.get(direction, direction)
+        counter = None if left is None else left.carried
+        if limit is None or counter is None or counter[:2] != (home, loop.name):
+            return None
+        initial, after = map(self._number, self._values.passed(counter))
+        first = self._fixed(initial)
+        if first is None or after is None or after.carried != counter:
+            return None
+        return _runs(limit - first - left.plus, after.plus, direction)
 
-    def run(self, name: str, arguments: Sequence[_Value], final: bool, depth: int) -> _Value:
-        """What a computation returns; the counts of its loops are kept if it is final."""
-        key = name, tuple(arguments), final
-        computation = self._computations.get(name)
-        if computation is None or depth > _MAX_DEPTH or key in self._known:
-            return self._known.get(key)
-        values: dict[str, _Value] = {}
-        value: _Value = None
-        for one in computation.instructions:
-            value = self._value(one, values, arguments, final, depth + 1)
-            values[one.name] = value
-            if one.is_root:
-                break
-        self._known[key] = value
-        return value
+    def _fixed(self, number: _Number | None) -> int | None:
+        """A number, if loops carry it unchanged."""
+        if number is None or number.carried is None:
+            return number and number.plus
+        initial, after = map(self._number, self._values.passed(number.carried))
+        first = self._fixed(initial) if after == (number.carried, 0) else None
+        return None if first is None else first + number.plus
 
-    def _value(
-        self,
-        one: Instruction,
-        values: Mapping[str, _Value],
-        arguments: Sequence[_Value],
-        final: bool,
-        depth: int,
-    ) -> _Value:
-        opcode = one.opcode
-        if opcode == "parameter":
-            return _at(arguments, one.number)
-        if opcode == "constant":
+    def _number(self, value: Value, depth: int = 0) -> _Number | None:
+        if value not in self._known:
+            self._known[value] = None  # where text is damaged, it may be computed from itself
+            self._known[value] = self._computed(value, depth) if depth < _MAX_DEPTH else None
+        return self._known[value]
+
+    def _computed(self, value: Value, depth: int) -> _Number | None:
+        one, values = self._values.maker(value), self._values
+        if one is None:
+            return None
+        if one.opcode == "constant":
             text = "".join(one.operands)
-            return int(text) if _INTEGER.fullmatch(text) else None
-        if not (opcode in _CALLS or (opcode in _SCALAR and _IS_SCALAR.match(one.shape_text))):
-            return None
-        operands = [values.get(operand) for operand in one.operand_names]
-        called = dict(one.calls())
-        if opcode == "while":
-            return self._loop(one, called, operands, final, depth)
-        if opcode in ("call", "fusion", "async-start"):
-            return self.run("".join(called.values()), operands, final, depth)
-        if opcode == "conditional":
-            for (_, branch), operand in zip(one.calls(), operands[1:], strict=False):
-                self.run(branch, [operand], final, depth)
-            return None
-        if opcode == "tuple":
-            return tuple(operands)
-        return _computed(one, operands)
-
-    def _loop(
-        self,
-        one: Instruction,
-        called: Mapping[str, str],
-        operands: Sequence[_Value],
-        final: bool,
-        depth: int,
-    ) -> _Value:
-        body, condition = called.get("body", ""), called.get("condition", "")
-        initial = operands[0] if operands else None
-        if not _is_tuple(initial):
-            self.run(body, [None], final, depth)
-            return None
-        carried = tuple(map(_Carried, range(len(initial))))
-        after = self.run(body, [carried], False, depth)
-        if not _is_tuple(after) or len(after) != len(initial):
-            after = (None,) * len(initial)
-        # What the body returns unchanged keeps its initial value.
-        kept = [new == was for new, was in zip(after, carried, strict=True)]
-        either = zip(initial, carried, kept, strict=True)
-        state = tuple(value if same else was for value, was, same in either)
-        after = self.run(body, [state], final, depth)
-        test = self.run(condition, [state], final, depth)
-        if final and _is_tuple(after):
-            count = _count(initial, after, test)
-            # It may be called from several places with different counts.
-            is_same = self.counts.setdefault(one.name, count) == count
-            self.counts[one.name] = count if is_same else None
-        return tuple(value if same else None for value, same in zip(initial, kept, strict=True))
+            return _Number(None, int(text)) if _INTEGER.fullmatch(text) else None
+        loops = [c for c in values.callers.get(value.computation, ()) if c[1].opcode == "while"]
+        if one.opcode == "parameter" and loops:
+            return _Number(Value(loops[0][0].name, loops[0][1].name, value.index), 0)
+        if one.opcode == "while":
+            fixed = self._fixed(_Number(value, 0))
+            return None if fixed is None else _Number(None, fixed)
+        if one.opcode in _ARITHMETIC and len(one.operand_names) == 2:
+            first, second = (self._number(x, depth + 1) for x in values.operands(value))
+            return _ARITHMETIC[one.opcode](first, second) if first and second else None
+        same = values.operands(value)[:1] if one.opcode in _COPIES else values.passed(value)
+        found = {self._number(x, depth + 1) for x in same}
+        return found.pop() if len(found) == 1 else None
 
 
-def _at(values: Sequence[_Value], index: int | None) -> _Value:
-    return values[index] if index is not None and index < len(values) else None
+def _sum(a: _Number, b: _Number, sign: int = 1) -> _Number | None:
+    if a.carried is None and sign > 0:
+        a, b = b, a
+    return None if b.carried else a._replace(plus=a.plus + sign * b.plus)
 
 
-def _is_tuple(value: Any) -> TypeGuard[tuple[_Value, ...]]:
-    return type(value) is tuple
+def _difference(a: _Number, b: _Number) -> _Number | None:
+    return _sum(a, b, -1)
 
 
-# Those that may run a loop, or return the tuples that loops carry.
-_CALLS = {"while", "call", "async-start", "conditional", "tuple", "get-tuple-element"}
-_SCALAR = {"add", "subtract", "multiply", "compare", "copy", "bitcast", "convert", "reshape"}
-_SCALAR |= {"fusion", "copy-start", "copy-done"}
-_IS_SCALAR = re.compile(r"\(?(?:pred|[su]\d+)\[\]")
+def _product(a: _Number, b: _Number) -> _Number | None:
+    return None if a.carried or b.carried else _Number(None, a.plus * b.plus)
+
+
+_ARITHMETIC = {"add": _sum, "subtract": _difference, "multiply": _product}
+_COPIES = {"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done"}
 _INTEGER = re.compile(r"-?\d{1,18}")
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
-def _computed(one: Instruction, operands: Sequence[_Value]) -> _Value:
-    """The value of an operation on integers."""
-    first, second, *_ = [*operands, None, None]
-    if one.opcode == "get-tuple-element":
-        return _at(first, one.tuple_index) if _is_tuple(first) else None
-    if one.opcode == "compare":
-        return _Test(first, second, one.attributes.get("direction", ""))
-    if len(operands) == 1:
-        return first
-    if one.opcode == "add" and isinstance(first, int) and isinstance(second, _Carried):
-        first, second = second, first
-    if not isinstance(second, int):
-        return None
-    if one.opcode == "multiply":
-        return first * second if isinstance(first, int) else None
-    second = -second if one.opcode == "subtract" else second
-    if isinstance(first, _Carried):
-        return first._replace(plus=first.plus + second)
-    return first + second if isinstance(first, int) else None
+def _runs(left: int, step: int, direction: str) -> int | None:
+    """How often a counter is increased before it is no longer less than a limit, say.
 
-
-def _count(initial: Sequence[_Value], after: Sequence[_Value], test: _Value) -> int | None:
-    """How often a loop runs, given its initial carry, the carry after a step, and its condition."""
-    if not isinstance(test, _Test):
-        return None
-    counter, limit, direction = test
-    if isinstance(limit, _Carried):
-        counter, limit, direction = limit, counter, _MIRRORED.get(direction, direction)
-    if not isinstance(counter, _Carried) or not isinstance(limit, int):
-        return None
-    first, next_ = initial[counter.position], after[counter.position]
-    if not isinstance(first, int) or not isinstance(next_, _Carried):
-        return None
-    step, left = next_.plus, limit - first - counter.plus
-    if next_.position != counter.position or not step:
+    Args:
+      left: the limit, less the first value of the counter.
+      step: what is added to it each time.
+      direction: the comparison of the counter with the limit, such as ``LT``.
+    """
+    if not step:
         return None
     if step < 0:
         step, left, direction = -step, -left, _MIRRORED.get(direction, direction)
     if direction == "NE":
         return left // step if left >= 0 and not left % step else None
     return {"LT": max(0, -(-left // step)), "LE": max(0, left // step + 1)}.get(direction)
-
-
-_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
