@@ -12,7 +12,7 @@ from flax import nnx
 
 from module_programs import LAYERS, PROGRAMS, ROWS, WIDTH
 from nnx_sharding import jit, value_and_grad
-from nnx_sharding.analysis.buffers import Value, read_buffers
+from nnx_sharding.analysis.buffers import Buffer, read_buffers
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +178,8 @@ def test_reads_values_of_the_main_memory_only(tmp_path):
     buffers = read_buffers(tmp_path)
     assert [one.size for one in buffers.allocations] == [64, 128]
     assert buffers.allocations[1].values[:2] == (
-        Value("a", (), 64, 0, 1, 1),
-        Value("b", (1,), 64, 0, 2, 3),
+        Buffer("a", (), 64, 0, 1, 1),
+        Buffer("b", (1,), 64, 0, 2, 3),
     )
     assert buffers.in_use() == [64, 128, 192, 192]
     assert read_buffers(tmp_path / "missing") is None

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from .buffers import Allocation, Buffers, Value
+from .buffers import Allocation, Buffer, Buffers
 from .by_module import Kind, MemoryOverTime, ModuleRow, ModuleTable, Phase, is_within, ordered
 from .collectives import Collective, Collectives
 from .cost import COMPILED, Cost
@@ -21,6 +21,7 @@ from .opcodes import COLLECTIVES, base
 from .parameters import ParameterRow
 from .purposes import inputs_of, module_of, operations
 from .roofline import roofline_of
+from .values import Value
 from .work import Work, applications, shapes_of, work_of
 
 
@@ -43,7 +44,7 @@ _OUTSIDE = Place("", False)
 _UNTIMED = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 _MAX_STEPS = 128  # from an array to the instruction that makes its values
 _MOVES = {"bitcast", "convert", "copy", "dynamic-slice", "reshape", "slice", "transpose"}
-_MOVES |= {"all-gather", "opt-barrier", "optimization-barrier"}
+_MOVES.add("all-gather")
 
 
 class Attribution:
@@ -58,10 +59,7 @@ class Attribution:
     def __init__(self, module: Module, rows: Iterable[ParameterRow], paths: Iterable[str]):
         self._module = module
         rows = [row for row in rows if row.used]
-        self._by_name = {one.name: one for c in module.computations for one in c.instructions}
-        self._inside = {one.name: c for c in module.computations for one in c.instructions}
-        self._roots = {c.name: one for c in module.computations for one in c.instructions[::-1]
-                       if one.is_root}  # fmt: skip
+        self._homes = {one.name: c.name for c in module.computations for one in c.instructions}
         self._named: dict[str, Place] = {}
         self._places: dict[str, Place | None] = {}
         self.arguments = _arguments(rows)
@@ -117,14 +115,14 @@ class Attribution:
         """The place of each instruction; where it is unknown, that of the one before."""
         places, place = list[Place](), _OUTSIDE
         for name in names:
-            one = self._by_name.get(name)
+            one = self._module.maker(Value(self._homes.get(name, ""), name))
             found = None if one is None or one.opcode in _UNTIMED else self.place(one)
             place = found or place
             places.append(place)
         return places
 
     def owner(
-        self, value: Value, allocation: Allocation, backward: Sequence[int], end: int
+        self, value: Buffer, allocation: Allocation, backward: Sequence[int], end: int
     ) -> Owner:
         """What an array in memory counts as.
 
@@ -137,15 +135,18 @@ class Attribution:
         is_result = allocation.is_result and value.last >= end - 1
         if is_result and allocation.parameter is not None:
             return self.argument(allocation.parameter)
-        if value.name not in self._by_name:
+        if value.name not in self._homes:
             return Owner(None, "temporaries")
-        one, index = self._maker(value.name, value.index, through_moves=True)
-        if one.opcode == "parameter" and one.number in self._numbers and self._is_entry(one):
-            return self.argument(one.number or 0)
-        one, index = self._maker(value.name, value.index)
-        place, dims = self.place(one), _dims(one, index)
+        array = Value(self._homes[value.name], value.name, value.index)
+        number = self._argument_number(self._maker(array, through_moves=True))
+        if number in self._numbers:
+            return self.argument(number)
+        array = self._maker(array)
+        one = self._module.maker(array)
+        assert one is not None
+        place, dims = self.place(one), _dims(one, array.index)
         if place is None or not place.path:
-            place = self._of_parameter(one, dims) or place
+            place = self._of_parameter(array, dims) or place
         if is_result or place is None:
             return Owner(place, "outputs" if is_result else "temporaries")
         if place.backward and dims in self._dims[place.path]:
@@ -154,114 +155,77 @@ class Attribution:
         is_kept = following < len(backward) and backward[following] <= value.last
         return Owner(place, "activations" if is_kept and not place.backward else "temporaries")
 
-    def _is_entry(self, one: Instruction) -> bool:
-        return self._inside[one.name].is_entry
-
-    def _maker(
-        self, name: str, index: tuple[int, ...], *, through_moves: bool = False
-    ) -> tuple[Instruction, tuple[int, ...]]:
-        """The instruction that makes the values of an array, and the array's index in its result.
+    def _maker(self, value: Value, *, through_moves: bool = False) -> Value:
+        """The value of which one consists, where an instruction makes it.
 
         What an operation without a name copies, slices or passes on is followed to what makes it;
-        with ``through_moves`` this holds for those with names, too.
+        with ``through_moves`` this holds for those with names, too. What a loop carries is what its
+        body computes or, where that is what it gets, the initial value.
         """
-        loops: set[tuple[str, tuple[int, ...]]] = set()
-        one = self._by_name[name]
+        returned: set[Value] = set()  # by bodies of loops
         for _ in range(_MAX_STEPS):
-            following = self._previous(one, index, loops, through_moves)
-            if following is None or following[0] not in self._by_name:
+            before = self._before(value, through_moves)
+            if len(before) > 1:
+                before = [x for x in before if x not in returned]
+                returned.update(before[-1:])
+            if not before or self._module.maker(before[-1]) is None:
                 break
-            one, index = self._by_name[following[0]], following[1]
-        return one, index
+            value = before[-1]
+        return value
 
-    def _previous(
-        self,
-        one: Instruction,
-        index: tuple[int, ...],
-        loops: set[tuple[str, tuple[int, ...]]],
-        through_moves: bool,
-    ) -> tuple[str, tuple[int, ...]] | None:
-        """What an array is taken from unchanged: the name and index of another; None if not."""
-        opcode, operands = one.opcode, one.operand_names
-        if opcode == "parameter":
-            return self._passed(one, index)
-        if opcode == "tuple":
-            return (operands[index[0]], index[1:]) if index else None
-        if not operands:
-            return None
-        if opcode == "get-tuple-element":
-            return operands[0], (one.tuple_index or 0, *index)
-        called = dict(one.calls())
-        if opcode == "while":  # what the body computes, or, where that is what it gets, the carry
-            if (one.name, index) in loops:
-                return operands[0], index
-            loops.add((one.name, index))
-            return self._root(called.get("body"), index)
-        if opcode in ("call", "conditional", "async-start"):
-            return self._root(next(iter(called.values()), None), index[-1:] if index else ())
-        if opcode == "fusion":
-            inner = self._module.by_name.get(called.get("calls", ""))
+    def _before(self, value: Value, through_moves: bool) -> Sequence[Value]:
+        """What an array is taken from unchanged."""
+        one, operands = self._module.maker(value), self._module.operands(value)
+        if one is None:
+            return ()
+        is_moved = through_moves or one.operation is None
+        if one.opcode == "fusion":
+            inner = self._module.fused(one)
             codes = {i.opcode for i in inner.instructions} if inner else set()
-            root = self._roots.get(called.get("calls", ""))
+            root = self._module.roots.get(inner.name) if inner else None
             is_update = root is not None and root.opcode in ("tuple", "dynamic-update-slice")
-            is_move = codes <= _MOVES | {"parameter", "constant", "tuple"}
-            if is_update or (is_move and (through_moves or one.operation is None)):
-                return self._root(called.get("calls"), index)
-            return None
-        if opcode == "dynamic-update-slice" and not through_moves:
-            return operands[1] if len(operands) > 1 else operands[0], ()
-        is_pair = opcode.endswith(("-start", "-done"))
-        if is_pair or (base(opcode) in _MOVES and (through_moves or one.operation is None)):
-            is_sum = is_pair and base(opcode) in COLLECTIVES - {"all-gather"}
-            return None if is_sum and not opcode.endswith("-done") else (operands[0], ())
-        return None
+            if not is_update and not (
+                is_moved and codes <= _MOVES | {"parameter", "constant", "tuple"}
+            ):
+                return ()
+        if one.opcode == "tuple" and not value.index:
+            return ()
+        if one.opcode == "dynamic-update-slice" and not through_moves:
+            return operands[1:2]
+        is_pair = one.opcode.endswith(("-start", "-done")) and one.opcode != "async-start"
+        if is_pair or (base(one.opcode) in _MOVES and is_moved):
+            is_sum = is_pair and base(one.opcode) in COLLECTIVES - {"all-gather"}
+            return () if is_sum and not one.opcode.endswith("-done") else operands[:1]
+        return self._module.passed(value)
 
-    def _root(
-        self, computation: str | None, index: tuple[int, ...]
-    ) -> tuple[str, tuple[int, ...]] | None:
-        root = self._roots.get(computation or "")
-        return None if root is None else (root.name, index)
+    def _argument_number(self, value: Value) -> int | None:
+        """The number of an argument of the program; None for other values."""
+        entry, one = self._module.entry, self._module.maker(value)
+        is_argument = entry is not None and value.computation == entry.name
+        return one.number if one is not None and is_argument else None
 
-    def _passed(
-        self, one: Instruction, index: tuple[int, ...]
-    ) -> tuple[str, tuple[int, ...]] | None:
-        """What the caller of a computation passes as this parameter."""
-        caller = self._module.callers.get(self._inside[one.name].name)
-        if caller is None:
-            return None
-        call = caller[-1][1]
-        if call.opcode == "while":
-            return call.name, index
-        names = [callee for _, callee in call.calls()]
-        at = one.number or 0
-        if call.opcode == "conditional":
-            at = 1 + names.index(self._inside[one.name].name)
-        operands = call.operand_names
-        return (operands[at], index) if at < len(operands) else None
-
-    def _of_parameter(self, one: Instruction, dims: tuple[int, ...]) -> Place | None:
+    def _of_parameter(self, value: Value, dims: tuple[int, ...]) -> Place | None:
         """The place of what an operation outside of modules computes from arrays of the same shape.
 
         That is the place of a parameter of this shape: an accumulated gradient, a step of the
         optimizer.
         """
-        pending, seen, found = [one], {one.name}, None
+        pending, seen, found = [value], {value.name}, None
         while pending and dims and len(seen) < _MAX_STEPS:
-            one = pending.pop(0)
-            if one.opcode == "parameter" and self._is_entry(one):
-                place = self.argument(one.number or 0).place
-            else:
-                place = self.place(one)
+            value = pending.pop(0)
+            one, number = self._module.maker(value), self._argument_number(value)
+            place = self.argument(number).place if number is not None else one and self.place(one)
             if place is not None and place.path:
                 if dims in self._dims[place.path]:
                     found = place
                     if place.backward:
                         break
                 continue
-            for name in one.operand_names if one.opcode != "while" else ():
-                following, index = self._maker(name, ()) if name in self._by_name else (one, ())
-                if following.name not in seen and _dims(following, index) == dims:
-                    seen.add(following.name)
+            for operand in self._module.operands(value) if one and one.opcode != "while" else ():
+                following = self._maker(operand)
+                maker = self._module.maker(following)
+                if maker and maker.name not in seen and _dims(maker, following.index) == dims:
+                    seen.add(maker.name)
                     pending.append(following)
         return found
 
@@ -366,7 +330,7 @@ def module_table(
     if buffers is None:
         return ModuleTable(ordered(table), why="the compiler does not say what it assigns")
     if required is None:
-        required = sum(one.size for one in buffers.allocations)
+        required = buffers.size
     peak = max(buffers.in_use())
     rest = peak - sum(sum(kinds.values()) for kinds in held.values())
     reserved = max(required - peak, 0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Buffer:
     """An array in memory: what an instruction made, or the part of its result at an index.
 
     It is live from position ``first`` to position ``last`` of the schedule.
@@ -40,7 +40,7 @@ class Allocation:
     size: int
     parameter: int | None
     is_result: bool
-    values: tuple[Value, ...]
+    values: tuple[Buffer, ...]
 
     @property
     def is_held(self) -> bool:
@@ -57,6 +57,11 @@ class Buffers:
 
     allocations: tuple[Allocation, ...]
     schedule: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all allocations, with the gaps in them."""
+        return sum(one.size for one in self.allocations)
 
     def in_use(self) -> list[int]:
         """The bytes in use at each position: those of live values, and all that is held."""
@@ -91,7 +96,7 @@ def read_buffers(folder: Path) -> Buffers | None:
             continue
         number = re.search(r", parameter (\d+),", head)
         found = [
-            Value(name, _numbers(index), int(length), int(offset), *spans[name, index])
+            Buffer(name, _numbers(index), int(length), int(offset), *spans[name, index])
             for name, index, length, offset in _VALUE.findall("\n".join(lines))
             if (name, index) in spans
         ]
@@ -112,9 +117,9 @@ def _blocks(text: str) -> Iterator[list[str]]:
     yield from [block] if block else []
 
 
-def _one_after_another(values: Sequence[Value]) -> Iterator[Value]:
+def _one_after_another(values: Sequence[Buffer]) -> Iterator[Buffer]:
     """The values; one that an operation replaces in place ends before the result begins."""
-    places: defaultdict[int, list[Value]] = defaultdict(list)
+    places: defaultdict[int, list[Buffer]] = defaultdict(list)
     for value in sorted(values, key=lambda value: (value.first, value.last)):
         places[value.offset].append(value)
     for place in places.values():

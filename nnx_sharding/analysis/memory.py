@@ -25,7 +25,8 @@ class Memory(Pictured):
     Attributes:
       arguments: the arrays that the program is given, including aliased ones.
       outputs: the arrays that it returns, including aliased ones.
-      temporaries: what it needs in between.
+      temporaries: what it needs in between. The TPU compiler reports more than it allocates: it
+        counts gaps between temporaries twice. ``Compiled.by_module`` has what it allocates.
       aliased: the outputs that reuse donated arguments; both of the above include them.
       generated_code: the program itself; 0 on the CPU.
       peak: what has to be free for a call: arguments + outputs - aliased + temporaries + generated

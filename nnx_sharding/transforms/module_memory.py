@@ -57,20 +57,25 @@ def dumped(recorder: Recorder, compile_with: CompileWith) -> Dumped:
     """
     lowered = recorder.traced.lower()
     with tempfile.TemporaryDirectory() as name:
-        folder, required = Path(name), None
+        folder, memory = Path(name), None
         try:
             with _compat.without_cache(lowered):
                 program = compile_with(lowered, {"xla_dump_to": name})
             text = program.as_text() or ""
             memory = memory_of(program.memory_analysis())
-            required = None if memory is None else memory.peak
         except jax.errors.JaxRuntimeError as error:
             written = [*folder.glob("*after_optimizations.txt")]
             if not is_out_of_memory(error) or not written:
                 raise
             text = written[0].read_text()
         paths = frozenset(call.path for call in recorder.calls)
-        return Dumped(parse(text), read_buffers(folder), required, paths)
+        module, buffers = parse(text), read_buffers(folder)
+        required = None if memory is None else memory.peak
+        if (
+            memory and buffers and module.is_for_tpu
+        ):  # whose compiler reports more than it allocates
+            required = buffers.size + (memory.generated_code or 0)
+        return Dumped(module, buffers, required, paths)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
