@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .buffers import Allocation, Buffer, Buffers
-from .by_module import Kind, MemoryOverTime, ModuleRow, ModuleTable, Phase, is_within, ordered
+from .by_module import Kind, MemoryOverTime, ModuleRow, ModuleTable, Phase, ordered
 from .collectives import Collective, Collectives
 from .cost import COMPILED, Cost
 from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction, Shape, arrays
 from .meshes import MeshDescription
+from .names import around, common, module_of, operations
 from .opcodes import COLLECTIVES, base
 from .parameters import ParameterRow
-from .purposes import inputs_of, module_of, operations
+from .purposes import inputs_of
 from .roofline import roofline_of
 from .values import Value
 from .work import Work, applications, shapes_of, work_of
@@ -70,9 +71,7 @@ class Attribution:
             for one in (module.entry.instructions if module.entry else ())
             if one.number is not None
         }
-        self._known = {*paths} | {
-            row.path[: match.start()] for row in rows for match in _PART.finditer(row.path)
-        }
+        self._known = {*paths}.union(*(around(row.path) for row in rows))
         self._dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
         for row, owner in zip(rows, self.arguments, strict=True):
             if owner.kind == "parameters" and owner.place:
@@ -91,11 +90,8 @@ class Attribution:
             names = operations(operation)
             found = [module_of(name, self._known) for name in names]
             paths = [path for path in found if path is not None]
-            common = paths[0] if paths else ""
-            while common and not all(path == common or is_within(path, common) for path in paths):
-                common = common[: max(common.rfind("."), common.rfind("["), 0)]
             backward = all("transpose(" in name for name in names)
-            self._named[operation] = Place(common, backward)
+            self._named[operation] = Place(common(paths) if paths else "", backward)
         return self._named[operation]
 
     def place(self, one: Instruction) -> Place | None:
@@ -241,7 +237,6 @@ def _dims(one: Instruction, index: Sequence[int]) -> tuple[int, ...]:
     return first.dims if first is not None and isinstance(shape, Shape) else ()
 
 
-_PART = re.compile(r"(?<!^)[.\[]")
 _KEY = re.compile(r"[^.\[\]'\"]+")
 
 
@@ -277,8 +272,7 @@ def _arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
 
 def _around(path: str) -> str:
     """The module that has an array at this path; the path itself without one."""
-    ends = [match.start() for match in _PART.finditer(path)]
-    return path[: ends[-1]] if ends else path
+    return [path, *around(path)][-1]
 
 
 def module_table(

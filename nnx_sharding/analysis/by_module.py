@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from .json_codec import as_data
+from .names import around, is_within
 from .tables import Pictured, table, text
 from .units import bytes_text, count_text, time_text
 
@@ -122,8 +123,8 @@ class ModuleTable(Pictured):
         """
         groups: defaultdict[tuple[str, bool | None], list[ModuleRow]] = defaultdict(list)
         for row in self.rows:
-            ends = [match.start() for match in _PART.finditer(row.path)]
-            groups[row.path[: [*ends, None][min(depth, len(ends))]], row.backward].append(row)
+            path = [*around(row.path), row.path][: depth + 1][-1]
+            groups[path, row.backward].append(row)
         rows = [_sum(*key, rows) for key, rows in groups.items()]
         return dataclasses.replace(self, rows=ordered(rows))
 
@@ -188,13 +189,7 @@ class ModuleTable(Pictured):
 
 
 _MOST = 40
-_PART = re.compile(r"(?<!^)[.\[]")  # the beginning of an attribute or key in a path
 _ITEM = re.compile(r"(.*?)\[\d+\]")
-
-
-def is_within(path: str, module: str) -> bool:
-    """Whether a path is that of a module, or below it."""
-    return (path + ".").startswith((module + ".", module + "["))
 
 
 def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:

@@ -14,9 +14,10 @@ from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
 from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
+from .names import operations
 from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
-from .purposes import Purpose, Use, operations, uses_of
+from .purposes import Purpose, Use, uses_of
 from .slices import Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
 from .units import bytes_text, printable

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from .hlo import Module
 from .instructions import Computation, Instruction, arrays
+from .names import around, common, module_of, operations
 from .opcodes import ELEMENTWISE, TRANSCENDENTAL
-from .origins import WEIGHTED, origins
+from .origins import Origins
 from .parameters import ParameterRow
+from .values import Value
 
 Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", "reshard"]
 
@@ -36,19 +37,13 @@ def uses_of(
     """
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
-    names = (one.name for _, one in collectives)
-    arguments = [row.path for row in used] if inputs_of(module, used) else []
-    computed_from = origins(module, names, arguments, variables.paths)
-    results = _results(module, updated)
+    entry = module.entry.instructions if module.entry else ()
+    arguments = {x.number: x.operation or x.name for x in entry if x.number is not None}
+    if inputs_of(module, used):
+        arguments |= {number: row.path for number, row in enumerate(used)}
+    origins, results = Origins(module, arguments, variables.paths), _results(module, updated)
     return {
-        one.name: _use(
-            one,
-            _operations_of_arrays(one, computation),
-            computed_from.get(one.name, ()),
-            variables,
-            _lengths(module, computation),
-            results.get(one.name),
-        )
+        one.name: _use(one, module, computation, origins, variables, results.get(one.name))
         for computation, one in collectives
     }
 
@@ -66,19 +61,6 @@ def _operations_of_arrays(one: Instruction, computation: Computation) -> list[li
     }
     found = [by_name.get(name) or parts.get(i) for i, name in enumerate(one.operand_names)]
     return [operations(name) if name else every for name in found]
-
-
-def _lengths(module: Module, computation: Computation) -> set[int | None]:
-    """How often the loops around a computation run; None for those of unknown length."""
-    lengths: set[int | None] = set()
-    name, seen = computation.name, {""}
-    while name in module.callers.keys() - seen:
-        seen.add(name)
-        around, caller = module.callers[name][-1]
-        name = around.name
-        if caller.opcode == "while":
-            lengths.add(module.trip_counts.get(caller.name))
-    return lengths
 
 
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
@@ -112,9 +94,9 @@ class _Variables:
         for row in rows:
             self.paths.add(row.path)
             self.states.update([row.path] if row.variable in _WITHOUT_GRADIENT else [])
-            around = [row.path[: match.start()] for match in _PART.finditer(row.path)]
-            self.modules.update(around)
-            own = [path for path in around if "." not in row.path[len(path) + 1 :]]
+            outer = around(row.path)
+            self.modules.update(outer)
+            own = [path for path in outer if "." not in row.path[len(path) + 1 :]]
             for key in (None, *own) if row.variable not in _WITHOUT_GRADIENT else ():
                 self._rows.setdefault(key, []).append(row)
 
@@ -154,44 +136,40 @@ def _is_part(dims: Sequence[int], shape: Sequence[int], shard: Sequence[int]) ->
 
 def _use(
     one: Instruction,
-    operations_of: Sequence[Sequence[str]],
-    operands: Sequence[frozenset[str]],
+    module: Module,
+    computation: Computation,
+    origins: Origins,
     variables: _Variables,
-    lengths: Collection[int | None],
     updated: tuple[str, ...] | None,
 ) -> Use:
+    operations_of = _operations_of_arrays(one, computation)
     every = dict.fromkeys(name for names in operations_of for name in names)
-    modules = [module_of(name, variables.modules) for name in every] or [None]
-    common = modules[0]
-    while common is not None and not all(_is_at(module, common) for module in modules):
-        common = common[: max(common.rfind("."), common.rfind("["), 0)] or None
+    modules = [module_of(name, variables.modules) or "" for name in every] or [""]
+    path = common(modules) or None
     sums = one.collective in ("all-reduce", "reduce-scatter")
-    plain = [operand - {WEIGHTED} for operand in operands]
-    if not sums and plain and all(x and x <= variables.paths for x in plain):
-        moved = frozenset().union(*plain)
-        return Use(
-            "state" if moved <= variables.states else "parameter", tuple(sorted(moved)), common
-        )
+    operands = [Value(computation.name, name) for name in one.operand_names]
+    made_from = [] if sums else [origins.of(operand) for operand in operands]
+    if made_from and all(map(origins.are_parameters, made_from)):
+        moved = frozenset().union(*made_from)
+        kind: Purpose = "state" if moved <= variables.states else "parameter"
+        return Use(kind, tuple(sorted(moved)), path)
+    # How often the loops around it run; None for those of unknown length.
+    callers = [caller.name for _, caller in module.around(computation.name)
+               if caller.opcode == "while"]  # fmt: skip
+    lengths = {module.trip_counts.get(name) for name in callers}
     gradients: set[str] = set()
     for i, (array, names) in enumerate(zip(one.results, operations_of, strict=True)):
-        own = operands[i] if len(operands) == len(operations_of) else frozenset().union(*operands)
-        backward = {
-            module
-            for name in names
-            if "transpose(" in name
-            and ((module := module_of(name, variables.modules)) is not None or sums)
-        }
-        if WEIGHTED not in own:
-            gradients |= variables.with_part(backward, array.dims, lengths)
+        own = operands[i : i + 1] if len(operands) == len(operations_of) else operands
+        found = {module_of(name, variables.modules) for name in names if "transpose(" in name}
+        backward = found if sums else found - {None}
+        parts = variables.with_part(backward, array.dims, lengths)
+        if parts and not any(map(origins.is_weighted, own)):
+            gradients |= parts
     if gradients:
-        return Use("gradient", tuple(sorted(gradients)), common)
+        return Use("gradient", tuple(sorted(gradients)), path)
     if sums or updated is None:
-        return Use("sum" if sums else "reshard", (), common)
-    return Use("result", updated, common)
-
-
-def _is_at(path: str | None, module: str) -> bool:
-    return path is not None and (path + ".").startswith((module + ".", module + "["))
+        return Use("sum" if sums else "reshard", (), path)
+    return Use("result", updated, path)
 
 
 def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[str, ...]]:
@@ -231,33 +209,3 @@ def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[s
 _SAME = {"tuple", "get-tuple-element", "copy", "bitcast", "reshape", "transpose", "convert"}
 _SAME.add("parameter")
 _BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
-
-
-def operations(operation: str) -> list[str]:
-    """The operations that one was made from, written ``f/(a/dot:b/dot)`` or ``f/a;f/b``."""
-    found = []
-    for name in operation.split(";"):
-        start = 0 if name.startswith("(") else name.find("/(") + 1
-        is_joined = name.endswith(")") and (start > 0 or name.startswith("("))
-        parts = name[start + 1 : -1].split(":") if is_joined else [name[start:]]
-        found += [name[:start] + part for part in parts]
-    return found
-
-
-def module_of(operation: str, known: Collection[str]) -> str | None:
-    """The module in the name of an operation, ``jit(f)/jvp(model)/up/dot``: its path, if known."""
-    found: str | None = None
-    for part in _parts(operation):
-        inside = [part] if found is None else [f"{found}.{part}", f"{found}{part}", part]
-        found = next((path for path in inside if path in known), found)
-    return found
-
-
-def _parts(operation: str) -> Iterator[str]:
-    for part in operation.split("/")[:-1]:
-        if not part.startswith(("jit(", "pjit(")):
-            yield part.rpartition("(")[2].rstrip(")")
-
-
-# The beginning of a part of a path: an attribute or a key.
-_PART = re.compile(r"(?<!^)[.\[]")
