@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .buffers import Allocation, Buffer, Buffers
@@ -23,7 +22,7 @@ from .parameters import ParameterRow
 from .purposes import inputs_of
 from .roofline import roofline_of
 from .values import Value
-from .work import Work, applications, shapes_of, work_of
+from .work import Work, executed_work
 
 
 class Place(NamedTuple):
@@ -334,54 +333,15 @@ def module_table(
 def _work(module: Module, attribution: Attribution) -> dict[Place, Work]:
     """The work of each place, with the bodies of loops counted as often as they run."""
     done: defaultdict[Place, Work] = defaultdict(Work)
-
-    @functools.cache
-    def parts(name: str, is_fused: bool) -> list[tuple[Instruction, Work, dict[str, int]]]:
-        """The instructions of a computation with their own work, and what they call how often."""
-        computation, found = module.by_name[name], []
-        shapes = shapes_of(computation)
-        for one in computation.instructions:
-            own = work_of(one, shapes, None if is_fused else module)
-            count = applications(one, shapes)
-            for _, callee in one.calls() if count else ():
-                own = own.plus(inside(callee)._replace(bytes_accessed=0), count)
-            is_call = one.opcode in _CALLS
-            calls = _runs(one, module, inside) if is_call or one.opcode == "fusion" else {}
-            found.append((one, Work() if is_call else own, calls))
-        return found
-
-    @functools.cache
-    def inside(name: str) -> Work:
-        work = Work()
-        for _, own, calls in parts(name, True) if name in module.by_name else ():
-            work = work.plus(own)
-            for callee, times in calls.items():
-                work = work.plus(inside(callee), times)
-        return work
-
-    def visit(name: str, times: int, outer: Place, is_fused: bool) -> None:
-        for one, own, calls in parts(name, is_fused):
+    for name, parts in executed_work(module).items():
+        callers = (attribution.place(caller) for _, caller in module.around(name))
+        outer = next(filter(None, callers), _OUTSIDE)
+        for one, own in parts:
             place = attribution.place(one) or outer
-            done[place] = done[place].plus(own, times)
-            for callee, runs in calls.items():
-                visit(callee, times * runs, place, is_fused or one.opcode == "fusion")
-
-    if module.entry is not None and not module.unread:
-        visit(module.entry.name, 1, _OUTSIDE, False)
+            done[place] = done[place].plus(own, module.runs[name].least)
     return done
 
 
-def _runs(one: Instruction, module: Module, inside: Callable[[str], Work]) -> dict[str, int]:
-    """How often an instruction runs each computation; of branches only the one with most flops."""
-    calls = [*one.calls()]
-    if one.opcode == "conditional" and calls:
-        return {max((callee for _, callee in calls), key=lambda name: inside(name).flops): 1}
-    count = module.trip_counts.get(one.name, 1) if one.opcode == "while" else 1
-    is_known = one.name in module.trip_counts
-    return {name: count + (is_known and attribute == "condition") for attribute, name in calls}
-
-
-_CALLS = {"while", "conditional", "call", "async-start"}
 _PARTS = {"fusion", "call", "async-start"}
 
 

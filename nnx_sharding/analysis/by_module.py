@@ -194,8 +194,11 @@ _ITEM = re.compile(r"(.*?)\[\d+\]")
 
 def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
     """The rows with those first that hold, else do, most."""
-    sizes = {id(row): (sum((row.at_peak or {}).values()), row.flops or 0) for row in rows}
-    return tuple(sorted(rows, key=lambda row: sizes[id(row)], reverse=True))
+
+    def key(row: ModuleRow) -> tuple[float, float, str]:
+        return -sum((row.at_peak or {}).values()), -(row.flops or 0), row.path
+
+    return tuple(sorted(rows, key=key))
 
 
 def _pass(path: str, backward: bool | None) -> str:

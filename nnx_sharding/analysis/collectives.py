@@ -267,35 +267,14 @@ def collectives_of(
         _collective(module, *one, sizes, positions, uses.get(one[1].name, Use())) for one in found
     ]
     if any(one.conditional for one in every):
-        taken = _taken(module, every)
+        sent: Counter[str] = Counter()
+        for one in every:
+            sent[one.computation] += one.bytes_sent
+        taken = module.taken(sent)
         every = [
             one if one.computation in taken else dataclasses.replace(one, times=0) for one in every
         ]
     return Collectives(every)
-
-
-def _taken(module: Module, collectives: Iterable[Collective]) -> set[str]:
-    """The computations that run if each conditional takes the branch that sends most."""
-    sent: Counter[str] = Counter()
-    for found in collectives:
-        sent[found.computation] += found.bytes_sent
-    largest: dict[str, str] = {}  # the branch of each conditional that sends most
-    for name in module.callees_first or ():
-        for one, _, callee in module.calls.get(name, ()):
-            if one.opcode != "conditional":
-                sent[name] += sent[callee] * module.trip_counts.get(one.name, 1)
-            elif sent[callee] >= sent[largest.get(one.name, "")]:
-                largest[one.name] = callee
-        sent[name] += sum(
-            sent[callee]
-            for one, _, callee in module.calls.get(name, ())
-            if largest.get(one.name) == callee
-        )
-    taken = {name for name in module.calls if name not in module.callers}
-    for name in reversed(module.callees_first or ()):
-        calls = module.calls.get(name, ()) if name in taken else ()
-        taken |= {callee for one, _, callee in calls if largest.get(one.name, callee) == callee}
-    return taken
 
 
 def _collective(

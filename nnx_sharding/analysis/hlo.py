@@ -14,6 +14,7 @@ import functools
 import graphlib
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -24,11 +25,17 @@ from .values import Values
 
 
 class Runs(NamedTuple):
-    """How often a computation runs in one call of the program."""
+    """How often a computation runs in one call of the program.
 
-    times: int | None = 1  # each branch of a conditional counts as taken; None if it is unknown
+    Each branch of a conditional counts as taken.
+    """
+
+    times: int | None = 1  # None if it is unknown
+    least: int = 1  # with loops of unknown length once
+    listed: int = 1  # with all loops once, as XLA counts
     in_loop: bool = False
     is_fused: bool = False  # part of one operation: a fusion, or the computation of a reduction
+    is_applied: bool = False  # to elements, as the computation of a reduction
     in_branch: bool = False  # of a conditional, which may not be taken
 
 
@@ -112,8 +119,11 @@ class Module(Values):
                     both = None not in (known.times, called.times)
                     called = Runs(
                         (known.times or 0) + (called.times or 0) if both else None,
+                        known.least + called.least,
+                        known.listed + called.listed,
                         known.in_loop or called.in_loop,
                         known.is_fused and called.is_fused,
+                        known.is_applied and called.is_applied,
                         known.in_branch or called.in_branch,
                     )
                 is_plausible = called.times is not None and called.times <= MAX_SIZE
@@ -126,13 +136,40 @@ class Module(Values):
         times = self.trip_counts.get(one.name) if is_loop else 1
         if times is not None:
             times += attribute == "condition"
-        is_fused = one.opcode == "fusion" or (attribute == "to_apply" and one.opcode != "call")
+        is_applied = one.opcode not in _CALLS
         return Runs(
             None if times is None or caller.times is None else caller.times * times,
+            caller.least * (1 if times is None else times),
+            caller.listed,
             caller.in_loop or is_loop,
-            caller.is_fused or is_fused,
+            caller.is_fused or one.opcode == "fusion" or is_applied,
+            caller.is_applied or is_applied,
             caller.in_branch or one.opcode == "conditional",
         )
+
+    def taken(self, weights: Mapping[str, int]) -> set[str]:
+        """The computations that run if each conditional takes the branch with the most weight.
+
+        Args:
+          weights: those of one run of computations, without what they call.
+        """
+        sums = Counter(weights)
+        largest: dict[str, str] = {}  # the branch that each conditional takes
+        for name in self.callees_first or ():
+            for one, _, callee in self.calls.get(name, ()):
+                if one.opcode != "conditional":
+                    sums[name] += sums[callee] * self.trip_counts.get(one.name, 1)
+                elif sums[callee] >= sums[largest.get(one.name, "")]:
+                    largest[one.name] = callee
+            taken = {
+                largest[one.name] for one, *_ in self.calls.get(name, ()) if one.name in largest
+            }
+            sums[name] += sum(sums[callee] for callee in taken)
+        taken = {name for name in self.calls if name not in self.callers}
+        for name in reversed(self.callees_first or ()):
+            calls = self.calls.get(name, ()) if name in taken else ()
+            taken |= {callee for one, _, callee in calls if largest.get(one.name, callee) == callee}
+        return taken
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
         """The lines that it was made from, as (file, line), innermost first."""
@@ -165,6 +202,8 @@ class Module(Values):
 
 
 _Pair: TypeAlias = tuple[int, int]
+# What runs a computation once, or as a loop; others apply it to elements.
+_CALLS = {"async-start", "call", "conditional", "fusion", "while"}
 
 
 def parse(text: str) -> Module:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .cost import Cost
 from .hlo import Module
-from .instructions import Computation, Instruction, Shape, total_bytes
-from .opcodes import FREE, SLICES, base
-from .work import Work, applications, custom_work, shapes_of, work_of
+from .instructions import Computation, Shape, total_bytes
+from .opcodes import SLICES, base
+from .work import Work, custom_work, executed_work
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 UNKNOWN_LENGTH = "those of unknown length once"
 BRANCHES = "of conditionals the largest branch"
 CUSTOM_CALLS = "custom calls of unknown cost"
 MAIN_MEMORY = "bytes of the main memory"
-
-# The work of instructions with each loop counted once, as in XLA, and as often as it runs.
-_Both = tuple[Work, Work]
-_NONE: _Both = (Work(), Work())
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
@@ -32,7 +28,11 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     """
     if module.unread:
         return None
-    once, executed = _work(module)
+    once = executed = Work()
+    for name, parts in executed_work(module).items():
+        runs = module.runs[name]
+        for _, own in parts:
+            once, executed = once.plus(own, runs.listed), executed.plus(own, runs.least)
     more = executed.plus(once, -1)
     figures = {name: _plus(getattr(cost, name), n) for name, n in more._asdict().items()}
     for name in ("int8_flops", "fp8_flops"):
@@ -52,69 +52,6 @@ _MOST = 1 << 100  # larger ones may overflow
 
 def _plus(figure: float | None, more: int) -> float | None:
     return None if figure is None else figure + min(more, _MOST)
-
-
-def _work(module: Module) -> _Both:
-    """The work of a program."""
-    known: dict[str, _Both] = {}
-    for name in module.callees_first or ():
-        computation = module.by_name.get(name)
-        if computation is None:
-            continue
-        parts = [_called(i, known, module) for i in computation.instructions if i.opcode in _CALLS]
-        shapes = shapes_of(computation)
-        is_fused = module.runs[name].is_fused  # then its caller counts the bytes
-        for one in computation.instructions:
-            if one.opcode not in _NO_WORK:
-                parts += [(_own(one, shapes, known, module, is_fused),) * 2]
-        known[name] = _sum(parts)
-    return _sum([both for name, both in known.items() if name not in module.callers])
-
-
-def _sum(parts: Sequence[_Both]) -> _Both:
-    once, executed = _NONE
-    for part in parts:
-        once, executed = once.plus(part[0]), executed.plus(part[1])
-    return once, executed
-
-
-_CALLS = {"while", "conditional", "call", "async-start"}
-_NO_WORK = _CALLS | FREE
-
-
-def _called(one: Instruction, known: Mapping[str, _Both], module: Module) -> _Both:
-    """The work of the computations that an instruction calls, as often as it calls them."""
-    called = [(attribute, known.get(name, _NONE)) for attribute, name in one.calls()]
-    if one.opcode == "conditional" and called:
-        once, executed = zip(*(both for _, both in called), strict=True)
-        return _most(once), _most(executed)
-    count = module.trip_counts.get(one.name, 1)
-    is_counted = one.name in module.trip_counts
-    once = executed = Work()
-    for attribute, both in called:
-        # A loop runs its condition once more than its body.
-        times = count + (is_counted and attribute == "condition")
-        once, executed = once.plus(both[0]), executed.plus(both[1], times)
-    return once, executed
-
-
-def _own(
-    one: Instruction,
-    shapes: Mapping[str, list[Shape]],
-    known: Mapping[str, _Both],
-    module: Module,
-    is_fused: bool,
-) -> Work:
-    """The work of an instruction, including what it applies to elements or has fused."""
-    own = work_of(one, shapes, None if is_fused else module)
-    times = 1 if one.opcode == "fusion" else applications(one, shapes)
-    for _, name in one.calls() if times else ():
-        own = own.plus(known.get(name, _NONE)[0]._replace(bytes_accessed=0), times)
-    return own
-
-
-def _most(branches: Sequence[Work]) -> Work:
-    return Work(*map(max, zip(*branches, strict=True)))
 
 
 def _remarks(module: Module) -> list[str]:
@@ -137,7 +74,7 @@ def _remarks(module: Module) -> list[str]:
 def host_bytes(module: Module) -> int:
     """The bytes copied between device and host in one call; unknown loops count once."""
     return sum(
-        _copied(computation) * (module.runs[computation.name].times or 1)
+        _copied(computation) * (module.runs[computation.name].least)
         for computation in module.computations
         if any(f"S({_HOST})" in one.shape_text for one in computation.instructions)
     )

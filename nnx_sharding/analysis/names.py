@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-PART = re.compile(r"(?<!^)[.\[]")  # the beginning of an attribute or key in a path
+_PART = re.compile(r"(?<!^)[.\[]")  # the beginning of an attribute or key in a path
 
 
 def around(path: str) -> list[str]:
     """The paths of all that an array, or a module, is in; the outermost first."""
-    return [path[: match.start()] for match in PART.finditer(path)]
+    return [path[: match.start()] for match in _PART.finditer(path)]
 
 
 def is_within(path: str, module: str) -> bool:

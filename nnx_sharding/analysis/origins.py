@@ -101,7 +101,9 @@ class Origins:
         while pending and len(seen) < _MAX_STEPS:
             value = pending.pop()
             one, passed = self._module.maker(value), self._module.passed(value)
-            if one is None or one.opcode in ("parameter", "while"):
+            if one is None or one.opcode == "constant":
+                continue
+            if one.opcode in ("parameter", "while"):
                 return False
             before = {*(passed or self._module.operands(value))} - seen
             seen |= before

@@ -37,11 +37,40 @@ def shapes_of(computation: Computation) -> dict[str, list[Shape]]:
     return {one.name: one.results for one in computation.instructions}
 
 
+def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
+    """The instructions of each computation that runs, with their work in one run.
+
+    Of the branches of a conditional, only that which does most is taken to run. What is applied to
+    elements, and the bytes of what is fused, are part of the work of their callers.
+    """
+    found: dict[str, list[tuple[Instruction, Work]]] = {}
+    inside: dict[str, Work] = {}  # what an application of a computation takes
+    for name in module.callees_first or ():
+        if name not in module.by_name:
+            continue
+        computation, runs = module.by_name[name], module.runs[name]
+        shapes, found[name] = shapes_of(computation), []
+        for one in computation.instructions:
+            own = work_of(one, shapes, None if runs.is_fused else module)
+            count = applications(one, shapes)
+            for _, callee in one.calls() if count else ():
+                own = own.plus(inside.get(callee, Work()), count)
+            found[name].append((one, own))
+        if runs.is_applied:
+            for _, own in found.pop(name):
+                inside[name] = inside.get(name, Work()).plus(own)
+    weights = {name: sum(sum(own) for _, own in parts) for name, parts in found.items()}
+    taken = module.taken(weights)
+    return {name: parts for name, parts in found.items() if name in taken}
+
+
 def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module | None) -> Work:
     """The work of an instruction itself, without the computations that it calls.
 
     Without the module, bytes are not counted.
     """
+    if one.opcode in _NO_WORK:
+        return Work()
     elements = _elements(shapes[one.name])
     accessed = 0 if module is None else _bytes(one, shapes, module)
     if one.opcode in TRANSCENDENTAL:
@@ -64,6 +93,7 @@ def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module 
     return Work(flops, 0, accessed, flops * int8, flops * fp8)
 
 
+_NO_WORK = FREE | {"async-start"}
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
