@@ -182,6 +182,20 @@ def test_collectives_of_one_slice_are_in_all(two_slices):
 
 
 @pytest.mark.parametrize(
+    ("kind", "target"),
+    [("ONE_TO_ONE", "{{0->9},{9->0}}"), ("ALL_REDUCE", "{{0,9}}"), ("ALL_REDUCE", '"{1,3}x{0:3}"')],
+)
+def test_devices_that_the_mesh_lacks(two_slices, kind, target):
+    """Over which links they send is unknown, and so is the time."""
+    mesh = make_mesh({"replica": 2, "data": 4})
+    found = collectives_of(exchange(kind, "f32[8]{0}", "f32[8]{0}", target), mesh)
+    [one] = found
+    assert (one.axes, one.pairs, one.group_size, one.bytes_sent) == (None, (), 2, 32)
+    roofline = roofline_of(None, found, "TPU v5e", MeshDescription.of(mesh))
+    assert [row.seconds for row in roofline.traffic] == [None] and roofline.seconds is None
+
+
+@pytest.mark.parametrize(
     "change",
     [
         ("ALL_REDUCE", "ALL_TOMORROW"),

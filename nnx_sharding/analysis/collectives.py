@@ -51,7 +51,8 @@ class Collective:
       group_size: the number of devices in a group; the maximum over groups.
       num_groups: the number of groups.
       axes: the mesh axes that it runs over, or over parts of which, in the order of the mesh,
-        without axes of size 1; None if no set of axes has these groups, or the mesh is not known.
+        without axes of size 1; None if no set of axes has these groups, or the mesh is not known or
+        lacks one of the devices.
       in_loop: whether it is in a loop.
       conditional: whether it is in a branch of a conditional, which may not be taken.
       times: how often it runs in one call, if conditionals take the branch that sends most: 0 in
@@ -293,17 +294,17 @@ def _collective(
     if kind != "collective-permute":
         whole = math.prod(sizes.values()) if mesh and not positions else module.num_devices or 1
         groups = _groups(instruction, whole)
-    axes: MeshAxes = None
+    is_placed = bool(mesh)
     if between := instruction.attributes.get("between_slices"):
-        groups = groups_between(between, positions)
+        groups, is_placed = groups_between(between, positions)
     elif positions:
-        groups = groups_within(groups, positions)
+        groups, is_placed = groups_within(groups, positions)
     if kind == "collective-permute":
         pairs = tuple(pair for pair in groups if len({*pair}) > 1)
         groups = connected(pairs)
-        axes = axes_of_pairs(pairs, mesh)
+        axes = axes_of_pairs(pairs, mesh) if is_placed else None
     else:
-        axes = axes_of_groups(groups, mesh)
+        axes = axes_of_groups(groups, mesh) if is_placed else None
     size = max(map(len, groups), default=1)
     larger = total_bytes(results) * (size if kind == "reduce-scatter" else 1)
     if kind == "ragged-all-to-all":
@@ -323,8 +324,8 @@ def _collective(
         bytes_sent=_bytes_sent(kind, larger, size),
         group_size=size,
         num_groups=len(groups),
-        axes=axes if mesh else None,
-        pairs=pairs,
+        axes=axes,
+        pairs=pairs if is_placed or not mesh else (),
         in_loop=runs.in_loop,
         conditional=runs.in_branch,
         times=runs.times,

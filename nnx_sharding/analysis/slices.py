@@ -82,20 +82,27 @@ def positions_of(mesh: Any) -> dict[Position, int]:
     return positions if len(counts) > 1 else {}
 
 
-def groups_between(text: str, positions: Mapping[Position, int]) -> Groups:
-    """The groups, or pairs of a permutation, in an exchange; what the mesh lacks is kept."""
+def groups_between(text: str, positions: Mapping[Position, int]) -> tuple[Groups, bool]:
+    """The groups, or pairs of a permutation, in an exchange, and whether the mesh has all of them.
+
+    Without, the devices have other numbers than their positions in the mesh.
+    """
     slices, _, places = text.partition("x")
     keys: list[list[Any]] = [list(group) for group in number_lists(text.replace("->", ","))]
     if places:
         first, _, last = places.strip('{}"').partition(":")
         numbers = range(int(first), int(last or first) + 1)
         keys = [[(n, place) for n in number_lists(slices)[0]] for place in numbers]
-    return tuple(tuple(positions.get(key, key) for key in group) for group in keys)
+    devices = dict.fromkeys(key for group in keys for key in group)
+    is_known = devices.keys() <= positions.keys()
+    places_of = positions if is_known else {key: i for i, key in enumerate(devices)}
+    return tuple(tuple(places_of[key] for key in group) for group in keys), is_known
 
 
-def groups_within(groups: Groups, positions: Mapping[Position, int]) -> Groups:
-    """Groups of devices of one slice, for all slices."""
+def groups_within(groups: Groups, positions: Mapping[Position, int]) -> tuple[Groups, bool]:
+    """Groups of devices of one slice, for all slices, and whether the mesh has all of them."""
     slices = sorted({key[0] for key in positions if isinstance(key, tuple)})
-    return tuple(
-        tuple(positions[number, place] for place in group) for number in slices for group in groups
-    )
+    keys = [tuple((n, place) for place in group) for n in slices for group in groups]
+    if not all(key in positions for group in keys for key in group):
+        return groups, False
+    return tuple(tuple(positions[key] for key in group) for group in keys), True
