@@ -67,8 +67,8 @@ class _Uncached:
         self.client = backend
         self.platform_version = f"{backend.platform_version}, {uuid.uuid4()}"
 
-    @property
-    def __class__(self) -> Any:  # JAX compiles for topologies if the client is of a certain class
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # by which JAX knows a client that compiles for a topology
         return type(self.client)
 
     def __getattr__(self, name: str) -> Any:

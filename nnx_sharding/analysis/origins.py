@@ -84,7 +84,7 @@ class Origins:
         one, passed = self._module.maker(value), self._module.passed(value)
         if one is None:
             return []
-        callers = self._module.callers.get(value.computation, ())
+        callers = self._module.callers.get(value.computation, [])
         if one.opcode == "parameter" and passed and callers[0][1].opcode == "while":
             initial, *after = passed
             return after if self._is_constant(initial) else [initial]

@@ -50,7 +50,7 @@ class _Counter:
         if limit is None:
             left, limit, direction = right, self._fixed(left), _MIRRORED.get(direction, direction)
         counter = None if left is None else left.carried
-        if limit is None or counter is None or counter[:2] != (home, loop.name):
+        if limit is None or left is None or counter is None or counter[:2] != (home, loop.name):
             return None
         initial, after = map(self._number, self._values.passed(counter))
         first = self._fixed(initial)

@@ -15,7 +15,7 @@ class Value(NamedTuple):
 
     computation: str
     name: str
-    index: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()  # type: ignore[assignment]  # it hides a method of tuples
 
 
 class Values:
