@@ -112,27 +112,29 @@ def _array(dtype: str, dims: str, layout: str) -> Shape:
     return Shape(dtype, sizes, size, int(space[1]) if space else 0)
 
 
-class Instruction(NamedTuple):
-    """One instruction: its parts as written, without the percent sign of the name."""
-
+class _Written(NamedTuple):
     name: str
     opcode: str
     shape_text: str
     rest: str  # operands and attributes
     is_root: bool  # whether it is the result of its computation
 
-    @property
+
+class Instruction(_Written):
+    """One instruction: its parts as written, without the percent sign of the name."""
+
+    @functools.cached_property
     def shape(self) -> Shapes:
         """The shape of the result, for a tuple those of its parts."""
         return read_shape(self.shape_text)
 
-    @property
+    @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         """The operands as written; for a constant or parameter, its literal."""
         cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
         return tuple(part for part in cleaned if part)
 
-    @property
+    @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names of the operands, without percent signs and shapes."""
         return tuple(text.rpartition(" ")[2].lstrip("%") for text in self.operands)
@@ -140,10 +142,10 @@ class Instruction(NamedTuple):
     @property
     def number(self) -> int | None:
         """The number of a parameter."""
-        text = "".join(self.operands)
-        return int(text) if self.opcode == "parameter" and text.isdecimal() else None
+        text = "".join(self.operands) if self.opcode == "parameter" else ""
+        return int(text) if text.isdecimal() else None
 
-    @property
+    @functools.cached_property
     def attributes(self) -> dict[str, str]:
         """The attributes as written, by name."""
         attributes: dict[str, str] = {}
@@ -186,7 +188,7 @@ class Instruction(NamedTuple):
         count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
         return int(count[1]) if count and self.opcode == "while" else None
 
-    @property
+    @functools.cached_property
     def results(self) -> list[Shape]:
         """The arrays that it makes, even if it is the start of a pair."""
         shape, opcode = self.shape, self.opcode
