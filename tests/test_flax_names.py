@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import nnx_sharding
+from libraries import OURS, assert_same
 from test_transform_nesting import MODES, NAMES
 
 TESTS = Path(__file__).parent
@@ -103,3 +104,59 @@ def test_transform_metadata_of_flax(mode):
     assert forward(layers, jnp.ones((1, 2))).shape == (1, 2)
     assert {*seen} == {(None, None)}
     assert layers.kernel.get_metadata("out_sharding") == ("layers", None, None)
+
+
+class Tied(nnx.Module):
+    """A parameter in two places, and a counter: in Flax only ``nnx.compat`` takes and changes it."""
+
+    def __init__(self):
+        self.w = self.again = nnx.Param(jnp.arange(1.0, 4.0))
+        self.calls = nnx.BatchStat(jnp.float32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return jnp.sin(self.w[...] * x) * self.again[...]
+
+
+def loss(model, x):
+    return model(x).sum()
+
+
+def grad(outer, inner, model, x):
+    return outer.jit(inner.grad(loss))(model, x)
+
+
+def jit(outer, inner, model, x):
+    return outer.value_and_grad(inner.jit(loss))(model, x)
+
+
+def vmap(outer, inner, model, x):
+    mapped = inner.vmap(lambda model, x: model.w[...] * x, in_axes=(None, 0))
+    return outer.grad(lambda model, x: mapped(model, x).sum())(model, x)
+
+
+def vmap_of_states(outer, inner, model, x):
+    axes = nnx.StateAxes({nnx.Param: None, ...: 0})
+    model.calls.set_value(jnp.zeros(3))
+    return outer.vmap(inner.jit(loss), in_axes=(axes, 0))(model, x)
+
+
+def scan(outer, inner, model, x):
+    run = inner.scan(lambda model, x: (model, model(x)), in_axes=(nnx.Carry, 0))
+    return outer.grad(lambda model, x: (run(model, x)[1] ** 2).sum())(model, x)
+
+
+@pytest.mark.skipif(not hasattr(nnx, "compat"), reason="This Flax has no nnx.compat.")
+@pytest.mark.parametrize("program", (grad, jit, vmap, vmap_of_states, scan))
+def test_beside_compat_of_flax(program):
+    """Around ours, within ours, and before ours on the same objects."""
+    theirs = nnx.compat
+
+    def outcome(*pairs):
+        model, x = Tied(), jnp.linspace(0.1, 1, 3)
+        results = [program(outer, inner, model, x) for outer, inner in pairs]
+        assert model.w is model.again
+        return results, nnx.compat.state(model)
+
+    pairs = (theirs, OURS), (OURS, theirs), (theirs, theirs), (OURS, OURS)
+    assert_same(outcome(*pairs), outcome(*[(theirs, theirs)] * len(pairs)))
