@@ -107,7 +107,7 @@ def test_transform_metadata_of_flax(mode):
 
 
 class Tied(nnx.Module):
-    """A parameter in two places, and a counter: in Flax only ``nnx.compat`` takes and changes it."""
+    """A parameter in two places, and a counter: of Flax, only ``nnx.compat`` takes it."""
 
     def __init__(self):
         self.w = self.again = nnx.Param(jnp.arange(1.0, 4.0))
