@@ -939,12 +939,6 @@ def ref_devices(lib: Library) -> Any:
     return f(RefModel())
 
 
-@mistake("one-reference-passed-twice", "one reference passed twice", ValueError, "a, b")
-def ref_twice(lib: Library) -> Any:
-    ref = jax.new_ref(jnp.zeros(()))
-    return lib.jit(lambda m, a, b: a[...] + b[...])(Model(), ref, ref)
-
-
 @mistake(
     "static-argument-that-is-not-hashable",
     "a static argument that is not hashable",

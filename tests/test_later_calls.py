@@ -143,7 +143,7 @@ def test_one_array_donated_twice(capsys):
 def test_one_reference_twice(capsys):
     fun, ref = jit(lambda a, b: None), jax.new_ref(jnp.ones(8))
     fun(ref, jax.new_ref(jnp.ones(8)))
-    check(capsys, lambda: fun(ref, ref), ValueError, "a, b")
+    check(capsys, lambda: fun(ref, ref), ValueError, "appeared at both a and b")
 
 
 def test_in_a_trace(capsys):

@@ -13,26 +13,24 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
-from ..specs.fitting import axes_of, axes_of_type, describe, describe_both
+from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
 from ..specs.state_sharding import Axis
 from .captured import note_captured_arrays, note_captured_object
 from .placing import is_committed
 from .plan import Plan
-from .problems import arguments_not_arrays, committed_elsewhere
+from .problems import arguments_not_arrays, array_line, committed_elsewhere, several
 from .pure import Pure
-from .spec_checks import misfits_of, shape_of
+from .spec_checks import fit_specs, shape_of
 from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")
 
-MAX_NAMES = 5  # of the arrays on one set of devices
-
 # The error for what is wrong with the arguments, if that is what it checks.
-_Check: TypeAlias = Callable[[Plan, Sequence[Any]], Exception | None]
+_Check: TypeAlias = Callable[..., Exception | None]
 
 
 def raise_explained(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any = None) -> None:
@@ -42,6 +40,16 @@ def raise_explained(plan: Plan, leaves: Sequence[Any], error: Exception, fun: An
     gets a note.
     """
     raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
+
+
+def raise_misfit(plan: Plan, leaves: Sequence[Any], stage: Any, error: BaseException) -> None:
+    """Raises an error that says how the arguments differ from those of a stage, if they do."""
+    if isinstance(error, ValueError | TypeError):
+        if str(error).startswith("Argument types differ"):
+            raise_instead(error, lambda: _check_compiled_types(plan, leaves, stage.in_avals[0]))
+        elif isinstance(error, ValueError) and hasattr(stage, "input_shardings"):
+            known = stage.input_shardings[0]
+            raise_instead(error, lambda: _check_compiled_shardings(plan, leaves, known))
 
 
 def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
@@ -72,42 +80,34 @@ def _explanation(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any) 
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         note_captured_arrays(fun, plan.fun_name, error)
-    is_ours = isinstance(error, NoMeshError) or _is_of_the_function(error)
-    if is_ours or not isinstance(error, ValueError | RuntimeError | TypeError):
+    frames = traceback.walk_tb(error.__traceback__)
+    is_of_the_function = any(frame.f_code is Pure._called.__code__ for frame, _ in frames)
+    if isinstance(error, NoMeshError) or is_of_the_function:
         return None
-    checks = _CHECKS
+    checks: Sequence[_Check] = ()
     if isinstance(error, TypeError):
-        checks = (_check_arrays, _check_abstract)
+        checks = _check_arrays, _check_abstract
     elif isinstance(error, jax.errors.JaxRuntimeError):
-        checks = _DONATION_CHECKS if _compat.is_deleted_error(error) else ()
+        checks = (_check_deleted, _check_donated_twice) if _compat.is_deleted_error(error) else ()
+    elif isinstance(error, ValueError | RuntimeError):
+        checks = _CHECKS
     found = (check(plan, leaves) for check in checks)
     return next((one for one in found if one is not None), None)
 
 
-def _is_of_the_function(error: Exception) -> bool:
-    """Whether an error was raised within the user's function."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code is Pure._called.__code__ for frame, _ in frames)
-
-
-_Lines: TypeAlias = Callable[[Plan, Sequence[Any]], Iterator[str]]
-
-
 def _check(
     anchor: str, first: str, last: str, error: type[Exception] = ValueError
-) -> Callable[[_Lines], _Check]:
+) -> Callable[[Callable[..., Iterator[str]]], _Check]:
     """Makes a check from a function that yields a line for each wrong argument.
 
     ``first`` and ``last`` are the lines around them, ``anchor`` the section in docs/errors.md.
     """
 
-    def decorate(lines_of: _Lines) -> _Check:
-        def check(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
+    def decorate(lines_of: Callable[..., Iterator[str]]) -> _Check:
+        def check(plan: Plan, *details: Any) -> Exception | None:
             head = first.format(name=plan.transform.name, fun_name=plan.fun_name)
             remedy = last.format(in_name=plan.transform.in_name)
-            return listed_error(
-                error, head, [f"  {x}" for x in lines_of(plan, leaves)], remedy, anchor
-            )
+            return listed_error(error, head, [*lines_of(plan, *details)], remedy, anchor)
 
         return check
 
@@ -129,7 +129,7 @@ def _check_arrays(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
 def _check_abstract(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     for name, leaf in zip(plan.names, leaves, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            yield f"{name}, {jax.typeof(leaf).str_short()}"
+            yield array_line(name, leaf)
 
 
 @_check(
@@ -141,7 +141,7 @@ def _check_abstract(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     for name, leaf in zip(plan.names, leaves, strict=True):
         if _is_concrete(leaf) and leaf.is_deleted():
-            yield f"{name}, {jax.typeof(leaf).str_short()}"
+            yield array_line(name, leaf)
 
 
 @_check(
@@ -152,29 +152,14 @@ def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     DonatedError,
 )
 def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    for slots in _repeated(leaves, _is_concrete):
-        if not plan.donated.isdisjoint(slots):
-            names = ", ".join(plan.names[slot] for slot in slots)
-            yield f"{jax.typeof(leaves[slots[0]]).str_short()}: {names}"
-
-
-@_check(
-    "one-reference-passed-twice",
-    "one jax.Ref is passed more than once, which JAX does not allow:",
-    "Pass it once, or only in modules, where it may be shared.",
-)
-def _check_refs(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    for same in _repeated(leaves, _compat.is_ref):
-        yield ", ".join(plan.names[slot] for slot in same)
-
-
-def _repeated(leaves: Sequence[Any], is_wanted: Callable[[Any], bool]) -> list[list[int]]:
-    """The slots of each object that is passed more than once."""
-    slots: dict[int, list[int]] = {}
+    repeated: dict[int, list[int]] = {}
     for slot, leaf in enumerate(leaves):
-        if is_wanted(leaf):
-            slots.setdefault(id(leaf), []).append(slot)
-    return [same for same in slots.values() if len(same) > 1]
+        if _is_concrete(leaf):
+            repeated.setdefault(id(leaf), []).append(slot)
+    for slots in repeated.values():
+        if len(slots) > 1 and not plan.donated.isdisjoint(slots):
+            names = ", ".join(plan.names[slot] for slot in slots)
+            yield f"  {jax.typeof(leaves[slots[0]]).str_short()}: {names}"
 
 
 @_check(
@@ -188,13 +173,15 @@ def _check_axes(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
         if isinstance(spec, Axis) and spec.index is not None:
             ndim = np.ndim(leaf)
             if not -ndim <= spec.index < ndim:
-                yield f"{name}, {jax.typeof(leaf).str_short()}: axis {spec.index}"
+                yield f"{array_line(name, leaf)}: axis {spec.index}"
 
 
 def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
-    if not isinstance(plan.transform, Sharded):
-        return None
-    return misfits_of(plan.transform, plan.names, map(shape_of, leaves), plan.specs)
+    try:
+        fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
+    except ValueError as error:
+        return error.with_traceback(None)
+    return None
 
 
 @_check(
@@ -211,26 +198,23 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     if not by_option and (context is None or axes != frozenset(context.axis_names)):
         return
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
-        aval = jax.typeof(leaf)
-        spec, actual = getattr(declared, "spec", declared), getattr(aval, "sharding", None)
-        if actual is None or actual.mesh.empty or not isinstance(spec, PartitionSpec):
+        aval, spec = jax.typeof(leaf), getattr(declared, "spec", declared)
+        actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
+        if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
             continue
         explicit = axes_of_type(actual.mesh if by_option else context, AxisType.Explicit)
-        if not explicit or (by_option and not is_committed(leaf)):
+        if actual.mesh.empty or not explicit or (by_option and not is_committed(leaf)):
             continue
-        ndim = len(aval.shape)
-        if _meaning(actual.spec, ndim, explicit) != _meaning(spec, ndim, explicit):
+        parts = (only_axes(one, explicit) for one in (actual.spec, spec))
+        present, wanted = (
+            (tuple(map(axes_of, padded(part, leaf.ndim))), part.unreduced, part.reduced)
+            for part in parts
+        )
+        if present != wanted:
             yield (
-                f"{name} is {aval.str_short()}, declared {spec!r}: write {actual.spec!r}, or pass "
-                f"jax.sharding.reshard({name}, {spec!r})"
+                f"  {name} is {aval.str_short()}, declared {spec!r}: write {actual.spec!r}, or "
+                f"pass jax.sharding.reshard({name}, {spec!r})"
             )
-
-
-def _meaning(spec: PartitionSpec, ndim: int, axes: frozenset[Any]) -> tuple[Any, ...]:
-    """The meaning of a spec for some mesh axes; equal for equivalent specs."""
-    entries = [*spec.partitions, *[None] * (ndim - len(spec))]
-    sharded = [tuple(axis for axis in axes_of(entry) if axis in axes) for entry in entries]
-    return sharded, spec.unreduced, spec.reduced
 
 
 def _check_committed(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
@@ -246,20 +230,28 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
 def _check_ref_shardings(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     for name, ref, declared in _other_shardings(plan, leaves, _is_concrete_ref):
         actual, expected = describe_both(ref.sharding, declared)
-        yield f"{name}, shape {ref.shape}: is {actual}, declared {expected}"
+        yield f"  {name}, shape {ref.shape}: is {actual}, declared {expected}"
 
 
 def _other_shardings(
     plan: Plan, leaves: Sequence[Any], is_wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The names and declared shardings of arrays with other shardings, and these arrays."""
-    for slot, leaf, declared in declared_shardings(plan, leaves):
+    for slot, leaf, declared in _with_option(plan, leaves):
         if not is_wanted(leaf):
             continue
         # Arrays on other devices are left to _check_devices.
         is_meant = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
         if is_meant and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
             yield plan.names[slot], leaf, declared
+
+
+def _with_option(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+    """The slots, arrays and shardings for which the transform gives JAX a sharding."""
+    if isinstance(plan.transform, Sharded) and plan.transform.passes_shardings:
+        for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
+            if sharding is not None:
+                yield slot, leaf, sharding
 
 
 @_check(
@@ -270,18 +262,10 @@ def _other_shardings(
     "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
 )
 def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    for slot, leaf, sharding in declared_shardings(plan, leaves):
+    for slot, leaf, sharding in _with_option(plan, leaves):
         is_local = sharding.is_fully_addressable or sharding.is_fully_replicated
         if isinstance(leaf, np.ndarray) and not is_local:
-            yield f"{plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
-
-
-def declared_shardings(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
-    """The slots, arrays and shardings for which the transform gives JAX a sharding."""
-    if isinstance(plan.transform, Sharded) and plan.transform.passes_shardings:
-        for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
-            if sharding is not None:
-                yield slot, leaf, sharding
+            yield f"  {plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
 
 
 @_check(
@@ -304,24 +288,47 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
         if devices is not None:
             groups.setdefault(devices, {})[name] = None
     for devices, names in groups.items() if len(groups) > 1 else ():
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         ids = ", ".join(str(device.id) for device in devices)
-        yield f"{', '.join([*names][:MAX_NAMES])}{more}: {devices[0].platform} {ids}"
+        yield f"  {several([*names])}: {devices[0].platform} {ids}"
 
 
-_DONATION_CHECKS: Sequence[_Check] = (_check_deleted, _check_donated_twice)
 _CHECKS: Sequence[_Check] = (
-    _check_axes,
-    _check_deleted,
-    _check_shapes,
-    _check_types,
-    _check_committed,
-    _check_ref_shardings,
-    _check_host_arrays,
-    _check_devices,
-    _check_refs,
-    _check_donated_twice,
+    *(_check_axes, _check_deleted, _check_shapes, _check_types, _check_committed),
+    *(_check_ref_shardings, _check_host_arrays, _check_devices, _check_donated_twice),
 )
+
+
+@_check(
+    "compiled-for-other-types",
+    "{fun_name} was compiled for other types than these arguments have:",
+    "Compile it for these too, as jit does, or pad them to the shapes that it was compiled for.",
+    TypeError,
+)
+def _check_compiled_types(plan: Plan, leaves: Sequence[Any], avals: Sequence[Any]) -> Iterator[str]:
+    for name, leaf, aval in zip(plan.names, leaves, avals, strict=True):
+        actual, compiled = jax.typeof(leaf).str_short(), aval.str_short()
+        if actual != compiled:
+            yield f"  {name}: is {actual}, compiled for {compiled}"
+
+
+@_check(
+    "compiled-for-other-shardings",
+    "{fun_name} was compiled for other shardings than these arguments have:",
+    "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: abstract "
+    "ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...).",
+)
+def _check_compiled_shardings(
+    plan: Plan, leaves: Sequence[Any], shardings: Sequence[Any]
+) -> Iterator[str]:
+    # Arrays with a declared spec are moved, or refused for that reason.
+    done = {*plan.placed_slots, *(slot for slot, *_ in _with_option(plan, leaves))}
+    for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
+        if slot in done or compiled is None or not is_committed(leaf):  # None: not used
+            continue
+        if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
+            actual, expected = describe_both(leaf.sharding, compiled)
+            line = array_line(plan.names[slot], leaf)
+            yield f"{line}: is {actual}, compiled for {expected}"
 
 
 def _is_concrete(leaf: Any) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import CorrectedSpecWarning, listed_error, message, raise_listed, report
+from ..errors import CorrectedSpecWarning, message, raise_listed, report
 from ..specs.fitting import Fit, OnIndivisible, describe, fit_sharding, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from .problems import several
@@ -106,7 +106,8 @@ def fit_specs(
             fit = fits[key] = fit_sharding(spec, transform.context, shape, on_indivisible=action)
         if not (fit.problems or fit.corrections):
             continue
-        if outputs and not transform.divides_outputs and not _is_too_long(fit):
+        is_too_long = any(misfit.kind == "rank" for misfit in fit.problems)
+        if outputs and not transform.divides_outputs and not is_too_long:
             continue
         line = fit.line(names[slot], before.get(slot) if before else None)
         if fit.problems:
@@ -114,51 +115,20 @@ def fit_specs(
         else:
             result[slot] = fit.sharding
             corrected.append(line)
-    if error := _misfit_error(transform, misfits, arrays):
-        raise error
+    indivisible = [fit.is_indivisible for fit, _ in misfits]
+    raise_listed(
+        _compat.IndivisibleError if all(indivisible) and transform.passes_shardings else ValueError,
+        f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
+        [line for _, line in misfits],
+        "Change the shape (pad it) or the spec; or let the spec be corrected: "
+        "on_indivisible='replicate' or 'drop'."
+        if any(indivisible)
+        else "Give each a spec with at most one entry for each dimension.",
+        anchor="not-divisible" if all(indivisible) else "spec-too-long",
+    )
     if corrected:
         head = f"{transform.name}: the specs of these {arrays} do not fit their shapes"
         anchor = "when-a-spec-does-not-divide-a-shape"
         text = message(f"{head} and were corrected:", corrected)
         report(CorrectedSpecWarning, text, strict=transform.strict, anchor=anchor)
     return result
-
-
-def misfits_of(
-    transform: Sharded,
-    names: Sequence[str],
-    shapes: Iterable[Sequence[int] | None],
-    specs: Sequence[Any],
-) -> Exception | None:
-    """The error for final specs that do not fit the shapes of later arrays, if there are any."""
-    fits = [
-        (fit, fit.line(name))
-        for name, shape, spec in zip(names, shapes, specs, strict=True)
-        if spec is not None and shape is not None
-        if (fit := fit_sharding(spec, transform.context, shape)).problems
-    ]
-    return _misfit_error(transform, fits, "arrays")
-
-
-def _misfit_error(
-    transform: Sharded, misfits: Sequence[tuple[Fit, str]], arrays: str
-) -> Exception | None:
-    indivisible = [fit.is_indivisible for fit, _ in misfits]
-    anchor = "not-divisible" if all(indivisible) else "spec-too-long"
-    remedy = "Give each a spec with at most one entry for each dimension."
-    if any(indivisible):
-        remedy = (
-            "Change the shape (pad it) or the spec; or let the spec be corrected: "
-            "on_indivisible='replicate' or 'drop'."
-        )
-    return listed_error(
-        _compat.IndivisibleError if all(indivisible) and transform.passes_shardings else ValueError,
-        f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
-        [line for _, line in misfits],
-        remedy,
-        anchor,
-    )
-
-
-def _is_too_long(fit: Fit) -> bool:
-    return any(misfit.kind == "rank" for misfit in fit.problems)

@@ -34,15 +34,18 @@ from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of
 from ..core.call import failed, guarded, run
 from ..core.call_context import Caller, called_by
-from ..core.failures import explained, raise_instead
+from ..core.failures import explained, raise_instead, raise_misfit
+from ..core.flatten import Flat
 from ..core.guard.store import Guards
 from ..core.outcome import Outcome
 from ..core.plan import Plan
+from ..core.signature import Call
 from ..core.slot_pytree import user_tree
+from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
+from ..errors import message, see
 from .lifted_function import LiftedFunction
 from .module_memory import CompileWith, Dumped, dumped, is_out_of_memory, out_of_memory
-from .stage_checks import check_structure, misfit, with_statics
 
 if TYPE_CHECKING:
     from ..report.program import ProgramReport
@@ -148,14 +151,12 @@ class Stage:
           TypeError: their structure differs from that for which the function was ``kind``.
           ValueError: their shardings differ from those for which it was compiled.
         """
-        plan, lifted, stage = self._plan, self._lifted, self._stage
-        bound = lifted._bound
-        args, kwargs = with_statics(plan.signature, self._statics, len(bound), args, kwargs)
-        args, is_top = (*bound, *args), _compat.trace_is_clean()
+        plan, stage, is_top = self._plan, self._stage, _compat.trace_is_clean()
+        args, kwargs = self._with_statics(args, kwargs)
         found = self._guards.find(args, kwargs) if is_top else None
         if found is None:
-            call, flat = lifted._split(args, kwargs, record=is_top)
-            check_structure(plan, kind, call, flat)
+            call, flat = self._lifted._split(args, kwargs, record=is_top)
+            self._check_structure(kind, call, flat)
             if is_top:
                 self._guards.add(plan, flat, args, kwargs, is_new=True)
         else:
@@ -165,14 +166,40 @@ class Stage:
         try:
             return run(plan, flat, _compat.direct_form(stage))
         except (ValueError, TypeError) as error:
-            raise_instead(error, functools.partial(misfit, plan, flat.leaves, stage, error))
+            raise_misfit(plan, flat.leaves, stage, error)
             raise
 
     @_compat.api_boundary
     def _failed(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
         failed(plan, leaves, error)
-        if isinstance(error, ValueError | TypeError):
-            raise_instead(error, functools.partial(misfit, plan, leaves, self._stage, error))
+        raise_misfit(plan, leaves, self._stage, error)
+
+    def _with_statics(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All arguments of a call: with bound objects, and static ones that were left out."""
+        signature, bound = self._plan.signature, self._lifted._bound
+        statics = dict(zip(signature.static_order, self._statics, strict=True))
+        keywords = {name: statics.pop(name) for name in signature.static_keywords}
+        missing = [i for i in sorted(statics) if i >= len(bound)]
+        args = (*bound, *args)
+        if missing and len(args) == len(signature.names) - len(missing):
+            for position in missing:
+                args = (*args[:position], statics[position], *args[position:])
+        return args, {**keywords, **kwargs}
+
+    def _check_structure(self, kind: str, call: Call, flat: Flat) -> None:
+        """Raises a ``TypeError`` for arguments of another structure than those of the plan."""
+        plan = self._plan
+        before, after = (plan.signature, plan.structure), (call.signature, flat.structure)
+        if before == after:
+            return
+        changes = differences(before, after)
+        if before[0] != after[0]:
+            changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
+        head = f"{plan.fun_name} was {kind} for other arguments than it is called with now:"
+        text = message(head, [f"  {change}" for change in changes], "Lower it again for these.")
+        raise see(TypeError(text), anchor="compiled-for-another-structure")
 
     def _inputs(self, per_argument: Any) -> Any:
         return user_tree(self._plan.structure, per_argument[0])
