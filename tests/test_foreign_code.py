@@ -65,11 +65,7 @@ def test_a_failing_check_does_not_replace_the_error(compiled, caplog):
     f = jit(lambda x, y: x + y)
     if compiled:
         f = f.lower(x, x).compile()
-    names = {
-        "_CHECKS": (broken,),
-        "_DONATION_CHECKS": (broken,),
-        "declared_shardings": broken,
-    }
+    names = {"_CHECKS": (broken,), "_check_compiled_shardings": broken}
     with mock.patch.multiple(failures, **names), pytest.raises(ValueError):
         f(x, y)
     assert "in a check" in caplog.text

@@ -208,6 +208,22 @@ def test_hijax_variables_in_stages():
     assert compiled.report().name
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("options", [{"hijax": True}, {"ref": True}, {"hijax": True, "ref": True}])
+def test_errors_for_variables_that_hold_no_array_are_explained(caplog, options, kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    module = nnx.Dict(v=nnx.Param(jnp.ones(8), **options), w=nnx.Param(jnp.ones(8)))
+    x = jax.device_put(jnp.ones(8), jax.devices()[3])
+    jitted = jit(lambda m, x: m.w[...] * x, in_shardings=(P(), P("x")), mesh=mesh)
+    mapped = shard_map(
+        lambda m, x: m.w[...] * x, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x")
+    )
+    for call in jitted, mapped, lambda *args: jitted.lower(*args).compile()(*args):
+        with pytest.raises(Exception):  # noqa: B017 (what JAX supports differs by release)
+            call(module, x)
+    assert not caplog.records
+
+
 class TestErrorsOfTheUser:
     """The error of the user's function, or of the program, is what the user sees."""
 

@@ -32,7 +32,7 @@ FIRST = Stage("call", ("transforms/lifted.py",))
 GUARD_FILES = ("store.py", "recipe.py", "recorder.py", "walk.py", "_walk.c")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (
-    Stage("signature", ("signature.py", "none_specs.py")),
+    Stage("signature", ("signature.py",)),
     Stage(
         "flatten",
         (
@@ -51,7 +51,7 @@ SLOW_WAY = (
         "trace",
         (
             "pure.py",
-            "naming.py",
+            "functions.py",
             "call_context.py",
             "trace_checks.py",
             "known_faults.py",
@@ -62,12 +62,12 @@ SLOW_WAY = (
 LAST = (
     Stage(
         "run",
-        ("call.py", "placing.py", "interrupts.py", "transfer.py", "resharding.py", "in_flight.py"),
+        ("call.py", "placing.py", "interrupts.py", "transfer.py", "resharding.py"),
     ),
     Stage("write-back", ("unflatten.py",)),
 )
 # Not on the way of a call: the stages' view of it, and what is reported when something is wrong.
-BESIDE = ("slot_pytree.py", "problems.py", "failures.py", "captured.py")
+BESIDE = ("slot_pytree.py", "problems.py", "failures.py")
 
 _WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 636, 52, 76
 _WRAP = 95

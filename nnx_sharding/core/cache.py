@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from .captured import Several
+from .functions import Several
 from .guard.store import Guards, make_room
 from .plan import Plan
 from .transform import Transform

@@ -19,7 +19,7 @@ from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
 from ..specs.state_sharding import Axis
-from .captured import note_captured_arrays, note_captured_object
+from .functions import note_captured_arrays, note_captured_object
 from .placing import is_committed
 from .plan import Plan
 from .problems import arguments_not_arrays, array_line, committed_elsewhere, several

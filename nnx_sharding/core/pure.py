@@ -24,9 +24,9 @@ from ..specs.fitting import OnIndivisible, in_type
 from ..specs.state_sharding import StateSharding
 from .call_context import Caller, called_by, caller_here
 from .flatten import Flat, flatten
+from .functions import name_as, name_of
 from .interrupts import release
 from .known_faults import warn_of_faults
-from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
 from .problems import not_arrays
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names

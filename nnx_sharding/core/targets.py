@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ from ..specs.fitting import suggested_spec, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
 from .problems import show
-from .signature import ArgTree
+from .signature import ArgTree, Parameters, Signature, align_specs
+from .static_equality import Static
 from .structure import Child, Container, Structure
 from .treedefs import PyTreeDef, container_keys, is_leaf_treedef
 
@@ -102,19 +102,6 @@ class Specs:
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
         # Whether arguments, or parts of them, can have None.
         self.may_hold_none = self.tree is not None and None in leaves
-        self._last: tuple[tuple[Any, ...], Any] = ((), ())
-
-    def value_key(self, leaves: Sequence[Any]) -> Any:
-        """The shapes and dtypes of arrays, for a resolution that depends on them."""
-        try:
-            types = tuple(map(_AVAL, leaves))
-        except AttributeError:  # a number or a NumPy array
-            return _shapes_and_dtypes(leaves)
-        last_types, key = self._last
-        if types != last_types:  # nearly always the same objects
-            key = _shapes_and_dtypes(types)
-            self._last = types, key
-        return key
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Specs) and self._key == other._key
@@ -124,13 +111,6 @@ class Specs:
 
     def __repr__(self) -> str:
         return repr(self.tree)
-
-
-_AVAL = operator.attrgetter("aval")
-
-
-def _shapes_and_dtypes(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
 
 
 def _invalid_leaves(tree: Any, path: Path) -> Iterator[tuple[str, Any, str]]:
@@ -288,3 +268,48 @@ def _children(tree: Any) -> dict[Any, Any]:
     """The children of one level of a pytree by their keys."""
     parts, treedef = _one_level(tree)
     return {} if is_leaf_treedef(treedef) else {path_key(path[0]): part for path, part in parts}
+
+
+# What is static where its spec is None, as in `jax.shard_map`.
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def with_static_values(
+    specs: Any,
+    option: str,
+    parameters: Parameters,
+    signature: Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
+    """A call in which non-arrays are static where their spec, as the user wrote it, is None."""
+    # An argument without a spec may be a different number at each call, so it stays dynamic.
+    positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
+    found: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    plain = {which for which, s in found.items() if s is None and isinstance(values[which], PLAIN)}
+    signature = signature._replace(
+        static=signature.static.union(plain.intersection(signature.dynamic)),
+        static_keywords=signature.static_keywords.union(plain.intersection(named)),
+    )
+    values |= {which: _fixed(found[which], values[which]) for which in found.keys() - plain}
+    return signature, tuple(map(values.get, range(len(args)))), {k: values[k] for k in kwargs}
+
+
+def _fixed(spec: Any, value: Any) -> Any:
+    """A pytree in which non-arrays with the spec None are static."""
+    if spec is None:
+        return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
+    if is_spec(spec):
+        return value
+    specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
+    try:
+        parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
+    except ValueError:  # not a prefix; reported with all other problems
+        return value
+    return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
+
+
+def _if_no_array(x: Any) -> Any:
+    is_array = _compat.is_graph_object(x) or (not isinstance(x, PLAIN) and _compat.is_array_like(x))
+    return x if is_array else Static.of(x)

@@ -12,8 +12,8 @@ from .. import _compat
 from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, report
 from ..specs.fitting import describe
 from ..specs.paths import Path, accessor
-from .captured import captured_shards
 from .flatten import Flat
+from .functions import captured_shards
 from .problems import array_line
 from .retyping import type_spec
 from .static_equality import Static

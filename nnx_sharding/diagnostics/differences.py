@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
-from ..core.captured import closure
+from ..core.functions import closure
 from ..core.problems import shorten, show
 from ..core.signature import Signature
 from ..core.static_equality import Static

@@ -13,7 +13,7 @@ from flax import nnx
 from .. import _compat
 from ..activations.variables import resharded
 from ..core.call_context import Caller, called_by, caller_here
-from ..core.naming import name_of
+from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup, union
 from ..core.pure import Pure
 from ..core.signature import Roles

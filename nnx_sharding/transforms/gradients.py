@@ -13,7 +13,7 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import Flat
-from ..core.naming import name_of
+from ..core.functions import name_of
 from ..core.plan import Plan
 from ..core.resolve import NamedLocation, locate
 from ..core.signature import ArgTree, Call, Roles

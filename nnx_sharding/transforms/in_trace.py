@@ -18,10 +18,10 @@ from .. import _compat
 from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
 from ..core.call_context import Caller
-from ..core.captured import Several
-from ..core.none_specs import PLAIN
+from ..core.functions import Several
 from ..core.pure import Pure
 from ..core.static_equality import Static
+from ..core.targets import PLAIN
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..specs.paths import Path

@@ -15,13 +15,13 @@ from flax import nnx
 from .. import _compat
 from ..activations.variables import resharded
 from ..core.call_context import Caller, caller_here
-from ..core.naming import name_of
-from ..core.none_specs import PLAIN
+from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, Structure, VariableEntry, parts_of
+from ..core.targets import PLAIN
 from ..core.unflatten import Built
 from ..diagnostics.differences import show_child
 from ..errors import raise_listed, see

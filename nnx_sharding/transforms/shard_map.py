@@ -14,14 +14,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
-from ..core.none_specs import with_static_values
 from ..core.placing import is_committed
 from ..core.problems import array_line, check_options
 from ..core.pure import Pure
 from ..core.resharding import mesh_here
 from ..core.retyping import typed_as
 from ..core.signature import Call, Parameters, Roles, Signature
-from ..core.targets import Specs, check_specs
+from ..core.targets import Specs, check_specs, with_static_values
 from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..errors import raise_listed

@@ -179,7 +179,7 @@ class Stage:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments of a call: with bound objects, and static ones that were left out."""
         signature, bound = self._plan.signature, self._lifted._bound
-        statics = dict(zip(signature.static_order, self._statics, strict=True))
+        statics: dict[Any, Any] = dict(zip(signature.static_order, self._statics, strict=True))
         keywords = {name: statics.pop(name) for name in signature.static_keywords}
         missing = [i for i in sorted(statics) if i >= len(bound)]
         args = (*bound, *args)

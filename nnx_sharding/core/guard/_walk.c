@@ -928,7 +928,7 @@ static PyObject *output_of(PyObject *update, PyObject *outputs, const Found *fou
     return result;
 }
 
-/* Waits for every 16th program on virtual devices, as in_flight.py does. Returns -1 with an error
+/* Waits for every 16th program on virtual devices, as call.py does. Returns -1 with an error
  * set. */
 static int wait_if_many(PyObject *outputs, const Found *found) {
     static int is_bounded = -1;
