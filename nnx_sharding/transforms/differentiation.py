@@ -15,7 +15,7 @@ from ..activations.tracing import inherited
 from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
-from ..core.naming import name_of
+from ..core.functions import name_of
 from ..core.plan import Plan
 from ..core.pure import Pure
 from ..core.structure import Child, Container, Structure
