@@ -225,9 +225,17 @@ class _Update(NamedTuple):
     arrays: list[tuple[int, Callable[[Sequence[Any]], Sequence[Any]]]]  # from each group
 
     @classmethod
-    def new(cls, outcome: Outcome) -> _Update:
-        """The update for an outcome that changed nothing else."""
+    def of(cls, outcome: Outcome, known: int) -> _Update | Literal[False]:
+        """The update for an outcome, or False if it changed more; ``known``: of input objects."""
         after, root = outcome.structure, outcome.structure.root
+        others = outcome.metadata, outcome.nodes, outcome.statics, outcome.copied
+        written_to = [after.entries[index] for index in outcome.values]
+        if (
+            any(others)
+            or len(after.entries) != known
+            or not all(graph.is_leaf_variable(e) and not graph.is_hijax(e) for e in written_to)
+        ):
+            return False
         pairs = ((outcome.sources[after.slots[index][0]], index) for index in outcome.values)
         written = sorted(pairs)
         returned = [outcome.sources[slot] for slot in after.root_slots]
@@ -248,23 +256,6 @@ class _Update(NamedTuple):
                 for group, found in itertools.groupby(written, key=lambda pair: pair[0][0])
             ],
         )
-
-    @classmethod
-    def of(cls, outcome: Outcome, known: int) -> _Update | Literal[False]:
-        """The update for an outcome, or False if it changed more; ``known``: of input objects."""
-        entries = outcome.structure.entries
-        is_simple = (
-            not outcome.metadata
-            and not outcome.nodes
-            and not outcome.statics
-            and not outcome.copied
-            and len(entries) == known
-            and all(
-                graph.is_leaf_variable(entry) and not graph.is_hijax(entry)
-                for entry in map(entries.__getitem__, outcome.values)
-            )
-        )
-        return is_simple and cls.new(outcome)
 
     def __call__(
         self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]

@@ -124,7 +124,19 @@ def resolve(
         for slot in slots:
             result.slots[slot] = decided[key][1]
     _check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
-    _check_conflicts(conflicts)
+    specs = "axes" if conflicts and isinstance(conflicts[0][1], Axis) else "shardings"
+    lines = []
+    for path, spec, other_path, other in conflicts:
+        one, two = describe_both(spec, other)
+        lines.append(f"  {path}: {one}\n  {other_path}: {two}")
+    raise_listed(
+        ValueError,
+        f"Inconsistent aliasing: one Variable or array has different {specs} under different "
+        "paths:",
+        lines,
+        f"Give it the same {specs} everywhere.",
+        anchor="two-shardings-for-one-variable",
+    )
     result.uses.extend(uses.values())
     return result
 
@@ -147,22 +159,6 @@ def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
         [f"  {path}: {subject_text(x)}" for use in uses for path, x in use.unmatched],
         f"The filters are {filters}. {remedy}",
         anchor="no-filter-matches",
-    )
-
-
-def _check_conflicts(conflicts: Sequence[tuple[str, Any, str, Any]]) -> None:
-    specs = "axes" if conflicts and isinstance(conflicts[0][1], Axis) else "shardings"
-    lines = []
-    for path, spec, other_path, other in conflicts:
-        first, second = describe_both(spec, other)
-        lines.append(f"  {path}: {first}\n  {other_path}: {second}")
-    raise_listed(
-        ValueError,
-        f"Inconsistent aliasing: one Variable or array has different {specs} under different "
-        "paths:",
-        lines,
-        f"Give it the same {specs} everywhere.",
-        anchor="two-shardings-for-one-variable",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -219,7 +219,10 @@ def align_specs(
     if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
         return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
     specs = [None] * parameters.bound + list(specs)
-    static = _static_parameters(parameters, signature)
+    by_name = {i for i, n in enumerate(parameters.positional) if n in signature.static_keywords}
+    # Including those that this call left out.
+    declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
+    static = signature.static | by_name | declared
     names = max(signature.names, parameters.positional, key=len)
     dynamic = [i for i in range(len(names)) if i not in static]
     may_have_static = all(specs[i] is None for i in static if i < len(specs))
@@ -231,33 +234,26 @@ def align_specs(
     is_open = parameters.var_positional is not None
     if missing or len(specs) > len(names) or (len(by_position) < len(specs) and not is_open):
         static_names = [names[i] for i in sorted(static) if i < len(names)]
-        _refuse_number(
-            option, names[parameters.bound :], static_names, missing, len(specs) - parameters.bound
-        )
-    by_name = {
+        count, given = len(specs) - parameters.bound, names[parameters.bound :]
+        lines = [
+            f"{count} {'entry' if count == 1 else 'entries'} for {len(given)} positional "
+            f"parameters: {', '.join(given)}",
+            *(f"{name}: static, needs no entry, or None" for name in static_names),
+            *(f"{name}: no entry" for name in missing),
+            f"Give one entry for each of ({', '.join(x for x in given if x not in static_names)}), "
+            "or a mapping from parameter names.",
+        ]
+        head = f"{option}: the number of entries does not match the parameters:"
+        raise see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
+    keywords = {
         name: by_position.get(i, default)
         for i, name in enumerate(parameters.positional)
         if name in parameters.by_keyword
     }
     return (
         tuple(by_position[i] for i in signature.dynamic),
-        {k: by_name.get(k, default) for k in signature.dynamic_keywords},
+        {k: keywords.get(k, default) for k in signature.dynamic_keywords},
     )
-
-
-def _refuse_number(
-    option: str, names: Sequence[str], static: Sequence[str], missing: Sequence[str], count: int
-) -> NoReturn:
-    dynamic = [name for name in names if name not in static]
-    lines = [
-        f"{count} {'entry' if count == 1 else 'entries'} for {len(names)} positional parameters: "
-        + ", ".join(names),
-        *(f"{name}: static, needs no entry, or None" for name in static),
-        *(f"{name}: no entry" for name in missing),
-        f"Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names.",
-    ]
-    head = f"{option}: the number of entries does not match the parameters:"
-    raise see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
 
 
 def _specs_by_name(
@@ -288,10 +284,3 @@ def _specs_by_name(
         return others[index] if isinstance(others, tuple | list) else others
 
     return spec_of
-
-
-def _static_parameters(parameters: Parameters, signature: Signature) -> frozenset[int]:
-    """Positions in the signature that are static, including those that this call left out."""
-    by_name = {i for i, n in enumerate(parameters.positional) if n in signature.static_keywords}
-    declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
-    return signature.static | by_name | declared
