@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
@@ -130,26 +130,6 @@ def _check_abstract(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     for name, leaf in zip(plan.names, leaves, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             yield array_line(name, leaf)
-
-
-@_check(
-    "no-mesh",
-    "{name}: cannot run on an abstract mesh, which has no devices:",
-    "Pass a jax.sharding.Mesh, or call within `with jax.set_mesh(mesh):`. Without devices, use "
-    "eval_shape or trace(...).lower(lowering_platforms=...).",
-    NoMeshError,
-)
-def _check_mesh(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    transform = plan.transform
-    if not isinstance(transform, Sharded) or isinstance(_compat.context_mesh(), Mesh):
-        return
-    meshes = [getattr(spec, "mesh", None) for spec in (*plan.specs, *plan.out_specs)]
-    meshes += [] if transform.passes_shardings else [transform.context]
-    # Without a mesh in the specs of inputs, JAX takes the devices from arrays.
-    from_arrays = not any(isinstance(x, AbstractMesh) for x in meshes[: len(leaves)])
-    on_mesh = any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
-    if _compat.trace_is_clean() and not (from_arrays and on_mesh):
-        yield from {f"  {x}": None for x in meshes if isinstance(x, AbstractMesh)}
 
 
 @_check(
@@ -313,7 +293,7 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 
 
 _CHECKS: Sequence[_Check] = (
-    *(_check_mesh, _check_axes, _check_deleted, _check_shapes, _check_types, _check_committed),
+    *(_check_axes, _check_deleted, _check_shapes, _check_types, _check_committed),
     *(_check_ref_shardings, _check_host_arrays, _check_devices, _check_donated_twice),
 )
 

@@ -91,7 +91,10 @@ def resolve_call(
         transform.input_specs(resolved.slots, leaves),
         resolved.on_indivisible,
     )
-    batch = structure.root_slots if _has_activations(transform, arguments) else ()
+    written = (part.spec for target in arguments for part in target.parts)
+    declared = [getattr(spec, "activations", None) for spec in written]
+    declared.append(getattr(transform, "activation_shardings", None))
+    batch = structure.root_slots if any(x is not None for x in declared) else ()
     pure = Pure(
         transform=transform,
         signature=signature,
@@ -159,12 +162,6 @@ def _attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[
         for key, (child, slots) in parts(structure, index).items()
         if child is LEAF and isinstance(leaves[slots[0]], jax.Array | jax.ShapeDtypeStruct)
     }
-
-
-def _has_activations(transform: Transform, arguments: Sequence[Target]) -> bool:
-    written = [part.spec for target in arguments for part in target.parts]
-    has_own = any(getattr(spec, "activations", None) is not None for spec in written)
-    return has_own or getattr(transform, "activation_shardings", None) is not None
 
 
 def _donated_slots(

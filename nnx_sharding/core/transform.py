@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..errors import NoMeshError, message
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import (
     OnIndivisible,
@@ -261,3 +262,26 @@ class Sharded(Transform):
             return Retyped.of(None, typed)
         options = {"name": self.name, "option": "auto_axes"}
         return Retyped.of(Retyping.of(mesh, self.auto_axes, AxisType.Auto, **options), typed)
+
+    def needing_devices(
+        self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool
+    ) -> Callable[..., Any]:
+        """A call at top level with an abstract mesh; raises if nothing determines the devices.
+
+        ``from_arrays``: whether JAX takes the devices from arrays on a concrete mesh.
+        """
+
+        def checked(*leaves: Any) -> Any:
+            on_mesh = from_arrays and any(
+                isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
+            )
+            if not on_mesh and not isinstance(_compat.context_mesh(), Mesh):
+                head = f"{self.name}: cannot run on an abstract mesh, which has no devices:"
+                remedy = (
+                    "Pass a jax.sharding.Mesh, or call within `with jax.set_mesh(mesh):`. Without "
+                    "devices, use eval_shape or trace(...).lower(lowering_platforms=...)."
+                )
+                raise NoMeshError(message(head, [f"  {mesh}"], remedy))
+            return call(*leaves)
+
+        return checked

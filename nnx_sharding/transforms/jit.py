@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .. import _compat
 from ..activations.tracing import sharded_activations
@@ -74,7 +74,12 @@ class Jit(Sharded):
             if any(deprecated.values()):
                 warnings.simplefilter("ignore", DeprecationWarning)  # issued when decorating
             jitted = jax.jit(function, **options)
-        return Program(staged=jitted, top_level=jitted, inline=jitted)
+        top_level: Callable[..., Any] = jitted
+        input_mesh = _abstract_mesh(in_specs)
+        mesh = input_mesh or _abstract_mesh(out_specs)
+        if mesh is not None:
+            top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
+        return Program(staged=jitted, top_level=top_level, inline=jitted)
 
 
 def _axes(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
@@ -90,6 +95,11 @@ def _in_mesh(mesh: Any, tracing: AbstractContextManager[Any]) -> Iterator[Any]:
     is_auto = is_open and not axes_of_type(mesh, AxisType.Explicit)
     with in_context(mesh if is_auto else None), tracing as call:
         yield call
+
+
+def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:
+    meshes = (spec.mesh for spec in specs if isinstance(spec, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
 
 
 class _Options(TypedDict, total=False):

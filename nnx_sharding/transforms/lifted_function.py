@@ -105,14 +105,13 @@ class LiftedFunction(Generic[P, R]):
 
     def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
         """The plan for a call, and whether it is new."""
-        return self._plans.get_or_make(
-            plan_key(self._transform, call, flat),
-            lambda: self._make_plan(call, flat),
-        )
+        transform = self._transform
 
-    def _make_plan(self, call: Call, flat: Flat) -> Plan:
-        pure, arguments = resolve_call(self._transform, self._parameters, call, flat, **self._modes)
-        return make_plan(self._fun, pure, arguments, flat.leaves, self._cache.traced)
+        def make() -> Plan:
+            pure, arguments = resolve_call(transform, self._parameters, call, flat, **self._modes)
+            return make_plan(self._fun, pure, arguments, flat.leaves, self._cache.traced)
+
+        return self._plans.get_or_make(plan_key(transform, call, flat), make)
 
     def __repr__(self) -> str:
         try:

@@ -170,7 +170,10 @@ class _ShardMap(Sharded):
             # Redundant, but gives results a NamedSharding like those of shard_map.
             options["out_shardings"] = (*(NamedSharding(mesh, s) for s in out_specs), None)
         jitted = jax.jit(typed, **options)
-        return Program(staged=jitted, top_level=jitted if self.compiled else typed, inline=inline)
+        top_level: Callable[..., Any] = jitted if self.compiled else typed
+        if isinstance(mesh, AbstractMesh):
+            top_level = self.needing_devices(mesh, top_level, from_arrays=True)
+        return Program(staged=jitted, top_level=top_level, inline=inline)
 
     def _inferred(
         self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
