@@ -74,10 +74,8 @@ def check_objects(
     ``borrowed`` has the ids of the earlier static values that are compared by identity.
     """
     structure, count = after.structure, len(before.entries)
-    places: dict[_Misuse, list[tuple[int, Path]]] = {
-        misuse: []
-        for misuse in (_TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED)
-    }
+    kinds = _TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED
+    places: dict[_Misuse, list[tuple[int, Path]]] = {misuse: [] for misuse in kinds}
     for index, entry in enumerate(structure.entries):
         old = before.entries[index] if index < count else None
         if old is entry and old is not None:

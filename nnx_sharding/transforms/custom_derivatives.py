@@ -17,9 +17,8 @@ from .. import _compat
 from ..activations.tracing import inherited
 from ..core.call import run
 from ..core.call_context import called_by, caller_here
-from ..core.captured import Several
 from ..core.flatten import Flat, flatten
-from ..core.naming import name_of
+from ..core.functions import Several, name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
 from ..core.retyping import type_spec
