@@ -207,7 +207,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
             continue
         parts = (only_axes(one, explicit) for one in (actual.spec, spec))
         present, wanted = (
-            (tuple(map(axes_of, padded(part, leaf.ndim))), part.unreduced, part.reduced)
+            (tuple(map(axes_of, padded(part, len(aval.shape)))), part.unreduced, part.reduced)
             for part in parts
         )
         if present != wanted:
