@@ -17,6 +17,7 @@ from nnx_sharding import jit, saved_residuals
 from nnx_sharding.analysis.json_codec import JsonForm
 from nnx_sharding.analysis.parameters import parameter_table
 from nnx_sharding.analysis.tables import Pictured
+from nnx_sharding.checkpoint import contents, save
 from nnx_sharding.export import export
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning import plan
@@ -33,7 +34,6 @@ ONE_LINE = {
     "MeshInfo",
     "Misfit",
     "Retrace",
-    "Roofline",
     "ShardingRow",
 }
 
@@ -48,7 +48,7 @@ def all_classes() -> set[type]:
     return {x for x in found if x.__module__.startswith("nnx_sharding")}
 
 
-def objects_with_tables():
+def objects_with_tables(folder):
     mesh = make_mesh({"data": 8})
     model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
     sharding, x = fsdp(model, mesh=mesh, min_size=0), jnp.ones((8, 16))
@@ -62,7 +62,10 @@ def objects_with_tables():
     report = compiled.report()
     comparison = compare({"fsdp": lambda *_: (sharding, P("data"))}, step, model, x, mesh=mesh)
     exported = export(jit(step))(model, x)
+    save(folder / "model", model)
     return [
+        contents(folder / "model"),
+        compiled.roofline("TPU v5e"),
         compiled.collectives(),
         compiled.memory(),
         compiled.by_module(),
@@ -84,8 +87,8 @@ def objects_with_tables():
 
 
 @pytest.mark.usefixtures("compile_here")
-def test_all_objects_with_tables():
-    objects = objects_with_tables()
+def test_all_objects_with_tables(tmp_path):
+    objects = objects_with_tables(tmp_path)
     for one in objects:
         text = str(one)
         page = one._repr_html_()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -297,9 +296,7 @@ class TextTest(parameterized.TestCase):
         rules = StateSharding(
             [*((nnx.PathContains(f"{i}"), P()) for i in range(99)), (..., P("a"))]
         )
-        start = time.perf_counter()
         report = check_sharding(model, rules, ABSTRACT)
-        self.assertLess(time.perf_counter() - start, 10)  # half a second, on an idle machine
         self.assertLen(report.rows, 10_000)
         self.assertLen(report.unused, 99)
 
