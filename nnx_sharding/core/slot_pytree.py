@@ -18,11 +18,11 @@ def user_tree(
     structure: Structure,
     values: Sequence[Any],
     keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
-    leaf: Callable[[int | None, Any], Any] = lambda _, value: value,
+    leaf: Callable[[Any, Any], Any] = lambda _, value: value,
 ) -> Any:
     """Values by slot in the form of the structure's root, with None for those not to ``keep``.
 
-    ``leaf`` makes what a state holds, from the index of a Variable and its value.
+    ``leaf`` makes what a state holds, from the entry of a Variable, or None, and its value.
     """
 
     def build(child: Child, slots: Iterator[int]) -> Any:
@@ -39,7 +39,8 @@ def user_tree(
             return None
         flat = {
             tuple(map(plain_key, location.path)): leaf(
-                location.entry, value_at(structure, location, values)
+                None if location.entry is None else structure.entries[location.entry],
+                value_at(structure, location, values),
             )
             for location in structure.walk(child, slots)
             if keep(location.slots)

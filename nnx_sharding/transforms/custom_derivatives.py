@@ -71,33 +71,6 @@ class _Rules(Several):
         return self.functions[0](*args)
 
 
-class _Kept:
-    """What the backward pass needs of the forward pass: arrays, and what is static."""
-
-    def __init__(self, static: Any, arrays: Sequence[Any]):
-        self.static, self.arrays = static, arrays
-
-
-jax.tree_util.register_pytree_node(_Kept, lambda x: (x.arrays, x.static), _Kept)
-
-
-@dataclasses.dataclass(eq=False)
-class _Forward:
-    """What is static in a forward pass: its outcome, and the form of its arguments and residuals.
-
-    Attributes:
-      outcome: what the function or the forward rule did.
-      inputs: the arguments, in the form of the trace.
-      fixed: what was kept of non-differentiated arguments and residuals, without its arrays.
-      slots: the slots of these arrays.
-    """
-
-    outcome: Outcome
-    inputs: Flat
-    fixed: Flat
-    slots: list[int]
-
-
 class _Call:
     """One call: JAX may trace the function and its rules later, and several times."""
 
@@ -128,7 +101,7 @@ class _Call:
         self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
         self._arrays = [leaves[slot] for slot in self.slots]
         self._leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
-        self._types = {s: (jax.typeof(leaves[s]), type_spec(leaves[s])) for s in self.slots}
+        self._types = {slot: _abstract(leaves[slot]) for slot in self.slots}
         self._outcomes: dict[Any, Outcome] = {}
 
     def result(self) -> tuple[Any, ...]:
@@ -181,15 +154,20 @@ class _Call:
         """The zero tangent of an argument."""
         if slot not in self._types:
             return without_tangent(self._leaves[slot])
-        aval, spec = self._types[slot]
-        if not jnp.issubdtype(aval.dtype, jnp.inexact):
-            return np.zeros(aval.shape, jax.dtypes.float0)
-        sharding = None if spec is None else aval.sharding
-        return jnp.zeros(aval.shape, aval.dtype, out_sharding=sharding)
+        like = self._types[slot]
+        if not jnp.issubdtype(like.dtype, jnp.inexact):
+            return np.zeros(like.shape, jax.dtypes.float0)
+        return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)
 
     def at_slots(self, outcome: Outcome, arrays: Any) -> list[Any]:
         """Tangents of outputs by the slots after the call, where what is unchanged has zeros."""
         return [self.zeros(i) if group < 0 else arrays[group][i] for group, i in outcome.sources]
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf)
+    sharding = None if type_spec(leaf) is None else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 class _WithVjp(_Call):
@@ -197,10 +175,11 @@ class _WithVjp(_Call):
 
     def differentiable(self) -> Function:
         function: Any = jax.custom_vjp(lambda arrays: self.outputs(self.rules[0], arrays)[1])
-        function.defvjp(self._forward, self._backward)
+        function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
         return function  # type: ignore[no-any-return]
 
-    def _forward(self, arrays: Sequence[Any]) -> tuple[Any, _Kept]:
+    def _forward(self, arrays: Sequence[Any]) -> tuple[Any, Function]:
+        """The outputs, and the backward pass, a pytree of the arrays that it keeps."""
         rule, kept = self.rules[1], list[Flat]()
 
         @functools.wraps(rule, updated=())
@@ -218,77 +197,54 @@ class _WithVjp(_Call):
         # Without tracers, which JAX would keep with the rules.
         rest = replaced(fixed.leaves, slots, [None] * len(slots))
         fixed = fixed._replace(leaves=rest, objects=())
-        types = [self._like(slot) for slot in range(len(self._leaves))]
-        inputs = inputs._replace(leaves=types, objects=())
-        return results, _Kept(_Forward(outcome, inputs, fixed, slots), held)
+        types = replaced(self._leaves, self.slots, self._types.values())
+        form = Form(inputs._replace(leaves=types, objects=()), self._places)
+        backward = functools.partial(self._backward, outcome, inputs.structure, form, fixed, slots)
+        return results, jax.tree_util.Partial(backward, held)
 
-    def _like(self, slot: int) -> Any:
-        """The type of an argument in place of its array."""
-        if slot not in self._types:
-            return self._leaves[slot]
-        aval, spec = self._types[slot]
-        sharding = None if spec is None else aval.sharding
-        return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
-        )
-
-    def _backward(self, kept: _Kept, cotangents: Any) -> tuple[list[Any]]:
-        forward: _Forward = kept.static
-        outcome, rule = forward.outcome, self.rules[2]
-        leaves = replaced(forward.fixed.leaves, forward.slots, kept.arrays)
-        nondiff, residuals = unflatten(forward.fixed.structure, leaves).root
-        after = self.at_slots(outcome, cotangents)
-        given, options = self._of_output(outcome, after), dict[str, Any]()
+    def _backward(
+        self,
+        outcome: Outcome,
+        before: Structure,
+        form: Form,
+        fixed: Flat,
+        slots: Sequence[int],
+        held: Sequence[Any],
+        cotangents: Any,
+    ) -> tuple[list[Any]]:
+        """The cotangents of the arguments; ``held`` are the arrays at some slots of ``fixed``."""
+        rule, options = self.rules[2], dict[str, Any]()
+        nondiff, residuals = unflatten(fixed.structure, replaced(fixed.leaves, slots, held)).root
+        values = [*self.at_slots(outcome, cotangents), None]
+        arguments = _arguments_after(before, outcome)
         if self.transform.has_states:
-            given = self._states(forward, after), given
-        elif "updates_g" in inspect.signature(rule).parameters:
-            options["updates_g"] = self._updates(forward, after)
-        tangents, form = (
-            rule(*nondiff, residuals, given, **options),
-            Form(forward.inputs, self._places),
-        )
+            args, _ = user_tree(arguments, values, lambda slots: -1 not in slots, _variable)
+            of_output = user_tree(outcome.structure, values, leaf=_variable)
+            given: Any = tuple(self.split(args)[1]), of_output
+        else:
+            given = unflatten(outcome.structure, values).root
+            if "updates_g" in inspect.signature(rule).parameters:
+                changed = {*outcome.values, *outcome.metadata}
+                unchanged = {
+                    index: None
+                    for index, entry in enumerate(arguments.entries)
+                    if isinstance(entry, VariableEntry) and index not in changed
+                }
+                options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
+        tangents = rule(*nondiff, residuals, given, **options)
         found = form.arrays("custom_vjp: cotangents", tangents, may_omit=True)
         arrays = dict(zip(form.slots, found, strict=True))
         return ([arrays.get(slot) for slot in self.slots],)
 
-    def _of_output(self, outcome: Outcome, after: Sequence[Any]) -> Any:
-        if self.transform.has_states:
-            return user_tree(outcome.structure, after, leaf=self._variable(outcome))
-        return unflatten(outcome.structure, after).root
 
-    def _variable(self, outcome: Outcome) -> Callable[[int | None, Any], Any]:
-        """What makes Variables with cotangents."""
-
-        def variable(index: int | None, value: Any) -> Any:
-            entry = None if index is None else outcome.structure.entries[index]
-            if not isinstance(entry, VariableEntry):
-                return value
-            metadata = {k: assemble(x, iter(()), ()) for k, x in entry.metadata}
-            new = _compat.new_variable(entry.type, metadata)
-            _compat.set_value(new, value)
-            return new
-
-        return variable
-
-    def _states(self, forward: _Forward, after: Sequence[Any]) -> Any:
-        """For each differentiated argument the cotangents of its modules after the call."""
-        structure = _arguments_after(forward.inputs.structure, forward.outcome)
-        leaf = self._variable(forward.outcome)
-        args, _ = user_tree(structure, [*after, None], lambda slots: -1 not in slots, leaf)
-        return tuple(self.split(args)[1])
-
-    def _updates(self, forward: _Forward, after: Sequence[Any]) -> Any:
-        """The arguments with the cotangents of changed Variables, and None for the others."""
-        outcome = forward.outcome
-        structure = _arguments_after(forward.inputs.structure, outcome)
-        unchanged = {
-            index: None
-            for index, entry in enumerate(structure.entries)
-            if isinstance(entry, VariableEntry)
-            and index not in outcome.values
-            and index not in outcome.metadata
-        }
-        return unflatten(structure, [*after, None], unchanged).root[0]
+def _variable(entry: Any, value: Any) -> Any:
+    """A Variable with a cotangent, for the entry of one."""
+    if not isinstance(entry, VariableEntry):
+        return value
+    metadata = {k: assemble(x, iter(()), ()) for k, x in entry.metadata}
+    variable = _compat.new_variable(entry.type, metadata)
+    _compat.set_value(variable, value)
+    return variable
 
 
 def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
@@ -327,8 +283,8 @@ class _WithJvp(_Call):
         outcome, outputs = self.outputs(called, arrays, rule)
         of_output, given = results[-1]
         after = self.at_slots(outcome, [[*map(_zero, group)] for group in outputs])
-        flat = Flat(outcome.structure, self._after(outcome, outputs), ())
-        form = Form(flat, slots_by_path(outcome.structure))
+        leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
+        form = Form(Flat(outcome.structure, leaves, ()), slots_by_path(outcome.structure))
         after = replaced(after, form.slots, form.arrays("custom_jvp: tangent", of_output))
         # The tangents of changed Variables are in those of the arguments.
         state = flatten(given)
@@ -340,10 +296,6 @@ class _WithJvp(_Call):
         sources = dict(zip(outcome.sources, after, strict=True))
         new = [[sources[g, i] for i in range(len(x))] for g, x in enumerate(outputs)]
         return outputs, new
-
-    def _after(self, outcome: Outcome, outputs: Any) -> list[Any]:
-        """The arrays after the call, without those that are unchanged."""
-        return [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
 
 
 def _zero(x: Any) -> Any:
