@@ -20,7 +20,7 @@ from ..core.call_context import Caller
 from ..core.problems import no_mesh
 from ..core.pure import Pure
 from ..core.resharding import apply_shardings, in_context, mesh_here, without_unconstrained
-from ..core.retyping import retyped, type_spec, with_reduced
+from ..core.retyping import PARTIAL, retyped, type_spec, with_reduced
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Built
@@ -382,8 +382,11 @@ class Scope:
                     changes.append((variable, jax.sharding.reshard(value, goal)))
             elif self._mesh is not None and tag.specs.get(path, (None, None, False))[2]:
                 here = _spec_of_slice(*tag.specs[path][:2], value.shape)
-                [value] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), here)])
-                changes.append((variable, value))
+                goals = [NamedSharding(mesh_here(self._mesh), here)]
+                [new] = apply_shardings([value], goals)
+                if found := (partial := PARTIAL.get() or {}).get(id(value)):
+                    partial[id(new)] = new, found[1]
+                changes.append((variable, new))
         return changes
 
     def _constrained(self, tree: Any, prefix: Any, frame: Frame, side: str) -> Any:

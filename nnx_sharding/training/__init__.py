@@ -2,5 +2,12 @@
 
 from .accumulation import accumulate_gradients
 from .offloading import fetched, offload
+from .partial_gradients import partial_gradients, reduce_gradients
 
-__all__ = ["accumulate_gradients", "fetched", "offload"]
+__all__ = [
+    "accumulate_gradients",
+    "fetched",
+    "offload",
+    "partial_gradients",
+    "reduce_gradients",
+]

@@ -96,13 +96,13 @@ def accumulate_gradients(
         @_compat.api_boundary
         def call(*args: Any, **kwargs: Any) -> Any:
             given = parameters.bind(*gradient._bound, *args, **kwargs)
-            names = _batch_names(gradient, given, batch)
+            names = batch_names("accumulate_gradients", gradient, given, batch)
             microbatches = {name: _divided(name, given.arguments[name], steps) for name in names}
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
             def loop(rest: Any, microbatches: Any) -> Any:
                 given.arguments.update(rest)
-                sums = _partial_sums(microbatches)
+                sums = partial_sums_of(microbatches)
                 prepared = gradient.prepared(given.args, given.kwargs, sums)
                 likes = prepared.arrays()
                 zeros = [
@@ -137,27 +137,26 @@ def accumulate_gradients(
     return decorate if loss is None else decorate(loss)
 
 
-def _batch_names(
+def batch_names(
+    name: str,
     gradient: ValueAndGrad[..., Any],
     given: inspect.BoundArguments,
     batch: str | Sequence[str] | None,
 ) -> list[str]:
-    """The arguments that are divided into microbatches."""
+    """The arguments with the rows of the batch."""
     arguments = given.arguments
     if batch is not None:
         names = [batch] if isinstance(batch, str) else [*batch]
         unknown = [f"  {x!r}{suggestion(x, arguments)}" for x in names if x not in arguments]
-        title = "accumulate_gradients: batch names unknown arguments:"
+        title = f"{name}: batch names unknown arguments:"
         raise_listed(ValueError, title, unknown, f"The arguments: {', '.join(arguments)}.")
         return names
     prepared = gradient.prepared(given.args, given.kwargs)
     differentiated = {x.target.name for x in prepared.wanted}
-    names = [
-        name for name, value in arguments.items() if name not in differentiated and _is_batch(value)
-    ]
+    names = [x for x, value in arguments.items() if x not in differentiated and _is_batch(value)]
     if not names:
         raise ValueError(
-            "accumulate_gradients: no argument is a batch of arrays: each is a scalar, holds "
+            f"{name}: no argument is a batch of arrays: each is a scalar, holds "
             "modules, or is differentiated. Name those that are with batch=..."
         )
     return names
@@ -218,9 +217,9 @@ def _check_aux(aux: Any) -> None:
     raise_listed(TypeError, title, wrong, "Return only arrays or numbers.")
 
 
-def _partial_sums(microbatches: Mapping[str, Any]) -> PartialSums | None:
+def partial_sums_of(microbatches: Mapping[str, Any]) -> PartialSums | None:
     """Partial sums over the Explicit axes that shard the rows, if there are any."""
-    typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
+    typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None and x.ndim]
     entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
     rows = max(entries, key=lambda entry: len(axes_of(entry)), default=None)
     return None if rows is None else PartialSums(jax.typeof(typed[0]).sharding.mesh, rows)

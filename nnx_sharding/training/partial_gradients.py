@@ -1,0 +1,220 @@
+"""``partial_gradients``: gradients that several programs add up, reduced once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from .. import _compat
+from ..core.retyping import mesh_of_types
+from ..partition.axis_modes import explicit_axes
+from ..specs.fitting import axes_of_type
+from ..transforms import value_and_grad
+from ..transforms.partial_sums import with_sums
+from .accumulation import batch_names, partial_sums_of
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["gradient", "count"],
+    meta_fields=["are_partial"],
+)
+@dataclasses.dataclass(frozen=True)
+class _PartialGradients:
+    """A sum of gradients.
+
+    Attributes:
+      gradient: the gradient, in the form of the differentiated arguments.
+      count: the number of microbatches.
+      are_partial: for each of its arrays, whether the first dimension is that of partial sums.
+    """
+
+    gradient: Any
+    count: jax.Array
+    are_partial: tuple[bool, ...]
+
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, _PartialGradients):
+            return NotImplemented
+        arrays: list[Any]
+        treedef: Any
+        arrays, treedef = jax.tree.flatten(self)
+        others = jax.tree.leaves(other)
+        if jax.tree.structure(other) != treedef or [*map(jnp.shape, arrays)] != [
+            *map(jnp.shape, others)
+        ]:
+            raise ValueError(
+                "partial_gradients: these partial gradients cannot be added: they are of different "
+                "parameters, or the rows of their microbatches are sharded differently."
+            )
+        pairs = zip(arrays, others, strict=True)
+        return jax.tree.unflatten(treedef, [x if _is_empty(x) else x + y for x, y in pairs])
+
+
+@_compat.api_boundary
+def partial_gradients(
+    loss: Any = None,
+    *,
+    argnums: Any = 0,
+    wrt: Any = None,
+    has_aux: bool = False,
+    batch: str | Sequence[str] | None = None,
+    axis: Any = None,
+    dtype: Any = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Makes a function that returns the value of a loss and its gradient, not yet reduced.
+
+    It is for training loops that call one compiled program for each microbatch. The partial
+    gradients leave :func:`~nnx_sharding.jit`, are added with ``+``, in the same program or in
+    another one, and are reduced once, by :func:`reduce_gradients` in the program of the update. Use
+    :func:`accumulate_gradients` where all microbatches are in one program.
+
+    The gradients that are not reduced are those that :func:`accumulate_gradients` reduces once:
+    of parameters that are replicated over the axes of the rows, in layers that compute each row
+    independently. All others are reduced in each call, and added as they are.
+
+    Args:
+      loss: the function, as for :func:`~nnx_sharding.value_and_grad`: the mean over its rows.
+      argnums: as for ``value_and_grad``.
+      wrt: as for ``value_and_grad``.
+      has_aux: as for ``value_and_grad``.
+      batch: the names of the arguments with the rows of the microbatch in the first dimension of
+        their arrays. By default, all that hold arrays but no modules or Variables and are not
+        differentiated; scalars are not part of it.
+      axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. Parameters are
+        replicated over it in the loss.
+      dtype: the dtype in which gradients are summed and returned; None for their own.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      A function that returns ``(value, partial)``. The value is that of ``value_and_grad``;
+      ``partial`` is a pytree of the partial gradients. An array that is not reduced has a leading
+      dimension for the devices of the axes of the rows, sharded over these axes, so that each
+      device holds one array of the shape of the parameter.
+
+    Raises:
+      ValueError: when called, if the axes of the mesh are Auto and ``axis`` is not given.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import value_and_grad
+      >>> from nnx_sharding.training import partial_gradients, reduce_gradients
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> def loss(model, x):
+      ...     return (model(x) ** 2).mean()
+      >>> x = jnp.arange(16.0).reshape(8, 2)
+      >>> _, one = partial_gradients(loss)(model, x[:4])
+      >>> _, other = partial_gradients(loss)(model, x[4:])
+      >>> gradient = reduce_gradients(one + other)
+      >>> _, expected = value_and_grad(loss)(model, x)
+      >>> bool(jnp.allclose(gradient["kernel"][...], expected["kernel"][...]))
+      True
+    """
+    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+
+    def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
+        gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **options)
+        parameters = inspect.signature(gradient._fun)
+
+        @functools.wraps(loss)
+        @_compat.api_boundary
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = parameters.bind(*gradient._bound, *args, **kwargs)
+            names = batch_names("partial_gradients", gradient, given, batch)
+            microbatch = {name: given.arguments[name] for name in names}
+            rest = {name: x for name, x in given.arguments.items() if name not in names}
+
+            def differentiate(rest: Any, microbatch: Any) -> Any:
+                given.arguments.update(rest | microbatch)
+                sums = partial_sums_of(microbatch)
+                if sums is None:
+                    _check_axis(microbatch)
+                prepared = gradient.prepared(given.args, given.kwargs, sums)
+                value, arrays = with_sums(sums, gradient.of, prepared, sums)
+                are_partial = [slot in prepared.partial for slot in prepared.slots]
+                arrays = [
+                    jnp.moveaxis(x, -1, 0) if is_partial else x
+                    for x, is_partial in zip(arrays, are_partial, strict=True)
+                ]
+                arrays = [x if _is_empty(x) else x.astype(dtype or x.dtype) for x in arrays]
+                marks = jax.tree.leaves(prepared.in_form(are_partial))
+                return value, _PartialGradients(
+                    prepared.in_form(arrays), jnp.ones(()), tuple(mark is True for mark in marks)
+                )
+
+            if axis is None:
+                return differentiate(rest, microbatch)
+            in_sharding = (PartitionSpec(), PartitionSpec(axis))
+            lifted = explicit_axes(differentiate, axes=axis, in_sharding=in_sharding)
+            return lifted(rest, microbatch)
+
+        return call
+
+    return decorate if loss is None else decorate(loss)
+
+
+@_compat.api_boundary
+def reduce_gradients(partial: Any) -> Any:
+    """Reduces partial gradients over the devices.
+
+    Call it in the :func:`~nnx_sharding.jit` of the update, so that the compiler can combine the
+    reductions, and scatter what they return if the update needs only shards of it.
+
+    Args:
+      partial: what the function of :func:`partial_gradients` returns besides the value, or a sum
+        of several.
+
+    Returns:
+      The mean of the gradients of the microbatches, in the form of the gradient that
+      :func:`~nnx_sharding.value_and_grad` returns.
+
+    Raises:
+      TypeError: if ``partial`` is something else.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding.training import partial_gradients, reduce_gradients
+      >>> square = partial_gradients(lambda x, y: (x * y**2).mean())
+      >>> _, one = square(1.0, jnp.arange(2.0))
+      >>> _, other = square(1.0, jnp.arange(2.0, 4.0))
+      >>> float(reduce_gradients(one + other))
+      3.5
+    """
+    if not isinstance(partial, _PartialGradients):
+        raise TypeError(
+            "reduce_gradients takes the partial gradients that a function of partial_gradients "
+            f"returns after the value, or a sum of them; got {type(partial).__name__}."
+        )
+    arrays, treedef = jax.tree.flatten(partial.gradient)
+    reduced = [
+        x if _is_empty(x) else (x.sum(0) if is_partial else x) / partial.count.astype(x.dtype)
+        for x, is_partial in zip(arrays, partial.are_partial, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, reduced)
+
+
+def _is_empty(x: Any) -> bool:
+    """Whether an array is what a gradient has in place of arrays that are not differentiated."""
+    return jnp.result_type(x) == jax.dtypes.float0
+
+
+def _check_axis(microbatch: Any) -> None:
+    mesh = mesh_of_types(jax.tree.leaves(microbatch))
+    axes = () if mesh is None else axes_of_type(mesh, AxisType.Auto)
+    if auto := sorted(axis for axis in axes if mesh.shape[axis] > 1):
+        raise ValueError(
+            f"partial_gradients: the mesh has the Auto axes {', '.join(map(repr, auto))}, on which "
+            "JAX does not say how the rows of the microbatch are sharded. Name the axis that "
+            "shards them: partial_gradients(loss, axis=...)."
+        )
