@@ -149,7 +149,6 @@ GATE = (
     "returned.py::test_same_as_flax",
     "rules.py::MetadataTest::test_a_model_as_flax_reads_it",
     "rules.py::PatternTest::test_as_filters",
-    "rules.py::PatternTest::test_speed",
     "safetensors.py::LlamaTest::test_load_and_save",
     "same.py::ShardMapTest::test_right_programs",
     "shard_map.py::EqualToJaxTest::test_gradients_through_it",

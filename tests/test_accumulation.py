@@ -106,7 +106,8 @@ def test_dtype():
     _, gradient = accumulate_gradients(loss, steps=4, dtype=jnp.float32)(model, batch())
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
     _, gradient = accumulate_gradients(loss, steps=4)(model, batch())
-    assert gradient["up"]["kernel"][...].dtype == jnp.bfloat16
+    dtypes = {jax.tree_util.keystr(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(gradient)}
+    assert {x for path, x in dtypes.items() if "kernel" in path} == {jnp.dtype("bfloat16")}, dtypes
 
 
 def test_method():
