@@ -106,8 +106,9 @@ def test_dtype():
     _, gradient = accumulate_gradients(loss, steps=4, dtype=jnp.float32)(model, batch())
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
     _, gradient = accumulate_gradients(loss, steps=4)(model, batch())
-    dtypes = {jax.tree_util.keystr(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(gradient)}
-    assert {x for path, x in dtypes.items() if "kernel" in path} == {jnp.dtype("bfloat16")}, dtypes
+    leaves = jax.tree_util.tree_leaves_with_path(gradient)
+    kernels = {x.dtype for path, x in leaves if "kernel" in jax.tree_util.keystr(path)}
+    assert kernels == {jnp.dtype("bfloat16")}
 
 
 def test_method():
