@@ -1,6 +1,7 @@
 """Calls that the C extension makes without Python code: they do what the others do."""
 
 import gc
+import signal
 import threading
 import weakref
 from typing import Any
@@ -61,6 +62,23 @@ class TestRoutes:
             np.testing.assert_allclose(out["y"], X @ jnp.ones((4, 4)))
             assert out["count"][1] is None
         assert len(made) == 2
+
+    def test_donation_where_no_signal_has_a_handler(self, monkeypatch):
+        """As in jobs that a shell starts in the background, and in other threads."""
+        f, model = jit(lambda *arguments: step(*arguments), donate_argnums=0), Model()
+        made = calls_in_python(monkeypatch, f)
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for _ in range(4):
+                f(model, X)
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        assert len(made) == 2
+        g, other = jit(lambda *arguments: step(*arguments), donate_argnums=0), Model()
+        thread = threading.Thread(target=lambda: [g(other, X) for _ in range(4)])
+        thread.start(), thread.join()
+        assert float(other.count[...]) == 4
+        assert len(made) == 4
 
     def test_what_changes_is_noticed(self, monkeypatch):
         f, model = jit(step), Model()

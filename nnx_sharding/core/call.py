@@ -52,9 +52,10 @@ def run(
         leaves, placed = place(plan, leaves)
     compiles = None if nested or fun is None else plan
     defers = plan.donated and not nested
+    is_direct = getattr(execute, _DIRECT, False)
     results: list[Any] = []
     try:
-        if defers and not getattr(execute, _DIRECT, False):
+        if defers and not is_direct:
             hold()
         token = CALLER.set((fun, flat.objects, observer, nested, compiles, leaves))
         try:
@@ -68,7 +69,7 @@ def run(
             CALLER.reset(token)
         outputs = results[0]
         output = _finish(plan, flat, leaves, placed, results)
-        if held:
+        if held or (defers and not is_direct):  # a process may have no handlers to hold
             mark_direct(execute, outputs)
     except BaseException:
         if results and defers:  # a signal, after the donated arrays were consumed
