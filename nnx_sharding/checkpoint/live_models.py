@@ -34,6 +34,9 @@ _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 _PLANS: dict[Any, list[_Step]] = {}
 _MOST_PLANS = 64
 
+# The bytes of memory that a program may always take.
+_SMALL = 2**24
+
 
 @_compat.api_boundary
 def transfer(
@@ -51,10 +54,10 @@ def transfer(
     The models may differ in names, in the layout of arrays, and in the mesh, such as a trainer and
     the server that samples for it. Arrays that stay on their devices, in any order, get their
     layout, dtype and sharding by compiled programs, whose temporary memory is at most that of the
-    largest array; those that go to other devices are copied there, part by part: at once the
-    largest array, or a sixteenth of all. The old values of the target are released first, so each
-    device has the new ones only. The programs are reused when models of these structures and
-    shardings are passed again.
+    largest array or 16 MiB; those that go to other devices are copied there, part by part: at once
+    the largest array, a sixteenth of all, or 16 MiB. The old values of the target are released
+    first, so each device has the new ones only. The programs are reused when models of these
+    structures and shardings are passed again.
 
     All processes make the same call. As in ``place``, arrays go to devices of other processes only
     if both models are on the same devices.
@@ -217,14 +220,16 @@ def _plan(
     goals, obstacles = [], []
     for path, pairs in parts.items():
         used = [sources[name] for _, name in pairs]
-        goals.append(_goal(targets[path], used, [placement for placement, _ in pairs]))
+        goals.append(_goal(targets[path], used, [placement for placement, _ in pairs], donate))
         found = dict.fromkeys(_obstacles(used, goals[-1]))
         obstacles += [f"  {path}: {each}" for each in found]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
     return _steps(goals, given.leaves, donate)
 
 
-def _goal(target: NamedArray, sources: Sequence[NamedArray], placements: Any) -> _Goal:
+def _goal(
+    target: NamedArray, sources: Sequence[NamedArray], placements: Any, donate: bool
+) -> _Goal:
     leaf, first, sharding = target.leaf, sources[0].leaf, None
     if not isinstance(leaf, np.ndarray | np.generic):
         sharding = sharding_of(leaf)
@@ -247,8 +252,8 @@ def _goal(target: NamedArray, sources: Sequence[NamedArray], placements: Any) ->
         current = first.sharding
         is_ready = place is None or place.is_equivalent_to(current, first.ndim)
         is_direct = sharding in (None, current) or set(devices) == sharding.device_set or is_ready
-        has_program = not (other_memory(current) or sharding == current)
-        has_program = has_program and (is_here or not is_direct)
+        is_kept = donate and sharding == current
+        has_program = not (other_memory(current) or is_kept) and (is_here or not is_direct)
     slots = tuple(x.slot for x in sources)
     return _Goal(array, slots, None if is_same else build, sharding, has_program, place)
 
@@ -331,12 +336,12 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
         is_final = goal.place == goal.sharding
         each = bins.setdefault((_devices(leaves[goal.sources[0]]), is_final), [[]])
         # What one program copies is freed before the next one runs.
-        most = max(*sizes, sum(sizes) // 16) if donate or not is_final else math.inf
+        most = max(*sizes, sum(sizes) // 16, _SMALL) if donate or not is_final else math.inf
         if each[-1] and sum(map(_nbytes, [*each[-1], goal])) > most:
             each.append([])
         each[-1].append(goal)
     for part in itertools.chain(*bins.values()):
-        steps += _programs(part, leaves, max(sizes))
+        steps += _programs(part, leaves, max(*sizes, _SMALL))
     return steps
 
 

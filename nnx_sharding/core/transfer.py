@@ -158,13 +158,18 @@ def _needs_program(array: Any, goal: Any) -> bool:
     """Whether a program has to reshard an array on its own devices."""
     if not isinstance(array, jax.Array) or not isinstance(goal, NamedSharding):
         return False
-    current = array.sharding
+    return _differ_on_devices(array.sharding, goal, array.ndim)
+
+
+@functools.lru_cache(maxsize=1024)
+def _differ_on_devices(current: Any, goal: NamedSharding, ndim: int) -> bool:
+    """Whether two shardings of the same devices divide an array differently."""
     if current.device_set != goal.device_set:
         return False
     before, after = _in_main_memory(current), _in_main_memory(goal)
     if _compat.device_assignment(current) != _compat.device_assignment(goal):
         return _compat.in_order_of(before, goal) is not None
-    return not before.is_equivalent_to(after, array.ndim)
+    return not before.is_equivalent_to(after, ndim)
 
 
 def _reshard(steps: _Steps) -> None:
