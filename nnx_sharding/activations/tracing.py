@@ -370,7 +370,7 @@ class Scope:
             value = _compat.get_value(variable)
             if not isinstance(value, jax.Array):
                 continue
-            spec = type_spec(value)
+            spec, new = type_spec(value), value
             if spec is not None:
                 kept = spec
                 if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
@@ -379,14 +379,16 @@ class Scope:
                     kept = with_reduced(kept, ())
                 if kept != spec:
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
-                    changes.append((variable, jax.sharding.reshard(value, goal)))
+                    new = jax.sharding.reshard(value, goal)
             elif self._mesh is not None and tag.specs.get(path, (None, None, False))[2]:
                 here = _spec_of_slice(*tag.specs[path][:2], value.shape)
                 goals = [NamedSharding(mesh_here(self._mesh), here)]
                 [new] = apply_shardings([value], goals)
-                if found := (partial := PARTIAL.get() or {}).get(id(value)):
-                    partial[id(new)] = new, found[1]
-                changes.append((variable, new))
+            if new is value:
+                continue
+            if found := (partial := PARTIAL.get() or {}).get(id(value)):
+                partial[id(new)] = new, found[1]
+            changes.append((variable, new))
         return changes
 
     def _constrained(self, tree: Any, prefix: Any, frame: Frame, side: str) -> Any:

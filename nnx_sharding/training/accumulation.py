@@ -86,53 +86,81 @@ def accumulate_gradients(
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
-    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+    modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+
+    def loop(gradient: ValueAndGrad[..., Any], given: Any, rest: Any, microbatches: Any) -> Any:
+        given.arguments.update(rest)
+        sums = partial_sums_of(microbatches)
+        prepared = gradient.prepared(given.args, given.kwargs, sums)
+        likes = prepared.arrays()
+        zeros = [
+            sums.zeros(x, dtype) if sums and slot in prepared.partial else jnp.zeros_like(x, dtype)
+            for slot, x in zip(prepared.slots, likes, strict=True)
+        ]
+
+        def step(totals: Any, rest: Any, microbatch: Any) -> Any:
+            given.arguments.update(rest | microbatch)
+            one = gradient.prepared(given.args, given.kwargs, sums)
+            value, new = with_sums(sums, gradient.of, one, sums)
+            _check_aux(value[1] if has_aux else ())
+            pairs = zip(totals, new, strict=True)
+            return [total + x.astype(total.dtype) for total, x in pairs], value
+
+        in_axes = (Carry, None, 1)
+        run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **modes)
+        totals, values = run(zeros, rest, microbatches)
+        means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
+        value = (values[0].mean(), values[1]) if has_aux else values.mean()
+        return value, prepared.in_form(means)
+
+    options = {"argnums": argnums, "wrt": wrt, "has_aux": has_aux, **modes}
+    divided = functools.partial(_divided, steps=steps)
+    return with_batch("accumulate_gradients", loss, options, batch, axis, loop, divided)
+
+
+def with_batch(
+    name: str,
+    loss: Any,
+    options: Mapping[str, Any],
+    batch: str | Sequence[str] | None,
+    axis: Any,
+    call: Callable[..., Any],
+    divided: Callable[[str, Any], Any] = lambda name, value: value,
+) -> Any:
+    """A loss, or a decorator of losses, called with what differentiates it and with its arguments.
+
+    Args:
+      name: of the public function.
+      loss: the function; None for a decorator.
+      options: those of ``value_and_grad``.
+      batch: the names of the arguments with rows.
+      axis: what shards the rows on Auto axes.
+      call: called with what ``value_and_grad`` returns, the bound arguments, and mappings of those
+        without and with rows.
+      divided: what an argument with rows becomes before, from its name and value.
+    """
 
     def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
-        gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **options)
+        gradient = value_and_grad(loss, **options)
         parameters = inspect.signature(gradient._fun)
 
         @functools.wraps(loss)
         @_compat.api_boundary
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def decorated(*args: Any, **kwargs: Any) -> Any:
             given = parameters.bind(*gradient._bound, *args, **kwargs)
-            names = batch_names("accumulate_gradients", gradient, given, batch)
-            microbatches = {name: _divided(name, given.arguments[name], steps) for name in names}
+            names = batch_names(name, gradient, given, batch)
+            rows = {name: divided(name, given.arguments[name]) for name in names}
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
-            def loop(rest: Any, microbatches: Any) -> Any:
-                given.arguments.update(rest)
-                sums = partial_sums_of(microbatches)
-                prepared = gradient.prepared(given.args, given.kwargs, sums)
-                likes = prepared.arrays()
-                zeros = [
-                    sums.zeros(x, dtype)
-                    if sums and slot in prepared.partial
-                    else jnp.zeros_like(x, dtype)
-                    for slot, x in zip(prepared.slots, likes, strict=True)
-                ]
-
-                def step(totals: Any, rest: Any, microbatch: Any) -> Any:
-                    given.arguments.update(rest | microbatch)
-                    one = gradient.prepared(given.args, given.kwargs, sums)
-                    value, new = with_sums(sums, gradient.of, one, sums)
-                    _check_aux(value[1] if has_aux else ())
-                    pairs = zip(totals, new, strict=True)
-                    return [total + x.astype(total.dtype) for total, x in pairs], value
-
-                in_axes = (Carry, None, 1)
-                run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **options)
-                totals, values = run(zeros, rest, microbatches)
-                means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
-                value = (values[0].mean(), values[1]) if has_aux else values.mean()
-                return value, prepared.in_form(means)
+            def inner(rest: Any, rows: Any) -> Any:
+                return call(gradient, given, rest, rows)
 
             if axis is None:
-                return loop(rest, microbatches)
+                return inner(rest, rows)
             in_sharding = (PartitionSpec(), PartitionSpec(axis))
-            return explicit_axes(loop, axes=axis, in_sharding=in_sharding)(rest, microbatches)
+            return explicit_axes(inner, axes=axis, in_sharding=in_sharding)(rest, rows)
 
-        return call
+        return decorated
 
     return decorate if loss is None else decorate(loss)
 
@@ -217,12 +245,16 @@ def _check_aux(aux: Any) -> None:
     raise_listed(TypeError, title, wrong, "Return only arrays or numbers.")
 
 
-def partial_sums_of(microbatches: Mapping[str, Any]) -> PartialSums | None:
+def partial_sums_of(
+    microbatches: Mapping[str, Any], *, gathers: bool = False
+) -> PartialSums | None:
     """Partial sums over the Explicit axes that shard the rows, if there are any."""
     typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None and x.ndim]
     entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
     rows = max(entries, key=lambda entry: len(axes_of(entry)), default=None)
-    return None if rows is None else PartialSums(jax.typeof(typed[0]).sharding.mesh, rows)
+    if rows is None:
+        return None
+    return PartialSums(jax.typeof(typed[0]).sharding.mesh, rows, gathers=gathers)
 
 
 def _reduced(x: Any, like: Any) -> Any:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.retyping import mesh_of_types
-from ..partition.axis_modes import explicit_axes
-from ..specs.fitting import axes_of_type
-from ..transforms import value_and_grad
+from ..core.retyping import mesh_of_types, type_mesh, type_spec
+from ..specs.fitting import axes_of_type, only_axes
 from ..transforms.partial_sums import with_sums
-from .accumulation import batch_names, partial_sums_of
+from .accumulation import partial_sums_of, with_batch
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["gradient", "count"],
-    meta_fields=["are_partial"],
+    meta_fields=["specs"],
 )
 @dataclasses.dataclass(frozen=True)
 class _PartialGradients:
@@ -33,12 +30,13 @@ class _PartialGradients:
     Attributes:
       gradient: the gradient, in the form of the differentiated arguments.
       count: the number of microbatches.
-      are_partial: for each of its arrays, whether the first dimension is that of partial sums.
+      specs: for each of its arrays the spec of the parameter, if the first dimension is that of
+        partial sums; else None.
     """
 
     gradient: Any
     count: jax.Array
-    are_partial: tuple[bool, ...]
+    specs: tuple[PartitionSpec | None, ...]
 
     def __add__(self, other: Any) -> Any:
         if not isinstance(other, _PartialGradients):
@@ -121,47 +119,35 @@ def partial_gradients(
       >>> bool(jnp.allclose(gradient["kernel"][...], expected["kernel"][...]))
       True
     """
-    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
-    def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
-        gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **options)
-        parameters = inspect.signature(gradient._fun)
+    def differentiate(gradient: Any, given: Any, rest: Any, microbatch: Any) -> Any:
+        given.arguments.update(rest | microbatch)
+        sums = partial_sums_of(microbatch, gathers=True)
+        if sums is None:
+            _check_axis(microbatch)
+        prepared = gradient.prepared(given.args, given.kwargs, sums)
+        value, arrays = with_sums(sums, gradient.of, prepared, sums)
+        specs = [  # None would be no leaf
+            type_spec(x) if slot in prepared.partial else False
+            for slot, x in zip(prepared.slots, prepared.arrays(), strict=True)
+        ]
+        arrays = [
+            x if spec is False else jnp.moveaxis(x, -1, 0)
+            for x, spec in zip(arrays, specs, strict=True)
+        ]
+        arrays = [x if _is_empty(x) else x.astype(dtype or x.dtype) for x in arrays]
+        leaves = jax.tree.leaves(prepared.in_form(specs))
+        found = tuple(x if isinstance(x, PartitionSpec) else None for x in leaves)
+        return value, _PartialGradients(prepared.in_form(arrays), jnp.ones(()), found)
 
-        @functools.wraps(loss)
-        @_compat.api_boundary
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*gradient._bound, *args, **kwargs)
-            names = batch_names("partial_gradients", gradient, given, batch)
-            microbatch = {name: given.arguments[name] for name in names}
-            rest = {name: x for name, x in given.arguments.items() if name not in names}
-
-            def differentiate(rest: Any, microbatch: Any) -> Any:
-                given.arguments.update(rest | microbatch)
-                sums = partial_sums_of(microbatch)
-                if sums is None:
-                    _check_axis(microbatch)
-                prepared = gradient.prepared(given.args, given.kwargs, sums)
-                value, arrays = with_sums(sums, gradient.of, prepared, sums)
-                are_partial = [slot in prepared.partial for slot in prepared.slots]
-                arrays = [
-                    jnp.moveaxis(x, -1, 0) if is_partial else x
-                    for x, is_partial in zip(arrays, are_partial, strict=True)
-                ]
-                arrays = [x if _is_empty(x) else x.astype(dtype or x.dtype) for x in arrays]
-                marks = jax.tree.leaves(prepared.in_form(are_partial))
-                return value, _PartialGradients(
-                    prepared.in_form(arrays), jnp.ones(()), tuple(mark is True for mark in marks)
-                )
-
-            if axis is None:
-                return differentiate(rest, microbatch)
-            in_sharding = (PartitionSpec(), PartitionSpec(axis))
-            lifted = explicit_axes(differentiate, axes=axis, in_sharding=in_sharding)
-            return lifted(rest, microbatch)
-
-        return call
-
-    return decorate if loss is None else decorate(loss)
+    options = {
+        "argnums": argnums,
+        "wrt": wrt,
+        "has_aux": has_aux,
+        "graph": graph,
+        "graph_updates": graph_updates,
+    }
+    return with_batch("partial_gradients", loss, options, batch, axis, differentiate)
 
 
 @_compat.api_boundary
@@ -198,10 +184,21 @@ def reduce_gradients(partial: Any) -> Any:
         )
     arrays, treedef = jax.tree.flatten(partial.gradient)
     reduced = [
-        x if _is_empty(x) else (x.sum(0) if is_partial else x) / partial.count.astype(x.dtype)
-        for x, is_partial in zip(arrays, partial.are_partial, strict=True)
+        x if _is_empty(x) else _reduced(x, spec) / partial.count.astype(x.dtype)
+        for x, spec in zip(arrays, partial.specs, strict=True)
     ]
     return jax.tree.unflatten(treedef, reduced)
+
+
+def _reduced(x: Any, spec: PartitionSpec | None) -> Any:
+    """The sum of partial sums, sharded like the parameter on Explicit axes."""
+    if spec is None:
+        return x
+    total, mesh = x.sum(0), type_mesh(x)
+    if type_spec(total) is None:
+        return total
+    goal = only_axes(spec, axes_of_type(mesh, AxisType.Explicit))
+    return jax.sharding.reshard(total, NamedSharding(mesh, goal))
 
 
 def _is_empty(x: Any) -> bool:

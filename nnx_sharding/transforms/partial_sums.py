@@ -37,10 +37,12 @@ class PartialSums:
 
     Attributes:
       rows: the entry of specs for the rows: a mesh axis, or a tuple of them.
+      gathers: whether layers gather parameters that are sharded over these axes; otherwise their
+        gradients are reduced at once.
     """
 
-    def __init__(self, mesh: AbstractMesh, rows: Any):
-        self.rows, self._mesh = rows, mesh
+    def __init__(self, mesh: AbstractMesh, rows: Any, *, gathers: bool = False):
+        self.rows, self.gathers, self._mesh = rows, gathers, mesh
         self._axes = frozenset(axes_of(rows))
         self._others = frozenset(mesh.axis_names) - self._axes
         self._size = math.prod(mesh.shape[axis] for axis in self._axes)
@@ -49,7 +51,7 @@ class PartialSums:
     def slots(
         self, objects: Sequence[Any], slots: Sequence[Any], leaves: Sequence[Any]
     ) -> set[int]:
-        """The slots of parameters of layers that compute by rows, replicated over the axes."""
+        """The slots of parameters with partial sums: of layers that compute by rows."""
         layers = (x for x in objects if _kind_of(x) is not None)
         own = {id(variable) for layer in layers for _, variable in own_variables(layer)}
         return {
@@ -57,16 +59,27 @@ class PartialSums:
             for x, some in zip(objects, slots, strict=True)
             if id(x) in own
             for slot in some
-            if self._is_replicated(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
+            if self._is_usable(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
         }
+
+    def _is_usable(self, x: Any) -> bool:
+        return type_spec(x) is not None if self.gathers else self._is_replicated(x)
 
     def _is_replicated(self, x: Any) -> bool:
         spec = type_spec(x)
         return spec is not None and self._axes.isdisjoint(spec_axes(spec))
 
+    def _gathered(self, x: Any) -> Any:
+        """A parameter or a gradient, replicated over the axes."""
+        if self._is_replicated(x) or type_spec(x) is None:
+            return x
+        sharding = jax.typeof(x).sharding
+        return jax.sharding.reshard(x, sharding.update(spec=only_axes(sharding.spec, self._others)))
+
     def zeros(self, x: Any, dtype: Any = None) -> jax.Array:
         """Partial sums of zero for a parameter."""
-        entries = [*jax.typeof(x).sharding.spec.partitions, *[None] * x.ndim][: x.ndim]
+        spec = only_axes(jax.typeof(x).sharding.spec, self._others)
+        entries = [*spec.partitions, *[None] * x.ndim][: x.ndim]
         sharding = NamedSharding(self._mesh, PartitionSpec(*entries, self.rows))
         return jnp.zeros((*x.shape, self._size), dtype or x.dtype, out_sharding=sharding)
 
@@ -75,7 +88,7 @@ class PartialSums:
         is_first = jax.sharding.reshard(
             jnp.arange(self._size) == 0, NamedSharding(self._mesh, PartitionSpec(self.rows))
         )
-        total: jax.Array = partial + jnp.where(is_first, gradient[..., None], 0)
+        total: jax.Array = partial + jnp.where(is_first, self._gathered(gradient)[..., None], 0)
         return total
 
     @contextlib.contextmanager
@@ -111,6 +124,8 @@ class PartialSums:
         partials = [self.of(value) for value in values]
         mesh = jax.sharding.get_abstract_mesh()
         mesh = self._mesh if mesh.empty else mesh
+        if self.gathers:
+            values = [*map(self._gathered, values)]
         is_known = any(x is not None for x in partials) and all(
             y is not None or self._is_replicated(x) for x, y in zip(values, partials, strict=True)
         )
