@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from nnx_sharding import accumulate_gradients, jit, value_and_grad
-from nnx_sharding.partition import fsdp, replicated, zero1
+from nnx_sharding import accumulate_gradients, jit, stack, value_and_grad
+from nnx_sharding.partition import fsdp, replicated, tensor_parallel, zero1
 from nnx_sharding.training import partial_gradients, reduce_gradients
 
 P = PartitionSpec
@@ -40,6 +41,16 @@ class Shifted(MLP):
         return super().__call__(x + self.shift[...])
 
 
+class Deep(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.layers = stack(lambda rngs: nnx.Linear(32, 32, rngs=rngs), 3, rngs=rngs)
+        self.down = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.layers(self.up(x)))
+
+
 def loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
@@ -49,9 +60,12 @@ def microbatches():
     return [{"x": each, "y": jnp.ones((16, 8))} for each in x]
 
 
-def trained(model):
+ADAM = optax.adam(0.1, eps=1e-3)
+
+
+def trained(model, tx=ADAM):
     """The parameters after two updates on one device."""
-    optimizer = nnx.Optimizer(model, optax.adam(0.1, eps=1e-3), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     for _ in range(2):
         gradients = [value_and_grad(loss)(model, each)[1] for each in microbatches()]
         optimizer.update(model, jax.tree.map(lambda *x: sum(x) / STEPS, *gradients))
@@ -67,13 +81,14 @@ def assert_close(one, other, rtol=2e-5):
 class Programs:
     """The two programs of a training loop."""
 
-    def __init__(self, model, strategy, kind, shape):
+    def __init__(self, model, strategy, kinds, shape, tx=ADAM):
         names = ("data", "model")[: len(shape)]
-        self.mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,) * len(shape)
+        self.mesh = jax.make_mesh(shape, names, axis_types=kinds)
         self.model = model
-        self.optimizer = nnx.Optimizer(model, optax.adam(0.1, eps=1e-3), wrt=nnx.Param)
+        self.optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         sharding = strategy(model, optimizer=self.optimizer, mesh=self.mesh)
-        axis = None if kind is AxisType.Explicit else "data"
+        axis = None if kinds[0] is AxisType.Explicit else "data"
 
         @jit(in_shardings={"model": sharding, "batch": P("data")}, mesh=self.mesh)
         def microbatch(model, batch, total):
@@ -106,7 +121,19 @@ class Programs:
 
 
 KINDS = [AxisType.Explicit, AxisType.Auto]
-FAST = {(replicated, AxisType.Explicit, (8,)), (replicated, AxisType.Auto, (4, 2))}
+
+
+def sharded(model, **options):
+    return fsdp(model, min_size=0, **options)
+
+
+def both(model, *, mesh, **options):
+    return sharded(model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), **options)
+
+
+EXPLICIT, AUTO = KINDS
+FAST = {(both, (EXPLICIT, EXPLICIT)), (sharded, (EXPLICIT, AUTO))}
+FAST |= {(replicated, AxisType.Explicit, (8,)), (replicated, AxisType.Auto, (4, 2))}
 
 
 CASES = [
@@ -147,20 +174,32 @@ def test_one_reduction(strategy, kind, shape):
         assert x.sharding.shard_shape(x.shape)[0] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_sharded_parameters(kind):
-    """On Explicit axes each microbatch reduces them; on Auto axes the update does, once."""
-    one = programs(MLP(rngs=nnx.Rngs(0)), fsdp, kind, (8,))
+MIXED = [
+    pytest.param(
+        strategy,
+        kinds,
+        marks=() if (strategy, kinds) in FAST else pytest.mark.slow,
+        id=f"{name}-{'-'.join(kind.name for kind in kinds)}",
+    )
+    for name, strategy in (("fsdp", sharded), ("tensor_parallel", tensor_parallel), ("both", both))
+    for kinds in itertools.product(KINDS, repeat=2)
+]
+
+
+@pytest.mark.parametrize(("strategy", "kinds"), MIXED)
+def test_sharded_parameters(strategy, kinds):
+    """Also in a Stack, whose layers gather them one by one."""
+    tx = optax.sgd(0.1)
+    one = Programs(Deep(rngs=nnx.Rngs(0)), strategy, kinds, (4, 2), tx)
     state = one.train()
-    assert_close(state, trained(MLP(rngs=nnx.Rngs(0))))
-    size = sum(x.nbytes for x in jax.tree.leaves(state))
-    found = [reduced_bytes(x) for x in one.sent()]
-    if kind is AxisType.Auto:
-        assert found == [0, size]
-    else:
-        assert found[1] == 0
-        assert size <= found[0] <= size + 4  # with the loss
+    assert_close(state, trained(Deep(rngs=nnx.Rngs(0)), tx), rtol=2e-4)
+    microbatch, update = (
+        [c for c in each if c.kind in ("all-reduce", "reduce-scatter") and "data" in c.axes]
+        for each in one.sent()
+    )
+    assert microbatch == []
+    assert [c.times for c in update] == [1]
+    assert reduced_bytes(update) <= sum(x.nbytes for x in jax.tree.leaves(state))
 
 
 @pytest.mark.slow

@@ -76,9 +76,10 @@ def partial_gradients(
     another one, and are reduced once, by :func:`reduce_gradients` in the program of the update. Use
     :func:`accumulate_gradients` where all microbatches are in one program.
 
-    The gradients that are not reduced are those that :func:`accumulate_gradients` reduces once:
-    of parameters that are replicated over the axes of the rows, in layers that compute each row
-    independently. All others are reduced in each call, and added as they are.
+    The gradients that are not reduced are those of layers that compute each row independently, such
+    as ``nnx.Linear``. All others are reduced in each call, and added as they are. Layers gather
+    parameters that are sharded over the axes of the rows, as by ``fsdp``, and each device holds
+    partial sums of whole gradients.
 
     Args:
       loss: the function, as for :func:`~nnx_sharding.value_and_grad`: the mean over its rows.
@@ -89,7 +90,7 @@ def partial_gradients(
         their arrays. By default, all that hold arrays but no modules or Variables and are not
         differentiated; scalars are not part of it.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. Parameters are
-        replicated over it in the loss.
+        replicated over it, and over all Explicit axes, in the loss.
       dtype: the dtype in which gradients are summed and returned; None for their own.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
@@ -163,7 +164,7 @@ def reduce_gradients(partial: Any) -> Any:
 
     Returns:
       The mean of the gradients of the microbatches, in the form of the gradient that
-      :func:`~nnx_sharding.value_and_grad` returns.
+      :func:`~nnx_sharding.value_and_grad` returns, on Explicit axes sharded like the parameters.
 
     Raises:
       TypeError: if ``partial`` is something else.
