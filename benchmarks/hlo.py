@@ -33,7 +33,7 @@ def main() -> None:
 def _report(text: str) -> None:
     from nnx_sharding.analysis import Cost, collectives_of
     from nnx_sharding.analysis.hlo import parse
-    from nnx_sharding.analysis.loops import with_loops
+    from nnx_sharding.analysis.work import with_loops
 
     module = parse(text)
     count = sum(len(computation.instructions) for computation in module.computations)

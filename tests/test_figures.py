@@ -16,7 +16,7 @@ from nnx_sharding import jit
 from nnx_sharding.analysis import HARDWARE, Cost, collectives_of, memory_of, roofline_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.instructions import padded_bytes
-from nnx_sharding.analysis.loops import with_loops
+from nnx_sharding.analysis.work import with_loops
 
 TPU = "HloModule jit_f, entry_computation_layout={(f32[8,128]{1,0:T(8,128)})->f32[]}\n\n"
 LAYER = 256 * 256 * 4  # bytes of one of twelve layers

@@ -19,7 +19,7 @@ from nnx_sharding.analysis import Cost, collectives_of
 from nnx_sharding.analysis.device_groups import read_groups
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.instructions import Shape, arrays, read_shape
-from nnx_sharding.analysis.loops import with_loops
+from nnx_sharding.analysis.work import with_loops
 from nnx_sharding.analysis.memory import memory_of
 
 SHAPES = {

@@ -15,7 +15,7 @@ import pytest
 from nnx_sharding.analysis import Cost, collectives_of, cost_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.instructions import arrays
-from nnx_sharding.analysis.loops import host_bytes, with_loops
+from nnx_sharding.analysis.work import with_loops
 from tpu.programs import BATCH, HIDDEN, LAYERS, LOOPS, PROGRAMS, SIZES, WIDTH
 from tpu.record import FOLDER, compiled, recorded
 
@@ -277,7 +277,8 @@ ENTRY %main (a: (s32[], f32[8,64], f32[8,64])) -> (s32[], f32[8,64], f32[8,64]) 
 
 def test_copies_to_the_host_in_a_loop():
     trips = 'condition=%condition, backend_config={"known_trip_count":{"n":"8"}}'
-    assert host_bytes(parse(IN_A_LOOP.replace("TRIPS", trips))) == 8 * 2 * 64 * F32
+    cost = with_loops(Cost(0.0, 0.0, 0.0, "s"), parse(IN_A_LOOP.replace("TRIPS", trips)))
+    assert cost.host_bytes == 8 * 2 * 64 * F32
 
 
 def test_no_figures_without_an_estimate():

@@ -18,7 +18,7 @@ from models import P, mesh_of
 from nnx_sharding import jit
 from nnx_sharding.analysis import Cost, collectives_of, roofline_of
 from nnx_sharding.analysis.hlo import parse
-from nnx_sharding.analysis.loops import with_loops
+from nnx_sharding.analysis.work import with_loops
 from nnx_sharding.report import Comparison, ProgramReport, diff
 from nnx_sharding.testing import (
     assert_bytes_sent_below,

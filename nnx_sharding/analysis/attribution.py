@@ -98,7 +98,7 @@ class Attribution:
         if one.name not in self._places:
             operation = one.operation
             place = None if operation is None else self.named(operation)
-            calls = one.calls() if place is None and one.opcode in _PARTS else ()
+            calls = one.calls if place is None and one.opcode in _PARTS else ()
             for _, callee in calls:
                 inner = self._module.by_name.get(callee)
                 found = (self.place(i) for i in reversed(inner.instructions if inner else []))

@@ -253,11 +253,11 @@ def collectives_of(
     if module.unread:
         return None
     repeated = _repeated_in_fusions(module)
+    starts = [f"{kind}-start" for kind in COLLECTIVES]
     found = [
         (computation, _with_metadata(instruction, computation, module))
-        for computation in module.computations
-        for instruction in computation.instructions
-        if instruction.collective is not None and instruction.name not in repeated
+        for computation, instruction in module.with_opcode(*COLLECTIVES, *starts)
+        if instruction.name not in repeated
     ]
     # The program of one of several slices.
     positions = positions_of(mesh) if module.num_devices != math.prod(sizes.values()) else {}

@@ -62,8 +62,8 @@ class Module(Values):
 
     def fused(self, one: Instruction) -> Computation | None:
         """The computation of a fusion; None for other instructions."""
-        called = one.attributes.get("calls", "") if one.opcode == "fusion" else ""
-        return self.by_name.get(called.lstrip("%"))
+        calls = one.calls if one.opcode == "fusion" else ()
+        return next((self.by_name.get(callee) for _, callee in calls), None)
 
     @property
     def num_devices(self) -> int | None:
@@ -235,8 +235,8 @@ def parse(text: str) -> Module:
             if instructions is None:
                 instructions = []
                 computations.append(Computation("", False, instructions))
-            root, name, shape, opcode = match.groups()
-            instructions.append(Instruction(name, opcode, shape, line[match.end() :], bool(root)))
+            root, name, shape, opcode, rest = match.groups()
+            instructions.append(Instruction(name, opcode, shape, rest, bool(root)))
         elif line.rstrip().endswith("{") and (header := _HEADER.match(line)):
             instructions = []
             computations.append(Computation(header[2], bool(header[1]), instructions))
@@ -258,7 +258,9 @@ def parse(text: str) -> Module:
 
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
 # as `{1,0:T(8,128)}`, where no parenthesis follows a word after a space.
-_INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = (\S.*?)\s([a-z][a-z0-9\-]*)\(")
+_INSTRUCTION = re.compile(
+    r"\s*(ROOT\s+)?%?(\S+) = ([^\s(]\S*|\S.*?)\s([a-z][a-z0-9\-]*)\((.*)"
+)
 _LONGEST = 1 << 18  # of an instruction of several lines; more are in damaged text
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from .device_groups import Groups, number_lists, read_groups
-from .opcodes import COLLECTIVES, OPCODES, base
+from .opcodes import CALLERS, COLLECTIVES, OPCODES, base
 
 # More bytes or runs than any program has: the text is damaged.
 MAX_SIZE = 1 << 62
@@ -123,7 +123,7 @@ class _Written(NamedTuple):
 class Instruction(_Written):
     """One instruction: its parts as written, without the percent sign of the name."""
 
-    @functools.cached_property
+    @property
     def shape(self) -> Shapes:
         """The shape of the result, for a tuple those of its parts."""
         return read_shape(self.shape_text)
@@ -137,12 +137,14 @@ class Instruction(_Written):
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names of the operands, without percent signs and shapes."""
+        if simple := _SIMPLE.match(self.rest):  # as most are
+            return tuple(_NAME.findall(simple[1]))
         return tuple(text.rpartition(" ")[2].lstrip("%") for text in self.operands)
 
     @property
     def number(self) -> int | None:
         """The number of a parameter."""
-        text = "".join(self.operands) if self.opcode == "parameter" else ""
+        text = self.rest.partition(")")[0] if self.opcode == "parameter" else ""
         return int(text) if text.isdecimal() else None
 
     @functools.cached_property
@@ -188,31 +190,30 @@ class Instruction(_Written):
         count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
         return int(count[1]) if count and self.opcode == "while" else None
 
-    @functools.cached_property
-    def results(self) -> list[Shape]:
+    @property
+    def results(self) -> tuple[Shape, ...]:
         """The arrays that it makes, even if it is the start of a pair."""
-        shape, opcode = self.shape, self.opcode
-        # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...),
-        # a send (operand, ...), a recv (result, ...); other starts are (operand, result, ...).
-        is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
-        if (is_start or opcode in ("send", "recv")) and not isinstance(shape, Shape) and shape[1:]:
-            shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
-        return list(arrays(shape))
+        return _results(self.shape_text, self.opcode)
 
     @property
     def is_known(self) -> bool:
         """Whether its behaviour and its devices are understood."""
-        kind = base(self.opcode)
+        kind, rest = self.opcode, self.rest
+        if kind not in OPCODES and (kind := base(kind)) not in OPCODES:
+            return False
         if not is_shape(self.shape_text):
             return False
-        if self.collective is not None:
+        if kind in COLLECTIVES and self.collective is not None:
             return self.replica_groups is not None
         if self.opcode == "send":  # to the host, which may send it to other slices
-            return "is_host_transfer=true" in self.rest and "xla_megascale" not in self.rest
+            return "is_host_transfer=true" in rest and "xla_megascale" not in rest
         # A call without side effects may be repeated or left out, so it cannot wait for others.
-        has_effects = kind == "custom-call" and "custom_call_has_side_effect=true" in self.rest
-        is_exchange = has_effects and _LOCAL.search(self.rest) is None
-        return kind in OPCODES and not is_exchange and _COMMUNICATES.search(self.rest) is None
+        has_effects = kind == "custom-call" and "custom_call_has_side_effect=true" in rest
+        if has_effects and _LOCAL.search(rest) is None:
+            return False
+        # A collective that was moved to the hosts, and a Pallas kernel that sends.
+        is_kernel = '"has_communication"' in rest
+        return '"MegaScaleCollective' not in rest and not (is_kernel and _SENDS.search(rest))
 
     @property
     def collective(self) -> str | None:
@@ -223,12 +224,24 @@ class Instruction(_Written):
     def __str__(self) -> str:
         return f"{self.name} = {self.shape_text} {self.opcode}({self.rest}"
 
-    def calls(self) -> Iterator[tuple[str, str]]:
+    @property
+    def calls(self) -> list[tuple[str, str]]:
         """The computations that it runs, each after the attribute that names it."""
-        if _MAY_CALL.search(self.rest):
-            for attribute, text in self.attributes.items():
-                if attribute in _CALLS:
-                    yield from ((attribute, name) for name in re.findall(r"[^\s,{}%]+", text))
+        if base(self.opcode) not in CALLERS:
+            return []
+        named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
+        return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
+    shape = read_shape(shape_text)
+    # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...),
+    # a send (operand, ...), a recv (result, ...); other starts are (operand, result, ...).
+    is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
+    if (is_start or opcode in ("send", "recv")) and not isinstance(shape, Shape) and shape[1:]:
+        shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
+    return tuple(arrays(shape))
 
 
 class Computation(NamedTuple):
@@ -241,8 +254,6 @@ class Computation(NamedTuple):
 
 def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
     """The parts between commas that are in no bracket, up to a closing bracket; and its end."""
-    if closing and (simple := _SIMPLE.match(text, start)):  # as most operands are
-        return text[start : simple.end() - 1].split(","), simple.end()
     parts: list[str] = []
     depth = 0
     for match in _TOKEN.finditer(text, start):
@@ -261,18 +272,18 @@ def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
 
 def nesting(text: str) -> int:
     """The number of brackets that a text opens, less those that it closes."""
-    tokens = [match[0] for match in _TOKEN.finditer(text)]
-    return sum((token in "([{") - (token in ")]}") for token in tokens)
+    text = _QUOTED.sub("", text)
+    return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 
 
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
-# A Pallas kernel that sends, and a collective that was moved to the hosts.
-_COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true|"MegaScaleCollective')
+_SENDS = re.compile(r'"has_communication"\s*:\s*true')
 _LOCAL = re.compile(r'custom_call_target="(?:tpu_custom_call|xla_\w*python_\w*callback)"')
 _CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
 _CALLS |= {"true_computation", "false_computation"}
-_MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
-_SIMPLE = re.compile(r'[^()\[\]{}"/]*\)')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/')
+_TOKEN = re.compile(rf"{_QUOTED.pattern}|[()\[\]{{}},]")
+_NAME = re.compile(r"([^\s,%]+)\s*(?:,|$)")
+_SIMPLE = re.compile(r'([^()\[\]{}"/]*)\)')
 _COMMENT = re.compile(r"/\*.*?\*/")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 
 def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
@@ -31,6 +33,12 @@ FREE = _set(
 )
 SLICES = _set("slice dynamic-slice gather")
 
+# What can name other computations.
+CALLERS = _set(
+    "all-reduce async call conditional custom-call fusion map reduce reduce-scatter reduce-window "
+    "scan scatter select-and-scatter sort topk while"
+)
+
 OPCODES = COLLECTIVES | ELEMENTWISE | TRANSCENDENTAL | FREE | SLICES
 OPCODES |= _set(
     "async batch-norm-grad batch-norm-inference batch-norm-training broadcast cholesky concatenate "
@@ -41,6 +49,7 @@ OPCODES |= _set(
 )
 
 
+@functools.lru_cache(maxsize=1024)
 def base(opcode: str) -> str:
     """The operation that a pair such as ``all-gather-start`` and ``all-gather-done`` performs."""
     return opcode.removesuffix("-start").removesuffix("-update").removesuffix("-done")

@@ -194,7 +194,7 @@ def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[s
             continue
         found[name] = (*found.get(name, ()), *own)
         one = by_name[name]
-        inside = {one.opcode}.union(*(codes.get(called, {""}) for _, called in one.calls()))
+        inside = {one.opcode}.union(*(codes.get(called, {""}) for _, called in one.calls))
         inside -= {"fusion"}
         operands = [by_name[x] for x in one.operand_names if x in by_name]
         if one.opcode.endswith("-done") or inside <= _SAME:

@@ -7,6 +7,7 @@ Both are found by following these values to the constants that they begin with.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .instructions import Instruction
@@ -25,8 +26,8 @@ class _Number(NamedTuple):
 def trip_counts(values: Values) -> dict[str, int]:
     """How often the body of each ``while`` runs, by the name of the instruction, if known."""
     counter = _Counter(values)
-    loops = [(c.name, one) for c in values.computations for one in c.instructions]
-    counts = {one.name: counter.count(home, one) for home, one in loops if one.opcode == "while"}
+    loops = values.with_opcode("while")
+    counts = {one.name: counter.count(home.name, one) for home, one in loops}
     return {name: count for name, count in counts.items() if count is not None}
 
 
@@ -37,10 +38,10 @@ class _Counter:
 
     def count(self, home: str, loop: Instruction) -> int | None:
         """How often the body of a loop runs."""
-        condition = self._values.roots.get(dict(loop.calls()).get("condition", ""))
+        condition = self._values.roots.get(dict(loop.calls).get("condition", ""))
         if loop.trip_count is not None or condition is None:
             return loop.trip_count
-        test = Value(dict(loop.calls())["condition"], condition.name)
+        test = Value(dict(loop.calls)["condition"], condition.name)
         while (one := self._values.maker(test)) and one.opcode in ("fusion", *_COPIES):
             test = [*self._values.passed(test), *self._values.operands(test), test][0]
         if one is None or one.opcode != "compare" or len(one.operand_names) != 2:
@@ -52,7 +53,7 @@ class _Counter:
         counter = None if left is None else left.carried
         if limit is None or left is None or counter is None or counter[:2] != (home, loop.name):
             return None
-        initial, after = map(self._number, self._values.passed(counter))
+        initial, after = self._carried(counter)
         first = self._fixed(initial)
         if first is None or after is None or after.carried != counter:
             return None
@@ -62,9 +63,14 @@ class _Counter:
         """A number, if loops carry it unchanged."""
         if number is None or number.carried is None:
             return number and number.plus
-        initial, after = map(self._number, self._values.passed(number.carried))
+        initial, after = self._carried(number.carried)
         first = self._fixed(initial) if after == (number.carried, 0) else None
         return None if first is None else first + number.plus
+
+    def _carried(self, value: Value) -> Sequence[_Number | None]:
+        """What a loop carries there at first, and after a run."""
+        found = [*map(self._number, self._values.passed(value))]
+        return found if len(found) == 2 else (None, None)  # where text is damaged
 
     def _number(self, value: Value, depth: int = 0) -> _Number | None:
         if value not in self._known:

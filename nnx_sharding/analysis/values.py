@@ -28,11 +28,16 @@ class Values:
         """The computations by name."""
         return {computation.name: computation for computation in self.computations}
 
+    def with_opcode(self, *names: str) -> list[tuple[Computation, Instruction]]:
+        """The instructions with one of these opcodes, each after the computation that it is in."""
+        opcodes = {*names}
+        return [(c, x) for c in self.computations for x in c.instructions if x.opcode in opcodes]
+
     @functools.cached_property
     def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:
         """The calls of each computation, as instruction, attribute, and called computation."""
         return {
-            one.name: [(i, *call) for i in one.instructions for call in i.calls()]
+            one.name: [(i, *call) for i in one.instructions for call in i.calls]
             for one in self.computations
         }
 
@@ -55,7 +60,8 @@ class Values:
             name = computation.name
 
     @functools.cached_property
-    def _by_place(self) -> Mapping[str, Mapping[str, Instruction]]:
+    def within(self) -> Mapping[str, Mapping[str, Instruction]]:
+        """The instructions of each computation by name."""
         return {c.name: {one.name: one for one in c.instructions} for c in self.computations}
 
     @functools.cached_property
@@ -65,7 +71,7 @@ class Values:
 
     def maker(self, value: Value) -> Instruction | None:
         """The instruction of a value; None for one that damaged text lacks."""
-        return self._by_place.get(value.computation, {}).get(value.name)
+        return self.within.get(value.computation, {}).get(value.name)
 
     def operands(self, value: Value) -> list[Value]:
         """The operands of the instruction of a value."""
@@ -99,7 +105,7 @@ class Values:
             return self._carried(value.computation, one, index)
         if opcode in ("call", "fusion", "conditional", "async-start"):
             part = index[-1:] if opcode == "async-start" else index
-            return self._returned((callee for _, callee in one.calls()), part)
+            return self._returned((callee for _, callee in one.calls), part)
         return []
 
     def _given(
@@ -110,7 +116,7 @@ class Values:
             return self._carried(at, caller, index)
         number = one.number or 0
         if caller.opcode == "conditional":
-            number = 1 + [callee for _, callee in caller.calls()].index(home)
+            number = 1 + [callee for _, callee in caller.calls].index(home)
         elif caller.opcode not in ("call", "fusion", "async-start"):
             return []
         return [Value(at, name, index) for name in caller.operand_names[number:][:1]]
@@ -118,7 +124,7 @@ class Values:
     def _carried(self, at: str, loop: Instruction, index: tuple[int, ...]) -> list[Value]:
         """The initial value of what a loop carries, and what its body returns."""
         initial = [Value(at, name, index) for name in loop.operand_names[:1]]
-        bodies = [callee for attribute, callee in loop.calls() if attribute == "body"]
+        bodies = [callee for attribute, callee in loop.calls if attribute == "body"]
         return initial + self._returned(bodies, index)
 
     def _returned(self, names: Iterable[str], index: tuple[int, ...]) -> list[Value]:

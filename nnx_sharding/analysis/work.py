@@ -1,21 +1,33 @@
-"""What single instructions compute, read and write, counted as XLA does."""
+"""What a program computes, reads and writes, counted as XLA does, but loops as often as they run."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from .cost import Cost
 from .hlo import Module
-from .instructions import Computation, Instruction, Shape, total_bytes
+from .instructions import Instruction, Shape, total_bytes
 from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
+
+WITH_LOOPS = "after optimisation, one device, loops multiplied out"
+UNKNOWN_LENGTH = "those of unknown length once"
+BRANCHES = "of conditionals the largest branch"
+CUSTOM_CALLS = "custom calls of unknown cost"
+MAIN_MEMORY = "bytes of the main memory"
 
 # Above this number of kernel positions, they are not examined one by one, and padding counts.
 _MAX_POSITIONS = 1 << 22
+_MOST = 1 << 100  # larger figures may overflow
+_HOST = 5  # the memory space of the host in layouts, as XLA numbers it
+
+_ByName: TypeAlias = Mapping[str, Instruction]  # the instructions of a computation
 
 
 class Work(NamedTuple):
@@ -26,59 +38,110 @@ class Work(NamedTuple):
     bytes_accessed: int = 0
     int8_flops: int = 0
     fp8_flops: int = 0
+    host_bytes: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This plus ``times`` times the other."""
-        return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return Work(*[a + times * b for a, b in zip(self, other, strict=True)])
 
 
-def shapes_of(computation: Computation) -> dict[str, list[Shape]]:
-    """The arrays that each instruction makes."""
-    return {one.name: one.results for one in computation.instructions}
+def with_loops(cost: Cost, module: Module) -> Cost | None:
+    """XLA's estimate for a program, with loop bodies counted as often as they run.
+
+    This adds the work of loop bodies in all runs but the first. A slice of an array counts with its
+    own size, not that of the array. The name of the stage says what the figures leave open. For
+    TPUs, XLA also counts what stays in vector memory; here only bytes of main memory count. None if
+    the program is not understood.
+    """
+    if module.unread:
+        return None
+    once = executed = Work()
+    for name, parts in executed_work(module).items():
+        runs, own = module.runs[name], _sum(own for _, own in parts)
+        once, executed = once.plus(own, runs.listed), executed.plus(own, runs.least)
+    figures: dict[str, float | None] = {}
+    for name, more in executed.plus(once, -1)._asdict().items():
+        xla = getattr(cost, name)
+        figures[name] = None if xla is None else xla + min(more, _MOST)
+    counted_here = ["int8_flops", "fp8_flops", "host_bytes"]
+    if module.is_for_tpu and cost.bytes_accessed is not None:
+        counted_here.append("bytes_accessed")
+    figures |= {name: float(min(getattr(executed, name), _MOST)) for name in counted_here}
+    remarks = _remarks(module)
+    if CUSTOM_CALLS in remarks:
+        figures |= dict.fromkeys(("flops", "transcendentals"))
+    return dataclasses.replace(cost, **figures, stage=", ".join([WITH_LOOPS, *remarks]))
+
+
+def _remarks(module: Module) -> list[str]:
+    """What the figures leave open."""
+    remarks = {
+        MAIN_MEMORY: module.is_for_tpu,
+        UNKNOWN_LENGTH: any(one.name not in module.trip_counts for _, one in module.with_opcode("while")),
+        BRANCHES: bool(module.with_opcode("conditional")),
+        CUSTOM_CALLS: any(
+            "_custom_call" in one.rest and custom_work(one) is None
+            for _, one in module.with_opcode("custom-call")
+        ),
+    }
+    return [remark for remark, holds in remarks.items() if holds]
 
 
 def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
     """The instructions of each computation that runs, with their work in one run.
 
     Of the branches of a conditional, only that which does most is taken to run. What is applied to
-    elements, and the bytes of what is fused, are part of the work of their callers.
+    elements, and the bytes of what is fused, are part of the work of their callers. Instructions
+    that only name data have no work, and are left out.
     """
     found: dict[str, list[tuple[Instruction, Work]]] = {}
     inside: dict[str, Work] = {}  # what an application of a computation takes
     for name in module.callees_first or ():
         if name not in module.by_name:
             continue
-        computation, runs = module.by_name[name], module.runs[name]
-        shapes, found[name] = shapes_of(computation), []
-        for one in computation.instructions:
-            own = work_of(one, shapes, None if runs.is_fused else module)
-            count = applications(one, shapes)
-            for _, callee in one.calls() if count else ():
-                own = own.plus(inside.get(callee, Work()), count)
-            found[name].append((one, own))
+        by_name, runs = module.within[name], module.runs[name]
+        parts = []
+        for one in module.by_name[name].instructions:
+            if one.opcode in _NO_WORK:
+                continue
+            own = work_of(one, by_name, None if runs.is_fused else module)
+            if count := applications(one, by_name):
+                for _, callee in one.calls:
+                    own = own.plus(inside.get(callee, Work()), count)
+            parts.append((one, own))
         if runs.is_applied:
-            for _, own in found.pop(name):
-                inside[name] = inside.get(name, Work()).plus(own)
+            inside[name] = _sum(own for _, own in parts)
+        else:
+            found[name] = parts
     weights = {name: sum(sum(own) for _, own in parts) for name, parts in found.items()}
     taken = module.taken(weights)
     return {name: parts for name, parts in found.items() if name in taken}
 
 
-def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module | None) -> Work:
+def _sum(parts: Iterable[Work]) -> Work:
+    return Work(*map(sum, zip(Work(), *parts, strict=True)))
+
+
+def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
     """The work of an instruction itself, without the computations that it calls.
 
-    Without the module, bytes are not counted.
+    Args:
+      one: the instruction.
+      by_name: those of its computation.
+      module: the program; without it, bytes are not counted.
     """
     if one.opcode in _NO_WORK:
         return Work()
-    elements = _elements(shapes[one.name])
-    accessed = 0 if module is None else _bytes(one, shapes, module)
+    elements = _elements(one.results)
+    accessed = 0 if module is None else _bytes(one, by_name, module)
     if one.opcode in TRANSCENDENTAL:
         return Work(0, elements, accessed)
     if one.opcode in ELEMENTWISE:
         return Work(elements, 0, accessed)
+    if base(one.opcode) in _COPIES:
+        return Work(bytes_accessed=accessed, host_bytes=_host_bytes(one, by_name))
     if one.opcode in ("all-reduce", "all-reduce-start"):
-        return Work(sum(math.prod(shape.dims) for shape in shapes[one.name]), 0, accessed)
+        return Work(sum(math.prod(shape.dims) for shape in one.results), 0, accessed)
     if one.opcode == "sort":
         return Work(elements * max(elements - 1, 0).bit_length(), 0, accessed)
     if one.opcode == "fft":
@@ -87,26 +150,27 @@ def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module 
         return Work(8 * elements * steps, 0, accessed)
     if one.opcode == "custom-call" and (estimate := custom_work(one)) is not None:
         return estimate
-    flops = _product_flops(one, shapes)
-    inputs = {shapes[name][0].dtype for name in one.operand_names[:2]} if flops else set()
+    flops = _product_flops(one, by_name)
+    inputs = {by_name[name].results[0].dtype for name in one.operand_names[:2]} if flops else set()
     int8, fp8 = (bool(inputs) and all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
     return Work(flops, 0, accessed, flops * int8, flops * fp8)
 
 
+_COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
-def applications(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
+def applications(one: Instruction, by_name: _ByName) -> int:
     """How often an instruction applies a computation to elements, as a reduction does."""
     if one.opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return 0
-    result = _elements(shapes[one.name])
-    operands = [_elements(shapes.get(name, [])) for name in one.operand_names] or [0]
+    result = _elements(one.results)
+    operands = [_elements(_made(by_name, name)) for name in one.operand_names] or [0]
     if one.opcode == "reduce":
         return max(operands[0] - result, 0)
     if one.opcode == "reduce-window":
-        sizes, dims = _window(one).get("size", [1]), shapes[one.name][0].dims
+        sizes, dims = _window(one).get("size", [1]), one.results[0].dims
         # Windows that cover all elements at any position: a reduction whose result is repeated.
         if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, dims, strict=False)):
             return operands[0]
@@ -130,12 +194,12 @@ def _elements(shapes: Sequence[Shape]) -> int:
     return math.prod(shapes[0].dims) if shapes else 0
 
 
-def _product_flops(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
+def _product_flops(one: Instruction, by_name: _ByName) -> int:
     """2·m·k·n for a matrix product, likewise for a convolution, 0 for everything else."""
     if one.opcode not in ("dot", "ragged-dot", "convolution", "custom-call"):
         return 0
-    operands = [shapes.get(name, []) for name in one.operand_names[:2]]
-    results = shapes[one.name]
+    operands = [_made(by_name, name) for name in one.operand_names[:2]]
+    results = one.results
     if len(operands) < 2 or not results or not all(operands):
         return 0
     lhs, rhs, result = operands[0][0].dims, operands[1][0].dims, results[0].dims
@@ -200,53 +264,74 @@ def _window(one: Instruction) -> dict[str, list[int]]:
     }
 
 
-def _bytes(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) -> int:
+def _made(by_name: _ByName, name: str) -> Sequence[Shape]:
+    """The arrays that an instruction makes; none for one that damaged text lacks."""
+    return by_name[name].results if name in by_name else ()
+
+
+def _host_bytes(one: Instruction, by_name: _ByName) -> int:
+    """The bytes that a copy moves between device and host."""
+    operands = [_made(by_name, name) for name in one.operand_names]
+    if one.opcode.endswith(("-done", "-update")) or not operands:
+        return 0
+    read, written, moved = operands[0], one.results, one.results
+    if base(one.opcode) == "dynamic-update-slice" and len(operands) > 1:
+        written, read, *_ = operands
+        moved = read
+    return total_bytes(moved) * (_is_on_host(read) != _is_on_host(written))
+
+
+def _is_on_host(shapes: Sequence[Shape]) -> bool:
+    return any(shape.memory_space == _HOST for shape in shapes)
+
+
+def _bytes(one: Instruction, by_name: _ByName, module: Module) -> int:
     """The bytes that one operation reads and writes; for TPUs, those of the main memory."""
-    if one.opcode in {*FREE, "async-start"} or one.opcode.endswith(("-done", "-update")):
+    if one.opcode.endswith(("-done", "-update")):
         return 0
     total = 0
-    for index, name in enumerate(one.operand_names):
-        size = _counted(shapes.get(name, []), module)
-        total += size and _least(size, _read(one, index, shapes, module))
-    written = _written(one, shapes, module) if base(one.opcode) != "send" else {}
+    for name, part in zip(one.operand_names, _read(one, module), strict=True):
+        total += _least(_counted(_made(by_name, name), module), part)
+    written = _written(one, by_name, module) if base(one.opcode) != "send" else []
     return total + sum(_least(_counted([shape], module), part) for shape, part in written)
 
 
 def _counted(shapes: Iterable[Shape], module: Module) -> int:
-    return sum(shape.bytes for shape in shapes if not (module.is_for_tpu and shape.memory_space))
+    return sum([s.bytes for s in shapes if not (s.memory_space and module.is_for_tpu)])
 
 
 def _least(size: int, part: int | None) -> int:
     return size if part is None else min(size, part)
 
 
-def _read(
-    one: Instruction, index: int, shapes: Mapping[str, list[Shape]], module: Module
-) -> int | None:
-    """The bytes that an operation reads of an operand; None for all of it."""
-    opcode = base(one.opcode)
+def _read(one: Instruction, module: Module) -> list[int | None]:
+    """The bytes that an operation reads of each operand; None for all of it."""
+    opcode, count = base(one.opcode), len(one.operand_names)
     if opcode in SLICES:
-        return 0 if index else total_bytes(shapes[one.name])
+        return [total_bytes(one.results), *[0] * (count - 1)][:count]
     if opcode == "dynamic-update-slice":
-        return None if index == 1 else 0
+        return [0, None, *[0] * (count - 2)][:count]
     callee = module.fused(one)
     if callee is None:
-        return None
-    own, total = shapes_of(callee), 0
-    views = {user.name for user in callee.instructions if user.number == index}
+        return [None] * count
+    parts: dict[int, int | None] = dict.fromkeys(range(count), 0)
+    views: dict[str, int] = {}  # the operand whose bytes an instruction has
     for user in callee.instructions:
-        for place, name in enumerate(user.operand_names):
-            if name not in views:
-                continue
-            if user.is_root and _is_view(user, module):
-                return None
-            if _is_view(user, module):
-                views.add(user.name)
-            elif (part := _read(user, place, own, module)) is None:
-                return None
-            else:
-                total += part
-    return total
+        if user.opcode == "parameter" and user.number is not None:
+            views[user.name] = user.number
+            continue
+        of = [(at, views[name]) for at, name in enumerate(user.operand_names) if name in views]
+        if not of:
+            continue
+        is_view = user.opcode in ("bitcast", "fusion") and _is_view(user, module)
+        if is_view and not user.is_root:
+            views[user.name] = of[0][1]
+            continue
+        read = [None] * len(user.operand_names) if is_view else _read(user, module)
+        for at, operand in of:
+            known, more = parts.get(operand), read[at]
+            parts[operand] = None if known is None or more is None else known + more
+    return [parts[operand] for operand in range(count)]
 
 
 def _is_view(one: Instruction, module: Module) -> bool:
@@ -259,20 +344,20 @@ def _is_view(one: Instruction, module: Module) -> bool:
 
 
 def _written(
-    one: Instruction, shapes: Mapping[str, list[Shape]], module: Module
+    one: Instruction, by_name: _ByName, module: Module
 ) -> list[tuple[Shape, int | None]]:
     """The arrays that an operation makes, each with the bytes that it writes; None for all."""
-    results, names = shapes[one.name], one.operand_names
+    names = one.operand_names
     parts: list[int | None] = []
     if one.opcode == "dynamic-update-slice" and len(names) > 1:
-        parts = [total_bytes(shapes.get(names[1], []))]
+        parts = [total_bytes(_made(by_name, names[1]))]
     elif callee := module.fused(one):
-        own, by_name = shapes_of(callee), {inner.name: inner for inner in callee.instructions}
-        for root in (inner for inner in callee.instructions if inner.is_root):
-            for name in root.operand_names if root.opcode == "tuple" else [root.name]:
-                made = by_name.get(name)
-                while made is not None and made.opcode == "bitcast":
-                    made = by_name.get(made.operand_names[0])
-                some = [] if made is None else _written(made, own, module)
-                parts += [part for _, part in some] or [None]
-    return list(zip(results, parts or [None] * len(results), strict=False))
+        inner, root = module.within[callee.name], module.roots.get(callee.name)
+        names = () if root is None else root.operand_names if root.opcode == "tuple" else (root.name,)
+        for name in names:
+            made = inner.get(name)
+            while made is not None and made.opcode == "bitcast":
+                made = inner.get(made.operand_names[0])
+            some = [] if made is None else _written(made, inner, module)
+            parts += [part for _, part in some] or [None]
+    return list(zip(one.results, parts or [None] * len(one.results), strict=False))

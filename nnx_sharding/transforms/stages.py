@@ -26,7 +26,7 @@ from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
-from ..analysis.loops import with_loops
+from ..analysis.work import with_loops
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
