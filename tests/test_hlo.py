@@ -165,7 +165,7 @@ def read_all(text):
             list(arrays(one.shape))
             assert all(isinstance(name, str) for name in one.operand_names)
             _ = one.attributes, one.operation, one.trip_count, one.replica_groups
-            _ = one.source_target_pairs, one.calls(), module.source(one)
+            _ = one.source_target_pairs, one.calls, module.source(one)
     _ = module.entry, module.num_devices
     for mesh in (None, {"data": 2, "model": 4}):
         str(collectives_of(module, mesh))

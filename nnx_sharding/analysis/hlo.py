@@ -153,6 +153,8 @@ class Module(Values):
         Args:
           weights: those of one run of computations, without what they call.
         """
+        if not self.with_opcode("conditional"):
+            return {*self.calls}
         sums = Counter(weights)
         largest: dict[str, str] = {}  # the branch that each conditional takes
         for name in self.callees_first or ():

@@ -134,7 +134,7 @@ class Instruction(_Written):
         cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
         return tuple(part for part in cleaned if part)
 
-    @functools.cached_property
+    @property
     def operand_names(self) -> tuple[str, ...]:
         """The names of the operands, without percent signs and shapes."""
         if simple := _SIMPLE.match(self.rest):  # as most are
@@ -229,7 +229,11 @@ class Instruction(_Written):
         """The computations that it runs, each after the attribute that names it."""
         if base(self.opcode) not in CALLERS:
             return []
-        named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
+        before, _, after = self.rest.partition('"')
+        if "%" in after or self.opcode == "custom-call":  # one may be named after a string
+            named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
+        else:
+            named = _CALL.findall(before)
         return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
 
 
@@ -258,6 +262,8 @@ def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
     depth = 0
     for match in _TOKEN.finditer(text, start):
         token = match[0]
+        if len(token) > 1:
+            continue
         if token in "([{":
             depth += 1
         elif token == closing and depth == 0:
@@ -282,8 +288,10 @@ _SENDS = re.compile(r'"has_communication"\s*:\s*true')
 _LOCAL = re.compile(r'custom_call_target="(?:tpu_custom_call|xla_\w*python_\w*callback)"')
 _CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
 _CALLS |= {"true_computation", "false_computation"}
+_CALL = re.compile(rf"\b({'|'.join(_CALLS)})=(\{{[^{{}}]*\}}|[^\s,{{}}]+)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/')
-_TOKEN = re.compile(rf"{_QUOTED.pattern}|[()\[\]{{}},]")
+_FLAT = rf'[(\[{{](?:[^"()\[\]{{}}/]|{_QUOTED.pattern})*+[)\]}}]'  # brackets without others in them
+_TOKEN = re.compile(rf"{_QUOTED.pattern}|{_FLAT}|[()\[\]{{}},]")
 _NAME = re.compile(r"([^\s,%]+)\s*(?:,|$)")
 _SIMPLE = re.compile(r'([^()\[\]{}"/]*)\)')
 _COMMENT = re.compile(r"/\*.*?\*/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,7 +93,7 @@ def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
 
     Of the branches of a conditional, only that which does most is taken to run. What is applied to
     elements, and the bytes of what is fused, are part of the work of their callers. Instructions
-    that only name data have no work, and are left out.
+    without work are left out.
     """
     found: dict[str, list[tuple[Instruction, Work]]] = {}
     inside: dict[str, Work] = {}  # what an application of a computation takes
@@ -108,7 +109,8 @@ def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
             if count := applications(one, by_name):
                 for _, callee in one.calls:
                     own = own.plus(inside.get(callee, Work()), count)
-            parts.append((one, own))
+            if any(own):
+                parts.append((one, own))
         if runs.is_applied:
             inside[name] = _sum(own for _, own in parts)
         else:
@@ -150,12 +152,15 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
         return Work(8 * elements * steps, 0, accessed)
     if one.opcode == "custom-call" and (estimate := custom_work(one)) is not None:
         return estimate
-    flops = _product_flops(one, by_name)
-    inputs = {by_name[name].results[0].dtype for name in one.operand_names[:2]} if flops else set()
-    int8, fp8 = (bool(inputs) and all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
+    flops = _product_flops(one, by_name) if one.opcode in _PRODUCTS else 0
+    if not flops:
+        return Work(0, 0, accessed)
+    inputs = {by_name[name].results[0].dtype for name in one.operand_names[:2]}
+    int8, fp8 = (all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
     return Work(flops, 0, accessed, flops * int8, flops * fp8)
 
 
+_PRODUCTS = {"convolution", "custom-call", "dot", "ragged-dot"}
 _COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
@@ -195,9 +200,7 @@ def _elements(shapes: Sequence[Shape]) -> int:
 
 
 def _product_flops(one: Instruction, by_name: _ByName) -> int:
-    """2·m·k·n for a matrix product, likewise for a convolution, 0 for everything else."""
-    if one.opcode not in ("dot", "ragged-dot", "convolution", "custom-call"):
-        return 0
+    """2·m·k·n for a matrix product, likewise for a convolution; 0 for other custom calls."""
     operands = [_made(by_name, name) for name in one.operand_names[:2]]
     results = one.results
     if len(operands) < 2 or not results or not all(operands):
@@ -290,7 +293,8 @@ def _bytes(one: Instruction, by_name: _ByName, module: Module) -> int:
     if one.opcode.endswith(("-done", "-update")):
         return 0
     total = 0
-    for name, part in zip(one.operand_names, _read(one, module), strict=True):
+    parts = _read(one, module) if base(one.opcode) in _READ_PARTS else itertools.repeat(None)
+    for name, part in zip(one.operand_names, parts, strict=False):
         total += _least(_counted(_made(by_name, name), module), part)
     written = _written(one, by_name, module) if base(one.opcode) != "send" else []
     return total + sum(_least(_counted([shape], module), part) for shape, part in written)
@@ -302,6 +306,9 @@ def _counted(shapes: Iterable[Shape], module: Module) -> int:
 
 def _least(size: int, part: int | None) -> int:
     return size if part is None else min(size, part)
+
+
+_READ_PARTS = SLICES | {"dynamic-update-slice", "fusion"}
 
 
 def _read(one: Instruction, module: Module) -> list[int | None]:
@@ -326,21 +333,21 @@ def _read(one: Instruction, module: Module) -> list[int | None]:
         is_view = user.opcode in ("bitcast", "fusion") and _is_view(user, module)
         if is_view and not user.is_root:
             views[user.name] = of[0][1]
-            continue
-        read = [None] * len(user.operand_names) if is_view else _read(user, module)
-        for at, operand in of:
-            known, more = parts.get(operand), read[at]
-            parts[operand] = None if known is None or more is None else known + more
+        elif is_view or base(user.opcode) not in _READ_PARTS:
+            parts |= dict.fromkeys([operand for _, operand in of])
+        else:
+            read = _read(user, module)
+            for at, operand in of:
+                known, more = parts.get(operand), read[at]
+                parts[operand] = None if known is None or more is None else known + more
     return [parts[operand] for operand in range(count)]
 
 
 def _is_view(one: Instruction, module: Module) -> bool:
     """Whether it gives the bytes of its operand another shape."""
     callee = module.fused(one)
-    return one.opcode == "bitcast" or (
-        callee is not None
-        and all(inner.opcode in ("parameter", "bitcast") for inner in callee.instructions)
-    )
+    codes = {inner.opcode for inner in callee.instructions} if callee else {one.opcode}
+    return codes <= {"parameter", "bitcast"}
 
 
 def _written(
