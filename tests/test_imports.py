@@ -48,8 +48,6 @@ def imported(name: str, path: Path) -> Iterator[str]:
 
 
 IMPORTS = {name: set(imported(name, path)) - {name} for name, path in FILES.items()}
-# `Compiled.report()` imports it when it is called.
-IMPORTS["nnx_sharding.transforms.stages"].remove("nnx_sharding.report.program")
 # The package itself names everything.
 del IMPORTS["nnx_sharding"]
 

@@ -310,7 +310,9 @@ def _collective(
     if kind == "ragged-all-to-all":
         larger = total_bytes(_made(computation, instruction.operand_names[:1])) or larger
     if kind == "all-reduce" and runs.is_fused and size > 1:
-        parts = [s for one in computation.instructions if one.is_root for s in arrays(one.shape)]
+        parts = tuple(
+            s for one in computation.instructions if one.is_root for s in arrays(one.shape)
+        )
         # A fusion that sums and keeps each device's part is a reduce-scatter.
         if total_bytes(parts) * size == larger:
             kind, results = "reduce-scatter", parts

@@ -260,9 +260,7 @@ def parse(text: str) -> Module:
 
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
 # as `{1,0:T(8,128)}`, where no parenthesis follows a word after a space.
-_INSTRUCTION = re.compile(
-    r"\s*(ROOT\s+)?%?(\S+) = ([^\s(]\S*|\S.*?)\s([a-z][a-z0-9\-]*)\((.*)"
-)
+_INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = ([^\s(]\S*|\S.*?)\s([a-z][a-z0-9\-]*)\((.*)")
 _LONGEST = 1 << 18  # of an instruction of several lines; more are in damaged text
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")

@@ -1,4 +1,4 @@
-"""What a program computes, reads and writes, counted as XLA does, but loops as often as they run."""
+"""What a program computes, reads and writes: counted as XLA does, but with all runs of loops."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def _remarks(module: Module) -> list[str]:
     """What the figures leave open."""
     remarks = {
         MAIN_MEMORY: module.is_for_tpu,
-        UNKNOWN_LENGTH: any(one.name not in module.trip_counts for _, one in module.with_opcode("while")),
+        UNKNOWN_LENGTH: any(
+            one.name not in module.trip_counts for _, one in module.with_opcode("while")
+        ),
         BRANCHES: bool(module.with_opcode("conditional")),
         CUSTOM_CALLS: any(
             "_custom_call" in one.rest and custom_work(one) is None
@@ -277,7 +279,9 @@ def _host_bytes(one: Instruction, by_name: _ByName) -> int:
     operands = [_made(by_name, name) for name in one.operand_names]
     if one.opcode.endswith(("-done", "-update")) or not operands:
         return 0
-    read, written, moved = operands[0], one.results, one.results
+    read = operands[0]
+    written: Sequence[Shape] = one.results
+    moved = written
     if base(one.opcode) == "dynamic-update-slice" and len(operands) > 1:
         written, read, *_ = operands
         moved = read
@@ -311,7 +315,7 @@ def _least(size: int, part: int | None) -> int:
 _READ_PARTS = SLICES | {"dynamic-update-slice", "fusion"}
 
 
-def _read(one: Instruction, module: Module) -> list[int | None]:
+def _read(one: Instruction, module: Module) -> Sequence[int | None]:
     """The bytes that an operation reads of each operand; None for all of it."""
     opcode, count = base(one.opcode), len(one.operand_names)
     if opcode in SLICES:
@@ -350,9 +354,7 @@ def _is_view(one: Instruction, module: Module) -> bool:
     return codes <= {"parameter", "bitcast"}
 
 
-def _written(
-    one: Instruction, by_name: _ByName, module: Module
-) -> list[tuple[Shape, int | None]]:
+def _written(one: Instruction, by_name: _ByName, module: Module) -> list[tuple[Shape, int | None]]:
     """The arrays that an operation makes, each with the bytes that it writes; None for all."""
     names = one.operand_names
     parts: list[int | None] = []
@@ -360,7 +362,9 @@ def _written(
         parts = [total_bytes(_made(by_name, names[1]))]
     elif callee := module.fused(one):
         inner, root = module.within[callee.name], module.roots.get(callee.name)
-        names = () if root is None else root.operand_names if root.opcode == "tuple" else (root.name,)
+        names = (
+            () if root is None else root.operand_names if root.opcode == "tuple" else (root.name,)
+        )
         for name in names:
             made = inner.get(name)
             while made is not None and made.opcode == "bitcast":

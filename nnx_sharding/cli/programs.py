@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from ..analysis.hardware import hardware_of
+from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
@@ -23,7 +24,6 @@ from ..planning.plan import Plan, plan
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import attempt
 from ..report.page import write_html
-from ..report.program import ProgramReport
 from ..report.strategies import compare
 from ..specs.fitting import suggestion
 from ..transforms.jit import jit

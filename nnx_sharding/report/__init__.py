@@ -1,9 +1,9 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
+from ..analysis.program import ProgramReport
 from .activation_checks import check_activations
 from .changes import diff
 from .comparison import Comparison
-from .program import ProgramReport
 from .sharding import check_sharding
 from .strategies import Strategy, compare
 

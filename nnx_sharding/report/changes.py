@@ -10,10 +10,10 @@ from typing import Any, Literal, Self, TypeAlias
 from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow, spec_text
+from ..analysis.program import ProgramReport
 from ..analysis.tables import Pictured, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_text
 from .comparison import Comparison, Failure, Source, load
-from .program import ProgramReport
 
 Part: TypeAlias = Literal[
     "program", "memory", "cost", "roofline", "collective", "module", "parameter"

@@ -13,10 +13,10 @@ from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import parse
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, read
+from ..analysis.program import ProgramReport
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_listed
-from .program import ProgramReport
 
 Column: TypeAlias = Literal["peak", "arguments", "bytes_sent", "flops", "roofline", "planning"]
 Source: TypeAlias = "ProgramReport | Comparison | dict[str, Any] | str | os.PathLike[str]"

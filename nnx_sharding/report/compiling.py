@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from .._version import __version__
 from ..analysis.hardware import Hardware
 from ..analysis.meshes import MeshDescription
+from ..analysis.program import ProgramReport
 from ..diagnostics.progress import progress
 from ..transforms.stages import Lowered
 from .comparison import Comparison, Failure
 from .compiler_process import CompilerProcess, Devices
-from .program import ProgramReport
 
 T = TypeVar("T")
 Lower: TypeAlias = Callable[[], tuple[Lowered, Mesh | None]]

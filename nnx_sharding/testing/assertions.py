@@ -18,8 +18,8 @@ from ..analysis.activation_table import ActivationRow
 from ..analysis.collectives import Collective, Collectives, Kind
 from ..analysis.hlo import parse
 from ..analysis.parameters import ParameterRow, parameter_table, spec_axes, spec_text
+from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
-from ..report.program import ProgramReport
 from ..report.sharding import check_sharding, is_replicated
 from ..specs.fitting import suggestion
 from ..specs.state_sharding import StateSharding

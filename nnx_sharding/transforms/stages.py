@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -26,12 +26,13 @@ from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
-from ..analysis.work import with_loops
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
+from ..analysis.program import ProgramReport, describe
 from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.work import with_loops
 from ..core.call import failed, guarded, run
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained, raise_instead, raise_misfit
@@ -46,9 +47,6 @@ from ..diagnostics.progress import progress
 from ..errors import message, see
 from .lifted_function import LiftedFunction
 from .module_memory import CompileWith, Dumped, dumped, is_out_of_memory, out_of_memory
-
-if TYPE_CHECKING:
-    from ..report.program import ProgramReport
 
 S = TypeVar("S", bound="Stage")
 
@@ -481,9 +479,6 @@ class Compiled(Stage):
 
     @functools.cached_property
     def _report(self) -> ProgramReport:
-        # Imported here, as the only module that is further up.
-        from ..report.program import describe
-
         return describe(self, self._plan.fun_name, self._stage.as_text())
 
     def roofline(self, hardware: Hardware | str) -> Roofline:

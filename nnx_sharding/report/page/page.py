@@ -12,9 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ...analysis.program import ProgramReport
 from ..changes import Changes
 from ..comparison import Comparison, load
-from ..program import ProgramReport
 
 # In the order of use; `main` runs at the end.
 _SCRIPT = (

@@ -12,18 +12,18 @@ import jax
 from jax.sharding import Sharding
 
 from .._version import __version__
-from ..analysis.activation_table import ActivationRow, activations_table
-from ..analysis.by_module import ModuleTable
-from ..analysis.collectives import Collectives, axes_text
-from ..analysis.cost import Cost
-from ..analysis.hardware import HARDWARE, Hardware
-from ..analysis.json_codec import JsonForm
-from ..analysis.memory import Memory
-from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterRow, mesh_of, rows_table
-from ..analysis.roofline import Roofline, roofline_of
-from ..analysis.tables import axis_styles, table, text
-from ..analysis.units import bytes_text, time_text
+from .activation_table import ActivationRow, activations_table
+from .by_module import ModuleTable
+from .collectives import Collectives, axes_text
+from .cost import Cost
+from .hardware import HARDWARE, Hardware
+from .json_codec import JsonForm
+from .memory import Memory
+from .meshes import MeshDescription
+from .parameters import ParameterRow, mesh_of, rows_table
+from .roofline import Roofline, roofline_of
+from .tables import axis_styles, table, text
+from .units import bytes_text, time_text
 
 
 @dataclasses.dataclass(frozen=True)
