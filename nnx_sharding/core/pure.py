@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -39,6 +39,22 @@ from .targets import Target, target
 from .trace_checks import check_captured, check_donated, check_objects, check_output
 from .transform import Sharded, Transform
 from .unflatten import Built, assemble, kept_places, node_changes, restore, unflatten
+
+R = TypeVar("R")
+
+
+def on_one_chunk(function: Callable[..., R], *args: Any) -> R:
+    """Calls a function with room for its calls in one chunk of Python's stack.
+
+    CPython before 3.13.13 maps and unmaps memory at each call that crosses the end of a 16 KiB
+    chunk (https://github.com/python/cpython/issues/142183). Traces are deep enough to make such
+    calls in their loops, which can take half of their time.
+    """
+    return function(*args)
+
+
+# This frame takes half of a chunk of 256 KiB; those of about 800 further calls take the rest.
+on_one_chunk.__code__ = on_one_chunk.__code__.replace(co_stacksize=1 << 14)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -129,7 +145,7 @@ class Pure:
                 forget = caller.observer.traced(self, caller.fun, leaves, nested=caller.nested)
             try:
                 with called_by(None):
-                    return self._call(caller, leaves)
+                    return on_one_chunk(self._call, caller, leaves)
             except BaseException:
                 if forget is not None:
                     forget()
