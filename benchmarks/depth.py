@@ -1,7 +1,8 @@
 """What depth costs: ``python -m benchmarks.depth``.
 
 A transformer of pre-norm blocks with dropout, as a list of blocks and as a ``Stack``, against the
-same model by hand in plain JAX: time to trace, lower and compile, memory, dispatch.
+same model by hand in plain JAX: time to trace, lower and compile, memory, dispatch; and the time
+to trace nested transforms, against Flax's.
 """
 
 from __future__ import annotations
@@ -181,6 +182,61 @@ def compiling(depths: list[int], repeats: int) -> None:
             )
 
 
+def nestings(blocks: int) -> dict[str, Callable[[Any], tuple[Callable[..., Any], Any]]]:
+    """By name, what makes a loss with transforms of a library, and its model."""
+
+    def scanned(library: Any) -> tuple[Callable[..., Any], Any]:
+        make = nnx.split_rngs(splits=blocks)(nnx.vmap(lambda rngs: Block(rngs=rngs)))
+
+        def apply(model: Block, x: jax.Array) -> jax.Array:
+            axes = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+            return library.scan(lambda block, x: block(x), **axes)(model, x).mean()  # type: ignore[no-any-return]
+
+        return apply, make(nnx.Rngs(0))
+
+    def recomputed(library: Any) -> tuple[Callable[..., Any], Any]:
+        def apply(model: Deep, x: jax.Array) -> jax.Array:
+            for block in model.blocks:
+                x = library.remat(lambda block, x: block(x))(block, x)
+            return x.mean()
+
+        return apply, Deep(blocks, stacked=False)
+
+    def of_gradient(make: Any) -> Callable[[Any], tuple[Callable[..., Any], Any]]:
+        def made(library: Any) -> tuple[Callable[..., Any], Any]:
+            apply, model = make(library)
+            return lambda model, x: library.value_and_grad(apply)(model, x), model
+
+        return made
+
+    return {
+        "scan": scanned,
+        "value_and_grad of scan": of_gradient(scanned),
+        "remat": recomputed,
+        "value_and_grad of remat": of_gradient(recomputed),
+    }
+
+
+def tracing(blocks: int, repeats: int) -> None:
+    print(
+        f"\nmilliseconds of CPU to trace {blocks} blocks in jit (median of {repeats}): "
+        "nnx, nnx_sharding, ratio"
+    )
+    x = jnp.ones((BATCH, LENGTH, FEATURES))
+    for name, make in nestings(blocks).items():
+        found: dict[Any, list[float]] = {nnx: [], ns: []}
+        for _ in range(repeats + 1):
+            for library, times in found.items():
+                fun, model = make(library)
+                step = library.jit(fun)
+                gc.collect()
+                start = time.process_time()
+                step.trace(model, x)
+                times.append(time.process_time() - start)
+        theirs, ours = (statistics.median(times[1:]) * 1e3 for times in found.values())
+        print(f"  {name:<36} {theirs:>8.0f} {ours:>8.0f}   {ours / theirs:.2f}", flush=True)
+
+
 def memory(blocks: int) -> None:
     print(f"\nbytes of a training step of {blocks} blocks: arguments, temporaries")
     for name, (step, make) in ways(blocks).items():
@@ -215,6 +271,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 64])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    tracing(32, options.repeats)
     live(24)
     memory(24)
     compiling(options.depths, options.repeats)

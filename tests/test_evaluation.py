@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.checkify import JaxRuntimeError, check, float_checks, user_checks
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
@@ -83,6 +83,20 @@ def test_jaxpr_as_jax(modes):
     w, x = nnx.Param(jnp.ones(3)), jnp.ones(3)
     expected = str(jax.make_jaxpr(twice)(w.get_value(), x))
     assert str(make_jaxpr(lambda w, x: twice(w[...], x), **modes)(w, x)) == expected
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_jaxpr_on_a_mesh_as_jax(kind):
+    def scaled(w, x):
+        return jnp.sin(w) * x
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        w, x = (jax.device_put(jnp.ones(8), NamedSharding(mesh, P(a))) for a in ("data", None))
+        expected = jax.make_jaxpr(scaled)(w, x)
+        ours = make_jaxpr(lambda w, x: scaled(w[...], x))(nnx.Param(w), x)
+    assert str(ours) == str(expected) and ours.out_avals == expected.out_avals
+    assert ("@data" in str(ours)) == (kind is AxisType.Explicit)
 
 
 def test_jaxpr_of_changes_methods_and_static_arguments():

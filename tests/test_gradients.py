@@ -756,8 +756,10 @@ class OwnOptionsTest(parameterized.TestCase):
 
 
 class ShardedTest(parameterized.TestCase):
-    @parameterized.parameters("auto", "explicit")
-    def test_gradients_have_the_shardings_of_parameters(self, kind):
+    @parameterized.product(
+        kind=["auto", "explicit"], which=[0, nnx.DiffState(0, nnx.PathContains("kernel"))]
+    )
+    def test_gradients_have_the_shardings_of_parameters(self, kind, which):
         mesh = mesh_of((4, 2), ("data", "model"), kind)
         model, specs = MLP(), {"up": P(None, "model"), "down": P("model", None)}
         for name, spec in specs.items():
@@ -774,11 +776,11 @@ class ShardedTest(parameterized.TestCase):
 
         with jax.set_mesh(mesh):
             for transform in (lambda fun: fun, functools.partial(nnx_sharding.jit, **FULL)):
-                grads = transform(OURS.grad(loss))(model, x)
+                grads = transform(OURS.grad(loss, argnums=which))(model, x)
                 for name, spec in specs.items():
                     array = grads[name]["kernel"][...]
                     assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-        expected = OURS.grad(square)(MLP(), X)
+        expected = FLAX.grad(square, argnums=which)(MLP(), X)
         assert_same(jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, expected), rtol=1e-5)
 
     def test_in_shard_map_as_jax(self):

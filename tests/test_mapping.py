@@ -12,6 +12,8 @@ import pytest
 from absl.testing import parameterized
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import snapshot
@@ -858,3 +860,35 @@ class ErrorTest(parameterized.TestCase):
     def test_results_that_are_not_arrays(self):
         with pytest.raises(TypeError, match=r"vmap: .*\n  output\[1\]: 'a'"):
             nnx_sharding.vmap(lambda x: (x, "a"))(X)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_names_of_axes_on_a_mesh(kind):
+    names = {"transform_metadata": {nnx.PARTITION_NAME: "data"}}
+    spec = P() if kind is AxisType.Explicit else None
+
+    def run(t):
+        def make(key):
+            metadata = {"out_sharding": (None, "model")}
+            rngs = nnx.Rngs(key)
+            return nnx.Linear(4, 4, use_bias=False, kernel_metadata=metadata, rngs=rngs)
+
+        def step(x, layer):
+            kernel = layer.kernel[...]
+            seen.append((layer.kernel.get_metadata()["out_sharding"], jax.typeof(kernel)))
+            layer.kernel[...] = 2 * kernel
+            return jnp.matmul(x, kernel, out_sharding=spec)
+
+        seen = []
+        layers = nnx.jit(t.vmap(make, **names))(KEYS[:2])
+        out = nnx.jit(t.scan(step, in_axes=(t.Carry, 0), out_axes=t.Carry, **names))(X, layers)
+        assert layers.kernel.get_metadata()["out_sharding"] == ("data", None, "model")
+        assert layers.kernel[...].sharding.spec == P(None, None, "model")
+        assert seen[0] == seen[-1] and seen[0][0] == (None, "model")
+        return (out, nnx.state(layers)), seen[0]
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        (ours, own), (theirs, expected) = run(OURS), run(FLAX)
+    assert_same(ours, theirs, rtol=1e-6)
+    assert own == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import resource
 import threading
 import weakref
 
@@ -376,3 +377,30 @@ class TestNoWarnings:
         for _ in range(6):
             f(1.0)
             f.clear_cache()
+
+
+def at_depth(depth, call):
+    return call() if depth == 0 else at_depth(depth - 1, call)
+
+
+def test_calls_of_a_trace_cross_no_end_of_a_chunk_of_the_stack():
+    def faults(depth):
+        def calls():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(500):
+                at_depth(3, float)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        return at_depth(depth, calls)
+
+    def most(each):
+        return max(map(each, range(0, 160, 4)))
+
+    def traced(depth):
+        found = []
+        jit(lambda: found.append(faults(depth)))()
+        return found[0]
+
+    if most(faults) < 400:
+        pytest.skip("this Python keeps a chunk that it has left")
+    assert most(traced) < 100
