@@ -339,6 +339,8 @@ class CustomVjp(_CustomFunction[P, R]):
           bwd: is called with the arguments in ``nondiff_argnums``, the residuals and the cotangent
             of the output. Returns a tuple with the cotangent of each other argument, or None for
             zeros.
+
+        There is no ``symbolic_zeros``: cotangents are arrays, since Variables cannot hold others.
         """
         self._rules = fwd, bwd
 
@@ -354,6 +356,9 @@ class CustomJvp(_CustomFunction[P, R]):
             tuple of their tangents, in which modules have tangents in place of their arrays.
             Returns the output and its tangent. What it changes in the arguments is changed, as by
             the function; what it leaves in their tangents is the tangent of that.
+
+        There is no ``symbolic_zeros``, as for :func:`custom_vjp`, and no ``defjvps``: rules for
+        single arguments could not say what becomes of the tangents of changed Variables.
         """
         self._rules = (rule,)
         return rule
