@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import errors, export, jit, planning
+from module_programs import LAYERS, ROWS, WIDTH, Mlp
+from nnx_sharding import errors, export, jit, planning, value_and_grad
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import planning_mesh
 from nnx_sharding.report import Comparison, Strategy, compare
@@ -143,6 +144,26 @@ def test_plan():
     assert (report.device_kind, report.num_devices) == ("TPU v5 lite", 8)
     assert report.roofline.hardware == "TPU v5e"
     assert report.memory.arguments == 128 * 128 * 2 + 2 * 128 * 2
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_flops_by_module_sum_to_the_total():
+    mesh = planning_mesh("v5e:2x2", {"data": 4})
+    fun = value_and_grad(lambda model, x: (model(x) ** 2).mean())
+    model = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    program = jit(fun, in_shardings=(P(), P("data")), mesh=mesh).lower(model, x).compile()
+    cost, roofline = program.cost(), program.roofline("TPU v5e")
+    table = program.by_module(hardware="TPU v5e")
+    assert table.total().flops == pytest.approx(cost.flops, rel=0.01)
+    assert table.total("model").flops >= 0.95 * cost.flops
+    # The gradient of the input is not needed.
+    product = 2 * ROWS // 4 * WIDTH * 4 * WIDTH
+    assert cost.flops >= (3 * 2 * LAYERS - 1) * product
+    # Modules run one after another: their times sum to that of the program or more.
+    assert roofline.seconds is not None
+    assert table.total().seconds >= 0.99 * roofline.seconds
 
 
 @needs_compiler
