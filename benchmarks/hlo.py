@@ -1,8 +1,8 @@
 """Measures how fast HLO text is read: ``python -m benchmarks.hlo [--megabytes N] [--file F]``.
 
 The text is that of a compiled training step of a transformer, repeated under other names; or of a
-file of your own. The time, of the CPU, is that of parsing, of all collectives with their axes, and of the cost
-with loops.
+file of your own. The time (of the CPU) is that of parsing, of all collectives with their axes, and
+of the cost with loops.
 """
 
 from __future__ import annotations
