@@ -184,10 +184,13 @@ class Scope:
         batch = self._pure.batch_axes
         named = (batch if source.gather is True else source.gather or () for source in sources)
         axes = self._axes.intersection(axis for axes in named for axis in axes)
+        # Over the stages of a pipeline, layers are sharded, but not what is in them.
+        every = (x.schedule for source in sources for x in source.shardings)
+        inside = self._axes - axes - {schedule.axis for schedule in every if schedule}
         for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
             value, pair = _compat.get_value(variable), self._declared_for(variable)
             if pair is not None and isinstance(value, jax.Array):
-                shape, kept = jax.typeof(value).shape, only_axes(pair[0], self._axes - axes)
+                shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
                 entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
                 is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
                 specs[own_path] = with_entries(kept, entries), shape, is_gathered
@@ -229,6 +232,8 @@ class Scope:
         if chosen.input is not None and args:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
         call = with_right_gradient(frame.module, call, self._pure.batch_axes)
+        if chosen.schedule is not None and self._mesh is not None:
+            call = chosen.schedule.of(frame.module, self._mesh, self._pure.batch_axes)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None

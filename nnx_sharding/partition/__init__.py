@@ -6,6 +6,7 @@ from .init import abstract_init, sharded_init
 from .logical import LogicalRules, from_logical, from_metadata
 from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
+from .pipelining import idle_share, pipeline
 from .rules import from_arrays, from_rules, override
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
@@ -21,9 +22,11 @@ __all__ = [
     "from_metadata",
     "from_rules",
     "fsdp",
+    "idle_share",
     "make_mesh",
     "optimizer_sharding",
     "override",
+    "pipeline",
     "planning_mesh",
     "replicated",
     "reshard",

@@ -34,6 +34,7 @@ class InOutSharding:
         and the modules that hold it run as they are written, for a method that uses
         ``out_sharding`` itself. By default, they are Auto where a strategy infers shardings, and
         in a layer with an ``output``.
+      schedule: what strategies such as ``pipeline`` call in place of the method.
 
     """
 
@@ -42,6 +43,7 @@ class InOutSharding:
     input: Any = None
     method: str = "__call__"
     axis_types: AxisType | None = None
+    schedule: Any = None
 
     def __post_init__(self) -> None:
         if self.axis_types not in (None, AxisType.Auto, AxisType.Explicit):
@@ -63,13 +65,14 @@ class InOutSharding:
         return tuple(jax.tree_util.tree_leaves(prefixes, is_leaf=is_activation_spec))
 
     def __hash__(self) -> int:
-        return hash((self._leaves, self.method, self.axis_types))
+        return hash((self._leaves, self.method, self.axis_types, self.schedule))
 
     def __repr__(self) -> str:
         given = [] if self.output is None else [repr(self.output)]
         given += [] if self.input is None else [f"input={self.input!r}"]
         given += [] if self.method == "__call__" else [f"method={self.method!r}"]
         given += [f"axis_types=AxisType.{self.axis_types.name}"] if self.axis_types else []
+        given += [f"schedule={self.schedule!r}"] if self.schedule else []
         return f"InOutSharding({', '.join(given)})"
 
 

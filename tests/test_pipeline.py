@@ -1,0 +1,228 @@
+"""``pipeline``: the numbers of a stack that is called with each microbatch in turn."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import grad, jit, stack, value_and_grad
+from nnx_sharding.partition import fsdp, idle_share, pipeline, tensor_parallel
+from nnx_sharding.report import compare
+
+STAGES = AbstractMesh((4,), ("stage",))
+
+
+class Block(nnx.Module):
+    def __init__(self, features: int, *, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(features, rngs=rngs)
+        self.up = nnx.Linear(features, 2 * features, rngs=rngs)
+        self.down = nnx.Linear(2 * features, features, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, scale=1.0):
+        return x + scale * self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+class Model(nnx.Module):
+    def __init__(self, length: int, remat: object = False):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Linear(4, 16, rngs=rngs)
+        self.blocks = stack(Block, length, 16, remat=remat, rngs=rngs)
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.blocks(self.embed(x), scale=jnp.float32(0.5)))
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+def loss_of_microbatches(count, model, x):
+    h = model.embed(x)
+    parts = [model.blocks(h[i::count], scale=jnp.float32(0.5)) for i in range(count)]
+    return (model.head(jnp.stack(parts, 1).reshape(h.shape)) ** 2).mean()
+
+
+def gradients(fun, **options):
+    return jit(lambda model, x: value_and_grad(fun, wrt=nnx.Param)(model, x), **options)
+
+
+def numbers(tree):
+    leaves = jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    data = (jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key, strict=True))
+    return [*map(np.asarray, data)]
+
+
+def run(stages, microbatches, repeats, remat=False, base=None, kind=AxisType.Auto):
+    """Checks a step against one without a pipeline; returns the collectives of the program."""
+    model = Model(max(4, stages * repeats), remat)
+    like, x = nnx.clone(model), jax.random.normal(jax.random.key(1), (32, 4))
+    names = ("stage",) if base is None else ("stage", "data", "model")
+    mesh = jax.make_mesh((stages, 2, 2)[: len(names)], names, axis_types=(kind,) * len(names))
+    options = {"mesh": mesh, "microbatches": microbatches, "repeats": repeats}
+    sharding = pipeline(model, base=base and base(model, mesh=mesh), **options)
+    step = gradients(loss, mesh=mesh, in_shardings=(sharding, P("data") if base else P()))
+    compiled = step.lower(model, x).compile()
+    found = step(model, x)
+    expected = gradients(functools.partial(loss_of_microbatches, microbatches))(like, x)
+    for a, b in [(found, expected), (model, like)]:
+        for one, other in zip(numbers(a), numbers(b), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+    return compiled.collectives()
+
+
+def permutes(collectives):
+    return [each for each in collectives if each.kind == "collective-permute"]
+
+
+def test_a_step_on_two_stages_is_that_of_one_device_with_two_permutes_in_a_tick():
+    sent = permutes(run(2, 4, 1))
+    assert [each.axes for each in sent] == [("stage",)] * 2  # forward and backward
+    ticks = 1 * 4 + 2 - 1
+    assert [each.times for each in sent] == [ticks] * 2
+    rows, features, size = 32 // 4, 16, 4
+    assert [each.bytes for each in sent] == [rows * features * size] * 2
+    assert idle_share(2, 4) == (ticks - 4) / ticks
+
+
+def _drawn():
+    grid = itertools.product((2, 4), (1, 2, 4), (1, 2), (False, True))
+    cases = [(s, s * m, r, remat) for s, m, r, remat in grid]
+    return random.Random(0).sample(cases, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _drawn(), ids=str)
+def test_schedules(case):
+    stages, microbatches, repeats, _ = case
+    ticks = repeats * microbatches + stages - 1
+    times = [each.times for each in permutes(run(*case)) if each.in_loop]
+    assert times == [ticks] * 2
+    idle = (ticks - repeats * microbatches) / ticks
+    assert idle_share(stages, microbatches, repeats) == idle
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    ("base", "repeats", "remat"),
+    [
+        (functools.partial(fsdp, min_size=0), 1, False),
+        (functools.partial(fsdp, min_size=0), 2, True),
+        (tensor_parallel, 1, True),
+    ],
+    ids=["fsdp", "fsdp-circular", "tensor"],
+)
+def test_with_other_strategies(base, repeats, remat, kind):
+    sent = [each for each in permutes(run(2, 4, repeats, remat, base, kind)) if each.in_loop]
+    assert {each.times for each in sent if each.axes == ("stage",)} == {repeats * 4 + 1}
+
+
+class Masked(nnx.Module):
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, inputs, scale, *, is_double):
+        x, mask = inputs
+        return jnp.tanh(self.dense(x)) * mask[:, None] * (2.0 if is_double else 1.0) + scale, mask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+def test_a_stack_alone_with_pairs_of_inputs_and_further_arguments(kind):
+    def run(blocks, x, mask, scale):
+        y, _ = blocks((x, mask), scale, is_double=True)
+        return (y**2).mean()
+
+    blocks = stack(Masked, 4, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    args = x, jnp.arange(8) % 3, jnp.linspace(0.0, 1.0, 16)
+    both = grad(run, argnums=(0, 1, 3))
+    expected = numbers(jit(lambda *args: both(*args))(blocks, *args))
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(kind,) * 2)
+    sharding = pipeline(blocks, mesh=mesh, microbatches=4, base=fsdp(blocks, mesh=mesh, min_size=0))
+    in_shardings = sharding, P("data"), P("data"), P()
+    found = jit(lambda *args: both(*args), mesh=mesh, in_shardings=in_shardings)(blocks, *args)
+    for one, other in zip(numbers(found), expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_specs_in_either_order():
+    model = Model(4)
+    mesh = AbstractMesh((2, 2), ("stage", "data"))
+    inner = pipeline(model, mesh=mesh, base=fsdp(model, mesh=mesh, min_size=0))
+    outer = fsdp(model, mesh=mesh, min_size=0, base=pipeline(model, mesh=mesh))
+    for sharding in (inner, outer):
+        spec = sharding.map_prefix(("blocks", "layers", "up", "kernel"), None)
+        assert spec == P("stage", None, "data")
+        assert sharding.map_prefix(("head", "kernel"), None) == P("data", None)
+
+
+def test_compare_takes_it():
+    model = nnx.eval_shape(lambda: Model(4, True))
+    model.set_attributes(deterministic=True, use_running_average=True)
+    x = jax.ShapeDtypeStruct((32, 4), "float32")
+    strategies = {"pipeline": lambda model, x: (pipeline(model, microbatches=4), P())}
+    comparison = compare(strategies, lambda model, x: model(x), model, x, mesh={"stage": 4})
+    [sent] = permutes(comparison.reports["pipeline"].collectives)
+    assert sent.times == 4 + 4 - 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {}, "has no Stack.*stack\\(blocks\\)"),
+        (lambda: Model(6), {}, "4 stages .*\n  model.blocks: 6 layers"),
+        (lambda: Model(4), {"repeats": 2}, "times 2 repeats .*\n  model.blocks: 4 layers"),
+        (lambda: Model(4), {"repeats": 0, "microbatches": 1.5}, "=1.5\n  repeats=0"),
+        (lambda: Model(4), {"axis": "stages"}, "did you mean 'stage'"),
+        (lambda: _tied(), {}, "share these Variables.*\n  layers/layers/1/kernel"),
+    ],
+)
+def test_models_that_cannot_be_in_stages(make, options, text):
+    with pytest.raises(ValueError, match=text):
+        pipeline(nnx.eval_shape(make), mesh=STAGES, **options)
+
+
+def _tied():
+    rngs = nnx.Rngs(0)
+    tied = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+    return stack([nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), tied) for _ in range(4)])
+
+
+class Sowing(nnx.Module):
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x, *, mask=None):
+        self.sow(nnx.Intermediate, "mean", jax.tree.leaves(x)[0].mean())
+        return x if mask is None else x + mask
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "text"),
+    [
+        (lambda m, x: m(x[:6]), {}, r"4 microbatches .*\n  x: shape \(6, 4\)"),
+        (lambda m, x: m((x, x.sum())), {}, r"x\[1\]: shape \(\)"),
+        (lambda m, x: m(x, mask=x), {}, r"further arguments .* 8 rows(.|\n)*\['mask'\]: shape"),
+        (lambda m, x: m(x), {"microbatches": 2, "repeats": 2}, "less than the 4 stages"),
+        (lambda m, x: nnx.capture(m, nnx.Intermediate)(x), {}, "pipeline: nnx.capture"),
+    ],
+)
+def test_calls_that_cannot_be_in_stages(call, options, text):
+    model = stack(Sowing, 8, rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((4,), ("stage",))
+    sharding = pipeline(model, mesh=mesh, **({"microbatches": 4} | options))
+    with pytest.raises(ValueError, match=text):
+        jit(call, in_shardings=(sharding, P()), mesh=mesh).lower(model, jnp.ones((8, 4)))
