@@ -19,7 +19,7 @@ from .models import Program
 P = PartitionSpec
 
 FLOOR = "jax.jit on flat arrays"
-OURS = "nnx_sharding.transforms.jit"
+OURS = "nnx_sharding.jit"
 NNX_JIT = "nnx.jit"
 NNX_TREE = "nnx.jit(graph=False)"
 CACHED_PARTIAL = "nnx.cached_partial(nnx.jit)"

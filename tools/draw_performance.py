@@ -19,7 +19,7 @@ IMAGES, PAGE, RESULTS = (
     ROOT / "benchmarks/results",
 )
 BEGIN, END = "<!-- tables of benchmarks/results: ", "<!-- end of the tables -->"
-FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.transforms.jit"
+FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.jit"
 COLUMNS = {
     "forward32": "forward, 32 blocks",
     "configured_dataclass": "configured by dataclasses",
