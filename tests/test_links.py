@@ -184,6 +184,12 @@ def test_where_devices_are_unknown():
     strange = "%a = u8[8]{0} all-reduce(%x), replica_groups={{0,5},{1,4},{2,7},{3,6}}"
     found = collectives_of(strange, {"data": 2, "model": 4})
     assert roofline_of(None, found, "TPU v5e", described(data=2, model=4)).traffic[0].axes is None
+    # Groups of a part of an axis, which is in two slices.
+    slices = recorded_mesh("v5e:2x4 slices")
+    whole = MeshDescription({"data": 16}, {"data": "Auto"}, [*range(16)], slices.coordinates)
+    parts = "%a = u8[80]{0} all-reduce(%x), replica_groups=[2,8]<=[16]"
+    found = roofline_of(None, collectives_of(parts, whole.axes), "TPU v5e", whole)
+    assert found.traffic[0].axes == ("data",) and found.interconnect_s is None
     # Coordinates of a torus with more dimensions than the device has.
     cube = recorded_mesh("v5p:4x4x4")
     assert traffic(cube, ("data",), "all-gather")[0].links == "all links"

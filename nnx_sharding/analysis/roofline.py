@@ -69,6 +69,9 @@ def traffic_of(
     for axes in collectives.by_axes():
         some = [one for one in collectives if one.axes == axes and one.bytes_sent]
         route = _route(axes, mesh, hardware)
+        # The compiler divides an all-reduce over an axis of two slices: within them, then between.
+        if any(x.group_size != route.devices and x.kind != "collective-permute" for x in some):
+            route = _UNKNOWN
         bandwidths: dict[str, float | None] = {
             route.links: hardware.interconnect_bandwidth,
             _network(hardware): hardware.network_bandwidth,
