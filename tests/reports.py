@@ -136,7 +136,7 @@ def report(layers=3, **more):
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 4,
+        "version": 5,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -174,6 +174,7 @@ def report(layers=3, **more):
                 traffic(None, "DCN", None, 50, None),
             ],
             "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
+            "spread": 0.25,
         },
         "hlo": HLO,
         "by_module": {

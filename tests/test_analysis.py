@@ -477,7 +477,7 @@ class RooflineTest(parameterized.TestCase):
         sent = collectives_of(hlo)
         found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own)
         traffic = (Traffic(None, "all links", 1e10, 10**10, 1.0),)
-        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, {})
+        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, {}, None)
         assert (found.seconds, found.seconds_without_overlap) == (4.0, 6.0)
         assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), sent, own).bound_by == "memory"
         assert roofline_of(None, sent, own).interconnect_s == 1.0
@@ -557,7 +557,7 @@ class ReportTest(parameterized.TestCase):
     def test_content(self):
         report = self.report
         data = json.loads(report.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.report", 4)
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 5)
         assert data["mesh"] == {
             "axes": {"data": 2, "model": 4},
             "axis_types": {"data": "Auto", "model": "Auto"},
@@ -592,10 +592,10 @@ class ReportTest(parameterized.TestCase):
         ('{"format": "x"}', "its format is 'x'"),
         (
             '{"format": "nnx_sharding.report", "version": 1}',
-            "has the version 1; .* version 4",
+            "has the version 1; .* version 5",
         ),
         ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
-        ('{"format": "nnx_sharding.report", "version": 4}', "name, .*by_module missing or unknown"),
+        ('{"format": "nnx_sharding.report", "version": 5}', "name, .*by_module missing or unknown"),
     )
     def test_other_text(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

@@ -1,15 +1,19 @@
-"""The peak figures of accelerators, from their vendors."""
+"""The figures of accelerators: at their peak, from their vendors, or measured."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
+from typing import Any
+
+from .json_codec import JsonForm
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hardware:
-    """The peak figures of one device, in JAX's sense of a device.
+@dataclasses.dataclass(frozen=True)
+class Hardware(JsonForm):
+    """The figures of one device, in JAX's sense of a device: at their peak, or measured.
 
     Attributes:
       name: such as ``TPU v5e``.
@@ -27,6 +31,10 @@ class Hardware:
       int8_flops, fp8_flops: additions and multiplications per second of dense products of integers,
         or of floats, of 8 bits; None if they take as long as those of bfloat16.
       sources: the page that each figure is from.
+      latency: the seconds that a collective takes besides those for its bytes; None if unknown.
+      spread: the largest difference between a measured time and its estimate from these figures, in
+        parts of the estimate; None for peak figures, which :func:`~nnx_sharding.planning.calibrate`
+        did not measure.
 
     Raises:
       ValueError: a figure is not positive, or ``torus_dimensions`` is none of 0, 2 and 3.
@@ -43,6 +51,11 @@ class Hardware:
     int8_flops: float | None = None
     fp8_flops: float | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    latency: float | None = None
+    spread: float | None = None
+
+    _FORMAT = "nnx_sharding.hardware"
+    _NOUN = "description of hardware"
 
     def __post_init__(self) -> None:
         figures = {name: getattr(self, name) for name in _FIGURES if name != "torus_dimensions"}
@@ -57,26 +70,43 @@ class Hardware:
                 f"{self.torus_dimensions!r}."
             )
 
+    def _parts(self) -> dict[str, Any]:
+        own = self.interconnect_bandwidth
+        return super()._parts() | {"interconnect_bandwidth": None if own == math.inf else own}
+
+    @classmethod
+    def _of_parts(cls, parts: dict[str, Any]) -> Hardware:
+        one = (
+            {"interconnect_bandwidth": math.inf}
+            if parts.get("interconnect_bandwidth", 0) is None
+            else {}
+        )
+        return super()._of_parts(parts | one)
+
     @property
     def link_bandwidth(self) -> float:
         """Bytes per second over one link in one direction; without a torus, over all links."""
         return self.interconnect_bandwidth / (2 * self.torus_dimensions or 1)
 
 
-_FIGURES = tuple(field.name for field in dataclasses.fields(Hardware))[1:-1]
+_FIGURES = tuple(
+    field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "sources")
+)
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
-    """The figures of hardware given by itself or by a key of ``HARDWARE``, in any case.
+    """The figures of hardware given by itself, a key of ``HARDWARE`` in any case, or a JSON file.
 
     Raises:
-      ValueError: it is not in the table.
+      ValueError: it is not in the table, or the file is not one of hardware.
       TypeError: it is neither hardware nor a name.
     """
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):
         raise TypeError(f"expected Hardware or the name of some, got {hardware!r}.")
+    if hardware.endswith(".json"):
+        return Hardware.load(hardware)
     keys = {key.lower(): key for key in HARDWARE}
     if hardware.lower() not in keys:
         names = {key.lower(): key for key in _BY_NAME}

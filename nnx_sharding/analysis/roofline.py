@@ -86,6 +86,10 @@ def traffic_of(
             sent, even = (sum(part[i][j] for part in parts) for j in range(2))
             if sent:
                 seconds = bandwidth and even / bandwidth
+                if seconds is not None and links != _CHIP:
+                    pairs = zip(some, parts, strict=True)
+                    runs = sum(one.times or 1 for one, part in pairs if part[i][0])
+                    seconds += runs * (hardware.latency or 0.0)
                 finite = None if bandwidth == math.inf else bandwidth
                 rows.append(Traffic(axes, links, finite, round(sent), seconds))
     return tuple(rows)
@@ -249,7 +253,8 @@ class Roofline(Pictured):
     (``async-start`` and ``async-done`` in the program): with these figures, a call takes between
     ``seconds`` and ``seconds_without_overlap``. It is no bound of what is measured: a program
     compiled for CPUs is not the one that a TPU runs, and conditionals take their largest branch. A
-    time is None if a figure that it needs is unknown.
+    time is None if a figure that it needs is unknown. With figures that were measured by
+    :func:`~nnx_sharding.planning.calibrate`, ``seconds`` is an estimate, and ``spread`` its error.
 
     Attributes:
       hardware: the name of the hardware.
@@ -261,6 +266,8 @@ class Roofline(Pictured):
       arithmetic_intensity: flops per byte of memory traffic.
       traffic: what collectives send over which links, and in what time.
       sources: the page that each figure of the hardware is from.
+      spread: the largest error of such estimates where they were measured, in parts of the
+        estimate; None for peak figures.
     """
 
     hardware: str
@@ -271,6 +278,7 @@ class Roofline(Pictured):
     arithmetic_intensity: float | None
     traffic: tuple[Traffic, ...]
     sources: Mapping[str, str]
+    spread: float | None
 
     @property
     def times(self) -> dict[Resource, float | None]:
@@ -300,7 +308,9 @@ class Roofline(Pictured):
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
         most = f"{time_text(self.seconds_without_overlap)} without overlap"
-        return printable(f"{self.hardware}: {times}; {bound}; {most}")
+        around = "" if self.spread is None else f"estimate {time_text(self.seconds)} ± "
+        around += "" if self.spread is None else f"{100 * self.spread:.0f} %; "
+        return printable(f"{self.hardware}: {around}{times}; {bound}; {most}")
 
 
 def roofline_of(
@@ -345,6 +355,7 @@ def roofline_of(
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         sources=peak.sources,
+        spread=peak.spread,
     )
 
 

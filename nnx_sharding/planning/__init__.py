@@ -1,5 +1,6 @@
 """Choosing meshes and strategies before there are devices."""
 
+from .calibration import calibrate
 from .plan import plan
 
-__all__ = ["plan"]
+__all__ = ["calibrate", "plan"]

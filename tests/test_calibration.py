@@ -1,0 +1,52 @@
+"""Measured figures: what an estimate from them is of, and what is said where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from nnx_sharding.analysis import HARDWARE, Cost, Hardware, collectives_of, roofline_of
+from nnx_sharding.analysis.hardware import hardware_of
+from nnx_sharding.planning import calibrate
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return calibrate(dtype=jnp.float32, side=256)
+
+
+def test_figures_of_these_devices(measured, tmp_path):
+    assert measured.name.startswith("cpu, measured ")
+    assert math.isfinite(measured.interconnect_bandwidth) and measured.spread > 0
+    assert all("8 devices" in source for source in measured.sources.values())
+    measured.save(tmp_path / "mine.json")
+    assert Hardware.load(tmp_path / "mine.json") == measured
+    assert hardware_of(str(tmp_path / "mine.json")) == measured
+
+
+def test_one_device(tmp_path):
+    alone = calibrate(jax.devices()[:1], dtype=jnp.float32, side=64)
+    assert (alone.interconnect_bandwidth, alone.latency) == (math.inf, None)
+    assert Hardware.from_json(alone.to_json()) == alone
+
+
+def test_devices_that_cannot_be_measured():
+    with pytest.raises(ValueError, match="of one kind and of one process, got none"):
+        calibrate([])
+
+
+def test_every_collective_takes_the_latency():
+    gather = "%a = u8[800]{0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}"
+    sent = collectives_of(f"{gather}\n{gather.replace('%a', '%b')}", {"data": 8})
+    mine = Hardware("mine", 1e12, 2**30, 1e11, 1e6, latency=1e-3, spread=0.25)
+    found = roofline_of(Cost(1e9, 0.0, 0.0, ""), sent, mine)
+    assert found.interconnect_s == pytest.approx(2 * (1e-3 + 700 / 1e6))
+    assert str(found).startswith("mine: estimate 3.40 ms ± 25 %; compute 1.00 ms")
+    unknown = dataclasses.replace(mine, latency=None, spread=None)
+    found = roofline_of(Cost(1e9, 0.0, 0.0, ""), sent, unknown)
+    assert found.interconnect_s == pytest.approx(2 * 700 / 1e6) and "estimate" not in str(found)
+    assert all(one.spread is None for one in HARDWARE.values())
