@@ -299,6 +299,13 @@ class Roofline(Pictured):
         known = all_known([self.compute_s, self.memory_s, *links])
         return None if known is None or self.interconnect_s is None else sum(known)
 
+    @property
+    def basis(self) -> str:
+        """What the times are, in words: at peak rates, or an estimate with its error."""
+        if self.spread is None:
+            return f"at peak rates of {self.hardware}"
+        return f"± {100 * self.spread:.0f} % by the figures of {self.hardware}"
+
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self)
         if self.traffic:
@@ -308,9 +315,8 @@ class Roofline(Pictured):
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
         most = f"{time_text(self.seconds_without_overlap)} without overlap"
-        around = "" if self.spread is None else f"estimate {time_text(self.seconds)} ± "
-        around += "" if self.spread is None else f"{100 * self.spread:.0f} %; "
-        return printable(f"{self.hardware}: {around}{times}; {bound}; {most}")
+        estimate = f"{time_text(self.seconds)} {self.basis}" if self.spread else self.hardware
+        return printable(f"{estimate}: {times}; {bound}; {most}")
 
 
 def roofline_of(

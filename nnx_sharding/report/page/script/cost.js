@@ -39,7 +39,9 @@ function overview(report) {
   const counted =
     (inLoop ? "; some in loops of unknown length, counted once" : "") +
     (inBranch ? "; of conditionals the branch that sends most" : "");
-  const bound = roofline && `at peak rates of ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
+  const spread = roofline?.spread;
+  const basis = spread == null ? "at peak rates of" : `± ${(100 * spread).toFixed(0)} % by the figures of`;
+  const bound = roofline && `${basis} ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
   const notes = {
     bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
     roofline: bound ?? "the hardware is not known",
