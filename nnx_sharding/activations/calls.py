@@ -57,9 +57,10 @@ class Tag(NamedTuple):
     path: Path
     sources: tuple[ActivationSharding, ...]
     axes: frozenset[Any]  # over which its own Variables are gathered
-    # The spec of each own Variable while the module runs, its shape outside of loops, and whether
-    # it is gathered.
-    specs: Mapping[Path, tuple[PartitionSpec, Shape, bool]]
+    # The spec of each own Variable while the module runs, its shape outside of loops, whether it is
+    # gathered, and its spec outside.
+    specs: Mapping[Path, tuple[PartitionSpec, Shape, bool, PartitionSpec]]
+    mesh: Any  # that of the trace
 
     @property
     def accessor(self) -> str:

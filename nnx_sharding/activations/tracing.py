@@ -56,6 +56,8 @@ from .variables import is_layer, modules_in, own_variables, replaced_values
 # Part of the key of JAX's cached traces of inner functions: they are not reused in another trace,
 # where filters that matched in them would seem to have no effect.
 CONTEXT = jax.make_user_context()
+# The Variables that a surrounding loop has gathered, by name and path of their module.
+PREFETCHED = jax.make_user_context()
 
 
 class _Used(dict[Any, set[tuple[int, int]]]):
@@ -193,8 +195,8 @@ class Scope:
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
                 entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
                 is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
-                specs[own_path] = with_entries(kept, entries), shape, is_gathered
-        return Tag(name, path, sources, axes, specs)
+                specs[own_path] = with_entries(kept, entries), shape, is_gathered, pair[0]
+        return Tag(name, path, sources, axes, specs, self._mesh)
 
     def _declared_for(self, variable: Any) -> tuple[PartitionSpec, Any] | None:
         """The spec of a Variable and its mesh, as declared or as in its type, or None."""
@@ -277,7 +279,7 @@ class Scope:
             shape = getattr(_compat.get_value(variable), "shape", ())
             is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
             if is_kernel and path in tag.specs:
-                whole = _spec_of_slice(*tag.specs[path][:2], shape)
+                whole = spec_of_slice(*tag.specs[path][:2], shape)
                 spec = PartitionSpec(*whole.partitions[-count:])
                 free = only_axes(spec, {*spec_axes(spec)}.difference(self._pure.batch_axes))
                 return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
@@ -371,9 +373,10 @@ class Scope:
         if not is_explicit and not axes:
             return []
         changes: list[tuple[Any, Any]] = []
+        ahead = PREFETCHED.value or ()
         for path, variable in own_variables(frame.module):
             value = _compat.get_value(variable)
-            if not isinstance(value, jax.Array):
+            if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
                 continue
             spec, new = type_spec(value), value
             if spec is not None:
@@ -385,8 +388,8 @@ class Scope:
                 if kept != spec:
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
                     new = jax.sharding.reshard(value, goal)
-            elif self._mesh is not None and tag.specs.get(path, (None, None, False))[2]:
-                here = _spec_of_slice(*tag.specs[path][:2], value.shape)
+            elif self._mesh is not None and tag.specs.get(path, (None, None, False, None))[2]:
+                here = spec_of_slice(*tag.specs[path][:2], value.shape)
                 goals = [NamedSharding(mesh_here(self._mesh), here)]
                 [new] = apply_shardings([value], goals)
             if new is value:
@@ -481,7 +484,7 @@ def _exactly(path: Path) -> str:
     return f"^{re.escape(path_string(path))}$"
 
 
-def _spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
+def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
     """The spec of an array in a loop over layers, where some dimensions of its shape are gone.
 
     If several can be, unsharded and first ones are preferred.

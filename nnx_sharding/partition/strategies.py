@@ -10,12 +10,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
+from ..core.flatten import flatten
 from ..core.resharding import given_mesh
 from ..errors import NoMeshError, UnshardedWarning, raise_listed, report
-from ..specs.activation_sharding import ActivationSharding
+from ..specs.activation_sharding import ActivationSharding, checked_prefetch
 from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_axes, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
+from ..transforms.stacking import layer_dimensions
 from .optimizer import optimizer_specs, union, with_optimizer
 from .topology import axes_across_slices
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
@@ -54,6 +56,7 @@ def fsdp(
     axis: Any = "data",
     min_size: int = 2**14,
     across_slices: bool = False,
+    prefetch: int = 0,
 ) -> StateSharding:
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
@@ -81,12 +84,17 @@ def fsdp(
         because of it, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
       across_slices: whether the axis may have devices of several TPU slices, over whose network
         all parameters are then gathered. See :func:`make_mesh` for HSDP, which does not.
+      prefetch: 1 to gather the parameters of the next layer of each :class:`~nnx_sharding.Stack`
+        while a layer computes, in the forward and the backward pass; 0 to gather them when the
+        layer starts. Results are the same. It takes the memory of one more gathered layer, and
+        each pass gathers one layer more.
 
     Returns:
       The spec of each path. All of them divide the shapes.
 
     Raises:
-      ValueError: specs of ``base`` do not fit, or the axis does not, or crosses slices.
+      ValueError: specs of ``base`` do not fit, or the axis does not, or crosses slices; or
+        ``prefetch`` is neither 0 nor 1, or the model has no ``Stack``.
 
     Example:
       >>> from flax import nnx
@@ -100,9 +108,14 @@ def fsdp(
     This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     mesh, axes = mesh_and_axes("fsdp", mesh, axis, across_slices=across_slices)
+    if checked_prefetch("fsdp", prefetch) and not layer_dimensions(flatten(((model,), {}))):
+        raise ValueError(
+            "fsdp: prefetch=1 gathers the parameters of the next layer of a Stack, and the model "
+            "has none. Make one of its layers: stack(blocks)."
+        )
     specs = base_specs("fsdp", model, base, mesh)
     notes = _shard_all("fsdp", specs, variables(model), axes, mesh, min_size)
-    activations = activations_of(base).extended(gather=axes)
+    activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
     return with_optimizer(specs, model, optimizer, activations, notes)
 
 

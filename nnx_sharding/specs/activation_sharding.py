@@ -100,6 +100,7 @@ class ActivationSharding:
         otherwise like the leading dimensions of their first input, and those of a layer in a model
         like the columns of its kernel in the last ones.
       strict: whether a filter that matches no called module is an error.
+      prefetch: how many layers ahead a :class:`~nnx_sharding.Stack` gathers parameters: 0 or 1.
 
     Example:
       >>> from flax import nnx
@@ -121,6 +122,7 @@ class ActivationSharding:
     gather: bool | tuple[Any, ...]
     infer: bool
     strict: bool
+    prefetch: int
 
     def __init__(
         self,
@@ -130,6 +132,7 @@ class ActivationSharding:
         gather: Any = (),
         infer: bool = False,
         strict: bool = True,
+        prefetch: int = 0,
     ):
         items = filters.items() if isinstance(filters, Mapping) else filters
         try:
@@ -148,6 +151,7 @@ class ActivationSharding:
             gather=gather is True or axes_of(gather or None),
             infer=infer,
             strict=strict,
+            prefetch=checked_prefetch("ActivationSharding", prefetch),
         )
         assert len(self._predicates) == len(pairs)  # made now, to raise for what is no filter
 
@@ -156,14 +160,15 @@ class ActivationSharding:
         return tuple(map(module_predicate, self.filters))
 
     def extended(
-        self, filters: Mapping[Any, Any] | None = None, *, gather: Any = None
+        self, filters: Mapping[Any, Any] | None = None, *, gather: Any = None, prefetch: int = 0
     ) -> ActivationSharding:
-        """A copy with more filters, which come last and need not match, or another ``gather``."""
+        """A copy with more filters, which come last and need not match, or other options."""
         return ActivationSharding(
             [*zip(self.filters, self.shardings, strict=True), *(filters or {}).items()],
             gather=self.gather if gather is None else gather,
             infer=self.infer,
             strict=self.strict and not filters,
+            prefetch=prefetch or self.prefetch,
         )
 
     def find(
@@ -189,7 +194,16 @@ class ActivationSharding:
     def __repr__(self) -> str:
         pairs = zip(self.filters, self.shardings, strict=True)
         inside = ", ".join(f"{filter_!r}: {x.output!r}" for filter_, x in pairs)
-        return f"ActivationSharding({{{inside}}}, gather={self.gather!r}, infer={self.infer!r})"
+        ahead = f", prefetch={self.prefetch}" if self.prefetch else ""
+        options = f"gather={self.gather!r}, infer={self.infer!r}{ahead}"
+        return f"ActivationSharding({{{inside}}}, {options})"
+
+
+def checked_prefetch(name: str, prefetch: Any) -> int:
+    """The option ``prefetch``, if it is valid."""
+    if isinstance(prefetch, bool) or prefetch not in (0, 1):
+        raise ValueError(f"{name}: prefetch must be 0 or 1 (layers), got {prefetch!r}.")
+    return int(prefetch)
 
 
 def activations(shardings: Any) -> ActivationSharding | None:

@@ -27,6 +27,7 @@ from ..diagnostics.differences import show_child
 from ..errors import raise_listed, see
 from ..specs.paths import accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY
+from . import prefetching
 from .batching import Carry, Mapped, axes_specs, captures
 from .in_trace import Function, Inner, form
 from .lifted_function import lift, unbind
@@ -221,7 +222,7 @@ class Loop:
     def _run(
         self, step: Function, carry: OutputGroup, mapped: Sequence[Any], fixed: Fixed
     ) -> tuple[OutputGroup, Any]:
-        return jax.lax.scan(step, carry, mapped, **self._options)
+        return prefetching.scan(step, carry, mapped, **self._options)
 
     def _every(self, fixed: Fixed, carry: OutputGroup, slices: Sequence[Any]) -> list[Any]:
         """All arrays of a step; ``fixed`` has what is not an array, by slot."""

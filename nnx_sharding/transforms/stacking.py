@@ -5,23 +5,27 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..activations.variables import modules_in
 from ..core.flatten import Flat, flatten
 from ..core.signature import Signature
 from ..core.structure import Location, NodeEntry, VariableEntry
 from ..core.unflatten import perform, unflatten, update
 from ..diagnostics.differences import differences
 from ..errors import raise_listed
+from ..specs.activation_sharding import checked_prefetch
 from ..specs.filters import Paths
 from ..specs.paths import Path, accessor
 from .batching import Carry, StateAxes, change_names, vmap
 from .in_trace import replaced
 from .loops import scan
+from .prefetching import prefetching
 from .recompute import remat as remat_
 
 # Layers may share Variables, whatever the mode of Flax.
@@ -48,6 +52,8 @@ class Stack(nnx.Module):
       unroll: how many layers one iteration of the loop runs.
       remat: the policy of :func:`~nnx_sharding.remat` for each layer; True to keep only the inputs
         of a layer, False for no recomputation.
+      prefetch: 1 to gather the parameters of the next layer while one computes, as by
+        :func:`~nnx_sharding.partition.fsdp`, where a strategy gathers them.
 
     """
 
@@ -59,6 +65,7 @@ class Stack(nnx.Module):
         *,
         unroll: int | bool = 1,
         remat: Any = False,
+        prefetch: int = 0,
     ):
         self.layers = layers
         self.length = length
@@ -67,6 +74,7 @@ class Stack(nnx.Module):
         if isinstance(remat, Iterable) and not isinstance(remat, str):  # in hashable form
             remat = tuple(map(tuple, remat.items() if isinstance(remat, Mapping) else remat))
         self.remat = remat
+        self.prefetch = checked_prefetch("stack", prefetch)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the layers one after the other.
@@ -81,7 +89,8 @@ class Stack(nnx.Module):
           What the last layer returned.
         """
         options = (self._axes, self.length, self.unroll, self.remat)
-        return _loop_of_calls(*options)(self.layers, x, args, kwargs)
+        with self._prefetching():
+            return _loop_of_calls(*options)(self.layers, x, args, kwargs)
 
     def scan(self, step: Callable[..., Any], carry: Any, /, *xs: Any) -> tuple[Any, Any]:
         """Runs a function of each layer, a carry and slices of arrays.
@@ -96,7 +105,12 @@ class Stack(nnx.Module):
         """
         in_axes = (self._axes, Carry, *[0] * len(xs))
         run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll, self.remat)
-        return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
+        with self._prefetching():
+            return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
+
+    def _prefetching(self) -> AbstractContextManager[None]:
+        inside = (x for _, x in modules_in(self.layers) if isinstance(x, Stack))
+        return prefetching(self.layers, self.prefetch, [x.layers for x in inside])
 
     @property
     def _axes(self) -> StateAxes:
@@ -115,6 +129,7 @@ class Stack(nnx.Module):
         layers = _built(flat, parts)
         if not isinstance(numbers, int):
             options: Any = {"unroll": self.unroll, "remat": self.remat}
+            options["prefetch"] = self.prefetch
             return Stack(layers, len(numbers), self.shared, **options)
         _name_axis(nnx.spmd.remove_axis, layers, self.shared)
         return layers
@@ -150,6 +165,7 @@ def stack(
     *args: Any,
     unroll: int | bool = 1,
     remat: Any = False,
+    prefetch: int = 0,
     **kwargs: Any,
 ) -> Stack:
     """Makes a :class:`Stack` of layers: from a list of modules, or by making them.
@@ -167,6 +183,8 @@ def stack(
       unroll: how many layers one iteration of the loop runs.
       remat: whether the backward pass recomputes each layer: True, or a policy of
         :func:`~nnx_sharding.remat`, whose paths start at the layer.
+      prefetch: 1 to gather the parameters of the next layer while one computes, where a strategy
+        such as :func:`~nnx_sharding.partition.fsdp` gathers them.
       **kwargs: keyword arguments for making a layer. An ``nnx.Rngs`` among the arguments is
         split.
 
@@ -188,7 +206,7 @@ def stack(
         if length < 1:
             raise ValueError(f"stack: expected a positive length, got {length}.")
         layer, shared = _made(layers, length, args, kwargs)
-        return Stack(layer, length, shared, unroll=unroll, remat=remat)
+        return Stack(layer, length, shared, unroll=unroll, remat=remat, prefetch=prefetch)
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
             "stack takes a list of modules, as in stack(blocks), or what makes one and the number "
@@ -201,7 +219,7 @@ def stack(
     if not blocks:
         raise ValueError("stack: expected at least one module, got an empty list.")
     layer, shared = _stacked(blocks)
-    return Stack(layer, len(blocks), shared, unroll=unroll, remat=remat)
+    return Stack(layer, len(blocks), shared, unroll=unroll, remat=remat, prefetch=prefetch)
 
 
 def _made(
