@@ -6,6 +6,7 @@ from .assertions import (
     assert_gathers_weights,
     assert_no_collective,
     assert_no_resharding,
+    assert_overlappable,
     assert_peak_below,
     assert_sharded,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "assert_gathers_weights",
     "assert_no_collective",
     "assert_no_resharding",
+    "assert_overlappable",
     "assert_peak_below",
     "assert_same",
     "assert_sharded",

@@ -17,6 +17,7 @@ from .. import errors
 from ..analysis.activation_table import ActivationRow
 from ..analysis.collectives import Collective, Collectives, Kind
 from ..analysis.hlo import parse
+from ..analysis.overlap import products_beside
 from ..analysis.parameters import ParameterRow, parameter_table, spec_axes, spec_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
@@ -193,6 +194,52 @@ def assert_no_resharding(
         what = f"{len(hits)} array{'s' * (len(hits) > 1)}{_over(wanted)}"
         remedy = "Constrain activations (activation_shardings of jit), or allow it by allowed=..."
         _fail(f"{report.name} reshards {what}:", map(_line, hits), remedy)
+
+
+def assert_overlappable(program: Program, *, layers: int = 1) -> None:
+    """Fails unless parameters that a loop gathers can be gathered while the loop computes.
+
+    That is, unless each gather of parameters in a loop is independent of all matrix products of one
+    layer in the same iteration: none of them needs its result, and it needs none of theirs. A
+    :class:`~nnx_sharding.Stack` with ``prefetch=1`` is such a loop. Whether the gathers do run at
+    the same time, the compiler and the device decide.
+
+    Args:
+      program: a compiled function, or its report.
+      layers: how many layers an iteration runs: the ``unroll`` of the stack.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit, stack
+      >>> from nnx_sharding.partition import fsdp, make_mesh
+      >>> from nnx_sharding.testing import assert_overlappable
+      >>> mesh = make_mesh({"data": 8})
+      >>> model = nnx.eval_shape(lambda: stack(nnx.Linear, 3, 64, 64, rngs=nnx.Rngs(0)))
+      >>> sharding = fsdp(model, mesh=mesh, min_size=0, prefetch=1)
+      >>> forward = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
+      >>> x = jax.ShapeDtypeStruct((32, 64), "float32")
+      >>> assert_overlappable(forward.lower(model, x).compile())
+    """
+    report, _, some = _collectives(program, None)
+    if report.hlo is None:
+        raise ValueError(f"the backend has no text of {report.name}.")
+    module = parse(report.hlo)
+    gathers = [x for x in some.of("all-gather") if x.purpose == "parameter"]
+    counts = [(x, products_beside(module, x)) for x in gathers]
+    in_loops = [(x, count) for x, count in counts if count is not None]
+    head = f"{report.name} cannot gather parameters while it computes"
+    remedy = "Pass prefetch=1 to fsdp or to stack."
+    if not in_loops:
+        _fail(f"{head}: it gathers none in a loop.", (), remedy)
+    lines = [
+        f"{_line(x)}\n    independent of {beside} of {every} matrix products"
+        for x, (beside, every) in in_loops
+        if beside * layers < every or not every
+    ]
+    if lines:
+        _fail(f"{head}:", lines, remedy)
 
 
 def assert_gathers_weights(
