@@ -3,44 +3,91 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 from .collectives import Collective
 from .hlo import Module
 from .instructions import Computation, Instruction
+from .values import Value
 
-_PRODUCTS = ("dot", "ragged-dot", "convolution")
-
-
-def products_beside(module: Module, one: Collective) -> tuple[int, int] | None:
-    """How many matrix products of the same iteration a collective can run beside, and of how many.
-
-    These neither need its result nor does it need theirs. None if it is not in a loop.
-    """
-    place, name = one.computation, one.name
-    for computation, caller in module.around(one.computation):
-        if caller.opcode == "while":
-            break
-        place, name = computation.name, caller.name
-    else:
-        return None
-    body = module.by_name[place]
-    has_products = functools.lru_cache(functools.partial(_has_products, module))
-    products = {x.name for x in body.instructions if has_products(x)}
-    operands = {x.name: x.operand_names for x in body.instructions}
-    users = _reversed(operands)
-    related = _reached(operands, name) | _reached(users, name)
-    return len(products - related), len(products)
+# How often a computation or instruction runs a collective, by channel, or a matrix product (None).
+_Contents: TypeAlias = Counter[str | None]
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
-def _has_products(module: Module, one: Instruction) -> bool:
-    """Whether an instruction multiplies matrices, itself or in a computation that it runs."""
-    if one.opcode == "custom-call":
-        return any(word in one.rest for word in ("matmul", "gemm", "dot"))
-    inside = (module.by_name.get(name) for _, name in one.calls())
-    return one.opcode in _PRODUCTS or any(
-        _has_products(module, x) for callee in inside if callee for x in callee.instructions
-    )
+class Overlap:
+    """What runs in the loops of a program."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._contents: Callable[[str], _Contents] = functools.cache(self._of_computation)
+        every = (x for computation in module.computations for x in computation.instructions)
+        self._every = Counter(map(_channel, filter(_is_collective, every)))
+
+    def products_beside(self, one: Collective) -> tuple[int, int] | None:
+        """How many matrix products of an iteration a collective can run beside, and of how many.
+
+        These do not need its result, and it does not need theirs. For TPUs the compiler may write
+        one as several instructions: the first starts it, some products carry it on, the last waits.
+        None if it is in no loop, or only has what a loop in that one starts with.
+        """
+        instruction = self._module.maker(Value(one.computation, one.name))
+        body = None if instruction is None else self._body(_channel(instruction))
+        if instruction is None or body is None:
+            return None
+        parts = [(x.name, self._of_instruction(x)) for x in body.instructions]
+        products = {name for name, contents in parts if contents[None]}
+        chain = {name for name, contents in parts if contents[_channel(instruction)]}
+        operands = {x.name: x.operand_names for x in body.instructions}
+        users = _reversed(operands)
+        before = [_reached(operands, name) for name in chain]
+        after = [_reached(users, name) for name in chain]
+        start = next(x for x in before if not x & chain)
+        end = next(x for x in after if not x & chain)
+        loops = {x.name for x in body.instructions if x.opcode == "while"}
+        rest = {name: used for name, used in users.items() if name not in products - chain}
+        first = set.union(*(_reached(rest, name) for name in chain)) & products - chain
+        if first and first <= loops:
+            return None
+        return len(products - start - end - (chain if len(chain) == 1 else set())), len(products)
+
+    def _body(self, channel: str) -> Computation | None:
+        """The innermost loop body that has all instructions of a collective."""
+        calls = (call for calls in self._module.calls.values() for call in calls)
+        bodies = (name for _, attribute, name in calls if attribute == "body")
+        found = [x for x in bodies if self._contents(x)[channel] == self._every[channel]]
+        depth = {name: len([*self._module.around(name)]) for name in found}
+        return self._module.by_name[max(found, key=depth.__getitem__)] if found else None
+
+    def _of_computation(self, name: str) -> _Contents:
+        computation = self._module.by_name.get(name)
+        parts = map(self._of_instruction, computation.instructions if computation else ())
+        return sum(parts, _Contents())
+
+    def _of_instruction(self, one: Instruction) -> _Contents:
+        inside = sum((self._contents(name) for _, name in one.calls()), _Contents())
+        if _is_collective(one):
+            inside[_channel(one)] += 1
+        is_product = one.opcode in ("dot", "ragged-dot", "convolution")
+        if is_product or (one.opcode == "custom-call" and _PRODUCT.search(one.rest)):
+            inside[None] += 1
+        return inside
+
+
+# What libraries for CPUs and GPUs call products of matrices.
+_PRODUCT = re.compile(r'custom_call_target="[^"]*(matmul|gemm|conv)', re.IGNORECASE)
+
+
+def _is_collective(one: Instruction) -> bool:
+    return one.collective is not None
+
+
+def _channel(one: Instruction) -> str:
+    found = _CHANNEL.search(one.rest)
+    return one.name if found is None else found[1]
 
 
 def _reversed(edges: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
@@ -52,7 +99,8 @@ def _reversed(edges: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
 
 
 def _reached(edges: Mapping[str, Iterable[str]], start: str) -> set[str]:
-    found, open_ = set[str](), [start]
+    """What can be reached along edges, without the start."""
+    found, open_ = set[str](), [*edges.get(start, ())]
     while open_:
         name = open_.pop()
         if name not in found:

@@ -17,7 +17,7 @@ from .. import errors
 from ..analysis.activation_table import ActivationRow
 from ..analysis.collectives import Collective, Collectives, Kind
 from ..analysis.hlo import parse
-from ..analysis.overlap import products_beside
+from ..analysis.overlap import Overlap
 from ..analysis.parameters import ParameterRow, parameter_table, spec_axes, spec_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
@@ -225,9 +225,9 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
     report, _, some = _collectives(program, None)
     if report.hlo is None:
         raise ValueError(f"the backend has no text of {report.name}.")
-    module = parse(report.hlo)
+    overlap = Overlap(parse(report.hlo))
     gathers = [x for x in some.of("all-gather") if x.purpose == "parameter"]
-    counts = [(x, products_beside(module, x)) for x in gathers]
+    counts = [(x, overlap.products_beside(x)) for x in gathers]
     in_loops = [(x, count) for x, count in counts if count is not None]
     head = f"{report.name} cannot gather parameters while it computes"
     remedy = "Pass prefetch=1 to fsdp or to stack."

@@ -66,7 +66,7 @@ def prefetching(layers: Any, ahead: int, others: Sequence[Any]) -> Iterator[None
                 names.add((tag.name, tag.path, path))
     token = _GATHERS.set(gathers)
     try:
-        with PREFETCHED(frozenset(names)):
+        with PREFETCHED(frozenset(names) | (PREFETCHED.value or frozenset())):
             yield
     finally:
         _GATHERS.reset(token)
