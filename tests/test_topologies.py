@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 from configurations import without_cache
 from module_programs import LAYERS, ROWS, WIDTH, Mlp
-from nnx_sharding import errors, export, jit, planning, value_and_grad
+from nnx_sharding import errors, export, jit, planning, stack, value_and_grad
 from nnx_sharding.cli.main import main
-from nnx_sharding.partition import planning_mesh
+from nnx_sharding.partition import fsdp, make_mesh, planning_mesh
+from nnx_sharding.partition.topology import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
-from nnx_sharding.testing import assert_no_collective
+from nnx_sharding.testing import assert_no_collective, assert_overlappable
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="libtpu is not installed")
@@ -304,3 +305,36 @@ def test_command_lines_that_do_not_fit(plan, capsys):
     assert "unknown TPU topology 'v9:2x2'" in error and "do not take the 8 devices" in error
     words = ["--topology", "v5e:2x4", "--mesh", "data=8", "--memory-limit", "1KiB"]
     assert main(["inspect", f"{plan}:forward", *words]) == 1
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(512, 2048, rngs=rngs)
+        self.down = nnx.Linear(2048, 512, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
+def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types):
+    devices = topology_devices("v5e:2x4")
+    mesh = make_mesh({"data": 8}, axis_types=axis_types, devices=devices)
+    model = nnx.eval_shape(lambda: stack(Block, 4, rngs=nnx.Rngs(0), remat=True))
+    x = jax.ShapeDtypeStruct((8 * 512, 512), jnp.float32)
+    programs = []
+    for prefetch in (0, 1):
+        sharding = fsdp(model, mesh=mesh, prefetch=prefetch)
+        step = jit(
+            value_and_grad(lambda model, x: (model(x) ** 2).mean()),
+            in_shardings=(sharding, P("data")),
+            mesh=mesh,
+        )
+        programs.append(step.lower(model, x).compile())
+    before, after = programs
+    assert_overlappable(after)
+    with pytest.raises(AssertionError, match="independent of 0 of 2 matrix products"):
+        assert_overlappable(before)
+    layer = 4 * (2 * 512 * 2048 + 512 + 2048)
+    assert after.memory().peak <= before.memory().peak + 2 * layer

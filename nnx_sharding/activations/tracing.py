@@ -32,6 +32,7 @@ from ..specs.fitting import (
     axes_of_type,
     fit_sharding,
     only_axes,
+    padded,
     spec_and_mesh,
     spec_axes,
     with_entries,
@@ -193,9 +194,9 @@ class Scope:
             value, pair = _compat.get_value(variable), self._declared_for(variable)
             if pair is not None and isinstance(value, jax.Array):
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
-                entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
+                whole, outside = (with_entries(x, padded(x, len(shape))) for x in (kept, pair[0]))
                 is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
-                specs[own_path] = with_entries(kept, entries), shape, is_gathered, pair[0]
+                specs[own_path] = whole, shape, is_gathered, outside
         return Tag(name, path, sources, axes, specs, self._mesh)
 
     def _declared_for(self, variable: Any) -> tuple[PartitionSpec, Any] | None:

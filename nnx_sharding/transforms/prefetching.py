@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.tracing import PREFETCHED, spec_of_slice
 from ..activations.variables import modules_in, own_variables
 from ..core.resharding import apply_shardings, mesh_here
+from ..core.retyping import type_spec
+from ..specs.fitting import spec_axes
 from .in_trace import replaced
 
 
@@ -57,7 +59,9 @@ def prefetching(layers: Any, ahead: int, others: Sequence[Any]) -> Iterator[None
         for path, variable in own_variables(module):
             value = _compat.get_value(variable)
             spec, shape, is_gathered, declared = tag.specs.get(path, (None, (), False, None))
-            if is_gathered and tag.mesh is not None and isinstance(value, jax.core.Tracer):
+            typed = type_spec(value)
+            is_whole = typed is not None and tag.axes.isdisjoint(spec_axes(typed))
+            if is_gathered and not is_whole and isinstance(value, jax.core.Tracer):
                 mesh = mesh_here(tag.mesh)
                 specs = (spec_of_slice(x, shape, value.shape) for x in (declared, spec))
                 of_layer = (PartitionSpec(*x.partitions[1:]) for x in specs)
@@ -126,9 +130,9 @@ class _Loop:
 
     def results(self) -> tuple[Any, Any]:
         """The last carry, and what the steps return, stacked."""
-        run = jax.custom_vjp(lambda *arguments: self._run(*arguments, False)[0])
+        run = jax.custom_vjp(lambda *arguments: self._run(False, *arguments)[0])
         run.defvjp(
-            lambda *arguments: self._run(*arguments, True),
+            lambda *arguments: self._run(True, *arguments),
             lambda pullback, cotangents: pullback(cotangents),
         )
         last, results = run(*self._arguments)
@@ -146,12 +150,12 @@ class _Loop:
         count = len(self._jaxpr.consts)
         new, same = iter(carry), iter(constants[count:])
         given = (next(new if is_changed else same) for is_changed in self._is_changed)
-        closed = ClosedJaxpr(self._jaxpr.jaxpr, constants[:count])
-        out = jaxpr_as_fun(closed)(*given, *ready, *rest)
+        step = jaxpr_as_fun(self._jaxpr.replace(consts=constants[:count]))
+        out = step(*given, *ready, *rest)
         pairs = zip(out, self._is_changed, strict=False)
         return [x for x, is_changed in pairs if is_changed], out[self._num_given :]
 
-    def _run(self, constants: Any, carry: Any, shards: Any, rest: Any, keep: bool) -> Any:
+    def _run(self, keep: bool, constants: Any, carry: Any, shards: Any, rest: Any) -> Any:
         """The results, and if they are differentiated the backward pass."""
         form: list[Any] = []
 
