@@ -150,7 +150,7 @@ def test_stacks_in_a_stack_gather_their_own_layers_ahead(axis_types):
 
 @pytest.mark.slow
 def test_unrolled_layers_gather_ahead():
-    before, after = check(
+    _, after = check(
         lambda: Model(stack(Block, 4, norm=False, dropout=0, rngs=nnx.Rngs(0), unroll=2))
     )
     assert_overlappable(after, layers=2)

@@ -334,7 +334,7 @@ def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types):
         programs.append(step.lower(model, x).compile())
     before, after = programs
     assert_overlappable(after)
-    with pytest.raises(AssertionError, match="independent of 0 of 2 matrix products"):
+    with pytest.raises(AssertionError, match="independent of 0 of"):
         assert_overlappable(before)
     layer = 4 * (2 * 512 * 2048 + 512 + 2048)
     assert after.memory().peak <= before.memory().peak + 2 * layer
