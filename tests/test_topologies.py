@@ -318,7 +318,7 @@ class Block(nnx.Module):
 
 @needs_compiler
 @pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
-def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types):
+def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, uncached):
     devices = topology_devices("v5e:2x4")
     mesh = make_mesh({"data": 8}, axis_types=axis_types, devices=devices)
     model = nnx.eval_shape(lambda: stack(Block, 4, rngs=nnx.Rngs(0), remat=True))
