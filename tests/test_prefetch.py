@@ -149,6 +149,17 @@ def test_stacks_in_a_stack_gather_their_own_layers_ahead(axis_types):
 
 
 @pytest.mark.slow
+def test_what_layers_share_is_gathered_in_each_layer():
+    def make():
+        blocks = [Block(norm=False, dropout=0, rngs=nnx.Rngs(i)) for i in range(LAYERS)]
+        for block in blocks:
+            block.up = blocks[0].up
+        return Model(stack(blocks))
+
+    check(make, axis_types=AxisType.Explicit)
+
+
+@pytest.mark.slow
 def test_unrolled_layers_gather_ahead():
     _, after = check(
         lambda: Model(stack(Block, 4, norm=False, dropout=0, rngs=nnx.Rngs(0), unroll=2))

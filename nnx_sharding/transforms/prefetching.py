@@ -32,6 +32,7 @@ from .in_trace import replaced
 class Gather(NamedTuple):
     """How the parameter of one layer is sharded: as it is kept, and where it is used."""
 
+    name: Any  # the name and the path of its module, and its path in that
     stacked: Any  # the parameter of all layers
     shard: NamedSharding
     whole: NamedSharding
@@ -49,7 +50,7 @@ def prefetching(layers: Any, ahead: int, others: Sequence[Any]) -> Iterator[None
     modules that have a loop of their own, if that or the stack asks for it.
     """
     own = {id(inner) for module in others for _, inner in modules_in(module)}
-    gathers, names = dict[int, Gather](), set[Any]()
+    gathers = dict[int, Gather]()
     for _, module in modules_in(layers):
         tag = _compat.tag_of(module)
         if tag is None or id(module) in own:
@@ -66,12 +67,11 @@ def prefetching(layers: Any, ahead: int, others: Sequence[Any]) -> Iterator[None
                 specs = (spec_of_slice(x, shape, value.shape) for x in (declared, spec))
                 of_layer = (PartitionSpec(*x.partitions[1:]) for x in specs)
                 shard, whole = (NamedSharding(mesh, x) for x in of_layer)
-                gathers[id(value)] = Gather(value, shard, whole)
-                names.add((tag.name, tag.path, path))
+                name = tag.name, tag.path, path
+                gathers[id(value)] = Gather(name, value, shard, whole)
     token = _GATHERS.set(gathers)
     try:
-        with PREFETCHED(frozenset(names) | (PREFETCHED.value or frozenset())):
-            yield
+        yield
     finally:
         _GATHERS.reset(token)
 
@@ -116,7 +116,9 @@ class _Loop:
             return step(jax.tree.unflatten(treedef, given), slices)
 
         first = given, self._gathered(shards, 0), _at(rest, 0)
-        self._jaxpr, out = jax.make_jaxpr(flat_step, return_shape=True)(*first)
+        names = frozenset(x.name for x in self._gathers)
+        with PREFETCHED(names | (PREFETCHED.value or frozenset())):
+            self._jaxpr, out = jax.make_jaxpr(flat_step, return_shape=True)(*first)
         self._out, self._num_given = jax.tree.structure(out), len(given)
         inner = self._jaxpr.jaxpr
         # What no step changes is a constant.
