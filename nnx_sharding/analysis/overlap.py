@@ -68,7 +68,7 @@ class Overlap:
         return sum(parts, _Contents())
 
     def _of_instruction(self, one: Instruction) -> _Contents:
-        inside = sum((self._contents(name) for _, name in one.calls()), _Contents())
+        inside = sum((self._contents(name) for _, name in one.calls), _Contents())
         if _is_collective(one):
             inside[_channel(one)] += 1
         is_product = one.opcode in ("dot", "ragged-dot", "convolution")
