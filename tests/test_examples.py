@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import resnet
+import train_deep
 import train_lm
 import transformer
 
@@ -57,6 +58,26 @@ class TransformerTest(parameterized.TestCase):
         large = [x for x in states if x.size >= 1024]
         self.assertNotEmpty(large)
         self.assertEmpty([x.sharding for x in large if x.sharding.spec == P()])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 4, "microbatches": 4},
+        {"stages": 2, "repeats": 2, "microbatches": 4, "remat": True},
+        {"stages": 2, "microbatches": 2, "explicit": True},
+        {"stages": 1, "prefetch": 1, "microbatches": 2},
+    ],
+    ids=str,
+)
+def test_deep_models_match_one_device(options):
+    small = {"steps": 3, "batch": 16, "context": 16, "layers": 4, "features": 32}
+    config = train_deep.Config(**small, **options)
+    losses, report = train_deep.train(config, train_deep.mesh_of(config))
+    alone, _ = train_deep.train(config, None)
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    axes = {axis for each in report.collectives for axis in each.axes}
+    assert axes == ({"stage", "data"} if config.stages > 1 else {"data"})
 
 
 STEPS = 10

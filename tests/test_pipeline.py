@@ -187,12 +187,17 @@ def test_compare_takes_it():
         (lambda: Model(4), {"repeats": 2}, "times 2 repeats .*\n  model.blocks: 4 layers"),
         (lambda: Model(4), {"repeats": 0, "microbatches": 1.5}, "=1.5\n  repeats=0"),
         (lambda: Model(4), {"axis": "stages"}, "did you mean 'stage'"),
+        (lambda: _ahead(), {}, "Leave out the option prefetch=1"),
         (lambda: _tied(), {}, "share these Variables.*\n  layers/layers/1/kernel"),
     ],
 )
 def test_models_that_cannot_be_in_stages(make, options, text):
     with pytest.raises(ValueError, match=text):
         pipeline(nnx.eval_shape(make), mesh=STAGES, **options)
+
+
+def _ahead():
+    return stack(nnx.Linear, 4, 4, 4, prefetch=1, rngs=nnx.Rngs(0))
 
 
 def _tied():

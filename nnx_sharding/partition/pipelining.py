@@ -103,7 +103,7 @@ def pipeline(
 
     Raises:
       ValueError: the model has no ``Stack``, layers share Variables, or the axis times ``repeats``
-        does not divide their number. In a call within ``jit``: the microbatches do not divide the
+        does not divide their number; or ``base`` or the ``Stack`` has ``prefetch=1``. In a call within ``jit``: the microbatches do not divide the
         batch, or there are fewer than stages for ``repeats``.
 
     Example:
@@ -126,7 +126,12 @@ def pipeline(
     wrong = [f"  {name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 1]
     raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
     schedule = Schedule(axes[0], mesh.shape[axes[0]], microbatches, repeats)
-    stacks = _stacks(model, schedule)
+    stacks, activations = _stacks(model, schedule), activations_of(base)
+    if activations.prefetch or any(stack.prefetch for stack in stacks.values()):
+        raise ValueError(
+            "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the "
+            "option prefetch=1 of base or of the Stack."
+        )
     specs, lines = base_specs("pipeline", model, base, mesh), list[str]()
     for each in variables(model):
         if _is_stacked(each.path, stacks):
@@ -143,7 +148,7 @@ def pipeline(
         "Leave the first dimension and this axis to the pipeline, in specs without a mesh.",
     )
     entry = {Paths(stacks): InOutSharding(schedule=schedule)}
-    return with_optimizer(specs, model, optimizer, activations_of(base).extended(entry))
+    return with_optimizer(specs, model, optimizer, activations.extended(entry))
 
 
 def _stacks(model: Any, schedule: Schedule) -> dict[Path, Stack]:
