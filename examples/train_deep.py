@@ -1,13 +1,13 @@
 """Trains a deep model, in stages or with gathers ahead: ``python examples/train_deep.py``.
 
-A decoder-only transformer whose blocks are one ``Stack`` predicts the next byte of Python's language
-reference. The options choose how the blocks run, without a change of the model:
+A decoder-only transformer whose blocks are one ``Stack`` predicts the next byte of Python's
+language reference. The options choose how the blocks run, without a change of the model:
 
 * ``--stages 4 --microbatches 8``: in stages of a pipeline, over an axis of the mesh; all other
   devices shard parameters and rows (fsdp). ``--repeats 2`` is the circular schedule.
 * ``--stages 1 --prefetch 1``: on all devices, which gather the parameters of the next block while
   one computes. With ``--microbatches``, gradients are accumulated.
-* ``--remat``: blocks, or the stages, keep their inputs only, and compute again in the backward pass.
+* ``--remat``: blocks, or stages, keep only their inputs, and the backward pass recomputes the rest.
 * ``--explicit``: on a mesh with Explicit axes.
 * ``--check``: the losses are compared with those of one device.
 """

@@ -76,10 +76,10 @@ class UnshardedWarning(ShardingWarning):
 
 
 def see(error: E, anchor: str) -> E:
-    """The error, with a note that names its section in ``docs/errors.md``, if it has one."""
+    """The error, with a note on how to read its section of ``docs/errors.md``, if it has one."""
     if anchor:
         error.anchor = anchor  # type: ignore[attr-defined]
-        error.add_note(f"See docs/errors.md#{anchor}.")
+        error.add_note(f"Run `nnx-sharding explain {anchor}` for causes and remedies.")
     return error
 
 

@@ -1186,7 +1186,9 @@ def message_of(run: Callable[[Library], Any], lib: Library) -> str:
             run(lib)
         except BaseException as error:
             notes = getattr(error, "__notes__", ())
-            notes = [x for x in notes if "JAX_TRACEBACK" not in x and "docs/errors.md" not in x]
+            notes = [
+                x for x in notes if "JAX_TRACEBACK" not in x and "nnx-sharding explain" not in x
+            ]
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
         else:
             text = "\n".join(f"{w.category.__name__}: {w.message}" for w in seen)

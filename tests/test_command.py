@@ -18,6 +18,7 @@ import jax
 import pytest
 from absl.testing import absltest, parameterized
 
+from mistakes import MISTAKES
 from nnx_sharding import __version__
 from nnx_sharding.cli.main import main
 from nnx_sharding.report import Comparison, ProgramReport
@@ -171,6 +172,20 @@ class CommandTest(parameterized.TestCase):
 
     def compare(self, function, *words):
         return self.run_command("compare", f"{self.path}:{function}", *words)
+
+    def test_explain(self):
+        for anchor in {case.anchor for case in MISTAKES.values()}:
+            code, text, _ = self.run_command("explain", anchor)
+            self.assertEqual(code, 0, anchor)
+            self.assertRegex(text, r"^##+ ")
+            self.assertNotIn("<!--", text)
+        self.assertIn("**What to do:** Pad", self.run_command("explain", "not-divisible")[1])
+        self.assertNotIn("Unused filter", self.run_command("explain", "no-filter-matches")[1])
+        code, names, _ = self.run_command("explain")
+        self.assertIn("not-divisible", names.split())
+        code, _, error = self.run_command("explain", "not-divisble")
+        self.assertEqual(code, 2)
+        self.assertIn("did you mean not-divisible?", error)
 
     def reports(self):
         """Files with the report of the same program on 4 and on 32 devices."""

@@ -157,7 +157,8 @@ class MistakesTest(parameterized.TestCase):
         self.assertIsInstance(error, case.error)
         notes = getattr(error, "__notes__", ())
         is_warning = isinstance(error, Warning)
-        self.assertEqual(notes.count(f"See docs/errors.md#{case.anchor}."), int(not is_warning))
+        note = f"Run `nnx-sharding explain {case.anchor}` for causes and remedies."
+        self.assertEqual(notes.count(note), int(not is_warning))
         text = "\n".join([str(error), *notes])
         missing = [fact for fact in case.facts if fact not in text]
         self.assertEmpty(missing, text)

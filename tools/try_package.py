@@ -1,5 +1,7 @@
 """Builds sdist and wheel, installs each in a new environment, and tries it there.
 
+Then tries an installation without a C compiler, over an earlier one from the same folder.
+
 ``python tools/try_package.py`` (``make package``) needs ``build``, and leaves both in ``dist/``.
 """
 
@@ -9,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 from pathlib import Path
@@ -16,9 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
-import sys
+import logging, sys
 from importlib.metadata import version
 from pathlib import Path
+
+messages = []
+logger = logging.getLogger("nnx_sharding")
+logger.addFilter(lambda record: messages.append(record.getMessage()))
 
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
@@ -31,6 +38,8 @@ home = Path(nnx_sharding.__file__).parent
 assert Path(sys.prefix) in home.parents, home
 assert version("nnx_sharding") == nnx_sharding.__version__
 assert (home / "py.typed").is_file()
+assert bool(messages) == ("without-compiler" in sys.argv), messages
+assert all("without its C extension" in message for message in messages), messages
 
 mesh = make_mesh({"data": 2, "model": 4})
 sharding = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
@@ -46,11 +55,17 @@ print("works:", home)
 """
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> None:
+def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
     """Runs a command with eight virtual devices, and without this source tree on the path."""
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     unset = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    subprocess.run(list(map(str, command)), cwd=cwd, env={**unset, **flags}, check=True)
+    env = {**unset, **flags, **variables}
+    subprocess.run(list(map(str, command)), cwd=cwd, env=env, check=True)
+
+
+# What README.md names.
+NAMED = ("Makefile", "CONTRIBUTING.md", "docs/errors.md", "docs/images/pipeline.svg")
+NAMED += ("examples/demo.py", "tests/conftest.py", "benchmarks/__main__.py")
 
 
 def main() -> int:
@@ -73,7 +88,18 @@ def main() -> int:
             print(f"== {file.name}", flush=True)
             run(python, "-W", "error::DeprecationWarning:__main__", program, cwd=folder)
             run(python, "-m", "nnx_sharding", "--help", cwd=folder)
-            run(python.with_name("nnx-sharding"), "--help", cwd=folder)
+            run(python.with_name("nnx-sharding"), "explain", "not-divisible", cwd=folder)
+        print("== twice from one folder, then without a compiler", flush=True)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        source = folder / sdist.name.removesuffix(".tar.gz")
+        missing = [name for name in NAMED if not (source / name).is_file()]
+        if missing:
+            raise SystemExit(f"not in {sdist.name}: {', '.join(missing)}")
+        for arguments, variables in (((), {}), (("without-compiler",), {"CC": "false"})):
+            options = ("--force-reinstall", "--no-deps")
+            run(*pip, *options, source, cwd=folder, **variables)
+            run(python, program, *arguments, cwd=folder)
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .._version import __version__
-from . import diff, launch, programs
+from . import diff, explain, launch, programs
 from .options import Parser, UsageError, say
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=name, description="Tools for sharded Flax NNX models.")
     parser.add_argument("--version", action="version", version=f"nnx_sharding {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for module in (programs, diff, launch):
+    for module in (programs, diff, launch, explain):
         module.add_commands(commands)
     for command in commands.choices.values():
         command.formatter_class = argparse.RawDescriptionHelpFormatter

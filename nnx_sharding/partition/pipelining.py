@@ -103,8 +103,9 @@ def pipeline(
 
     Raises:
       ValueError: the model has no ``Stack``, layers share Variables, or the axis times ``repeats``
-        does not divide their number; or ``base`` or the ``Stack`` has ``prefetch=1``. In a call within ``jit``: the microbatches do not divide the
-        batch, or there are fewer than stages for ``repeats``.
+        does not divide their number; ``base`` or the ``Stack`` has ``prefetch=1``. In a call within
+        ``jit``: the microbatches do not divide the batch, or there are fewer than stages for
+        ``repeats``.
 
     Example:
       >>> from flax import nnx
