@@ -44,11 +44,12 @@ def _sections() -> dict[str, str]:
     text = page.read_text(encoding="utf-8")
     # What Flax says, and marks for the script that writes the messages.
     text = re.sub(r"<details>.*?</details>\n+|<!--.*?-->\n+", "", text, flags=re.DOTALL)
-    headings = [*re.finditer(r"^(##+) (.*)\n", text, flags=re.MULTILINE)]
+    # A heading may have an anchor of its own in front of it.
+    headings = [*re.finditer(r"^(?:\(([\w-]+)\)=\n)?(##+) (.*)\n", text, flags=re.MULTILINE)]
     sections = {}
     for index, heading in enumerate(headings):
-        later = (next_ for next_ in headings[index + 1 :] if len(next_[1]) <= len(heading[1]))
+        later = (next_ for next_ in headings[index + 1 :] if len(next_[2]) <= len(heading[2]))
         end = next((next_.start() for next_ in later), len(text))
-        anchor = re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-")
-        sections[anchor] = text[heading.start() : end].rstrip()
+        anchor = heading[1] or re.sub(r"[^\w\- ]", "", heading[3].lower()).replace(" ", "-")
+        sections[anchor] = text[heading.start(2) : end].rstrip()
     return sections
