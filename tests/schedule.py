@@ -262,6 +262,7 @@ DRAWN = {
     "batches.py::StateTest::test_grain": 5,
     "checkpoint_managers.py::test_lists_and_stacks": 1,
     "checkpoints.py::ShardingsTest::test_optimizers": 2,
+    "combinations.py::test_pair": 5,
     "custom_derivatives.py::AsJaxTest::test_sharded": 1,
     "explicit_meshes.py::test_training_equals_one_device": 2,
     "foreign_code.py::test_an_ordered_dict_of_attributes": 1,

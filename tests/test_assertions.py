@@ -239,14 +239,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from flax import nnx
-from nnx_sharding import jit, testing
-from nnx_sharding.partition import make_mesh, replicated
+from nnx_sharding import jit, stack, testing
+from nnx_sharding.partition import fsdp, make_mesh, replicated
 
 MESH = make_mesh({"data": 8})
 MODEL = nnx.Linear(256, 256, rngs=nnx.Rngs(0))
 OPTIONS = {"in_shardings": (replicated(MODEL), P("data")), "out_shardings": P("data")}
 FUN = jit(lambda m, x: m(x) @ m(x).T, mesh=MESH, auto_axes=True, **OPTIONS)
 COMPILED = FUN.lower(MODEL, jnp.ones((8, 256))).compile()
+
+LAYERS = stack(nnx.Linear, 2, 64, 64, rngs=nnx.Rngs(0))
+SHARDED = fsdp(LAYERS, mesh=MESH, min_size=0)
+LOOP = jit(lambda m, x: m(x), in_shardings=(SHARDED, P("data")), mesh=MESH)
 
 def MESH_SIZE():
     return jax.sharding.get_abstract_mesh().size
@@ -268,6 +272,9 @@ def test_assert_same():
 
 def test_assert_no_resharding():
     testing.assert_no_resharding(COMPILED)
+
+def test_assert_overlappable():
+    testing.assert_overlappable(LOOP.lower(LAYERS, jnp.ones((8, 64))).compile())
 
 def test_assert_peak_below():
     testing.assert_peak_below(COMPILED, 1)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from nnx_sharding import jit, saved_residuals
+from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.json_codec import JsonForm
 from nnx_sharding.analysis.parameters import parameter_table
 from nnx_sharding.analysis.tables import Pictured
@@ -83,6 +84,7 @@ def objects_with_tables(folder):
         exported,
         exported.manifest,
         plan(step, model, x, devices=8, strategies=["dp"], most=1),
+        HARDWARE["TPU v5e"],
     ]
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import grad, jit, stack, value_and_grad
+from nnx_sharding import grad, jit, place, stack, value_and_grad
 from nnx_sharding.partition import fsdp, idle_share, pipeline, tensor_parallel
 from nnx_sharding.report import compare
 
@@ -231,3 +231,20 @@ def test_calls_that_cannot_be_in_stages(call, options, text):
     sharding = pipeline(model, mesh=mesh, **({"microbatches": 4} | options))
     with pytest.raises(ValueError, match=text):
         jit(call, in_shardings=(sharding, P()), mesh=mesh).lower(model, jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_layers_on_stages_are_read_and_written(kind):
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(kind,))
+    layers = stack(nnx.Linear, 8, 4, 4, rngs=nnx.Rngs(0))
+    kernel, bias = layers.layers.kernel[...], layers.layers.bias[...]
+    place(layers, pipeline(layers, mesh=mesh), mesh)
+    sharding = layers.layers.bias.sharding
+    one = layers[3]
+    np.testing.assert_array_equal(one.kernel, kernel[3])
+    one.bias[...] += 1
+    layers[3] = one
+    np.testing.assert_array_equal(layers.layers.bias, bias.at[3].add(1))
+    assert layers.layers.bias.sharding == sharding or kind is AxisType.Auto
+    np.testing.assert_array_equal(layers[2:4].layers.kernel, kernel[2:4])
+    assert jit(lambda m: m[1].kernel.sum(), mesh=mesh)(layers) == kernel[1].sum()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .json_codec import JsonForm
+from .tables import table, text
+from .units import bytes_text, count_text, time_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,12 @@ class Hardware(JsonForm):
                 f"{self.torus_dimensions!r}."
             )
 
+    def _pictures(self, width: int) -> Iterable[Any]:
+        yield text(self.name, "bold")
+        known = {name: getattr(self, name) for name in _FIGURES if getattr(self, name) is not None}
+        rows = [(name, _shown(name, x), self.sources.get(name, "")) for name, x in known.items()]
+        yield table(("figure", "value", "source"), rows)
+
     def _parts(self) -> dict[str, Any]:
         own = self.interconnect_bandwidth
         return super()._parts() | {"interconnect_bandwidth": None if own == math.inf else own}
@@ -92,6 +100,21 @@ class Hardware(JsonForm):
 _FIGURES = tuple(
     field.name for field in dataclasses.fields(Hardware) if field.name not in ("name", "sources")
 )
+
+
+def _shown(name: str, figure: float) -> str:
+    match name.rpartition("_")[2]:
+        case "flops":
+            return f"{count_text(figure)}FLOP/s"
+        case "bytes":
+            return bytes_text(int(figure))
+        case "bandwidth":
+            return "unlimited" if figure == math.inf else f"{count_text(figure)}B/s"
+        case "latency":
+            return time_text(figure)
+        case "spread":
+            return f"± {100 * figure:.0f} %"
+    return str(figure)
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:

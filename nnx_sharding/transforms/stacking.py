@@ -11,9 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from ..activations.variables import modules_in
 from ..core.flatten import Flat, flatten
+from ..core.resharding import apply_shardings, sharding_of
+from ..core.retyping import type_spec
 from ..core.signature import Signature
 from ..core.structure import Location, NodeEntry, VariableEntry
 from ..core.unflatten import perform, unflatten, update
@@ -21,6 +24,7 @@ from ..diagnostics.differences import differences
 from ..errors import raise_listed
 from ..specs.activation_sharding import checked_prefetch
 from ..specs.filters import Paths
+from ..specs.fitting import with_entries
 from ..specs.paths import Path, accessor
 from .batching import Carry, StateAxes, change_names, vmap
 from .in_trace import replaced
@@ -125,7 +129,7 @@ class Stack(nnx.Module):
         flat = _flat(self.layers)
         slots = self._stacked_slots(flat)
         key = numbers if isinstance(numbers, int) else index
-        parts = {slot: _applied(lambda x: x[key], flat.leaves[slot]) for slot in slots}
+        parts = {slot: _applied(lambda x: _all_layers(x)[key], flat.leaves[slot]) for slot in slots}
         layers = _built(flat, parts)
         if not isinstance(numbers, int):
             options: Any = {"unroll": self.unroll, "remat": self.remat}
@@ -137,11 +141,15 @@ class Stack(nnx.Module):
     def __setitem__(self, index: int, layer: Any) -> None:
         """Writes the values of a module of the same structure to one layer."""
         number = range(self.length)[operator.index(index)]
-        new, old = _flat(layer), _flat(self[number])
-        _check_equal([old, new], lambda i: f"[{number}]" if i else "the layers")
+        new = _flat(layer)
+        _check_equal([_flat(self[number]), new], lambda i: f"[{number}]" if i else "the layers")
         flat = _flat(self.layers)
         slots = self._stacked_slots(flat)
-        arrays = (flat.leaves[slot].at[number].set(new.leaves[slot]) for slot in slots)
+        old = [flat.leaves[slot] for slot in slots]
+        pairs = zip(old, (new.leaves[slot] for slot in slots), strict=True)
+        arrays = [_all_layers(x).at[number].set(y) for x, y in pairs]
+        typed = [None if type_spec(x) is None else sharding_of(x) for x in old]
+        arrays = apply_shardings(arrays, typed)
         entries = enumerate(flat.structure.entries)
         variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
         leaves = replaced(flat.leaves, slots, arrays)
@@ -269,6 +277,19 @@ def _stacked(blocks: Sequence[Any]) -> tuple[Any, list[Path]]:
 
 def _joined(*arrays: Any) -> Any:
     return jnp.stack(arrays)
+
+
+def _all_layers(x: jax.Array) -> jax.Array:
+    """Stacked arrays with all layers on each device, if an Explicit axis shards them.
+
+    JAX does not index such a dimension; on Auto axes, XLA gathers what it needs.
+    """
+    spec = type_spec(x)
+    if spec is None or spec.partitions[:1] in ((), (None,)):
+        return x
+    whole = NamedSharding(sharding_of(x).mesh, with_entries(spec, [None, *spec.partitions[1:]]))
+    [found] = apply_shardings([x], [whole])
+    return found  # type: ignore[no-any-return]
 
 
 def _applied(function: Callable[..., Any], *arrays: Any) -> Any:

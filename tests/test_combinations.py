@@ -1,0 +1,13 @@
+"""``docs/combinations.md`` says of each pair what its training step does."""
+
+from __future__ import annotations
+
+import pytest
+
+import combinations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", combinations.CELLS, ids=" ".join)
+def test_pair(pair):
+    assert combinations.run(*pair) == combinations.recorded()[pair]
