@@ -275,6 +275,7 @@ DRAWN = {
     "raw_arrays.py::TestCheckpoint::test_saved_and_restored": 3,
     "raw_arrays.py::TestPlaced::test_every_way": 2,
     "recompute.py::SameTest::test_gradients_with_any_policy": 3,
+    "ring.py::test_equals_attention_in_one_matrix": 4,
     "stack_elsewhere.py::test_parameters_are_gathered_along_any_dimension_of_layers": 1,
     "stages.py::AheadOfTimeTest::test_a_call_compiles_nothing_more": 6,
     "unreduced.py::GradientTest::test_microbatches": 1,

@@ -21,7 +21,7 @@ from configurations import without_cache
 from module_programs import LAYERS, ROWS, WIDTH, Mlp
 from nnx_sharding import errors, export, jit, planning, stack, value_and_grad
 from nnx_sharding.cli.main import main
-from nnx_sharding.partition import fsdp, make_mesh, planning_mesh
+from nnx_sharding.partition import fsdp, make_mesh, planning_mesh, ring_attention
 from nnx_sharding.partition.topology import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective, assert_overlappable
@@ -338,3 +338,16 @@ def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, u
         assert_overlappable(before)
     layer = 4 * (2 * 512 * 2048 + 512 + 2048)
     assert after.memory().peak <= before.memory().peak + 2 * layer
+
+
+@needs_compiler
+def test_keys_and_values_move_around_a_ring_of_tpus():
+    mesh = planning_mesh("v5e:2x4", {"context": 8})
+    like = jax.ShapeDtypeStruct((1, 1024, 4, 128), "bfloat16")
+    fun = jax.grad(lambda *x: ring_attention(*x, is_causal=True).sum().astype("float32"), (0, 1, 2))
+    step = jit(fun, in_shardings=P(None, "context"), mesh=mesh)
+    with without_cache():
+        sent = step.lower(like, like, like).compile().collectives()
+    assert {each.kind for each in sent} == {"collective-permute"}
+    block = 1024 // 8 * 4 * 128  # of keys or values; XLA sends some gradients in bfloat16
+    assert sent.bytes_sent == pytest.approx(2 * 7 * 2 * (2 * block) + 8 * 2 * (4 * block), rel=0.05)

@@ -7,6 +7,7 @@ from .logical import LogicalRules, from_logical, from_metadata
 from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
 from .pipelining import idle_share, pipeline
+from .ring import balanced_order, ring_attention
 from .rules import from_arrays, from_rules, override
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
@@ -16,6 +17,7 @@ __all__ = [
     "LogicalRules",
     "abstract_init",
     "auto_axes",
+    "balanced_order",
     "explicit_axes",
     "from_arrays",
     "from_logical",
@@ -30,6 +32,7 @@ __all__ = [
     "planning_mesh",
     "replicated",
     "reshard",
+    "ring_attention",
     "sharded_init",
     "specs_by_path",
     "tensor_parallel",

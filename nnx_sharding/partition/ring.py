@@ -1,0 +1,450 @@
+"""Attention over a sequence that mesh axes shard: keys and values move around a ring of devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .. import _compat
+from ..core.resharding import given_mesh, mesh_here
+from ..core.retyping import type_mesh, type_spec
+from ..errors import raise_listed
+from ..specs.fitting import axes_of_type, padded, suggestion
+
+
+def balanced_order(length: int, shards: int) -> np.ndarray:
+    """The order of positions in which each shard has equally many pairs of causal attention.
+
+    Of ``2 * shards`` chunks of a sequence, shard i has the i-th from the beginning and the i-th
+    from the end. Order tokens and labels by it (``tokens[:, order]``), and pass it as positions to
+    the attention and to position embeddings. ``np.argsort(order)`` is the inverse.
+
+    Args:
+      length: the number of positions, divisible by ``2 * shards``.
+      shards: the size of the mesh axis.
+
+    Returns:
+      Integers of shape (length,): the position of each token.
+
+    Raises:
+      ValueError: ``2 * shards`` does not divide the length.
+
+    Example:
+      >>> from nnx_sharding.partition import balanced_order
+      >>> balanced_order(8, 2)
+      array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+
+    From Brandon et al., 2023, arXiv:2311.09431, in the form of Llama 3 (arXiv:2407.21783).
+    """
+    if length % (2 * shards):
+        raise ValueError(f"balanced_order: 2 × {shards} shards do not divide {length} positions.")
+    chunks = np.arange(length, dtype=np.int32).reshape(2, shards, -1)
+    return np.concatenate([chunks[0], chunks[1, ::-1]], axis=1).ravel()
+
+
+@_compat.api_boundary
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Any = None,
+    mask: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
+    input_positions: Any = None,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: str = "context",
+    dtype: Any = None,
+    precision: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    module: Any = None,
+    **_: Any,
+) -> jax.Array:
+    """Attention of queries to keys and values that are sharded along the sequence.
+
+    Each device keeps its queries. Keys and values move around a ring of devices, and each block is
+    added to a running softmax, which is computed in float32 (float64 for float64). So no device
+    ever has all keys, nor a matrix of more than its own queries and one block of keys, also in the
+    backward pass, where the blocks and their gradients go around once more.
+
+    It takes the arguments of ``attention_fn`` of ``nnx.MultiHeadAttention``. Without a mesh,
+    it computes the same on one device. Other axes of the mesh may shard
+    the batch and the heads.
+
+    Args:
+      query: queries of shape (batch, length, heads, features).
+      key: keys of shape (batch, length of keys, key heads, features); each key head serves equally
+        many heads (grouped-query attention).
+      value: values of shape (batch, length of keys, key heads, features of values).
+      bias: not supported, None.
+      mask: booleans that broadcast to (batch, heads, length, length of keys): where a query may
+        attend. Each device has all columns of its rows; the other options take no memory.
+      is_causal: whether a query attends only to keys at its own position and before.
+      window: a query attends only to keys whose position differs by less than this.
+      input_positions: of the tokens, integers of shape (length,) or (batch, length), for
+        ``is_causal`` and ``window``, named as by Flax; None for their order. With those of
+        :func:`balanced_order`, all devices have equal work in causal attention. Blocks that nothing
+        attends to are skipped, if all rows of the batch have the same positions.
+      segment_ids: integers of shape (batch, length): a query attends only to its own segment, such
+        as a document.
+      scale: the factor of the products; None for ``1 / sqrt(features)``.
+      mesh: the mesh; None for the one in context.
+      axis: the mesh axis that shards the sequence.
+      dtype: of the computation; None for that of the query.
+      precision: as for ``jax.numpy.einsum``.
+      dropout_rate: of weights, which is not supported: 0, or ``deterministic``.
+      deterministic: whether there is no dropout.
+      module: where Flax sows weights, which is not supported: None.
+
+    Returns:
+      The attention outputs, of shape (batch, length, heads, features of values).
+
+    Raises:
+      ValueError: shapes do not fit each other or the axis, the mesh lacks it, or an option that is
+        not supported is asked for. All of them are listed.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.partition import ring_attention
+      >>> mesh = jax.make_mesh((2, 4), ("data", "context"))
+      >>> model = nnx.MultiHeadAttention(
+      ...     4, 32, attention_fn=ring_attention, decode=False, rngs=nnx.Rngs(0)
+      ... )
+      >>> x = jax.numpy.ones((4, 64, 32))
+      >>> forward = jit(lambda model, x: model(x, is_causal=True), mesh=mesh,
+      ...               in_shardings=(P(), P("data", "context")))
+      >>> forward(model, x).shape
+      (4, 64, 32)
+
+    From Liu et al., 2023, arXiv:2310.01889; the running softmax from Milakov and Gimelshein, 2018,
+    arXiv:1805.02867.
+    """
+    mesh = given_mesh("ring_attention", mesh)
+    size = 1 if mesh is None else mesh.shape.get(axis, 0)
+    problems = [
+        *_wrong_shapes(query, key, value, mask, input_positions, segment_ids, size, axis),
+        *(["bias: not supported"] if bias is not None else []),
+        *(["dropout of weights: not supported"] if dropout_rate and not deterministic else []),
+        *(
+            ["sowing weights: not supported, they are never in memory"]
+            if module is not None
+            else []
+        ),
+        *([f"window={window!r}: expected at least 1"] if window is not None and window < 1 else []),
+    ]
+    if mesh is not None and not size:
+        known = ", ".join(map(repr, mesh.shape))
+        problems.append(f"axis={axis!r}{suggestion(axis, mesh.shape)}: the mesh has {known}")
+    is_self = query.shape[1:2] == key.shape[1:2]
+    given = input_positions is not None or segment_ids is not None
+    if not is_self and (is_causal or window or given):
+        problems.append("is_causal, window, positions and segments: for as many keys as queries")
+    raise_listed(ValueError, "ring_attention:", [f"  {line}" for line in problems])
+    dtype = query.dtype if dtype is None else dtype
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    positions = None
+    if is_causal or window:
+        own = np.arange(query.shape[1]) if input_positions is None else input_positions
+        positions = jnp.asarray(own, jnp.int32)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    ring = _Ring(mesh, axis, size, is_causal, window, scale, precision)
+    seen = _Visible(positions, segment_ids, mask)
+    return _attention(ring, query, key, value, seen)  # type: ignore[no-any-return]
+
+
+def _wrong_shapes(
+    query: Any, key: Any, value: Any, mask: Any, positions: Any, segments: Any, size: int, axis: str
+) -> Iterator[str]:
+    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+    yield from (f"{name}: shape {x}, not 4-D" for name, x in shapes.items() if len(x) != 4)
+    if any(len(shape) != 4 for shape in shapes.values()):
+        return
+    (batch, length, heads, features), own, others = shapes.values()
+    if own[:3] != others[:3] or own[0] != batch or own[3] != features:
+        yield f"query {query.shape}, key {own} and value {others} do not fit"
+    elif heads % own[2]:
+        yield f"{own[2]} heads of keys do not divide {heads} heads of queries"
+    for name, count in {"queries": length, "keys": own[1]}.items():
+        if size and count % size:
+            yield f"{size} devices along {axis!r} do not divide {count} {name}; pad them"
+    whole = (batch, heads, length, own[1])
+    if mask is not None:
+        fits = mask.ndim == 4 and all(a in (1, b) for a, b in zip(mask.shape, whole, strict=True))
+        if not fits or mask.shape[2:] != whole[2:]:
+            yield f"mask: shape {mask.shape}, not (1 or {batch}, 1 or {heads}, {length}, {own[1]})"
+    if positions is not None and np.shape(positions) not in ((length,), (batch, length)):
+        given = np.shape(positions)
+        yield f"input_positions: shape {given}, not ({length},) or ({batch}, {length})"
+    if segments is not None and segments.shape != (batch, length):
+        yield f"segment_ids: shape {segments.shape}, not ({batch}, {length})"
+
+
+class _Visible(NamedTuple):
+    """What decides to which keys queries may attend; each None if it does not."""
+
+    positions: Any
+    segments: Any
+    mask: Any
+
+
+class _Block(NamedTuple):
+    """Keys and values that move, and what belongs to them."""
+
+    key: Any
+    value: Any
+    positions: Any
+    segments: Any
+
+
+class _Ring(NamedTuple):
+    """The options of a call. Hashable."""
+
+    mesh: Any
+    axis: str
+    size: int
+    is_causal: bool
+    window: int | None
+    scale: float
+    precision: Any
+
+    def mapped(self, fun: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+        """The function for each device of the ring, with specs of its own axis."""
+        if self.mesh is None:
+            return fun
+        mesh = mesh_here(self.mesh)
+        options = {"in_specs": inputs, "out_specs": outputs, "axis_names": {self.axis}}
+        run = jax.shard_map(fun, mesh=mesh, check_vma=False, **options)
+        if self.axis not in axes_of_type(mesh, AxisType.Explicit):
+            return run
+
+        def resharded(*args: Any) -> Any:
+            # The types of arguments have to agree with the specs along the sequence.
+            return run(*jax.tree.map(functools.partial(_with_axis, mesh), args, inputs))
+
+        return resharded
+
+    def next(self, tree: Any) -> Any:
+        """Arrays of the device before in the ring."""
+        if self.mesh is None:
+            return tree
+        return jax.lax.ppermute(
+            tree, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)]
+        )
+
+    def spec(self, x: Any, dimension: int) -> P | None:
+        """The spec of an array whose dimension is that of the sequence."""
+        return None if x is None else P(*[None] * dimension, self.axis)
+
+    def specs(self, seen: _Visible) -> _Visible:
+        positions, segments, mask = seen
+        own = self.spec(positions, 0 if positions is None else positions.ndim - 1)
+        return _Visible(own, self.spec(segments, 1), self.spec(mask, 2))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> Any:
+    return _forward(ring, query, key, value, seen)[0]
+
+
+def _forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> Any:
+    rows, heads = P(None, ring.axis), P(None, None, None, ring.axis)
+    run = ring.mapped(
+        functools.partial(_local_forward, ring), (rows, rows, rows, ring.specs(seen)), (rows, heads)
+    )
+    out, log_total = run(query, key, value, seen)
+    return out, (query, key, value, seen, out, log_total)
+
+
+def _backward(ring: _Ring, kept: Any, of_out: Any) -> Any:
+    query, key, value, seen, out, log_total = kept
+    rows, heads = P(None, ring.axis), P(None, None, None, ring.axis)
+    inputs = (*[rows] * 3, ring.specs(seen), rows, heads, rows)
+    run = ring.mapped(functools.partial(_local_backward, ring), inputs, (rows,) * 3)
+    return *run(query, key, value, seen, out, log_total, of_out), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _with_axis(mesh: Any, x: Any, spec: P) -> Any:
+    """An array that the axis in the spec shards as well."""
+    old = type_spec(x) or P()
+    entries = [
+        a if b is None else b
+        for a, b in zip(padded(old, x.ndim), padded(spec, x.ndim), strict=True)
+    ]
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
+
+
+def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> Any:
+    """The outputs of the queries of a device, and the logarithms of their totals."""
+    grouped = _grouped(query, key.shape[2])
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+
+    def add(state: Any, block: _Block, step: Any) -> Any:
+        def added(state: Any) -> Any:
+            peak, total, out = state
+            scores = _scores(ring, grouped, block, seen, step)
+            new_peak = jnp.maximum(peak, scores.max(-1))
+            # A row that has attended to nothing yet has no finite peak.
+            finite = jnp.where(jnp.isneginf(new_peak), 0, new_peak)
+            weights, kept = jnp.exp(scores - finite[..., None]), jnp.exp(peak - finite)
+            products = _einsum(ring, "bkgqs,bskd->bkgqd", weights.astype(query.dtype), block.value)
+            return new_peak, total * kept + weights.sum(-1), out * kept[..., None] + products
+
+        return _unless_hidden(ring, seen, block, added, state)
+
+    zeros = jnp.zeros_like(
+        jnp.moveaxis(grouped, 1, 3), wide
+    )  # (batch, key heads, group, length, d)
+    totals = zeros.sum(-1)
+    outs = totals[..., None] + jnp.zeros(value.shape[-1], wide)
+    state = totals - jnp.inf, totals, outs
+    peak, total, out = _around(ring, add, state, _Block(key, value, *seen[:2]))[0]
+    has_any = total > 0
+    out = out / jnp.where(has_any, total, 1)[..., None]
+    log_total = jnp.where(has_any, jnp.where(has_any, peak, 0) + jnp.log(total), jnp.inf)
+    return _ungrouped(jnp.moveaxis(out, 3, 1)).astype(query.dtype), log_total
+
+
+def _local_backward(
+    ring: _Ring,
+    query: Any,
+    key: Any,
+    value: Any,
+    seen: _Visible,
+    out: Any,
+    log_total: Any,
+    of_out: Any,
+) -> Any:
+    """The cotangents of the queries, keys and values of a device."""
+    grouped, of_outs = _grouped(query, key.shape[2]), _grouped(of_out, key.shape[2])
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    products = (out.astype(wide) * of_out.astype(wide)).sum(-1)[..., None]
+    delta = jnp.moveaxis(_grouped(products, key.shape[2])[..., 0], 1, 3)
+
+    def add(state: Any, moving: Any, step: Any) -> Any:
+        block, of_key, of_value = moving
+
+        def added(state: Any) -> Any:
+            weights = jnp.exp(_scores(ring, grouped, block, seen, step) - log_total[..., None])
+            of_weights = _einsum(ring, "bqkgd,bskd->bkgqs", of_outs, block.value)
+            of_scores = (weights * (of_weights - delta[..., None])).astype(query.dtype)
+            weights = weights.astype(query.dtype)
+            new = (
+                _einsum(ring, "bkgqs,bskd->bqkgd", of_scores, block.key),
+                _einsum(ring, "bkgqs,bqkgd->bskd", of_scores, grouped),
+                _einsum(ring, "bkgqs,bqkgd->bskd", weights, of_outs),
+            )
+            return tuple(x + y for x, y in zip(state, new, strict=True))
+
+        of_query, *moved = _unless_hidden(ring, seen, block, added, (state, of_key, of_value))
+        return of_query, (block, *moved)
+
+    zeros = [jnp.zeros_like(x, wide) for x in (grouped, key, value)]
+    moving = _Block(key, value, *seen[:2]), zeros[1], zeros[2]
+    of_query, (_, of_key, of_value) = _around(ring, add, zeros[0], moving, home=True)
+    of_query, of_key = (x * ring.scale for x in (of_query, of_key))
+    of_query = _ungrouped(of_query)
+    return tuple(x.astype(query.dtype) for x in (of_query, of_key, of_value))
+
+
+def _around(
+    ring: _Ring, add: Callable[..., Any], state: Any, moving: Any, home: bool = False
+) -> Any:
+    """Adds each block of the ring; ``home``: blocks change, and return to where they started."""
+
+    def body(carry: Any, step: Any) -> Any:
+        state, moving = carry
+        moving = ring.next(moving)
+        found = add(state, moving, step)
+        return (found if home else (found, moving)), None
+
+    found = add(state, moving, 0)
+    carry = found if home else (found, moving)
+    carry, _ = jax.lax.scan(body, carry, jnp.arange(1, ring.size))
+    return (carry[0], ring.next(carry[1])) if home else carry
+
+
+def _unless_hidden(
+    ring: _Ring, seen: _Visible, block: _Block, added: Callable[..., Any], state: Any
+) -> Any:
+    """The state with a block added, unless positions say that no query attends to it."""
+    mine, theirs = seen.positions, block.positions
+    if mine is None or mine.ndim > 1:
+        return added(state)
+    needed = jnp.bool_(True)
+    if ring.is_causal:
+        needed &= theirs.min() <= mine.max()
+    if ring.window is not None:
+        needed &= (mine.min() - theirs.max() < ring.window) & (
+            theirs.min() - mine.max() < ring.window
+        )
+    return jax.lax.cond(needed, added, lambda state: state, state)
+
+
+def _scores(ring: _Ring, grouped: Any, block: _Block, seen: _Visible, step: Any) -> Any:
+    """The scaled products of queries and keys, of shape (batch, key heads, group, length, keys)."""
+    scores = _einsum(ring, "bqkgd,bskd->bkgqs", grouped, block.key) * ring.scale
+    visible = []
+    if seen.positions is not None:
+        apart = seen.positions[..., :, None] - block.positions[..., None, :]
+        visible += [apart >= 0] if ring.is_causal else []
+        visible += [] if ring.window is None else [jnp.abs(apart) < ring.window]
+    visible = [x if x.ndim == 3 else x[None] for x in visible]
+    if seen.segments is not None:
+        visible.append(seen.segments[:, :, None] == block.segments[:, None, :])
+    masks = [x[:, None, None] for x in visible]
+    if seen.mask is not None:
+        count, keys = seen.mask.shape[1], scores.shape[-1]
+        source = (jax.lax.axis_index(ring.axis) - step) % ring.size if ring.mesh is not None else 0
+        columns = jax.lax.dynamic_slice_in_dim(seen.mask, source * keys, keys, 3)
+        split = (1, 1) if count == 1 else scores.shape[1:3]
+        masks.append(columns.reshape(columns.shape[0], *split, *columns.shape[2:]))
+    for each in masks:
+        scores = jnp.where(each, scores, -jnp.inf)
+    return scores
+
+
+def _einsum(ring: _Ring, formula: str, *operands: Any) -> Any:
+    wide = jnp.promote_types(operands[0].dtype, jnp.float32)
+    return jnp.einsum(formula, *operands, precision=ring.precision, preferred_element_type=wide)
+
+
+def _grouped(x: Any, key_heads: int) -> Any:
+    """Heads by the key head that serves them."""
+    batch, length, heads, features = x.shape
+    return _reshaped(
+        x, (batch, length, key_heads, heads // key_heads, features), (0, 1, 2, None, 3)
+    )
+
+
+def _ungrouped(x: Any) -> Any:
+    shape = (*x.shape[:2], math.prod(x.shape[2:4]), x.shape[4])
+    return _reshaped(x, shape, (0, 1, 2, 4))
+
+
+def _reshaped(x: Any, shape: Iterable[int], dimensions: Iterable[int | None]) -> Any:
+    """An array in another shape, each dimension with the Explicit axes of one of the old."""
+    spec = type_spec(x)
+    if spec is None:
+        return x.reshape(shape)
+    old = (*spec.partitions, *[None] * (x.ndim - len(spec.partitions)))
+    entries = [None if i is None else old[i] for i in dimensions]
+    sharding = NamedSharding(type_mesh(x), P(*entries))
+    return jax.lax.reshape(x, tuple(shape), out_sharding=sharding)

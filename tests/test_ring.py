@@ -1,0 +1,214 @@
+"""``ring_attention``: the numbers of attention in one matrix, what is sent, and the memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding.partition import balanced_order, fsdp, make_mesh, ring_attention
+
+BATCH, LENGTH, HEADS, SIZE = 4, 48, 4, 8
+MESHES = {"all": {"data": 2, "context": 2, "model": 2}, "one": {"context": 8}}
+KINDS = {
+    "Auto": AxisType.Auto,
+    "Explicit": AxisType.Explicit,
+}
+
+
+def attention(query, key, value, visible):
+    """Attention in one matrix; rows that may attend to nothing are zero."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, 2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights * visible.any(-1, keepdims=True), value)
+
+
+def visible_to(positions, segments, mask, is_causal, window):
+    places = jnp.arange(LENGTH) if positions is None else positions
+    apart = jnp.broadcast_to(places, (BATCH, LENGTH))
+    apart = apart[:, None, :, None] - apart[:, None, None, :]
+    found = jnp.ones((BATCH, 1, LENGTH, LENGTH), bool)
+    found &= apart >= 0 if is_causal else True
+    found &= jnp.abs(apart) < window if window else True
+    if segments is not None:
+        found &= segments[:, None, :, None] == segments[:, None, None, :]
+    return found if mask is None else found & mask
+
+
+def cases(count):
+    dimensions = {
+        "mesh": MESHES,
+        "kind": KINDS,
+        "key_heads": (4, 2),
+        "is_causal": (True, False),
+        "window": (None, 7),
+        "order": (None, "balanced", "of each row"),
+        "segments": (False, True),
+        "mask": (None, (1, 1), (BATCH, 1), (BATCH, HEADS)),
+    }
+    every = [dict(zip(dimensions, x, strict=True)) for x in itertools.product(*dimensions.values())]
+    return random.Random(0).sample(every, count)
+
+
+def mesh_of(name, kind):
+    sizes = MESHES[name]
+    return make_mesh(sizes, KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(40), ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_attention_in_one_matrix(case):
+    mesh, generator = mesh_of(case["mesh"], case["kind"]), np.random.default_rng(0)
+    positions = {
+        None: None,
+        "balanced": balanced_order(LENGTH, mesh.shape["context"]),
+        "of each row": np.stack([generator.permutation(LENGTH) for _ in range(BATCH)]),
+    }[case["order"]]
+    segments = jnp.asarray(generator.integers(0, 3, (BATCH, LENGTH))) if case["segments"] else None
+    shape = case["mask"] and (*case["mask"], LENGTH, LENGTH)
+    mask = jnp.asarray(generator.random(shape) < 0.8) if shape else None
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (HEADS, case["key_heads"], case["key_heads"], HEADS)
+    sizes = (SIZE, SIZE, 6, 6)
+    arrays = [
+        jax.random.normal(key, (BATCH, LENGTH, *shape))
+        for key, *shape in zip(keys, heads, sizes, strict=True)
+    ]
+    spec = P("data", "context", "model") if "model" in mesh.shape else P(None, "context")
+
+    def ours(query, key, value, weights):
+        out = ring_attention(
+            query, key, value, mask=mask, is_causal=case["is_causal"], window=case["window"],
+            input_positions=positions, segment_ids=segments,
+        )  # fmt: skip
+        return (out * weights).sum(), out
+
+    def plain(query, key, value, weights):
+        seen = visible_to(positions, segments, mask, case["is_causal"], case["window"])
+        out = attention(query, key, value, seen)
+        return (out * weights).sum(), out
+
+    expected = jax.value_and_grad(plain, (0, 1, 2), has_aux=True)(*arrays)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(*placed)
+    ((_, out), grads), ((_, wanted), wanted_grads) = found, expected
+    for one, other in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert out.sharding.is_equivalent_to(placed[3].sharding, 4)
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            4, 16, attention_fn=ring_attention, decode=False, rngs=rngs
+        )
+
+    def __call__(self, x):
+        return x + self.attention(self.norm(x), is_causal=True)
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_stack_with_fsdp_over_both_axes(remat):
+    mesh = make_mesh({"data": 2, "context": 4})
+    model, x = stack(Block, 3, remat=remat, rngs=nnx.Rngs(0)), jnp.arange(4.0 * 24 * 16)
+    x = jnp.sin(x).reshape(4, 24, 16)
+    expected = jit(value_and_grad(loss))(model, x)
+    sharding = fsdp(model, mesh=mesh, axis=("data", "context"), min_size=0)
+    step = jit(value_and_grad(loss), mesh=mesh, in_shardings=(sharding, P("data", "context")))
+    for one, other in zip(jax.tree.leaves(step(model, x)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def compiled(shards, length, dtype=jnp.bfloat16, **options):
+    """The gradients of attention over a sequence on so many devices."""
+    mesh = make_mesh({"context": shards}, devices=jax.devices()[:shards])
+    like = jax.ShapeDtypeStruct((1, length, 2, 32), dtype)
+
+    def fun(query, key, value):
+        out = ring_attention(query, key, value, is_causal=True, **options)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    step = jit(jax.grad(fun, (0, 1, 2)), mesh=mesh, in_shardings=P(None, "context"))
+    return step.lower(like, like, like).compile()
+
+
+def test_what_is_sent():
+    shards, length = 8, 256
+    sent = compiled(shards, length, jnp.float32).collectives()
+    assert {each.kind for each in sent} == {"collective-permute"}
+    block, positions = length // shards * 2 * 32 * 4, length // shards * 4
+    # All but the own keys, values and positions come by, twice; gradients go home in one step more.
+    moved = 2 * (shards - 1) * (2 * block + positions) + shards * 2 * block
+    assert sent.bytes_sent == moved
+
+
+def test_memory_falls_with_the_number_of_devices():
+    peaks = [compiled(shards, 2048).memory().peak for shards in (1, 2, 4, 8)]
+    for more, fewer in itertools.pairwise(peaks):
+        assert fewer < 0.6 * more
+
+
+def test_bfloat16():
+    arrays = [jax.random.normal(jax.random.key(i), (2, 64, 4, 16)) for i in range(3)]
+    mesh = make_mesh({"context": 8})
+    fun = jit(lambda *x: ring_attention(*x, is_causal=True), mesh=mesh)
+    found = fun(*(x.astype(jnp.bfloat16) for x in arrays))
+    expected = jax.nn.dot_product_attention(*arrays, is_causal=True)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.05)
+
+
+@pytest.mark.parametrize(("length", "shards"), [(48, 4), (64, 8), (16, 1)])
+def test_balanced_order(length, shards):
+    order = balanced_order(length, shards)
+    assert sorted(order.tolist()) == [*range(length)]
+    pairs = (order + 1).reshape(shards, -1).sum(1)  # keys that the queries of a shard attend to
+    assert len({*pairs.tolist()}) == 1
+    with pytest.raises(ValueError, match=f"2 × {shards} shards do not divide {length + 1}"):
+        balanced_order(length + 1, shards)
+
+
+Q, K = (2, 48, 4, 8), (2, 48, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "text"),
+    [
+        ((Q, K, (2, 48, 4, 8)), {}, "query .* do not fit"),
+        ((Q, (2, 48, 3, 8), (2, 48, 3, 8)), {}, "3 heads of keys do not divide 4 heads"),
+        ((Q[1:], K, K), {}, r"query: shape \(48, 4, 8\), not 4-D"),
+        (((2, 49, 4, 8), K, K), {}, "8 devices along 'context' do not divide 49 queries; pad"),
+        (((2, 24, 4, 8), K, K), {"is_causal": True}, "for as many keys as queries"),
+        ((Q, K, K), {"mask": np.ones((3, 1, 48, 48), bool)}, "mask: shape .* not .1 or 2, 1 or 4"),
+        (
+            (Q, K, K),
+            {"input_positions": np.arange(3)},
+            r"input_positions: shape \(3,\), not \(48,\)",
+        ),
+        ((Q, K, K), {"segment_ids": np.ones(48, int)}, r"segment_ids: shape \(48,\)"),
+        ((Q, K, K), {"axis": "contxt"}, "did you mean 'context'"),
+        ((Q, K, K), {"window": 0, "bias": 1}, "bias: not supported\n.*\n?.*window=0"),
+        ((Q, K, K), {"dropout_rate": 0.1}, "dropout of weights"),
+        ((Q, K, K), {"module": nnx.Module()}, "sowing weights"),
+    ],
+)
+def test_wrong_calls(shapes, options, text):
+    arrays = [jnp.ones(shape) for shape in shapes]
+    with pytest.raises(ValueError, match=text), jax.set_mesh(make_mesh({"context": 8})):
+        ring_attention(*arrays, **options)
