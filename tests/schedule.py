@@ -271,6 +271,7 @@ DRAWN = {
     "known_faults.py::test_grouped_convolution": 4,
     "mapping.py::AsFlaxTest::test_prefix": 4,
     "mesh_pairs.py::test_shard_map_reshards_the_arrays_that_jax_reshards": 10,
+    "pipeline_grid.py::test_equals_one_device": 1,
     "progress.py::test_each_compilation_logs_one_line": 2,
     "raw_arrays.py::TestCheckpoint::test_saved_and_restored": 3,
     "raw_arrays.py::TestPlaced::test_every_way": 2,

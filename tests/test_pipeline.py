@@ -14,7 +14,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import grad, jit, place, stack, value_and_grad
+from nnx_sharding import (
+    ActivationSharding,
+    InOutSharding,
+    StateSharding,
+    grad,
+    jit,
+    place,
+    stack,
+    value_and_grad,
+)
 from nnx_sharding.partition import fsdp, idle_share, pipeline, tensor_parallel
 from nnx_sharding.report import compare
 
@@ -72,9 +81,10 @@ def run(stages, microbatches, repeats, remat=False, base=None, kind=AxisType.Aut
     mesh = jax.make_mesh((stages, 2, 2)[: len(names)], names, axis_types=(kind,) * len(names))
     options = {"mesh": mesh, "microbatches": microbatches, "repeats": repeats}
     sharding = pipeline(model, base=base and base(model, mesh=mesh), **options)
-    step = gradients(loss, mesh=mesh, in_shardings=(sharding, P("data") if base else P()))
+    rows = P("data") if base else P()
+    step = gradients(loss, mesh=mesh, in_shardings=(sharding, rows))
     compiled = step.lower(model, x).compile()
-    found = step(model, x)
+    found = compiled(model, jax.device_put(x, jax.NamedSharding(mesh, rows)))
     expected = gradients(functools.partial(loss_of_microbatches, microbatches))(like, x)
     for a, b in [(found, expected), (model, like)]:
         for one, other in zip(numbers(a), numbers(b), strict=True):
@@ -94,6 +104,39 @@ def test_a_step_on_two_stages_is_that_of_one_device_with_two_permutes_in_a_tick(
     rows, features, size = 32 // 4, 16, 4
     assert [each.bytes for each in sent] == [rows * features * size] * 2
     assert idle_share(2, 4) == (ticks - 4) / ticks
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [{"^blocks$": P("data")}, {"blocks": InOutSharding(P("data"), input=P("data"))}],
+    ids=["exactly", "with-layers"],
+)
+@pytest.mark.parametrize("where", ["call", "base"])
+def test_shardings_of_its_activations_keep_the_pipeline(declared, where):
+    model = nnx.eval_shape(lambda: Model(4))
+    model.set_attributes(deterministic=True, use_running_average=True)
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    base = StateSharding({...: P()}, activations=ActivationSharding(declared))
+    given = base if where == "base" else None
+    options = {} if given else {"activation_shardings": declared}
+    sharding = pipeline(model, mesh=mesh, microbatches=2, base=given)
+    step = jit(lambda m, x: m(x), mesh=mesh, in_shardings=(sharding, P("data")), **options)
+    compiled = step.lower(model, jax.ShapeDtypeStruct((8, 4), "float32")).compile()
+    assert 2 + 2 - 1 in [each.times for each in permutes(compiled.collectives())]
+
+
+@pytest.mark.parametrize("where", ["base", "call"])
+def test_no_prefetch(where):
+    blocks = nnx.eval_shape(lambda: stack(nnx.Linear, 4, 4, 4, rngs=nnx.Rngs(0)))
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    sharding, options = pipeline(blocks, mesh=mesh, microbatches=2), {}
+    if where == "base":
+        sharding = fsdp(blocks, mesh=mesh, base=sharding, prefetch=1, min_size=0)
+    else:
+        options["activation_shardings"] = ActivationSharding(prefetch=1)
+    step = jit(lambda m, x: m(x), mesh=mesh, in_shardings=(sharding, P("data")), **options)
+    with pytest.raises(ValueError, match="Leave out the option prefetch=1"):
+        step.lower(blocks, jax.ShapeDtypeStruct((8, 4), "float32"))
 
 
 def _drawn():
@@ -215,14 +258,16 @@ class Sowing(nnx.Module):
         return x if mask is None else x + mask
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize(
     ("call", "options", "text"),
     [
         (lambda m, x: m(x[:6]), {}, r"4 microbatches .*\n  x: shape \(6, 4\)"),
-        (lambda m, x: m((x, x.sum())), {}, r"x\[1\]: shape \(\)"),
+        (lambda m, x: m((x, x.sum())), {}, r"x\[1\]: shape \(\)(.|\n)*blocks\(x, step\)"),
+        (lambda m, x: m(x), {}, r"as by sow. Return .* blocks\(\(x, loss\)\)"),
         (lambda m, x: m(x, mask=x), {}, r"further arguments .* 8 rows(.|\n)*\['mask'\]: shape"),
         (lambda m, x: m(x), {"microbatches": 2, "repeats": 2}, "less than the 4 stages"),
-        (lambda m, x: nnx.capture(m, nnx.Intermediate)(x), {}, "pipeline: nnx.capture"),
+        (lambda m, x: nnx.capture(m, nnx.Intermediate)(x), {}, "nnx.capture has .* return the values"),
     ],
 )
 def test_calls_that_cannot_be_in_stages(call, options, text):

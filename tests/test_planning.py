@@ -472,3 +472,27 @@ def test_a_crash_ends_one_compiler(uncached):
             process.compile(low, {"no_such_option": 1})
     finally:
         process.close()
+
+
+def test_a_pipeline_is_a_candidate_for_a_stack():
+    def found(model, **options):
+        x = jax.ShapeDtypeStruct((rows, width), "float32")
+        return plan(lambda m, x: m(x), model, x, hardware="TPU v5e", quiet=True, **options)
+
+    rows, width, layers = 32, 64, 8
+    blocks = nnx.eval_shape(lambda: stack(nnx.Linear, layers, width, width, rngs=nnx.Rngs(0)))
+    name, meshes = "dp + pipeline, data 1 × model 4", [{"data": 1, "model": 4}]
+    report = found(blocks, meshes=meshes, strategies="dp + pipeline").comparison.reports[name]
+    microbatches = 4 * 4
+    ticks = microbatches + 4 - 1
+    flops = 2 * rows * width * width * layers / 4 * ticks / microbatches  # the last 3 ticks idle
+    assert flops <= report.cost.flops <= 1.1 * flops
+    assert report.roofline.compute_s == pytest.approx(report.cost.flops / 1.97e14, rel=1e-3)
+    [sent] = [x for x in report.collectives if x.kind == "collective-permute"]
+    assert (sent.times, sent.bytes) == (ticks, rows // microbatches * width * 4)
+
+    dense = nnx.eval_shape(lambda: nnx.Linear(width, width, rngs=nnx.Rngs(0)))
+    for model, is_tried in ((blocks, True), (dense, False)):
+        by_default = found(model, meshes=meshes, most=1)
+        names = {*by_default.candidates, *by_default.ruled_out}
+        assert (name in names) == is_tried

@@ -235,8 +235,11 @@ class Scope:
         if chosen.input is not None and args:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
         call = with_right_gradient(frame.module, call, self._pure.batch_axes)
-        if chosen.schedule is not None and self._mesh is not None:
-            call = chosen.schedule.of(frame.module, self._mesh, self._pure.batch_axes)
+        place = frame.tag.path, frame.module, frame.method
+        schedules = [found for x in frame.tag.sources if (found := x.schedule(*place))]
+        if schedules and self._mesh is not None:
+            ahead = any(source.prefetch for source in frame.tag.sources)
+            call = schedules[0].of(frame.module, self._mesh, self._pure.batch_axes, ahead)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None

@@ -94,8 +94,8 @@ def pipeline(
       microbatches: the number of microbatches; it divides the batch.
       repeats: how often a microbatch passes through all stages (the circular schedule). A stage
         then has ``repeats`` groups of successive layers, which takes less idle time
-        (:func:`idle_share`); but layers are stored in order, and each step moves them to the stages
-        that run them, and their gradients back. The compiler may gather all of them for that.
+        (:func:`idle_share`); but layers are stored in order, so each step moves them once to the
+        stages that run them, and their gradients back.
       across_slices: whether the axis may have devices of several TPU slices.
 
     Returns:
@@ -129,10 +129,7 @@ def pipeline(
     schedule = Schedule(axes[0], mesh.shape[axes[0]], microbatches, repeats)
     stacks, activations = _stacks(model, schedule), activations_of(base)
     if activations.prefetch or any(stack.prefetch for stack in stacks.values()):
-        raise ValueError(
-            "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the "
-            "option prefetch=1 of base or of the Stack."
-        )
+        raise ValueError(_NOT_AHEAD)
     specs, lines = base_specs("pipeline", model, base, mesh), list[str]()
     for each in variables(model):
         if _is_stacked(each.path, stacks):
@@ -219,8 +216,12 @@ class Schedule:
         """How often a stage computes, or waits."""
         return self.repeats * self.microbatches + self.stages - 1
 
-    def of(self, module: Any, mesh: Any, batch_axes: Sequence[Any]) -> Callable[..., Any]:
+    def of(
+        self, module: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
+    ) -> Callable[..., Any]:
         """What is called in place of a stack."""
+        if prefetch or module.prefetch:
+            raise ValueError(_NOT_AHEAD)
         rows = tuple(axis for axis in batch_axes if axis != self.axis)
 
         def call(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +248,8 @@ class Schedule:
         if any(hasattr(inner, _compat.CAPTURES) for _, inner in modules_in(stack)):
             raise ValueError(
                 "pipeline: nnx.capture has no order for what layers of a pipeline sow. Capture "
-                "without the pipeline, or from modules outside of the Stack."
+                "without the pipeline, or from modules outside of the Stack; or return the values "
+                "from layer to layer, with a dimension for the rows."
             )
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
         shapes = {jax.tree_util.keystr(keys): jnp.shape(leaf) for keys, leaf in leaves}
@@ -260,7 +262,9 @@ class Schedule:
                 for where, shape in shapes.items()
                 if not shape or shape[0] != batch or not batch or batch % count
             ],
-            "All need the same number of rows, which the microbatches divide.",
+            "All need the same number of rows, which the microbatches divide. Scalars that layers "
+            "only read are further arguments, blocks(x, step); those that they change, such as a "
+            "loss, need one value for each row.",
         )
         arrays, _ = jax.tree_util.tree_flatten_with_path(further)
         raise_listed(
@@ -368,6 +372,10 @@ class Schedule:
         return jax.tree.map(lambda x: jnp.swapaxes(x[0], 0, 1).reshape(-1, *x.shape[3:]), kept)
 
 
+_NOT_AHEAD = (
+    "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
+    "prefetch=1 of base or of the Stack."
+)
 _GRAPH: Any = {"graph": True, "graph_updates": True}
 
 
@@ -395,7 +403,8 @@ def _update(
     """Updates the Variables of ``flat`` from those of a copy that have changed."""
     if after.structure.num_leaves != flat.structure.num_leaves:
         raise ValueError(
-            "pipeline: layers may not make Variables while they run in a pipeline, as by sow."
+            "pipeline: layers may not make Variables while they run in a pipeline, as by sow. Return "
+            "the values, with a dimension for the rows: x, loss = blocks((x, loss))."
         )
     new = {
         slot: written(slot, after.leaves[slot])

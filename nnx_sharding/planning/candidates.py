@@ -15,16 +15,18 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..activations.variables import modules_in
 from ..analysis.hardware import HARDWARE, Hardware
 from ..errors import raise_listed
-from ..partition import fsdp, replicated, tensor_parallel, zero1
+from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
 from ..report.sharding import ShardingRow, check_sharding
 from ..specs.fitting import axes_of, spec_and_mesh
 from ..specs.state_sharding import StateSharding
+from ..transforms.stacking import Stack
 
 # The strategies over the axes of the batch, and those for layers over the model axis.
 _OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
-_OVER_MODEL = ("", " + tensor", " + sequence")
+_OVER_MODEL = ("", " + tensor", " + sequence", " + pipeline")
 STRATEGIES = tuple(data + model for model in _OVER_MODEL for data in _OVER_DATA)
 
 
@@ -75,6 +77,12 @@ def mesh_sizes(
         if within % model == 0:
             of_model = {axes.model: model} if model > 1 else {}
             yield {**slices, axes.data: within // model, **of_model}
+
+
+def has_stack(args: Sequence[Any]) -> bool:
+    """Whether there are layers for a pipeline."""
+    modules = (x for arg in args if isinstance(arg, nnx.Module) for _, x in modules_in(arg))
+    return any(isinstance(x, Stack) for x in modules)
 
 
 def check_meshes(
@@ -130,17 +138,27 @@ def in_shardings_of(
         model = arg if optimizer is None else getattr(arg, "model", model)
         if model is None:
             raise ValueError("expected the model in front of its optimizer, got no model there")
-        result.append(_sharding_of(strategy, model, optimizer, mesh, over, axes))
+        stages = mesh.shape.get(axes.model, 1)
+        microbatches = math.gcd(4 * stages, rows // count)
+        result.append(_sharding_of(strategy, model, optimizer, mesh, over, axes, microbatches))
     return tuple(result)
 
 
 def _sharding_of(
-    strategy: str, model: Any, optimizer: Any, mesh: Any, over: tuple[str, ...], axes: Axes
+    strategy: str,
+    model: Any,
+    optimizer: Any,
+    mesh: Any,
+    over: tuple[str, ...],
+    axes: Axes,
+    microbatches: int,
 ) -> StateSharding:
     data, _, style = strategy.partition(" + ")
     options: dict[str, Any] = {"mesh": mesh, "optimizer": optimizer}
     base = None
-    if style:
+    if style == "pipeline":
+        base = pipeline(model, axis=axes.model, microbatches=microbatches, **options)
+    elif style:
         base = tensor_parallel(model, axis=axes.model, sequence=style == "sequence", **options)
     if data in ("fsdp", "hsdp"):
         axis = axes.data if data == "hsdp" else over
@@ -170,7 +188,9 @@ class Prediction(NamedTuple):
       arguments: the bytes of the arguments on the device, without the padding of tiles.
       sent: the bytes that a training step sends, roughly: each parameter that is sharded over batch
         axes is gathered twice and its gradient scattered, other gradients are summed, and so are
-        the activations on both sides of each kernel that is sharded over the model axis.
+        the activations on both sides of each kernel that is sharded over the model axis. In a
+        pipeline, these are those between stages, with as many features as the smallest parameter of
+        its layers has.
       key: equal for candidates that shard all arguments equally.
     """
 
@@ -194,7 +214,7 @@ def predict(candidate: Candidate, args: Sequence[Any], model: str = "model") -> 
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     arguments, sent = 0, 0.0
     key: list[Any] = [tuple((axis, size) for axis, size in sizes.items() if size > 1)]
-    tokens = _tokens(args) / math.prod(size for axis, size in sizes.items() if axis != model)
+    devices = math.prod(sizes.values())
     for arg, sharding in zip(args, candidate.in_shardings, strict=True):
         if not isinstance(sharding, StateSharding):
             arguments += _tree_bytes(arg, sharding, abstract)
@@ -206,8 +226,19 @@ def predict(candidate: Candidate, args: Sequence[Any], model: str = "model") -> 
         arguments += sum(row.bytes_per_device for row in on_device)
         key.append(tuple(_split(row, sizes) for row in rows))
         key.append(sharding.activations)
-        if not isinstance(arg, nnx.Optimizer):
-            sent += sum(_sent(row, sizes, tokens, model) for row in rows)
+        if isinstance(arg, nnx.Optimizer):
+            continue
+        declared = sharding.activations.shardings if sharding.activations else ()
+        schedule = next((x.schedule for x in declared if x.schedule), None)
+        split_by = model if schedule is None else schedule.axis
+        tokens = _tokens(args) * sizes.get(split_by, 1) / devices
+        if schedule is not None:
+            held = (row for row in rows if (schedule.axis,) in _split(row, sizes)[:1])
+            least = min((row.bytes_total / row.shape[0] for row in held if row.shape), default=0)
+            # In each tick forward and backward; and what leaves the stages, and its gradient.
+            sent += 2 * tokens * least * (schedule.ticks / schedule.microbatches + 1)
+            tokens = 0
+        sent += sum(_sent(row, sizes, tokens, split_by) for row in rows)
     return Prediction(arguments, sent, tuple(key))
 
 

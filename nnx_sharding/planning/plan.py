@@ -30,6 +30,7 @@ from .candidates import (
     Candidate,
     applies,
     check_meshes,
+    has_stack,
     in_shardings_of,
     mesh_sizes,
     predict,
@@ -98,7 +99,10 @@ def plan(
     * ``hsdp``: the same over ``data`` only, and ``dp`` over ``replica`` (between slices).
 
     Over the axis ``model``, ``+ tensor`` is :func:`~nnx_sharding.partition.tensor_parallel`, and
-    ``+ sequence`` the same with ``sequence=True``.
+    ``+ sequence`` the same with ``sequence=True``. For models with a ``Stack``, ``+ pipeline`` is
+    :func:`~nnx_sharding.partition.pipeline` over that axis, with four microbatches for each stage,
+    or the largest number that divides both these and the rows of a device. Stages that wait are in
+    the roofline: they compute in each tick.
 
     Args:
       step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are
@@ -146,6 +150,8 @@ def plan(
     """
     _check_counts(topology, devices=devices, num_slices=num_slices, most=most)
     variants = _variants(step, args, options)
+    if strategies is STRATEGIES and not any(has_stack(own) for *_, own in variants.values()):
+        strategies = [name for name in STRATEGIES if "pipeline" not in name]
     strategies = _strategies(strategies)
     names = _axes(axes)
     with on_topology(topology, num_slices):
