@@ -233,6 +233,7 @@ NIGHTLY = (
     "planning.py::test_equals_brute_force",
     "planning.py::test_figures_are_in_the_persistent_cache",
     "planning.py::test_processes_report_the_same",
+    "planning.py::test_a_pipeline_is_a_candidate_for_a_stack",
     "programs.py::test_checkpoint[resnet]",
     "programs.py::test_only_the_import_changes[gemma]",
     "programs.py::test_only_the_import_changes[resnet]",

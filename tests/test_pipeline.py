@@ -267,7 +267,11 @@ class Sowing(nnx.Module):
         (lambda m, x: m(x), {}, r"as by sow. Return .* blocks\(\(x, loss\)\)"),
         (lambda m, x: m(x, mask=x), {}, r"further arguments .* 8 rows(.|\n)*\['mask'\]: shape"),
         (lambda m, x: m(x), {"microbatches": 2, "repeats": 2}, "less than the 4 stages"),
-        (lambda m, x: nnx.capture(m, nnx.Intermediate)(x), {}, "nnx.capture has .* return the values"),
+        (
+            lambda m, x: nnx.capture(m, nnx.Intermediate)(x),
+            {},
+            "nnx.capture has .* return the values",
+        ),
     ],
 )
 def test_calls_that_cannot_be_in_stages(call, options, text):

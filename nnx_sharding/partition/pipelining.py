@@ -403,8 +403,8 @@ def _update(
     """Updates the Variables of ``flat`` from those of a copy that have changed."""
     if after.structure.num_leaves != flat.structure.num_leaves:
         raise ValueError(
-            "pipeline: layers may not make Variables while they run in a pipeline, as by sow. Return "
-            "the values, with a dimension for the rows: x, loss = blocks((x, loss))."
+            "pipeline: layers may not make Variables while they run in a pipeline, as by sow. "
+            "Return the values, with a dimension for the rows: x, loss = blocks((x, loss))."
         )
     new = {
         slot: written(slot, after.leaves[slot])
