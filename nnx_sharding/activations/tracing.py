@@ -236,7 +236,7 @@ class Scope:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
         call = with_right_gradient(frame.module, call, self._pure.batch_axes)
         place = frame.tag.path, frame.module, frame.method
-        schedules = [found for x in frame.tag.sources if (found := x.schedule(*place))]
+        schedules = [found for x in frame.tag.sources if (found := x._schedule(*place))]
         if schedules and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
             call = schedules[0].of(frame.module, self._mesh, self._pure.batch_axes, ahead)

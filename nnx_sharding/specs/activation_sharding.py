@@ -180,7 +180,7 @@ class ActivationSharding:
                 return index, sharding
         return None, None
 
-    def schedule(self, path: Path, module: Any, method: str) -> Any:
+    def _schedule(self, path: Path, module: Any, method: str) -> Any:
         """What a strategy calls in place of a call, whichever filter decides on its shardings."""
         found = (x for x in self._pairs if x[1].schedule and x[1].method == method)
         return next((x.schedule for predicate, x in found if predicate(path, module)), None)
