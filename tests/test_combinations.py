@@ -7,7 +7,6 @@ import pytest
 import combinations
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", combinations.CELLS, ids=" ".join)
 def test_pair(pair):
     assert combinations.run(*pair) == combinations.recorded()[pair]

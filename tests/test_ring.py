@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, stack, value_and_grad
 from nnx_sharding.partition import balanced_order, fsdp, make_mesh, ring_attention
+from nnx_sharding.partition.ring import _is_needed, _Ring
 
 BATCH, LENGTH, HEADS, SIZE = 4, 48, 4, 8
 MESHES = {"all": {"data": 2, "context": 2, "model": 2}, "one": {"context": 8}}
@@ -65,7 +66,6 @@ def mesh_of(name, kind):
     return make_mesh(sizes, KINDS[kind])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(40), ids=lambda case: "-".join(map(str, case.values())))
 def test_equals_attention_in_one_matrix(case):
     mesh, generator = mesh_of(case["mesh"], case["kind"]), np.random.default_rng(0)
@@ -182,6 +182,20 @@ def test_balanced_order(length, shards):
     assert len({*pairs.tolist()}) == 1
     with pytest.raises(ValueError, match=f"2 × {shards} shards do not divide {length + 1}"):
         balanced_order(length + 1, shards)
+
+
+def test_devices_have_equal_work_in_the_balanced_order():
+    shards, length = 8, 64
+    ring = _Ring(None, "context", shards, True, None, 1.0, None)
+
+    def blocks(order):
+        """How many halves of blocks the halves of each device's queries attend to."""
+        parts = order.reshape(shards, 2, -1)
+        halves = parts.reshape(2 * shards, -1)
+        return [sum(_is_needed(ring, x, y) for x in own for y in halves) for own in parts]
+
+    assert blocks(balanced_order(length, shards)) == [2 * shards + 1] * shards
+    assert blocks(np.arange(length)) == [4 * i + 3 for i in range(shards)]
 
 
 Q, K = (2, 48, 4, 8), (2, 48, 2, 8)

@@ -201,6 +201,9 @@ class _Visible(NamedTuple):
     segments: Any
     mask: Any
 
+    def parts(self, count: int) -> list[_Visible]:
+        return [_Visible(*x) for x in _split(count, self, (-1, 1, 2))]
+
 
 class _Block(NamedTuple):
     """Keys and values that move, and what belongs to them."""
@@ -209,6 +212,9 @@ class _Block(NamedTuple):
     value: Any
     positions: Any
     segments: Any
+
+    def parts(self, count: int) -> list[_Block]:
+        return [_Block(*x) for x in _split(count, self, (1, 1, -1, 1))]
 
 
 class _Ring(NamedTuple):
@@ -293,29 +299,37 @@ def _with_axis(mesh: Any, x: Any, spec: P) -> Any:
 
 def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> Any:
     """The outputs of the queries of a device, and the logarithms of their totals."""
-    grouped = _grouped(query, key.shape[2])
+    grouped, count = _grouped(query, key.shape[2]), _num_parts(seen)
     wide = jnp.promote_types(query.dtype, jnp.float32)
+    queries, seen_by = jnp.split(grouped, count, 1), seen.parts(count)
 
-    def add(state: Any, block: _Block, step: Any) -> Any:
-        def added(state: Any) -> Any:
-            peak, total, out = state
-            scores = _scores(ring, grouped, block, seen, step)
-            new_peak = jnp.maximum(peak, scores.max(-1))
-            # A row that has attended to nothing yet has no finite peak.
-            finite = jnp.where(jnp.isneginf(new_peak), 0, new_peak)
-            weights, kept = jnp.exp(scores - finite[..., None]), jnp.exp(peak - finite)
-            products = _einsum(ring, "bkgqs,bskd->bkgqd", weights.astype(query.dtype), block.value)
-            return new_peak, total * kept + weights.sum(-1), out * kept[..., None] + products
+    def added(state: Any, query: Any, block: _Block, seen: _Visible, column: Any) -> Any:
+        peak, total, out = state
+        scores = _scores(ring, query, block, seen, column)
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        # A row that has attended to nothing yet has no finite peak.
+        finite = jnp.where(jnp.isneginf(new_peak), 0, new_peak)
+        weights, kept = jnp.exp(scores - finite[..., None]), jnp.exp(peak - finite)
+        products = _einsum(ring, "bkgqs,bskd->bkgqd", weights.astype(query.dtype), block.value)
+        return new_peak, total * kept + weights.sum(-1), out * kept[..., None] + products
 
-        return _unless_hidden(ring, seen, block, added, state)
+    def add(states: Any, moving: _Block, step: Any) -> Any:
+        states = [*states]
+        for j, block in enumerate(moving.parts(count)):
+            for i, own in enumerate(seen_by):
+                run = functools.partial(
+                    added, query=queries[i], block=block, seen=own, column=(step, j)
+                )
+                states[i] = _unless_hidden(ring, own, block, run, states[i])
+        return states
 
-    zeros = jnp.zeros_like(
-        jnp.moveaxis(grouped, 1, 3), wide
-    )  # (batch, key heads, group, length, d)
-    totals = zeros.sum(-1)
-    outs = totals[..., None] + jnp.zeros(value.shape[-1], wide)
-    state = totals - jnp.inf, totals, outs
-    peak, total, out = _around(ring, add, state, _Block(key, value, *seen[:2]))[0]
+    states = []
+    for each in queries:
+        totals = jnp.zeros_like(jnp.moveaxis(each, 1, 3), wide).sum(-1)
+        outs = totals[..., None] + jnp.zeros(value.shape[-1], wide)
+        states.append((totals - jnp.inf, totals, outs))
+    states, _ = _around(ring, add, states, _Block(key, value, *seen[:2]))
+    peak, total, out = (jnp.concatenate(x, 3) for x in zip(*states, strict=True))
     has_any = total > 0
     out = out / jnp.where(has_any, total, 1)[..., None]
     log_total = jnp.where(has_any, jnp.where(has_any, peak, 0) + jnp.log(total), jnp.inf)
@@ -333,35 +347,59 @@ def _local_backward(
     of_out: Any,
 ) -> Any:
     """The cotangents of the queries, keys and values of a device."""
+    wide, count = jnp.promote_types(query.dtype, jnp.float32), _num_parts(seen)
     grouped, of_outs = _grouped(query, key.shape[2]), _grouped(of_out, key.shape[2])
-    wide = jnp.promote_types(query.dtype, jnp.float32)
     products = (out.astype(wide) * of_out.astype(wide)).sum(-1)[..., None]
     delta = jnp.moveaxis(_grouped(products, key.shape[2])[..., 0], 1, 3)
+    queries = _split(count, (grouped, of_outs, log_total, delta), (1, 1, 3, 3))
+    seen_by = seen.parts(count)
 
-    def add(state: Any, moving: Any, step: Any) -> Any:
-        block, of_key, of_value = moving
+    def added(state: Any, own: Any, block: _Block, seen: _Visible, column: Any) -> Any:
+        query, of_out, log_total, delta = own
+        weights = jnp.exp(_scores(ring, query, block, seen, column) - log_total[..., None])
+        of_weights = _einsum(ring, "bqkgd,bskd->bkgqs", of_out, block.value)
+        of_scores = (weights * (of_weights - delta[..., None])).astype(query.dtype)
+        new = (
+            _einsum(ring, "bkgqs,bskd->bqkgd", of_scores, block.key),
+            _einsum(ring, "bkgqs,bqkgd->bskd", of_scores, query),
+            _einsum(ring, "bkgqs,bqkgd->bskd", weights.astype(query.dtype), of_out),
+        )
+        return tuple(x + y for x, y in zip(state, new, strict=True))
 
-        def added(state: Any) -> Any:
-            weights = jnp.exp(_scores(ring, grouped, block, seen, step) - log_total[..., None])
-            of_weights = _einsum(ring, "bqkgd,bskd->bkgqs", of_outs, block.value)
-            of_scores = (weights * (of_weights - delta[..., None])).astype(query.dtype)
-            weights = weights.astype(query.dtype)
-            new = (
-                _einsum(ring, "bkgqs,bskd->bqkgd", of_scores, block.key),
-                _einsum(ring, "bkgqs,bqkgd->bskd", of_scores, grouped),
-                _einsum(ring, "bkgqs,bqkgd->bskd", weights, of_outs),
-            )
-            return tuple(x + y for x, y in zip(state, new, strict=True))
-
-        of_query, *moved = _unless_hidden(ring, seen, block, added, (state, of_key, of_value))
-        return of_query, (block, *moved)
+    def add(of_queries: Any, moving: Any, step: Any) -> Any:
+        moved, *cotangents = moving
+        of_queries = [*of_queries]
+        of_keys, of_values = ([*x] for x in zip(*_split(count, cotangents, (1, 1)), strict=True))
+        for j, block in enumerate(moved.parts(count)):
+            for i, own in enumerate(seen_by):
+                run = functools.partial(
+                    added, own=queries[i], block=block, seen=own, column=(step, j)
+                )
+                state = of_queries[i], of_keys[j], of_values[j]
+                found = _unless_hidden(ring, own, block, run, state)
+                of_queries[i], of_keys[j], of_values[j] = found
+        return of_queries, (moved, *(jnp.concatenate(x, 1) for x in (of_keys, of_values)))
 
     zeros = [jnp.zeros_like(x, wide) for x in (grouped, key, value)]
-    moving = _Block(key, value, *seen[:2]), zeros[1], zeros[2]
-    of_query, (_, of_key, of_value) = _around(ring, add, zeros[0], moving, home=True)
-    of_query, of_key = (x * ring.scale for x in (of_query, of_key))
-    of_query = _ungrouped(of_query)
-    return tuple(x.astype(query.dtype) for x in (of_query, of_key, of_value))
+    moving = _Block(key, value, *seen[:2]), *zeros[1:]
+    of_queries, (_, of_key, of_value) = _around(
+        ring, add, jnp.split(zeros[0], count, 1), moving, home=True
+    )
+    of_query = _ungrouped(jnp.concatenate(of_queries, 1)) * ring.scale
+    return tuple(x.astype(query.dtype) for x in (of_query, of_key * ring.scale, of_value))
+
+
+def _num_parts(seen: _Visible) -> int:
+    """In how many parts blocks are: halves, if positions may say that some are hidden."""
+    positions = seen.positions
+    return 2 if positions is not None and positions.ndim == 1 and positions.size % 2 == 0 else 1
+
+
+def _split(count: int, arrays: Iterable[Any], dimensions: Iterable[int]) -> list[list[Any]]:
+    """Parts of arrays, each in its dimension."""
+    pairs = zip(arrays, dimensions, strict=True)
+    parts = ([None] * count if x is None else jnp.split(x, count, axis) for x, axis in pairs)
+    return [[*each] for each in zip(*parts, strict=True)]
 
 
 def _around(
@@ -385,21 +423,26 @@ def _unless_hidden(
     ring: _Ring, seen: _Visible, block: _Block, added: Callable[..., Any], state: Any
 ) -> Any:
     """The state with a block added, unless positions say that no query attends to it."""
-    mine, theirs = seen.positions, block.positions
-    if mine is None or mine.ndim > 1:
+    if seen.positions is None or seen.positions.ndim > 1:
         return added(state)
-    needed = jnp.bool_(True)
-    if ring.is_causal:
-        needed &= theirs.min() <= mine.max()
+    is_needed = _is_needed(ring, seen.positions, block.positions)
+    return jax.lax.cond(is_needed, added, lambda state: state, state)
+
+
+def _is_needed(ring: _Ring, mine: Any, theirs: Any) -> Any:
+    """Whether a query at one of my positions may attend to a key at one of theirs."""
+    needed = theirs.min() <= mine.max() if ring.is_causal else True
     if ring.window is not None:
-        needed &= (mine.min() - theirs.max() < ring.window) & (
-            theirs.min() - mine.max() < ring.window
-        )
-    return jax.lax.cond(needed, added, lambda state: state, state)
+        needed &= mine.min() - theirs.max() < ring.window
+        needed &= theirs.min() - mine.max() < ring.window
+    return needed
 
 
-def _scores(ring: _Ring, grouped: Any, block: _Block, seen: _Visible, step: Any) -> Any:
-    """The scaled products of queries and keys, of shape (batch, key heads, group, length, keys)."""
+def _scores(ring: _Ring, grouped: Any, block: _Block, seen: _Visible, column: Any) -> Any:
+    """The scaled products of queries and keys, of shape (batch, key heads, group, length, keys).
+
+    ``column`` is the step, in which keys come from the device so many places before, and the part.
+    """
     scores = _einsum(ring, "bqkgd,bskd->bkgqs", grouped, block.key) * ring.scale
     visible = []
     if seen.positions is not None:
@@ -412,8 +455,10 @@ def _scores(ring: _Ring, grouped: Any, block: _Block, seen: _Visible, step: Any)
     masks = [x[:, None, None] for x in visible]
     if seen.mask is not None:
         count, keys = seen.mask.shape[1], scores.shape[-1]
-        source = (jax.lax.axis_index(ring.axis) - step) % ring.size if ring.mesh is not None else 0
-        columns = jax.lax.dynamic_slice_in_dim(seen.mask, source * keys, keys, 3)
+        own = 0 if ring.mesh is None else jax.lax.axis_index(ring.axis)
+        parts = seen.mask.shape[3] // keys // ring.size
+        start = ((own - column[0]) % ring.size * parts + column[1]) * keys
+        columns = jax.lax.dynamic_slice_in_dim(seen.mask, start, keys, 3)
         split = (1, 1) if count == 1 else scores.shape[1:3]
         masks.append(columns.reshape(columns.shape[0], *split, *columns.shape[2:]))
     for each in masks:
