@@ -180,7 +180,9 @@ def test_equals_one_device(case):
     ticks = repeats * microbatches + stages - 1
     assert [each.times for each in sent] == [ticks] * 2  # forward and backward
     rows = ROWS // microbatches // (2 if base else 1)
-    assert {each.bytes for each in sent} == {rows * TOKENS * WIDTH * 4}
+    whole = rows * TOKENS * WIDTH * 4
+    # With tensor parallelism, the compiler may shard the features, over two devices.
+    assert {each.bytes for each in sent} <= ({whole, whole // 2} if base == "tensor" else {whole})
     # Each stage computes in every tick, in R·M of them a microbatch.
     assert (ticks - repeats * microbatches) / ticks == idle_share(stages, microbatches, repeats)
 
