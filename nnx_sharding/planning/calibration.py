@@ -53,8 +53,9 @@ def calibrate(
         so small that the time of a collective does not depend on its bytes.
 
     Example:
+      >>> import jax
       >>> from nnx_sharding.planning import calibrate
-      >>> measured = calibrate(side=256)
+      >>> measured = calibrate(jax.devices()[:1], side=256)
       >>> measured.flops > 0 and measured.spread > 0
       True
     """
