@@ -1,0 +1,402 @@
+"""Mixtures of experts: tokens go to the devices of their experts, and come back."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .. import _compat
+from ..core.resharding import given_mesh, mesh_here
+from ..errors import raise_listed
+from ..specs.fitting import axes_of_type, suggestion
+
+
+class Matmul(Protocol):
+    """Multiplies the rows of each expert by its own matrix."""
+
+    def __call__(self, rows: jax.Array, kernel: jax.Array, bias: Any = None) -> jax.Array:
+        """Rows (rows, in), matrices (experts, in, out), biases (experts, out); (rows, out)."""
+
+
+class ExpertStatistics(NamedTuple):
+    """How tokens were distributed over experts."""
+
+    tokens: jax.Array  # (experts,): how often each was chosen, as int32
+    dropped: jax.Array  # (): how many of these choices exceeded a capacity, as int32
+    balance_loss: jax.Array | None  # (): 1 if experts are used equally; None without logits
+    z_loss: jax.Array | None  # (): the mean square of log-sum-exp of the logits; None without
+
+
+@_compat.api_boundary
+def dispatch_to_experts(
+    x: jax.Array,
+    weights: jax.Array,
+    indices: jax.Array,
+    experts: Callable[[jax.Array, Matmul], jax.Array],
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    logits: jax.Array | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: str = "expert",
+    batch_axes: Sequence[str] | None = None,
+) -> tuple[jax.Array, ExpertStatistics]:
+    """The weighted sum, for each token, of what the experts chosen for it compute.
+
+    Each device sends its tokens to the devices of their experts, and gets the results back: two
+    all-to-alls over the axis, and two more in the backward pass. What is computed does not depend
+    on the mesh.
+
+    Without a capacity no token is dropped. The rows of a device are then sorted by expert, for
+    ``jax.lax.ragged_dot``, and on TPUs only rows that exist are sent
+    (``jax.lax.ragged_all_to_all``). On other platforms, and in memory on all, there is room for the
+    case that all tokens choose the same device.
+
+    Args:
+      x: the tokens, of shape (groups, tokens, features), such as a batch of sequences. On a mesh,
+        the groups are sharded over ``batch_axes`` and ``axis``.
+      weights: of the experts of each token, of shape (groups, tokens, k).
+      indices: of these experts, integers of shape (groups, tokens, k), different for each token.
+      experts: computes all experts: takes the tokens as rows of shape (rows, features), and a
+        function ``matmul(rows, kernel, bias=None)``, which multiplies each row by the matrix of its
+        expert. Kernels have the shape (num_experts, in, out), biases (num_experts, out). All else
+        that it does has to be elementwise, or along the features.
+      num_experts: their number, which the axis has to divide.
+      capacity: how many tokens of each group an expert takes; None for all. The first choices of
+        all tokens precede their second choices, and among these the order is that of the tokens.
+        An expert that a token is dropped from adds nothing to its output.
+      logits: of the router, of shape (groups, tokens, num_experts), for the auxiliary losses.
+      mesh: the mesh; None for the one in context. Without any, all is computed on one device.
+      axis: the mesh axis that shards the experts.
+      batch_axes: the other mesh axes that shard the groups; None for ``data``, if there is one.
+
+    Returns:
+      The outputs, of shape (groups, tokens, features of the outputs), and
+      :class:`ExpertStatistics` over all devices: how often each expert was chosen, the number of
+      dropped choices, and two losses, which are None without ``logits``.
+
+    Raises:
+      ValueError: shapes do not fit each other, the number of experts or the mesh; the mesh lacks an
+        axis. All of them are listed.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from nnx_sharding.partition import dispatch_to_experts
+      >>> class Experts(nnx.Module):
+      ...     def __init__(self, number, features, hidden, rngs):
+      ...         init = nnx.initializers.lecun_normal(batch_axis=0)
+      ...         self.router = nnx.Linear(features, number, rngs=rngs)
+      ...         self.up = nnx.Param(init(rngs.params(), (number, features, hidden)))
+      ...         self.down = nnx.Param(init(rngs.params(), (number, hidden, features)))
+      ...     def experts(self, rows, matmul):
+      ...         return matmul(nnx.relu(matmul(rows, self.up[...])), self.down[...])
+      ...     def __call__(self, x):
+      ...         logits = self.router(x)
+      ...         weights, indices = jax.lax.top_k(nnx.softmax(logits), 2)
+      ...         return dispatch_to_experts(
+      ...             x, weights, indices, self.experts, num_experts=8, logits=logits)
+      >>> y, statistics = Experts(8, 16, 32, nnx.Rngs(0))(jax.numpy.ones((4, 6, 16)))
+      >>> y.shape, int(statistics.tokens.sum()), int(statistics.dropped)
+      ((4, 6, 16), 48, 0)
+
+    Capacities and all-to-alls as in GShard (Lepikhin et al., 2020, arXiv:2006.16668), the balance
+    loss as in Switch Transformers (Fedus et al., 2021, arXiv:2101.03961), the z-loss as in ST-MoE
+    (Zoph et al., 2022, arXiv:2202.08906).
+    """
+    mesh = given_mesh("dispatch_to_experts", mesh)
+    if batch_axes is None:
+        batch_axes = ("data",) if mesh is not None and "data" in mesh.shape else ()
+    axes = (*batch_axes, axis)
+    problems = _wrong_shapes(x, weights, indices, logits, num_experts, capacity)
+    for each in axes if mesh is not None else ():
+        if each not in mesh.shape:
+            known = ", ".join(map(repr, mesh.shape))
+            problems.append(f"axis {each!r}{suggestion(each, mesh.shape)}: the mesh has {known}")
+    if mesh is not None and not problems:
+        if num_experts % mesh.shape[axis]:
+            problems.append(f"{num_experts} experts: {axis!r} of size {mesh.shape[axis]}")
+        shards = math.prod(mesh.shape[each] for each in axes)
+        if x.shape[0] % shards:
+            problems.append(f"{x.shape[0]} groups: {shards} shards over {', '.join(axes)}")
+        problems = [f"{line} does not divide them" for line in problems]
+    raise_listed(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
+    layout = _Layout(mesh, axis, axes, num_experts, capacity)
+    last = layout.last_entry(x)
+    rows, sent, tokens, dropped = layout.run(
+        layout.send,
+        (layout.rows(3, last), layout.rows(3)),
+        (layout.rows(2, last), layout.sent(), P(), P()),
+        x,
+        indices,
+    )
+    rows = experts(rows, functools.partial(layout.matmul, sent.sizes))
+    if rows.ndim != 2:
+        raise ValueError(f"dispatch_to_experts: experts returned {jax.typeof(rows)}, not rows.")
+    last = layout.last_entry(rows)
+    output = layout.run(
+        layout.receive,
+        (layout.rows(2, last), layout.sent(), layout.rows(3)),
+        layout.rows(3, last),
+        rows,
+        sent,
+        weights,
+    )
+    return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens))
+
+
+def _wrong_shapes(
+    x: Any, weights: Any, indices: Any, logits: Any, num_experts: int, capacity: int | None
+) -> list[str]:
+    if x.ndim != 3:
+        return [f"x: shape {x.shape}, expected (groups, tokens, features)"]
+    problems = []
+    if indices.shape[:-1] != x.shape[:2] or not jnp.issubdtype(indices.dtype, jnp.integer):
+        expected = f"expected integers of shape ({x.shape[0]}, {x.shape[1]}, k)"
+        problems.append(f"indices: {indices.dtype} of shape {indices.shape}, {expected}")
+    if weights.shape != indices.shape:
+        problems.append(f"weights: shape {weights.shape}, but indices have {indices.shape}")
+    if logits is not None and logits.shape != (*x.shape[:2], num_experts):
+        problems.append(f"logits: shape {logits.shape}, expected {(*x.shape[:2], num_experts)}")
+    if capacity is not None and capacity < 1:
+        problems.append(f"capacity={capacity!r}: expected at least 1")
+    return problems
+
+
+def _losses(logits: Any, tokens: jax.Array) -> tuple[Any, Any]:
+    """The balance loss, and the z-loss."""
+    if logits is None:
+        return None, None
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    chosen = tokens / tokens.sum()
+    probability = jax.nn.softmax(logits).mean((0, 1))
+    balance = tokens.size * (chosen.astype(logits.dtype) * probability).sum()
+    return balance, jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
+
+
+class _Sent(NamedTuple):
+    """What a device knows of the rows it has sent, and of those it got.
+
+    With a capacity, each of its groups of tokens is sent alone; else all of them as one.
+    """
+
+    order: jax.Array  # (groups, choices): of the choices, sorted by expert
+    experts: jax.Array  # (groups, choices): those of the sorted choices
+    ranks: jax.Array  # (groups, choices): their places among those of the same expert
+    # Without a capacity:
+    counts: jax.Array  # (1, experts): how often each is chosen
+    places: jax.Array  # (1, rows): of the rows that it got, where they are sorted by expert
+    received: jax.Array  # (1, devices of the axis, own experts): rows from each device
+    sizes: jax.Array  # (1, own experts): rows of each of its experts
+
+
+class _Layout(NamedTuple):
+    """Where tokens and experts are."""
+
+    mesh: Any
+    axis: str
+    axes: tuple[str, ...]  # those that shard the groups
+    num_experts: int
+    capacity: int | None
+
+    @property
+    def size(self) -> int:
+        """The number of devices over which the experts are sharded."""
+        return 1 if self.mesh is None else self.mesh.shape[self.axis]
+
+    def rows(self, ndim: int, last: Any = None) -> P:
+        """The spec of tokens or rows, with that of their features."""
+        return P(self.axes, *[None] * (ndim - 2), last)
+
+    def sent(self) -> _Sent:
+        """The specs of what a device knows."""
+        return _Sent(*[P(self.axes)] * len(_Sent._fields))
+
+    def explicit(self) -> set[str]:
+        """The Explicit axes of the mesh in context."""
+        return set() if self.mesh is None else {*axes_of_type(mesh_here(self.mesh), AxisType.Explicit)}
+
+    def last_entry(self, x: Any, dimension: int = -1) -> Any:
+        """How the type of an array shards a dimension over axes that do not shard the groups."""
+        if not self.explicit():
+            return None
+        spec = jax.typeof(x).sharding.spec
+        entry = [*spec, *[None] * (x.ndim - len(spec))][dimension]
+        entry = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(name for name in entry if name not in self.axes) or None
+
+    def run(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
+        """Runs a function on each device of the axes, and of all Explicit ones."""
+        if self.mesh is None:
+            return fun(*args)
+        mesh, explicit = mesh_here(self.mesh), self.explicit()
+        names = explicit.union(self.axes)
+        if explicit:
+            args = jax.tree.map(functools.partial(_retyped, mesh, explicit), args, in_specs)
+        run = jax.shard_map(
+            fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+        )
+        return run(*args)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum over all devices that have tokens."""
+        return x if self.mesh is None else jax.lax.psum(x, self.axes)
+
+    def exchange(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        """An all-to-all over the axis."""
+        if self.mesh is None:
+            return x
+        return jax.lax.all_to_all(x, self.axis, split, concat, tiled=True)
+
+    def send(self, x: jax.Array, indices: jax.Array) -> Any:
+        """The rows that this device gets, what it knows of them, and two figures of all devices."""
+        if self.capacity is None:
+            x, indices = x.reshape(1, -1, x.shape[-1]), indices.reshape(1, -1, indices.shape[-1])
+        flat = indices.astype(jnp.int32).swapaxes(1, 2).reshape(len(indices), -1)
+        order = jnp.argsort(flat, axis=1, stable=True)
+        experts = jnp.take_along_axis(flat, order, 1)
+        counts = (flat[:, :, None] == jnp.arange(self.num_experts)).sum(1, dtype=jnp.int32)
+        starts = jnp.cumsum(counts, 1) - counts
+        ranks = jnp.arange(flat.shape[1]) - jnp.take_along_axis(starts, experts, 1)
+        rows = jnp.take_along_axis(x, (order % x.shape[1])[:, :, None], 1)
+        own = self.num_experts // self.size
+        if self.capacity is not None:
+            blocks = jax.vmap(functools.partial(_to_blocks, width=self.capacity))(
+                rows, starts, counts
+            )  # (groups, experts, capacity, features)
+            blocks = self.exchange(blocks.swapaxes(0, 1), 0, 1)
+            nothing = jnp.zeros((1, 0), jnp.int32)
+            sizes = jnp.full((1, own), blocks.shape[1] * self.capacity, jnp.int32)
+            sent = _Sent(order, experts, ranks, nothing, nothing, nothing[:, :, None], sizes)
+            dropped = jnp.maximum(counts - self.capacity, 0).sum()
+            return blocks.reshape(-1, x.shape[-1]), sent, self.sum(counts.sum(0)), self.sum(dropped)
+        received = self.exchange(counts.reshape(self.size, own), 0, 0)
+        blocks = self.to_experts(rows[0], counts[0].reshape(self.size, own).sum(1), received.sum(1))
+        ends = jnp.cumsum(received, 1)[:, :, None]
+        own_expert = (jnp.arange(rows.shape[1]) >= ends).sum(1).ravel()  # of rows in the blocks
+        places = jnp.argsort(own_expert, stable=True)
+        sizes = received.sum(0)
+        sent = _Sent(order, experts, ranks, counts, places[None], received[None], sizes[None])
+        return blocks[places], sent, self.sum(counts[0]), jnp.zeros((), jnp.int32)
+
+    def receive(self, rows: jax.Array, sent: _Sent, weights: jax.Array) -> jax.Array:
+        """The outputs of this device's tokens, from the rows of its experts."""
+        own, shape = self.num_experts // self.size, weights.shape
+        if self.capacity is not None:
+            blocks = rows.reshape(own, self.size * shape[0], self.capacity, rows.shape[-1])
+            blocks = self.exchange(blocks, 1, 0).swapaxes(0, 1)
+            rows = jax.vmap(_from_blocks)(blocks, sent.experts, sent.ranks)
+        else:
+            blocks = rows[jnp.argsort(sent.places[0])]
+            sizes = sent.counts[0].reshape(self.size, own).sum(1)
+            rows = self.from_experts(blocks, sizes, sent.received[0].sum(1))[None]
+        rows = jnp.take_along_axis(rows, jnp.argsort(sent.order, axis=1)[:, :, None], 1)
+        rows = rows.reshape(len(rows), shape[-1], -1, rows.shape[-1]).swapaxes(1, 2)
+        rows = rows.reshape(*shape, rows.shape[-1])
+        return jnp.einsum("gtk,gtkf->gtf", weights.astype(rows.dtype), rows)
+
+    def to_experts(self, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> jax.Array:
+        """Sends rows, sorted by device, to these; returns what each device sent in a block."""
+        if self.mesh is None:
+            return rows
+        starts, width = jnp.cumsum(sizes) - sizes, len(rows)
+
+        def ragged(rows: jax.Array) -> jax.Array:
+            space = jnp.zeros((self.size * width, rows.shape[-1]), rows.dtype)
+            offsets = jnp.full(self.size, jax.lax.axis_index(self.axis) * width, jnp.int32)
+            return self.ragged(rows, space, starts, sizes, offsets, received)
+
+        def padded(rows: jax.Array) -> jax.Array:
+            blocks = self.exchange(_to_blocks(rows, starts, sizes, width), 0, 0)
+            return blocks.reshape(-1, rows.shape[-1])
+
+        return jax.lax.platform_dependent(rows, tpu=ragged, default=padded)
+
+    def from_experts(self, blocks: jax.Array, sizes: jax.Array, received: jax.Array) -> jax.Array:
+        """The inverse: sends each block back, and returns the rows sorted by device."""
+        if self.mesh is None:
+            return blocks
+        starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // self.size
+
+        def ragged(blocks: jax.Array) -> jax.Array:
+            space = jnp.zeros((width, blocks.shape[-1]), blocks.dtype)
+            offsets = self.exchange(starts, 0, 0)  # where each device wants its rows
+            own = jnp.arange(self.size, dtype=jnp.int32) * width
+            return self.ragged(blocks, space, own, received, offsets, sizes)
+
+        def padded(blocks: jax.Array) -> jax.Array:
+            back = self.exchange(blocks.reshape(self.size, width, -1), 0, 0)
+            places = jnp.arange(width)
+            device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)
+            return _from_blocks(back, device, places - starts[device])
+
+        return jax.lax.platform_dependent(blocks, tpu=ragged, default=padded)
+
+    def ragged(self, rows: Any, space: Any, *where: jax.Array) -> jax.Array:
+        """The rows that other devices send to this one, at their places in a new array."""
+        return jax.lax.ragged_all_to_all(rows, space, *where, axis_name=self.axis)
+
+    def matmul(self, sizes: Any, rows: Any, kernel: Any, bias: Any = None) -> jax.Array:
+        """Multiplies the rows of each expert by its matrix, and adds its bias."""
+        features = rows.shape[-1]
+        expected = (self.num_experts, features)
+        problems = []
+        if kernel.ndim != 3 or kernel.shape[:2] != expected:
+            problems.append(f"  kernel: shape {kernel.shape}, expected {(*expected, 'out')}")
+        elif bias is not None and bias.shape != (self.num_experts, kernel.shape[2]):
+            expected = (self.num_experts, kernel.shape[2])
+            problems.append(f"  bias: shape {bias.shape}, expected {expected}")
+        raise_listed(ValueError, "matmul of dispatch_to_experts:", problems)
+        inner, outer = self.last_entry(kernel, 1), self.last_entry(kernel, 2)
+        biases = () if bias is None else (bias,)
+        return self.run(
+            functools.partial(self.multiply, inner),
+            (P(self.axes), self.rows(2, inner), P(self.axis, inner, outer), *[P(self.axis, outer)] * len(biases)),
+            self.rows(2, outer),
+            sizes,
+            rows,
+            kernel,
+            *biases,
+        )
+
+    def multiply(self, inner: Any, sizes: Any, rows: Any, kernel: Any, *biases: Any) -> jax.Array:
+        """The same for the rows and the experts of a device; ``inner`` shards the inner dimension."""
+        if self.capacity is None:
+            product = jax.lax.ragged_dot(rows, kernel, sizes[0])
+        else:
+            grouped = rows.reshape(len(kernel), -1, rows.shape[-1])
+            product = jnp.einsum("erf,efo->ero", grouped, kernel).reshape(len(rows), -1)
+        if inner:
+            product = jax.lax.psum(product, inner)
+        for bias in biases:
+            expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
+            product += bias.at[expert].get(mode="fill", fill_value=0)
+        return product
+
+
+def _to_blocks(rows: jax.Array, starts: jax.Array, sizes: jax.Array, width: int) -> jax.Array:
+    """Blocks of rows, each from where it starts; zeros after its last row."""
+    places = jnp.arange(width)
+    blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
+    return jnp.where((places < sizes[:, None])[:, :, None], blocks, 0)
+
+
+def _from_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
+    """Rows of blocks; zeros where a block has no such place."""
+    return blocks.at[block, place].get(mode="fill", fill_value=0)
+
+
+def _retyped(mesh: Any, explicit: set[str], x: Any, spec: P) -> Any:
+    """An array with the type that a spec needs on Explicit axes."""
+    entries = []
+    for entry in (*spec, *[None] * (x.ndim - len(spec))):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        entries.append(tuple(name for name in names if name in explicit) or None)
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
