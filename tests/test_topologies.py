@@ -21,7 +21,13 @@ from configurations import without_cache
 from module_programs import LAYERS, ROWS, WIDTH, Mlp
 from nnx_sharding import errors, export, jit, planning, stack, value_and_grad
 from nnx_sharding.cli.main import main
-from nnx_sharding.partition import fsdp, make_mesh, planning_mesh, ring_attention
+from nnx_sharding.partition import (
+    dispatch_to_experts,
+    fsdp,
+    make_mesh,
+    planning_mesh,
+    ring_attention,
+)
 from nnx_sharding.partition.topology import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective, assert_overlappable
@@ -351,3 +357,27 @@ def test_keys_and_values_move_around_a_ring_of_tpus():
     assert {each.kind for each in sent} == {"collective-permute"}
     block = 1024 // 8 * 4 * 128  # of keys or values; XLA sends some gradients in bfloat16
     assert sent.bytes_sent == pytest.approx(2 * 7 * 2 * (2 * block) + 8 * 2 * (4 * block), rel=0.05)
+
+
+@needs_compiler
+def test_tokens_move_to_their_experts_on_tpus():
+    mesh = planning_mesh("v5e:2x4", {"data": 2, "expert": 4})
+
+    def loss(up, down, x):
+        weights, indices = jax.lax.top_k(x[..., :8].astype("float32"), 2)
+
+        def experts(rows, matmul):
+            return matmul(jax.nn.relu(matmul(rows, up)), down)
+
+        y, _ = dispatch_to_experts(x, weights, indices, experts, num_experts=8)
+        return y.sum().astype("float32")
+
+    shapes = (8, 256, 512), (8, 512, 256), (8, 128, 256)
+    like = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    specs = (P("expert"), P("expert"), P(("data", "expert")))
+    step = jit(jax.grad(loss, (0, 1, 2)), in_shardings=specs, mesh=mesh)
+    with without_cache():
+        sent = step.lower(*like).compile().collectives()
+    ragged = [each for each in sent if each.kind == "ragged-all-to-all"]
+    assert sum(each.times for each in ragged) == 4  # to the experts and back, twice
+    assert {each.axes for each in ragged} == {("expert",)}

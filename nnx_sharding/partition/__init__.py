@@ -2,6 +2,7 @@
 
 from .axis_modes import auto_axes, explicit_axes
 from .constrain import reshard, with_sharding_constraint
+from .experts import ExpertStatistics, dispatch_to_experts, expert_parallel
 from .init import abstract_init, sharded_init
 from .logical import LogicalRules, from_logical, from_metadata
 from .mesh import make_mesh, planning_mesh
@@ -14,10 +15,13 @@ from .tensor_parallel import tensor_parallel
 from .variables import specs_by_path
 
 __all__ = [
+    "ExpertStatistics",
     "LogicalRules",
     "abstract_init",
     "auto_axes",
     "balanced_order",
+    "dispatch_to_experts",
+    "expert_parallel",
     "explicit_axes",
     "from_arrays",
     "from_logical",

@@ -1,21 +1,137 @@
-"""Mixtures of experts: tokens go to the devices of their experts, and come back."""
+"""Mixtures of experts: their weights on a mesh axis, and tokens that go to them and come back."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from ..core.resharding import given_mesh, mesh_here
 from ..errors import raise_listed
+from ..specs.filters import to_predicate
 from ..specs.fitting import axes_of_type, suggestion
+from ..specs.paths import accessor
+from ..specs.state_sharding import StateSharding
+from .optimizer import with_optimizer
+from .strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
+from .tensor_parallel import COLUMN_NAMES, ROW_NAMES
+from .variables import NamedVariable, variables
+
+
+@_compat.api_boundary
+def expert_parallel(
+    model: Any,
+    *,
+    experts: int,
+    where: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    optimizer: Any = None,
+    base: StateSharding | None = None,
+    axis: Any = "expert",
+    hidden_axis: Any = None,
+    across_slices: bool = False,
+) -> StateSharding:
+    """Shards the stacked weights of experts over a mesh axis, for :func:`dispatch_to_experts`.
+
+    They are the parameters of a module of a user's class whose first dimension, after those of
+    stacked layers, is the number of experts: those with three dimensions or more, and, beside such
+    a one in the same module, those with two (biases).
+
+    Args:
+      model: the model, abstract (``nnx.eval_shape``) or not.
+      experts: the number of experts.
+      where: an NNX filter of the weights instead, such as ``nnx.PathContains("experts")``. Of each
+        Variable, the first dimension of this size is sharded; that of stacked layers comes last.
+      mesh: the mesh; None for the one in context.
+      optimizer: as for :func:`fsdp`.
+      base: shardings to start from. Its specs are kept, and the axis comes after those that shard
+        the same dimension. ``fsdp(model, base=expert_parallel(model, experts=8))`` shards the
+        experts over ``data`` as well, and the rest of the model over ``data``.
+      axis: as for :func:`fsdp`.
+      hidden_axis: the axis that shards the hidden features of each expert: the last dimension of
+        weights called ``up``, ``gate``, ``wi`` … and the one before it of those called ``down``,
+        ``wo`` …, as :func:`tensor_parallel` does with layers.
+      across_slices: whether ``axis`` may have devices of several TPU slices, over whose network
+        tokens are then sent.
+
+    Returns:
+      The spec of each path. All of them divide the shapes.
+
+    Raises:
+      ValueError: there are no such weights, or an axis does not divide theirs: all are listed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax.sharding import AbstractMesh
+      >>> from nnx_sharding.partition import expert_parallel
+      >>> class Experts(nnx.Module):
+      ...     def __init__(self):
+      ...         self.up = nnx.Param(jnp.ones((8, 16, 64)))
+      ...         self.down = nnx.Param(jnp.ones((8, 64, 16)))
+      >>> model = nnx.eval_shape(Experts)
+      >>> mesh = AbstractMesh((2, 4), ("model", "expert"))
+      >>> sharding = expert_parallel(model, experts=8, mesh=mesh, hidden_axis="model")
+      >>> sharding.map_prefix(("down",), model.down)
+      P('expert', 'model', None)
+    """
+    mesh, axes = mesh_and_axes("expert_parallel", mesh, axis, across_slices=across_slices)
+    hidden = ()
+    if hidden_axis is not None:
+        _, hidden = mesh_and_axes("expert_parallel", mesh, hidden_axis, across_slices=False)
+    specs, problems = base_specs("expert_parallel", model, base, mesh), []
+    found = [*_expert_weights(model, experts, where)]
+    for each, dimension in found:
+        name = str(each.path[-1])
+        wanted = [(dimension, axes)]
+        if hidden and name in COLUMN_NAMES | ROW_NAMES:
+            wanted.append((-1 if name in COLUMN_NAMES else -2, hidden))
+        for place, names in wanted:
+            spec = shard_dimension(specs[each.path], each.shape, place, names, mesh)
+            if spec is None:
+                text = f"{names} cannot shard dimension {place} of shape {each.shape}"
+                problems.append(f"  {accessor('model', each.path)}: {text}, {specs[each.path]}")
+            else:
+                specs[each.path] = spec
+    raise_listed(ValueError, "expert_parallel:", problems, "Choose axes that divide the weights.")
+    if not found:
+        raise ValueError(
+            f"expert_parallel: the model has no weights of {experts} experts: parameters of a "
+            f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
+        )
+    return with_optimizer(specs, model, optimizer, activations_of(base))
+
+
+def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
+    """The weights of experts, with the dimension of these."""
+    if where is not None:
+        is_wanted = to_predicate(where)
+        for each in variables(model):
+            shape = each.shape or ()
+            sizes = [*shape[each.num_stacked :], *shape[: each.num_stacked]]
+            if experts in sizes and is_wanted(each.path, each.variable):
+                yield each, (sizes.index(experts) + each.num_stacked) % len(shape)
+        return
+    nodes = nnx.iter_graph(model, graph=True)
+    of_flax = {path for path, node in nodes if type(node).__module__.startswith("flax.")}
+    own = [
+        each
+        for each in variables(model)
+        if isinstance(each.variable, nnx.Param) and each.path[:-1] not in of_flax
+        if each.shape is not None and each.shape[each.num_stacked :][:1] == (experts,)
+    ]
+    modules = {each.path[:-1] for each in own if len(each.shape or ()) - each.num_stacked > 2}
+    for each in own:
+        if each.path[:-1] in modules and len(each.shape or ()) - each.num_stacked > 1:
+            yield each, each.num_stacked
 
 
 class Matmul(Protocol):
@@ -116,10 +232,11 @@ def dispatch_to_experts(
         batch_axes = ("data",) if mesh is not None and "data" in mesh.shape else ()
     axes = (*batch_axes, axis)
     problems = _wrong_shapes(x, weights, indices, logits, num_experts, capacity)
+    sizes: Any = None if mesh is None else mesh.shape
     for each in axes if mesh is not None else ():
-        if each not in mesh.shape:
-            known = ", ".join(map(repr, mesh.shape))
-            problems.append(f"axis {each!r}{suggestion(each, mesh.shape)}: the mesh has {known}")
+        if each not in sizes:
+            known = ", ".join(map(repr, sizes))
+            problems.append(f"axis {each!r}{suggestion(each, sizes)}: the mesh has {known}")
     if mesh is not None and not problems:
         if num_experts % mesh.shape[axis]:
             problems.append(f"{num_experts} experts: {axis!r} of size {mesh.shape[axis]}")
@@ -217,11 +334,14 @@ class _Layout(NamedTuple):
 
     def sent(self) -> _Sent:
         """The specs of what a device knows."""
-        return _Sent(*[P(self.axes)] * len(_Sent._fields))
+        specs: Any = [P(self.axes)] * len(_Sent._fields)
+        return _Sent(*specs)
 
     def explicit(self) -> set[str]:
         """The Explicit axes of the mesh in context."""
-        return set() if self.mesh is None else {*axes_of_type(mesh_here(self.mesh), AxisType.Explicit)}
+        if self.mesh is None:
+            return set()
+        return {*axes_of_type(mesh_here(self.mesh), AxisType.Explicit)}
 
     def last_entry(self, x: Any, dimension: int = -1) -> Any:
         """How the type of an array shards a dimension over axes that do not shard the groups."""
@@ -241,7 +361,12 @@ class _Layout(NamedTuple):
         if explicit:
             args = jax.tree.map(functools.partial(_retyped, mesh, explicit), args, in_specs)
         run = jax.shard_map(
-            fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+            fun,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=names,
+            check_vma=False,
         )
         return run(*args)
 
@@ -249,7 +374,7 @@ class _Layout(NamedTuple):
         """The sum over all devices that have tokens."""
         return x if self.mesh is None else jax.lax.psum(x, self.axes)
 
-    def exchange(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+    def exchange(self, x: jax.Array, split: int, concat: int) -> Any:
         """An all-to-all over the axis."""
         if self.mesh is None:
             return x
@@ -278,7 +403,8 @@ class _Layout(NamedTuple):
             dropped = jnp.maximum(counts - self.capacity, 0).sum()
             return blocks.reshape(-1, x.shape[-1]), sent, self.sum(counts.sum(0)), self.sum(dropped)
         received = self.exchange(counts.reshape(self.size, own), 0, 0)
-        blocks = self.to_experts(rows[0], counts[0].reshape(self.size, own).sum(1), received.sum(1))
+        sizes = counts[0].reshape(self.size, own).sum(1)
+        blocks = _to_experts(self, rows[0], sizes, received.sum(1))
         ends = jnp.cumsum(received, 1)[:, :, None]
         own_expert = (jnp.arange(rows.shape[1]) >= ends).sum(1).ravel()  # of rows in the blocks
         places = jnp.argsort(own_expert, stable=True)
@@ -296,54 +422,13 @@ class _Layout(NamedTuple):
         else:
             blocks = rows[jnp.argsort(sent.places[0])]
             sizes = sent.counts[0].reshape(self.size, own).sum(1)
-            rows = self.from_experts(blocks, sizes, sent.received[0].sum(1))[None]
+            rows = _from_experts(self, blocks, sizes, sent.received[0].sum(1))[None]
         rows = jnp.take_along_axis(rows, jnp.argsort(sent.order, axis=1)[:, :, None], 1)
         rows = rows.reshape(len(rows), shape[-1], -1, rows.shape[-1]).swapaxes(1, 2)
         rows = rows.reshape(*shape, rows.shape[-1])
         return jnp.einsum("gtk,gtkf->gtf", weights.astype(rows.dtype), rows)
 
-    def to_experts(self, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> jax.Array:
-        """Sends rows, sorted by device, to these; returns what each device sent in a block."""
-        if self.mesh is None:
-            return rows
-        starts, width = jnp.cumsum(sizes) - sizes, len(rows)
-
-        def ragged(rows: jax.Array) -> jax.Array:
-            space = jnp.zeros((self.size * width, rows.shape[-1]), rows.dtype)
-            offsets = jnp.full(self.size, jax.lax.axis_index(self.axis) * width, jnp.int32)
-            return self.ragged(rows, space, starts, sizes, offsets, received)
-
-        def padded(rows: jax.Array) -> jax.Array:
-            blocks = self.exchange(_to_blocks(rows, starts, sizes, width), 0, 0)
-            return blocks.reshape(-1, rows.shape[-1])
-
-        return jax.lax.platform_dependent(rows, tpu=ragged, default=padded)
-
-    def from_experts(self, blocks: jax.Array, sizes: jax.Array, received: jax.Array) -> jax.Array:
-        """The inverse: sends each block back, and returns the rows sorted by device."""
-        if self.mesh is None:
-            return blocks
-        starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // self.size
-
-        def ragged(blocks: jax.Array) -> jax.Array:
-            space = jnp.zeros((width, blocks.shape[-1]), blocks.dtype)
-            offsets = self.exchange(starts, 0, 0)  # where each device wants its rows
-            own = jnp.arange(self.size, dtype=jnp.int32) * width
-            return self.ragged(blocks, space, own, received, offsets, sizes)
-
-        def padded(blocks: jax.Array) -> jax.Array:
-            back = self.exchange(blocks.reshape(self.size, width, -1), 0, 0)
-            places = jnp.arange(width)
-            device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)
-            return _from_blocks(back, device, places - starts[device])
-
-        return jax.lax.platform_dependent(blocks, tpu=ragged, default=padded)
-
-    def ragged(self, rows: Any, space: Any, *where: jax.Array) -> jax.Array:
-        """The rows that other devices send to this one, at their places in a new array."""
-        return jax.lax.ragged_all_to_all(rows, space, *where, axis_name=self.axis)
-
-    def matmul(self, sizes: Any, rows: Any, kernel: Any, bias: Any = None) -> jax.Array:
+    def matmul(self, sizes: Any, rows: Any, kernel: Any, bias: Any = None) -> Any:
         """Multiplies the rows of each expert by its matrix, and adds its bias."""
         features = rows.shape[-1]
         expected = (self.num_experts, features)
@@ -358,7 +443,12 @@ class _Layout(NamedTuple):
         biases = () if bias is None else (bias,)
         return self.run(
             functools.partial(self.multiply, inner),
-            (P(self.axes), self.rows(2, inner), P(self.axis, inner, outer), *[P(self.axis, outer)] * len(biases)),
+            (
+                P(self.axes),
+                self.rows(2, inner),
+                P(self.axis, inner, outer),
+                *[P(self.axis, outer)] * len(biases),
+            ),
             self.rows(2, outer),
             sizes,
             rows,
@@ -367,7 +457,7 @@ class _Layout(NamedTuple):
         )
 
     def multiply(self, inner: Any, sizes: Any, rows: Any, kernel: Any, *biases: Any) -> jax.Array:
-        """The same for the rows and the experts of a device; ``inner`` shards the inner dimension."""
+        """The same for the experts of one device; ``inner`` shards the inner dimension."""
         if self.capacity is None:
             product = jax.lax.ragged_dot(rows, kernel, sizes[0])
         else:
@@ -381,6 +471,62 @@ class _Layout(NamedTuple):
         return product
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_experts(layout: _Layout, rows: Any, sizes: Any, received: Any) -> Any:
+    """Sends rows, sorted by device, to these; returns what each device sent in a block."""
+    if layout.mesh is None:
+        return rows
+    starts, width = jnp.cumsum(sizes) - sizes, len(rows)
+
+    def ragged(rows: jax.Array) -> jax.Array:
+        space = jnp.zeros((layout.size * width, rows.shape[-1]), rows.dtype)
+        own = jax.lax.axis_index(layout.axis).astype(jnp.int32) * width
+        where = starts, sizes, jnp.broadcast_to(own, (layout.size,)), received
+        return jax.lax.ragged_all_to_all(rows, space, *where, axis_name=layout.axis)
+
+    def padded(rows: Any) -> Any:
+        blocks = layout.exchange(_to_blocks(rows, starts, sizes, width), 0, 0)
+        return blocks.reshape(-1, rows.shape[-1])
+
+    return jax.lax.platform_dependent(rows, tpu=ragged, default=padded)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _from_experts(layout: _Layout, blocks: Any, sizes: Any, received: Any) -> Any:
+    """The inverse: sends each block back, and returns the rows sorted by device."""
+    if layout.mesh is None:
+        return blocks
+    starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // layout.size
+
+    def ragged(blocks: jax.Array) -> jax.Array:
+        space = jnp.zeros((width, blocks.shape[-1]), blocks.dtype)
+        own = jnp.arange(layout.size, dtype=jnp.int32) * width
+        wanted = layout.exchange(starts, 0, 0)  # where each device has its rows of this one
+        where = own, received, wanted, sizes
+        return jax.lax.ragged_all_to_all(blocks, space, *where, axis_name=layout.axis)
+
+    def padded(blocks: Any) -> Any:
+        back = layout.exchange(blocks.reshape(layout.size, width, -1), 0, 0)
+        places = jnp.arange(width)
+        device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)
+        return _from_blocks(back, device, places - starts[device])
+
+    return jax.lax.platform_dependent(blocks, tpu=ragged, default=padded)
+
+
+def _keeping_sizes(exchange: Any, layout: _Layout, rows: Any, *sizes: Any) -> Any:
+    return exchange(layout, rows, *sizes), sizes
+
+
+def _undone(inverse: Any, layout: _Layout, sizes: Any, rows: Any) -> Any:
+    return inverse(layout, rows, *sizes), None, None
+
+
+# Each is the transpose of the other: rows that no device sent are zeros.
+for _one, _other in (_to_experts, _from_experts), (_from_experts, _to_experts):
+    _one.defvjp(functools.partial(_keeping_sizes, _one), functools.partial(_undone, _other))
+
+
 def _to_blocks(rows: jax.Array, starts: jax.Array, sizes: jax.Array, width: int) -> jax.Array:
     """Blocks of rows, each from where it starts; zeros after its last row."""
     places = jnp.arange(width)
@@ -388,7 +534,7 @@ def _to_blocks(rows: jax.Array, starts: jax.Array, sizes: jax.Array, width: int)
     return jnp.where((places < sizes[:, None])[:, :, None], blocks, 0)
 
 
-def _from_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
+def _from_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> Any:
     """Rows of blocks; zeros where a block has no such place."""
     return blocks.at[block, place].get(mode="fill", fill_value=0)
 

@@ -1,0 +1,303 @@
+"""Mixtures of experts: the numbers of a loop over all experts, what is sent, and the specs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding.partition import (
+    dispatch_to_experts,
+    expert_parallel,
+    fsdp,
+    make_mesh,
+    specs_by_path,
+    tensor_parallel,
+)
+
+GROUPS, TOKENS, FEATURES, HIDDEN, EXPERTS = 8, 6, 4, 8, 8
+MESHES = {
+    "expert": {"expert": 8},
+    "data": {"data": 2, "expert": 4},
+    "all": {"data": 2, "expert": 2, "model": 2},
+}
+KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+
+
+class Moe(nnx.Module):
+    """Experts with a router; ``dense`` computes the same in a loop over all experts."""
+
+    def __init__(self, k=2, capacity=None, *, rngs):
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        self.k, self.capacity = k, capacity
+        self.router = nnx.Linear(FEATURES, EXPERTS, rngs=rngs)
+        self.up = nnx.Param(init(rngs.params(), (EXPERTS, FEATURES, HIDDEN)))
+        self.up_bias = nnx.Param(jax.random.normal(rngs.params(), (EXPERTS, HIDDEN)))
+        self.down = nnx.Param(init(rngs.params(), (EXPERTS, HIDDEN, FEATURES)))
+
+    def choices(self, x):
+        logits = self.router(x)
+        return logits, *jax.lax.top_k(nnx.softmax(logits), self.k)
+
+    def __call__(self, x):
+        logits, weights, indices = self.choices(x)
+        options = {"num_experts": EXPERTS, "capacity": self.capacity, "logits": logits}
+        return dispatch_to_experts(x, weights, indices, self.experts, **options)
+
+    def experts(self, rows, matmul):
+        hidden = jnp.tanh(matmul(rows, self.up[...], self.up_bias[...]))
+        return matmul(hidden, self.down[...])
+
+    def dense(self, x):
+        _, weights, indices = self.choices(x)
+        in_order = indices.swapaxes(1, 2).reshape(len(x), -1)
+        chosen = nnx.one_hot(in_order, EXPERTS, dtype=int)
+        place = (jnp.cumsum(chosen, 1) * chosen).sum(-1) - 1
+        kept = place < (x.shape[1] * self.k if self.capacity is None else self.capacity)
+        kept = kept.reshape(len(x), self.k, -1).swapaxes(1, 2)
+        outputs = 0.0
+        for expert in range(EXPERTS):
+            up, bias, down = (p[...][expert] for p in (self.up, self.up_bias, self.down))
+            share = ((indices == expert) * kept * weights).sum(-1, keepdims=True)
+            outputs += share * (jnp.tanh(x @ up + bias) @ down)
+        return outputs, (~kept).sum()
+
+
+def tokens(groups=GROUPS):
+    return jax.random.normal(jax.random.key(1), (groups, TOKENS, FEATURES))
+
+
+def loss(model, x):
+    y, statistics = model(x)
+    return (y**2).mean(), (y, statistics)
+
+
+def dense_loss(model, x):
+    y, dropped = model.dense(x)
+    return (y**2).mean(), (y, dropped)
+
+
+def cases(count):
+    dimensions = {"mesh": MESHES, "kind": KINDS, "k": (1, 2), "capacity": (None, 1, 2)}
+    every = [dict(zip(dimensions, x, strict=True)) for x in itertools.product(*dimensions.values())]
+    random.Random(0).shuffle(every)
+    return [pytest.param(case, id="-".join(map(str, case.values()))) for case in every[:count]]
+
+
+def sharded(model, mesh, fun, **options):
+    """A function of a model and tokens, with the model's experts and the tokens sharded."""
+    hidden = "model" if "model" in mesh.shape else None
+    sharding = expert_parallel(model, experts=EXPERTS, mesh=mesh, hidden_axis=hidden)
+    of_tokens = P(tuple(name for name in ("data", "expert") if name in mesh.shape))
+    return jit(fun, in_shardings=(sharding, of_tokens), mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("case", cases(36))
+def test_equals_a_loop_over_all_experts(case):
+    mesh = make_mesh(MESHES[case["mesh"]], axis_types=KINDS[case["kind"]])
+    model, x = Moe(case["k"], case["capacity"], rngs=nnx.Rngs(0)), tokens()
+    (value, (y, dropped)), grads = value_and_grad(dense_loss, has_aux=True)(model, x)
+    step = sharded(model, mesh, value_and_grad(loss, has_aux=True))
+    (own_value, (own_y, statistics)), own_grads = step(model, x)
+    np.testing.assert_allclose(own_value, value, rtol=1e-5)
+    np.testing.assert_allclose(own_y, y, rtol=1e-4, atol=1e-5)
+    for one, other in zip(jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert statistics.dropped == dropped
+    assert statistics.tokens.sum() == GROUPS * TOKENS * case["k"]
+
+
+def test_equals_a_loop_over_all_experts_in_float64():
+    with jax.enable_x64(True):
+        model = Moe(rngs=nnx.Rngs(0))
+        model = nnx.merge(
+            nnx.graphdef(model), jax.tree.map(lambda x: x.astype("float64"), nnx.state(model))
+        )
+        x = tokens().astype("float64")
+        for capacity in (None, 2):
+            model.capacity = capacity
+            y, dropped = jit(lambda model, x: model.dense(x))(model, x)
+            own, statistics = jit(lambda model, x: model(x))(model, x)
+            assert own.dtype == np.float64
+            np.testing.assert_allclose(own, y, rtol=1e-13, atol=1e-15)
+            assert statistics.dropped == dropped
+
+
+def test_what_is_sent():
+    mesh = make_mesh(MESHES["data"])
+    for capacity, rows in ((2, EXPERTS * 2 * 2), (None, 4 * 2 * (2 * TOKENS))):
+        model, x = Moe(2, capacity, rngs=nnx.Rngs(0)), jnp.ones((16, TOKENS, FEATURES))
+        fun = value_and_grad(lambda model, x: (model(x)[0] ** 2).mean())
+        sent = sharded(model, mesh, fun).lower(model, x).compile().collectives()
+        moved = [each for each in sent if each.kind == "all-to-all" and each.bytes > 100]
+        assert sum(each.times for each in moved) == 4  # to the experts and back, twice
+        assert {each.purpose for each in moved} == {"reshard"}
+        assert {each.axes for each in moved} == {("expert",)}
+        assert (
+            sum(each.bytes_sent * each.times for each in moved) == 4 * rows * FEATURES * 4 * 3 / 4
+        )
+
+
+def test_statistics():
+    model, x = Moe(1, 1, rngs=nnx.Rngs(0)), tokens()
+    logits, _, indices = model.choices(x)
+    statistics = jit(lambda model, x: model(x))(model, x)[1]
+    counts = np.bincount(np.ravel(indices), minlength=EXPERTS)
+    np.testing.assert_array_equal(statistics.tokens, counts)
+    probability = np.asarray(nnx.softmax(logits)).mean((0, 1))
+    balance = EXPERTS * (counts / counts.sum() * probability).sum()
+    np.testing.assert_allclose(statistics.balance_loss, balance, rtol=1e-5)
+    np.testing.assert_allclose(
+        statistics.z_loss, np.mean(np.log(np.exp(np.asarray(logits)).sum(-1)) ** 2), rtol=1e-5
+    )
+    model.router.kernel[...] *= 0
+    equal = jnp.tile(jnp.arange(TOKENS)[:, None] % 2, (GROUPS, 1, 1))
+    weights, uniform = jnp.ones(equal.shape), jnp.zeros((GROUPS, TOKENS, 2))
+    _, statistics = dispatch_to_experts(
+        x, weights, equal, lambda rows, matmul: rows, num_experts=2, logits=uniform
+    )
+    assert statistics.balance_loss == 1
+    _, statistics = dispatch_to_experts(x, weights, equal, lambda rows, matmul: rows, num_experts=2)
+    assert statistics.balance_loss is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_with_fsdp_equals_one_device(kind):
+    mesh = make_mesh(MESHES["all"], axis_types=KINDS[kind])
+
+    def step(model, optimizer, x):
+        def objective(model):
+            y, statistics = model(x)
+            return ((y - x) ** 2).mean() + 0.01 * statistics.balance_loss
+
+        value, grads = value_and_grad(objective)(model)
+        optimizer.update(model, grads)
+        return value
+
+    def made():
+        model = Moe(rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+
+    def sharding_of(model, optimizer):
+        base = expert_parallel(model, experts=EXPERTS, mesh=mesh, hidden_axis="model")
+        return fsdp(model, base=base, mesh=mesh, optimizer=optimizer, min_size=0)
+
+    (model, optimizer), (other, other_optimizer) = made(), made()
+    sharding = sharding_of(model, optimizer)
+    specs = (sharding, sharding, P(("data", "expert")))
+    distributed, x = jit(step, in_shardings=specs, mesh=mesh), tokens()
+    values = [(distributed(model, optimizer, x), step(other, other_optimizer, x)) for _ in range(3)]
+    np.testing.assert_allclose(*np.transpose(values), rtol=1e-5)
+    assert set(jax.tree.leaves(tuple(model.up.sharding.spec))) == {"data", "expert", "model"}
+    for one, two in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+def test_in_a_stack_with_recomputation():
+    mesh = make_mesh(MESHES["data"])
+    blocks = [Moe(rngs=nnx.Rngs(i)) for i in range(3)]
+    model = stack(blocks, remat=True)
+    assert specs_by_path(model, expert_parallel(model, experts=EXPERTS, mesh=mesh))
+
+    def objective(model, x):
+        return (model(x) ** 2).mean()
+
+    class Outputs(Moe):
+        def __call__(self, x):
+            return x + super().__call__(x)[0]
+
+    model = stack([Outputs(rngs=nnx.Rngs(i)) for i in range(3)], remat=True)
+    x = tokens()
+    value, grads = value_and_grad(objective)(model, x)
+    own_value, own_grads = sharded(model, mesh, value_and_grad(objective))(model, x)
+    np.testing.assert_allclose(own_value, value, rtol=1e-5)
+    for one, two in zip(jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+class Attending(nnx.Module):
+    """Its attention has as many heads as there are experts."""
+
+    def __init__(self, *, rngs):
+        self.attention = nnx.MultiHeadAttention(EXPERTS, 16, decode=False, rngs=rngs)
+        self.moe = Moe(rngs=rngs)
+
+
+def test_which_weights_are_sharded():
+    mesh = AbstractMesh((2, 4), ("model", "expert"))
+    model = nnx.eval_shape(lambda: Attending(rngs=nnx.Rngs(0)))
+    base = tensor_parallel(model, mesh=mesh)
+    sharding = expert_parallel(model, experts=8, mesh=mesh, base=base, hidden_axis="model")
+    specs = {path: spec for path, spec in specs_by_path(model, sharding).items() if "moe" in path}
+    assert {path[-1]: spec for path, spec in specs.items() if "router" not in path} == {
+        "up": P("expert", None, "model"),
+        "up_bias": P("expert", None),
+        "down": P("expert", "model", None),
+    }
+    assert "expert" not in str(specs_by_path(model, sharding)[("attention", "out", "kernel")])
+    chosen = expert_parallel(model, experts=8, mesh=mesh, where=nnx.PathContains("down"))
+    sharded_paths = {path for path, spec in specs_by_path(model, chosen).items() if spec != P()}
+    assert sharded_paths == {("moe", "down")}
+
+
+def test_weights_stacked_by_vmap():
+    mesh = AbstractMesh((4,), ("expert",))
+    make = nnx.vmap(lambda rngs: nnx.Linear(4, 6, rngs=rngs))
+    model = nnx.eval_shape(lambda: nnx.Dict(experts=make(nnx.Rngs(0).split(8))))
+    sharding = expert_parallel(model, experts=8, mesh=mesh, where=nnx.PathContains("experts"))
+    assert sharding.map_prefix(("experts", "kernel"), model.experts.kernel) == P(
+        "expert", None, None
+    )
+
+
+def test_models_without_such_weights():
+    mesh, model = AbstractMesh((3,), ("expert",)), nnx.eval_shape(lambda: Moe(rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="no weights of 7 experts"):
+        expert_parallel(model, experts=7, mesh=mesh)
+    with pytest.raises(ValueError, match=r"(?s)model\.down: .*model\.up: .*model\.up_bias: "):
+        expert_parallel(model, experts=8, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.ones((6, 4))}, r"x: shape \(6, 4\), expected \(groups, tokens, features\)"),
+        ({"indices": jnp.ones((8, 6, 2))}, "indices: float32"),
+        ({"weights": jnp.ones((8, 6, 3))}, r"weights: shape \(8, 6, 3\), but indices have"),
+        ({"logits": jnp.ones((8, 6, 3))}, r"logits: shape \(8, 6, 3\), expected \(8, 6, 8\)"),
+        ({"capacity": 0}, "capacity=0: expected at least 1"),
+        ({"axis": "experts"}, "axis 'experts'.*'expert'"),
+        ({"num_experts": 6}, "6 experts: 'expert' of size 4 does not divide them"),
+        ({"x": jnp.ones((6, 6, 4)), "indices": jnp.ones((6, 6, 2), int),
+          "weights": jnp.ones((6, 6, 2))}, "6 groups: 8 shards over data, expert"),
+    ],
+)  # fmt: skip
+def test_mistakes(change, message):
+    arguments = {
+        "x": tokens(),
+        "weights": jnp.ones((8, 6, 2)),
+        "indices": jnp.ones((8, 6, 2), int),
+        "experts": lambda rows, matmul: rows,
+        "num_experts": 8,
+        "mesh": make_mesh(MESHES["data"]),
+    }
+    with pytest.raises(ValueError, match=message):
+        dispatch_to_experts(**{**arguments, **change})
+
+
+def test_kernels_of_other_shapes():
+    def wrong(rows, matmul):
+        return matmul(rows, jnp.ones((FEATURES, HIDDEN)))
+
+    indices = jnp.zeros((GROUPS, TOKENS, 1), int)
+    with pytest.raises(ValueError, match=r"kernel: shape \(4, 8\), expected \(8, 4, 'out'\)"):
+        dispatch_to_experts(tokens(), jnp.ones(indices.shape), indices, wrong, num_experts=8)
