@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import resnet
 import train_deep
 import train_lm
+import train_moe
 import transformer
 
 from models import mesh_of
@@ -78,6 +79,19 @@ def test_deep_models_match_one_device(options):
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     axes = {axis for each in report.collectives for axis in each.axes}
     assert axes == ({"stage", "data"} if config.stages > 1 else {"data"})
+
+
+@pytest.mark.parametrize("options", [{"experts_axis": 2}, {"capacity": 4, "explicit": True}])
+def test_mixtures_of_experts_match_one_device(options):
+    small = {"steps": 3, "batch": 16, "context": 16, "features": 32}
+    config = train_moe.Config(**small, **options)
+    losses, statistics, report = train_moe.train(config, train_moe.mesh_of(config))
+    alone, statistics_alone, _ = train_moe.train(config, None)
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    assert sum(each.kind == "all-to-all" for each in report.collectives)
+    dropped = [int(each.dropped.sum()) for each in statistics]
+    assert dropped == [int(each.dropped.sum()) for each in statistics_alone]
+    assert any(dropped) == bool(config.capacity)
 
 
 STEPS = 10

@@ -139,11 +139,12 @@ def test_what_is_sent():
         fun = value_and_grad(lambda model, x: (model(x)[0] ** 2).mean())
         sent = sharded(model, mesh, fun).lower(model, x).compile().collectives()
         moved = [each for each in sent if each.kind == "all-to-all" and each.bytes > 100]
-        assert sum(each.times for each in moved) == 4  # to the experts and back, twice
+        # To the experts and back, and gradients of the outputs; the tokens have none here.
+        assert sum(each.times for each in moved) == 3
         assert {each.purpose for each in moved} == {"reshard"}
         assert {each.axes for each in moved} == {("expert",)}
         assert (
-            sum(each.bytes_sent * each.times for each in moved) == 4 * rows * FEATURES * 4 * 3 / 4
+            sum(each.bytes_sent * each.times for each in moved) == 3 * rows * FEATURES * 4 * 3 / 4
         )
 
 

@@ -478,7 +478,7 @@ def _to_experts(layout: _Layout, rows: Any, sizes: Any, received: Any) -> Any:
         return rows
     starts, width = jnp.cumsum(sizes) - sizes, len(rows)
 
-    def ragged(rows: jax.Array) -> jax.Array:
+    def ragged(rows: jax.Array) -> Any:
         space = jnp.zeros((layout.size * width, rows.shape[-1]), rows.dtype)
         own = jax.lax.axis_index(layout.axis).astype(jnp.int32) * width
         where = starts, sizes, jnp.broadcast_to(own, (layout.size,)), received
@@ -498,7 +498,7 @@ def _from_experts(layout: _Layout, blocks: Any, sizes: Any, received: Any) -> An
         return blocks
     starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // layout.size
 
-    def ragged(blocks: jax.Array) -> jax.Array:
+    def ragged(blocks: jax.Array) -> Any:
         space = jnp.zeros((width, blocks.shape[-1]), blocks.dtype)
         own = jnp.arange(layout.size, dtype=jnp.int32) * width
         wanted = layout.exchange(starts, 0, 0)  # where each device has its rows of this one
@@ -527,7 +527,7 @@ for _one, _other in (_to_experts, _from_experts), (_from_experts, _to_experts):
     _one.defvjp(functools.partial(_keeping_sizes, _one), functools.partial(_undone, _other))
 
 
-def _to_blocks(rows: jax.Array, starts: jax.Array, sizes: jax.Array, width: int) -> jax.Array:
+def _to_blocks(rows: jax.Array, starts: jax.Array, sizes: jax.Array, width: int) -> Any:
     """Blocks of rows, each from where it starts; zeros after its last row."""
     places = jnp.arange(width)
     blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
