@@ -57,8 +57,9 @@ def run(
     try:
         if defers and not is_direct:
             hold()
-        token = CALLER.set((fun, flat.objects, observer, nested, compiles, leaves))
+        outer = CALLER.fields
         try:
+            CALLER.fields = (fun, flat.objects, observer, nested, compiles, leaves)
             # In C, so that no signal comes between the program and the storing of its results.
             results.extend(itertools.starmap(execute, (leaves,)))
         except Exception as error:
@@ -66,7 +67,7 @@ def run(
                 raise_explained(plan, leaves, error, fun)
             raise
         finally:
-            CALLER.reset(token)
+            CALLER.fields = outer
         outputs = results[0]
         output = _finish(plan, flat, leaves, placed, results)
         if held or (defers and not is_direct):  # a process may have no handlers to hold

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -45,24 +45,31 @@ class Caller(NamedTuple):
     leaves: Sequence[Any] = ()  # the arrays of a call at top level
 
 
-# The fields of a `Caller`, in a plain tuple for speed. None while a function is traced.
-CALLER: ContextVar[tuple[Any, ...] | None] = ContextVar("caller", default=None)
+class _Current(threading.local):
+    """The call in which this thread makes a trace."""
+
+    # Those of a `Caller`, in a plain tuple for speed. None while a function is traced.
+    fields: tuple[Any, ...] | None = None
+
+
+CALLER = _Current()  # not a context variable, whose changes slow down others
 
 
 def caller_here() -> Caller | None:
     """The call to which a trace belongs."""
-    fields = CALLER.get()
+    fields = CALLER.fields
     return None if fields is None else Caller(*fields)
 
 
 @contextlib.contextmanager
 def called_by(caller: Caller | None) -> Iterator[None]:
     """Attributes traces within the block to this call."""
-    token = CALLER.set(caller)
+    outer = CALLER.fields
+    CALLER.fields = caller
     try:
         yield
     finally:
-        CALLER.reset(token)
+        CALLER.fields = outer
 
 
 _LOGGER = logging.getLogger("nnx_sharding")

@@ -31,7 +31,7 @@
 #define DIRECT(X) X(routes) X(bound) X(fun) X(observer)
 #define UPDATE(X) X(written) X(returned) X(unflatten)
 /* Names of attributes. */
-#define NAMES(X) X(_direct) X(_flattened) X(_failed) X(update) X(sharding) X(aval) X(num_devices)
+#define NAMES(X) X(_direct) X(_flattened) X(_failed) X(fields) X(update) X(sharding) X(aval) X(num_devices)
 
 #define AS_TEXT(name) " " #name
 #define AS_STRING(name) #name,
@@ -845,17 +845,22 @@ static PyObject *execute(PyObject *direct, PyObject *route, const Found *found) 
     PyObject *caller = PyTuple_Pack(6, fun, found->objects,
                                     PyTuple_GET_ITEM(direct, DIRECT_observer), Py_False, plan,
                                     found->leaves);
-    PyObject *token = caller ? PyContextVar_Set(hooks[HOOK_caller], caller) : NULL;
-    Py_XDECREF(caller);
-    if (token == NULL) return NULL;
+    PyObject *outer = caller ? attribute(hooks[HOOK_caller], NAME_fields) : NULL;
+    if (outer == NULL ||
+        PyObject_SetAttr(hooks[HOOK_caller], interned[NAME_fields], caller) < 0) {
+        Py_XDECREF(outer);
+        Py_XDECREF(caller);
+        return NULL;
+    }
+    Py_DECREF(caller);
     outputs = PyObject_Vectorcall(PyTuple_GET_ITEM(route, ROUTE_execute),
                                   ((PyTupleObject *)found->leaves)->ob_item,
                                   PyTuple_GET_SIZE(found->leaves), NULL);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (PyContextVar_Reset(hooks[HOOK_caller], token) < 0) PyErr_Clear();
+    if (PyObject_SetAttr(hooks[HOOK_caller], interned[NAME_fields], outer) < 0) PyErr_Clear();
     PyErr_Restore(type, value, traceback);
-    Py_DECREF(token);
+    Py_DECREF(outer);
     return outputs;
 }
 
