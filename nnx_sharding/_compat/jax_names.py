@@ -23,14 +23,6 @@ from .._version import __version__
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def trace_is_clean() -> bool:
-    """Whether no function is being traced; asked in each call."""
-    if _current_trace is None or _axis_env is None or _eval_trace is None:
-        return _trace_is_clean()
-    trace = _current_trace.value
-    return trace is None or (trace is _eval_trace and _axis_env.value is _top_axis_env)
-
-
 def private_name(module: str, name: str, *, optional: bool = False) -> Any:
     """A private name; None for an optional one that is not in the installed release."""
     try:
@@ -59,11 +51,7 @@ TYPE_ERRORS: tuple[type[Exception], ...] = (
     NotImplementedError,
 )
 JittedFunction: Any = type(jax.jit(len))  # callable from C
-_trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
-_current_trace: Any = private_name("jax._src.core", "trace_state_strong_ref", optional=True)
-_axis_env: Any = private_name("jax._src.core", "axis_env_state", optional=True)
-_eval_trace: Any = private_name("jax._src.core", "eval_trace", optional=True)
-_top_axis_env: Any = private_name("jax._src.core", "top_axis_env", optional=True)
+trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
 _trace_ctx: Any = private_name("jax._src.core", "trace_ctx")
 _trace_context: Any = private_name("jax._src.config", "trace_context")
 _trace_context_names: Any = private_name("jax._src.config", "trace_context_names")
