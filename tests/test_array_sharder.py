@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,12 @@ def batch():
     }
 
 
-def make_sharder():
-    return ArraySharder(CONFIG, rngs=nnx.Rngs(0))
+def make_sharder(**options):
+    return ArraySharder(CONFIG, rngs=nnx.Rngs(0), **options)
+
+
+def stats(x):
+    return {"mean": x.mean(0), "count": jnp.asarray(x.shape[0])}
 
 
 @contextlib.contextmanager
@@ -304,3 +309,201 @@ class CountTest(parameterized.TestCase):
         for rules in (dict(RULES), RULES, [("batch", "model")]):
             f(ArraySharder(SharderModuleConfig(sharding_rules=rules)), jnp.ones(3))
         assert len(traces) == 2
+
+
+class InfoTest(parameterized.TestCase):
+    def test_info(self):
+        info = {"kept": 1}
+        sharder = ArraySharder()
+        new = sharder.shard_with_info(batch(), ROWS, info)
+        before, after = info["batch_pre_sharding"], info["batch_post_sharding"]
+        shapes = {"x": (8, 4), "y": (8,), "name": None, "n": None}
+        assert before["shapes"] == after["shapes"] == shapes and info["kept"] == 1
+        assert before["structure"] == after["structure"] == jax.tree.structure(batch())
+        assert after["shardings"] == {"x": ROWS, "y": ROWS, "name": None, "n": None}
+        size = sum(s.data.nbytes for k in "xy" for s in new[k].addressable_shards) // 8
+        assert after["bytes_per_device"] == {d.id: size for d in jax.devices()}
+        ArraySharder.shard_with_info_static(batch(), ROWS, info)
+        sharder.shard_with_info(batch(), ROWS)
+        with pytest.raises(ValueError, match="divisible"):
+            sharder.shard_with_info({"x": np.ones(3)}, ROWS, info := {})
+        assert info == {} and sharder.get_operation_stats()["applied_count"] == 2
+
+
+class StatisticsTest(parameterized.TestCase):
+    def test_computed_and_kept(self):
+        sharder, x = (
+            ArraySharder(SharderModuleConfig(batch_stats_fn=stats)),
+            jnp.arange(8.0).reshape(4, 2),
+        )
+        assert sharder.get_statistics() is None
+        found = sharder.compute_statistics(x)
+        np.testing.assert_array_equal(found["mean"], [3, 4])
+        assert sharder.get_statistics().keys() == {"mean", "count"}
+        sharder.get_statistics()["mean"] = None
+        assert sharder.get_statistics()["mean"] is not None
+        sharder.reset_statistics()
+        assert sharder.get_statistics() is None and ArraySharder().compute_statistics(x) is None
+
+    def test_known_and_set(self):
+        known = {"mean": 1.0}
+        config = SharderModuleConfig(precomputed_stats=known)
+        sharder = ArraySharder(config)
+        known["mean"] = 2.0
+        assert sharder.get_statistics() == {"mean": 1.0}
+        given = {"mean": {"a": 3.0}}
+        sharder.set_statistics(given)
+        given["mean"]["a"] = 4.0
+        assert sharder.get_statistics() == {"mean": {"a": 3.0}}
+        sharder.reset_statistics()
+        assert sharder.get_statistics() is None
+        assert ArraySharder(config).get_statistics() == {"mean": 1.0}
+
+    @parameterized.parameters(jit, nnx.jit)
+    def test_in_a_trace(self, transform):
+        traces = []
+
+        @transform
+        def f(sharder, x):
+            traces.append(0)
+            return sharder.compute_statistics(x)["count"]
+
+        sharder, x = ArraySharder(SharderModuleConfig(batch_stats_fn=stats)), jnp.ones((4, 2))
+        assert int(f(sharder, x)) == 4
+        np.testing.assert_array_equal(sharder.get_statistics()["mean"], [1, 1])
+        f(sharder, x), f(sharder, x * 2)
+        assert len(traces) == 2  # without statistics, and with them
+        np.testing.assert_array_equal(sharder.get_statistics()["mean"], [2, 2])
+
+    def test_a_module_that_changes(self):
+        class Running(nnx.Module):
+            def __init__(self):
+                self.seen = nnx.BatchStat(jnp.zeros(()))
+
+            def __call__(self, x):
+                self.seen[...] += 1
+                return {"mean": x.mean()}
+
+        module = Running()
+        sharder = ArraySharder(SharderModuleConfig(batch_stats_fn=module))
+        f = jit(lambda sharder, x: sharder.compute_statistics(x)["mean"])
+        f(sharder, jnp.ones(3)), f(sharder, jnp.ones(3))
+        assert float(module.seen[...]) == 2
+
+    def test_mistakes(self):
+        with fails(ValueError, "both given"):
+            SharderModuleConfig(batch_stats_fn=stats, precomputed_stats={"a": 1})
+        with fails(TypeError, "batch_stats_fn must be a function, got 3"):
+            SharderModuleConfig(batch_stats_fn=3)
+        with fails(TypeError, "mapping"):
+            SharderModuleConfig(precomputed_stats=[1])
+        sharder = ArraySharder(SharderModuleConfig(batch_stats_fn=lambda x: 3))
+        for call in (lambda: sharder.compute_statistics(1), lambda: sharder.set_statistics(None)):
+            with fails(TypeError, "mapping"):
+                call()
+        with fails(TypeError, "config must be a SharderModuleConfig"):
+            ArraySharder({"sharding_rules": RULES})
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            CONFIG.sharding_rules = None
+
+
+class CopyAndStateTest(parameterized.TestCase):
+    def counted(self):
+        sharder = make_sharder(name="mine")
+        sharder.shard(np.ones(8), ROWS)
+        sharder.rngs.params()
+        sharder.set_statistics({"mean": jnp.ones(2)})
+        return sharder
+
+    def test_copy(self):
+        sharder = self.counted()
+        same = sharder.copy()
+        assert (same.config, same.rngs, same.name) == (sharder.config, sharder.rngs, "mine")
+        assert same.get_operation_stats()["applied_count"] == 0
+        config, rngs = SharderModuleConfig(), nnx.Rngs(1)
+        new = sharder.copy(config=config, rngs=rngs, name="new")
+        assert (new.config, new.rngs, new.name) == (config, rngs, "new")
+
+    def test_clone(self):
+        sharder = self.counted()
+        new = sharder.clone()
+        sharder.reset_operation_stats()
+        sharder.reset_statistics()
+        assert new.get_operation_stats()["applied_count"] == 1 and new.rngs is not sharder.rngs
+        np.testing.assert_array_equal(new.get_statistics()["mean"], [1, 1])
+
+    def test_state(self):
+        sharder, new = self.counted(), ArraySharder(rngs=nnx.Rngs(5))
+        shared = new.config
+        state = sharder.get_state()
+        kept = dict(state)
+        new.set_state(state)
+        assert state.keys() == kept.keys() and shared.sharding_rules is None
+        assert (
+            new.config == sharder.config
+            and new.get_operation_stats() == sharder.get_operation_stats()
+        )
+        np.testing.assert_array_equal(new.get_statistics()["mean"], [1, 1])
+        ours, theirs = (jax.random.key_data(s.rngs.params()) for s in (new, sharder))
+        np.testing.assert_array_equal(ours, theirs)
+        new.reset_statistics()
+        fresh = ArraySharder(rngs=nnx.Rngs(5))
+        fresh.set_statistics({"a": 1})
+        fresh.set_state(new.get_state())
+        assert fresh.get_statistics() is None
+
+    def test_arrays_of_numpy_are_not_shared(self):
+        mean = np.zeros(2)
+        config = SharderModuleConfig(precomputed_stats={"mean": mean})
+        sharder, new = ArraySharder(config), ArraySharder(SharderModuleConfig(cacheable=True))
+        state = jax.tree.map(np.array, sharder.get_state())  # as a checkpoint is read
+        new.set_state(state)
+        new.shard(np.ones(8), ROWS)
+        saved = new.get_state()
+        new.shard(np.ones(8), ROWS)
+        for other in (mean, state["_computed_stats"]["mean"], saved["_computed_stats"]["mean"]):
+            other += 1
+        new.get_statistics()["mean"][:] = 2
+        assert (int(state["_applied_count"]), int(saved["_applied_count"])) == (0, 1)
+        assert new.get_operation_stats()["applied_count"] == 2
+        for each in (sharder, new, ArraySharder(config)):
+            np.testing.assert_array_equal(each.get_statistics()["mean"], [0, 0])
+        sharder.set_statistics({"mean": mean})
+        mean += 1
+        np.testing.assert_array_equal(sharder.get_statistics()["mean"], [1, 1])
+
+    def test_wrong_states(self):
+        sharder = self.counted()
+        state = sharder.get_state()
+        wrong = {**state, "_applied_count": jnp.zeros(3), "typo": 1}
+        del wrong["_skipped_count"]
+        wrong["sharding_rules"] = [("a", "b")]
+        with fails(
+            ValueError,
+            "['_applied_count']: float32[3], expected int32[]",
+            "['_skipped_count']: missing, expected int32[]",
+            "['typo']: int32[], expected nothing",
+        ):
+            sharder.set_state(wrong)
+        with fails(TypeError, "mapping"):
+            sharder.set_state({**state, "_computed_stats": 3, "_applied_count": jnp.int32(9)})
+        with fails(TypeError, "got a list"):
+            sharder.set_state([])
+        with fails(ValueError, "invalid rules"):
+            sharder.set_state(
+                {**state, "sharding_rules": [("a", 3)], "_applied_count": jnp.int32(9)}
+            )
+        assert sharder.get_operation_stats()["applied_count"] == 1 and sharder.config is CONFIG
+
+    def test_streams(self):
+        sharder = ArraySharder()
+        assert sharder.requires_rng_streams() is None
+        sharder.ensure_rng_streams([])
+
+        class Needs(ArraySharder):
+            def requires_rng_streams(self):
+                return ["params", "noise", "dropout"]
+
+        Needs().ensure_rng_streams(["params", "noise", "dropout"])
+        with fails(ValueError, "'noise', 'dropout'", "['params']"):
+            Needs().ensure_rng_streams(["params"])

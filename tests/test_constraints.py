@@ -342,6 +342,17 @@ class OutsideOfTracesTest(parameterized.TestCase):
         with fails(ValueError, "['x']", "used 2 times", "['y'][0]", "used 2 times"):
             constrain({"x": ones(8, 8), "y": [ones(8, 8)]}, P("a", "a"), mesh=MESH)
 
+    @parameterized.parameters((None, "", 0), (None, "1", 1), (False, "1", 0), (True, "", 1))
+    def test_moves_are_logged_when_asked(self, log, value, lines):
+        expected = self.assertLogs if lines else self.assertNoLogs
+        with pytest.MonkeyPatch.context() as patch, expected("nnx_sharding") as logs:
+            patch.setenv("LOG_SHARDING_MOVE", value)
+            x = constrain(np.ones((8, 8)), P("a"), mesh=MESH, log=log)
+        if lines:
+            assert "from host memory to P('a'" in logs.output[0]
+        with self.assertNoLogs("nnx_sharding"):
+            constrain(x, P("a", None), mesh=MESH, log=True)
+
 
 class StrictTest(parameterized.TestCase):
     """``nnx_sharding.with_sharding_constraint``, which corrects nothing unless it is told to."""
@@ -677,3 +688,77 @@ class ExtractTest(parameterized.TestCase):
         assert names(c.get_partition_spec(constrain(MLP(), P("b"), mesh=MESH))) == ["b"]
         with fails(TypeError, "3 is not a PartitionSpec"):
             names({"x": 3})
+
+
+class PatternTest(parameterized.TestCase):
+    def test_rules(self):
+        spec_of = c.create_pattern_based_partition_spec("attention|mlp->data,hidden->model")
+        x = ones(4, 4)
+        assert spec_of("layer/attention/q", x) == spec_of("mlp", x) == P("data")
+        assert spec_of("hidden", x) == P("model") and spec_of("other", x) == P()
+        assert spec_of("mlp", 1.0) == P()
+        spec_of = c.create_pattern_based_partition_spec("up->dp.tp,down->None.data+model")
+        assert spec_of("up", x) == P("dp", "tp") and spec_of("up", x[0]) == P("dp")
+        assert spec_of("down", x) == P(None, ("data", "model"))
+        text = "up -> None, data+model , down$->model,None,b"
+        spec_of = c.create_pattern_based_partition_spec(text, default_spec=P("z", "y"))
+        assert spec_of("up", x) == P(None, ("data", "model")) and spec_of("rest", x[0]) == P("z")
+        assert spec_of("down", x) == P("model", None)
+
+    def test_mistakes(self):
+        texts = ("", "data", "->data", "up->", "up->data,,", "a,up->data", "up->a+", "up->+")
+        for wrong in (*texts, "up->a..b", "up->."):
+            with fails(ValueError, "expected rules such as", f"in {wrong!r}"):
+                c.create_pattern_based_partition_spec(wrong)
+        with fails(ValueError, "no axis 'dtaa'; did you mean 'data'", "'z'"):
+            c.create_pattern_based_partition_spec("up->dtaa,x->z", mesh_of((8,), ("data",)))
+
+
+class AnalysisTest(parameterized.TestCase):
+    def test_numbers(self):
+        tree = {"x": np.ones((8, 8), "float32"), "y": np.ones(16, "float32"), "z": 1.5, "s": "text"}
+        specs = {"x": P("a", "b"), "y": P(), "z": None, "s": None}
+        for mesh in (MESH, MESH.abstract_mesh):
+            found = c.analyze_sharding_strategy(tree, specs, mesh)
+            assert found["total_parameters"] == 81 and found["sharded_parameters"] == 64
+            assert found["memory_per_device"] == dict.fromkeys(range(8), 256 // 8 + 64)
+            assert found["balance_score"] == 1.0
+            stats = {"arrays": 1, "parameters": 64, "bytes": 256, "bytes_per_device": 32}
+            assert found["partition_stats"][P("a", "b")] == stats
+
+    def test_a_mapping_from_paths(self):
+        model, specs = MLP(), {"up/kernel": P(None, "b"), "down/kernel": P("b")}
+        found = c.analyze_sharding_strategy({"m": model}, {f"m/{k}": specs[k] for k in specs}, MESH)
+        assert found == c.analyze_sharding_strategy(model, specs, MESH)
+        assert found["sharded_parameters"] == found["total_parameters"] == 128
+        tree = {"x": ones(8), "y": {"z": ones(8)}}
+        half = c.analyze_sharding_strategy(tree, {"x": P("a"), "y/z": None}, MESH)
+        assert half["sharded_parameters"] == 8
+        assert half == c.analyze_sharding_strategy(tree, {"x": P("a"), "y": {"z": None}}, MESH)
+        flat = {"y/x": {"z": ones(8)}}
+        assert c.analyze_sharding_strategy(flat, {"y/x": P("a")}, MESH)["sharded_parameters"] == 8
+        with fails(ValueError, "tree['y']['z']", "y/w"):
+            c.analyze_sharding_strategy(tree, {"x": P("a"), "y/w": None}, MESH)
+        with fails(ValueError, "down.kernel"):
+            c.analyze_sharding_strategy(model, {"up/kernel": P()}, MESH)
+
+    def test_imbalance(self):
+        one = SingleDeviceSharding(jax.devices()[0])
+        found = c.analyze_sharding_strategy(ones(16), one, MESH)
+        assert found["memory_per_device"] == {0: 64} | dict.fromkeys(range(1, 8), 0)
+        assert found["balance_score"] == 1 / 8
+        assert c.analyze_sharding_strategy({}, P(), MESH)["balance_score"] == 1.0
+        half = NamedSharding(mesh_of((4,), ("c",)), P("c"))
+        found = c.analyze_sharding_strategy(
+            {"x": ones(16), "y": np.ones(3)}, {"x": half, "y": None}
+        )
+        assert found["memory_per_device"] == dict.fromkeys(range(4), 16)
+
+    def test_a_model_is_not_touched(self):
+        model = nnx.eval_shape(MLP)
+        with jax.set_mesh(MESH):
+            found = c.analyze_sharding_strategy(model, mlp_specs("b"))
+        assert found["sharded_parameters"] == found["total_parameters"] == 128
+        assert model.up.kernel.get_raw_value().sharding is None
+        with fails(NoContextMeshError):
+            c.analyze_sharding_strategy(model, mlp_specs("b"))

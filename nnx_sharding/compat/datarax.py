@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
-from ..core.resharding import apply_shardings, rebuilt
+from ..core.resharding import apply_shardings, rebuilt, sharding_of
 from ..core.targets import Specs
+from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..partition.logical import LogicalRules
 from ..placement.place import shardings_for, trimmed
@@ -24,18 +27,30 @@ from ..transforms.shard_map import shard_map
 __all__ = ["ArraySharder", "SharderModuleConfig"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class SharderModuleConfig:
     """The configuration of an :class:`ArraySharder`.
 
     Attributes:
+      cacheable: accepted as by Datarax; a sharder caches nothing.
+      batch_stats_fn: a function, or a module, from a batch to a dict of statistics.
+      precomputed_stats: in its place, statistics that are known from the start.
       sharding_rules: pairs, or a mapping, as for :class:`~nnx_sharding.partition.LogicalRules`;
         kept as a tuple of pairs. Without rules, logical names are those of mesh axes.
     """
 
+    cacheable: bool = False
+    batch_stats_fn: Callable[[Any], Mapping[str, Any]] | None = None
+    precomputed_stats: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     sharding_rules: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
 
     def __post_init__(self) -> None:
+        if self.batch_stats_fn is not None and self.precomputed_stats is not None:
+            raise ValueError("batch_stats_fn and precomputed_stats are both given: leave one out.")
+        if self.batch_stats_fn is not None and not callable(self.batch_stats_fn):
+            raise TypeError(f"batch_stats_fn must be a function, got {self.batch_stats_fn!r}.")
+        if self.precomputed_stats is not None:
+            object.__setattr__(self, "precomputed_stats", _statistics(self.precomputed_stats))
         if self.sharding_rules is not None:
             object.__setattr__(self, "sharding_rules", LogicalRules(self.sharding_rules).rules)
 
@@ -53,8 +68,9 @@ class ArraySharder(nnx.Module):
     function on a mesh. ``place(sharder, P(), mesh)`` before that call avoids it.
 
     Args:
-      config: the rules for logical names.
+      config: the rules for logical names, and statistics.
       rngs: random streams for :meth:`create_sharded_param`.
+      name: a name for it.
 
     Example:
       >>> import numpy as np
@@ -69,13 +85,24 @@ class ArraySharder(nnx.Module):
       {'applied_count': 1, 'skipped_count': 0}
     """
 
-    def __init__(self, config: SharderModuleConfig | None = None, *, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self,
+        config: SharderModuleConfig | None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+        name: str | None = None,
+    ):
         self.config = SharderModuleConfig() if config is None else config
         if not isinstance(self.config, SharderModuleConfig):
             raise TypeError(f"config must be a SharderModuleConfig, got {config!r}.")
-        self.rngs = rngs
-        self.applied = nnx.Variable(jnp.zeros((), jnp.int32))
-        self.skipped = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.rngs, self.name = rngs, name
+        # A module may change its own state, which it could not as a part of the static config.
+        stats_fn = self.config.batch_stats_fn
+        self.batch_stats_module = stats_fn if isinstance(stats_fn, nnx.Module) else None
+        # The names of Datarax, for states that it has saved.
+        self._applied_count = nnx.Variable(jnp.zeros((), jnp.int32))
+        self._skipped_count = nnx.Variable(jnp.zeros((), jnp.int32))
+        self._computed_stats = nnx.Variable(_copied(self.config.precomputed_stats))
 
     def shard(self, batch: Any, sharding: Any) -> Any:
         """Shards the arrays of a batch by a sharding, or a pytree prefix of shardings."""
@@ -89,6 +116,30 @@ class ArraySharder(nnx.Module):
         name, flat = "ArraySharder.shard", flatten(batch)
         shardings = shardings_for(batch, sharding, None, name, flat=flat, adapt=trimmed)
         return rebuilt(flat, apply_shardings(flat.leaves, shardings), name)
+
+    def shard_with_info(self, batch: Any, sharding: Any, info: dict[str, Any] | None = None) -> Any:
+        """Does the same as :meth:`shard`, and describes the batch before and after in ``info``.
+
+        ``info["batch_pre_sharding"]`` and ``info["batch_post_sharding"]`` are dicts with the
+        ``structure`` of the batch, the ``shapes`` of its arrays and their ``shardings``; the second
+        also has ``bytes_per_device``, by the id of the device (in a trace: the position in the
+        mesh).
+        """
+        result = self.shard_with_info_static(batch, sharding, info)
+        self._count(batch)
+        return result
+
+    @staticmethod
+    def shard_with_info_static(
+        batch: Any, sharding: Any, info: dict[str, Any] | None = None
+    ) -> Any:
+        """Does the same as :meth:`shard_with_info` without a sharder, and is not counted."""
+        result = ArraySharder.shard_static(batch, sharding)
+        if info is not None:
+            held = device_bytes(parameter_table(result))
+            info["batch_pre_sharding"] = _described(batch)
+            info["batch_post_sharding"] = _described(result) | {"bytes_per_device": held}
+        return result
 
     def shard_with_logical_names(
         self, batch: Any, mesh: Mesh | AbstractMesh, logical_spec: Any
@@ -169,17 +220,123 @@ class ArraySharder(nnx.Module):
 
     def get_operation_stats(self) -> dict[str, Any]:
         """Returns the number of batches that were sharded, and of those that had no array."""
-        counts = {"applied_count": self.applied[...], "skipped_count": self.skipped[...]}
+        counts = {
+            "applied_count": self._applied_count[...],
+            "skipped_count": self._skipped_count[...],
+        }
         return {n: x if isinstance(x, jax.core.Tracer) else int(x) for n, x in counts.items()}
 
     def reset_operation_stats(self) -> None:
         """Sets both counts to 0."""
-        self.applied[...] *= 0  # on the same devices, to avoid retraces
-        self.skipped[...] *= 0
+        self._applied_count[...] *= 0  # on the same devices, to avoid retraces
+        self._skipped_count[...] *= 0
 
     def _count(self, batch: Any) -> None:
-        counter = self.applied if any(map(is_array, flatten(batch).leaves)) else self.skipped
+        counter = (
+            self._applied_count
+            if any(map(is_array, flatten(batch).leaves))
+            else self._skipped_count
+        )
         counter[...] += 1
+
+    def compute_statistics(self, data: Any) -> Any:
+        """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``."""
+        function = self.batch_stats_module or self.config.batch_stats_fn
+        if function is not None:
+            self.set_statistics(function(data))
+        return self.get_statistics() if function is not None else None
+
+    def get_statistics(self) -> Any:
+        """Returns the statistics that were computed, set or precomputed last; None without any."""
+        return _copied(self._computed_stats.get_value())
+
+    def set_statistics(self, stats: Mapping[str, Any]) -> None:
+        """Replaces the statistics."""
+        self._computed_stats.set_value(_statistics(stats))
+
+    def reset_statistics(self) -> None:
+        """Removes the statistics, also those that the config has."""
+        self._computed_stats.set_value(None)
+
+    def copy(
+        self,
+        *,
+        config: SharderModuleConfig | None = None,
+        rngs: nnx.Rngs | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Returns a new sharder with these settings, and else with those of this one."""
+        return type(self)(config or self.config, rngs=rngs or self.rngs, name=name or self.name)
+
+    def clone(self) -> Self:
+        """Returns a copy, with counts, statistics and streams, that shares nothing."""
+        return nnx.clone(self)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the state, and the rules if there are any, as nested dicts for a checkpoint."""
+        rules = self.config.sharding_rules
+        state: dict[str, Any] = _copied(nnx.to_pure_dict(nnx.state(self)))
+        return state | ({"sharding_rules": rules} if rules else {})
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`get_state` returned, also that of Datarax.
+
+        Raises:
+          ValueError: the state has other entries, shapes or dtypes. Nothing has changed then.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"the state must be a dict, got a {type(state).__name__}.")
+        values = {key: value for key, value in state.items() if key != "sharding_rules"}
+        own = nnx.state(self)
+        expected, given = _types(nnx.to_pure_dict(own)), _types(values)
+        lines = [
+            f"  {path}: {given.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
+            for path in sorted(expected | given)
+            if given.get(path) != expected.get(path)
+        ]
+        raise_listed(ValueError, "this is not a state of the sharder:", lines)
+        stats = values.pop("_computed_stats", None)
+        stats = stats if stats is None else _statistics(stats)
+        rules = state.get("sharding_rules", self.config.sharding_rules)
+        config = dataclasses.replace(self.config, sharding_rules=rules)
+        nnx.replace_by_pure_dict(own, _copied(values))
+        nnx.update(self, own)
+        self._computed_stats.set_value(stats)
+        self.config = config
+
+    def requires_rng_streams(self) -> list[str] | None:
+        """Returns the names of the random streams that it needs; None: it needs none."""
+        return None
+
+    def ensure_rng_streams(self, stream_names: Sequence[str]) -> None:
+        """Raises a ValueError if streams of :meth:`requires_rng_streams` are not among these."""
+        missing = [x for x in self.requires_rng_streams() or () if x not in stream_names]
+        if missing:
+            raise ValueError(f"the random streams {missing} are missing; got {stream_names!r}.")
+
+
+def _statistics(stats: Any) -> dict[str, Any]:
+    if not isinstance(stats, Mapping):
+        raise TypeError(f"statistics must be a mapping of names, got {stats!r}.")
+    return _copied(dict(stats))
+
+
+def _copied(tree: Any) -> Any:
+    """A pytree in new containers, with copies of its NumPy arrays, which are mutable."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+
+
+def _types(state: Mapping[str, Any]) -> dict[str, str]:
+    """The type of each array of a state, by its path; statistics may be anything."""
+    others = {key: value for key, value in state.items() if key != "_computed_stats"}
+    types = jax.tree_util.tree_leaves_with_path(jax.tree.map(jax.typeof, others))
+    return {jax.tree_util.keystr(path): f"{t.dtype}{[*t.shape]}" for path, t in types}
+
+
+def _described(batch: Any) -> dict[str, Any]:
+    shapes = jax.tree.map(lambda x: tuple(x.shape) if is_array(x) else None, batch)
+    shardings = jax.tree.map(lambda x: sharding_of(x) if is_array(x) else None, batch)
+    return {"structure": jax.tree.structure(batch), "shapes": shapes, "shardings": shardings}
 
 
 def _is_names(x: Any) -> bool:

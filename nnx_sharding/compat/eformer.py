@@ -7,8 +7,11 @@ Functions that need one raise a :class:`NoContextMeshError` without one.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, TypeAlias
@@ -18,17 +21,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, mesh_here, rebuilt, sharding_of
 from ..core.targets import Specs, check_specs
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, report
 from ..partition.constrain import assign, is_array, report_corrections
-from ..partition.rules import read_patterns
+from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables
-from ..specs.fitting import fit_sharding, like, spec_axes, suggestion, with_entries
+from ..specs.fitting import describe, fit_sharding, like, spec_axes, suggestion, with_entries
 from ..specs.state_sharding import StateSharding, is_single_spec
 
 __all__ = [
+    "analyze_sharding_strategy",
+    "create_pattern_based_partition_spec",
     "extract_sharding_structure",
     "extract_shardings",
     "get_axes_size_in_mesh",
@@ -122,9 +128,18 @@ def get_corrected_named_sharding(
     return NamedSharding(mesh, fit.sharding)
 
 
+_LOG = logging.getLogger("nnx_sharding")
+_YES = ("1", "true", "yes", "on")
+
+
 @_compat.api_boundary
 def with_sharding_constraint(
-    tree: Any, sharding: Any, *, mesh: AnyMesh | None = None, strict: bool = False
+    tree: Any,
+    sharding: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    strict: bool = False,
+    log: bool | None = None,
 ) -> Any:
     """Corrects specs that do not fit, and then shards arrays.
 
@@ -133,10 +148,17 @@ def with_sharding_constraint(
     A spec is padded or truncated to the rank of its array; axes that the mesh does not have, over
     which an enclosing ``shard_map`` is mapped, or that do not divide their dimension are dropped.
     One warning lists all corrections, or with ``strict`` an error. Without a mesh, arrays with a
-    ``PartitionSpec`` are not changed.
+    ``PartitionSpec`` are not changed. With ``log``, or if it is None and the environment variable
+    ``LOG_SHARDING_MOVE`` is set to 1 or true, arrays that get another sharding are logged.
     """
     flat = flatten(tree)
-    _, shardings = assign(tree, flat, sharding, mesh=mesh, strict=strict, lenient=True)
+    names, shardings = assign(tree, flat, sharding, mesh=mesh, strict=strict, lenient=True)
+    if log if log is not None else os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES:
+        for name, leaf, new in zip(names, flat.leaves, shardings, strict=True):
+            old = sharding_of(leaf)
+            if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
+                was = "host memory" if old is None else describe(old)
+                _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
     return rebuilt(flat, apply_shardings(flat.leaves, shardings))
 
 
@@ -203,6 +225,93 @@ def match_partition_rules(
     return result
 
 
+def create_pattern_based_partition_spec(
+    pattern: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
+) -> Callable[[str, Any], PartitionSpec]:
+    """A function of a name and an array, from rules such as ``"attention|mlp->data,norm->None"``.
+
+    A rule is a regular expression that is searched for in the name, ``->``, and the axes of the
+    dimensions with dots between them: ``None`` replicates a dimension, ``data+model`` shards it
+    over both. Axes after a comma without an ``->`` belong to the rule before it. The first rule
+    that is found decides, else ``default_spec`` or ``P()``. Specs are truncated to the rank of the
+    array; the mesh, if given, must have their axes.
+    """
+    rules: dict[str, list[Any]] = {}
+    regex = ""
+    for piece in pattern.split(","):
+        before, arrow, dimensions = map(str.strip, piece.rpartition("->"))
+        regex = before if arrow else regex
+        entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
+        if not regex or not all(map(all, entries)):
+            form = "'up|gate->None.model'"
+            raise ValueError(f"expected rules such as {form}, got {piece!r} in {pattern!r}.")
+        rules.setdefault(regex, []).extend(None if x == ("None",) else x for x in entries)
+    specs = {regex: PartitionSpec(*entries) for regex, entries in rules.items()}
+    pairs = read_patterns("create_pattern_based_partition_spec", specs)
+    pairs.append((lambda *_: True, default_spec or PartitionSpec()))
+    problems = [
+        f"  {problem}" for _, spec in pairs for problem in fit_sharding(spec, mesh).problems
+    ]
+    raise_listed(ValueError, f"{pattern!r} does not fit the mesh:", problems)
+
+    def spec_of(name: str, array: Any) -> PartitionSpec:
+        spec = next(spec for matches, spec in pairs if matches((name,), array))
+        return with_entries(spec, spec.partitions[: np.ndim(array)])
+
+    return spec_of
+
+
+def analyze_sharding_strategy(
+    pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
+) -> dict[str, Any]:
+    """What specs give each device; :func:`nnx_sharding.report.check_sharding` has a table of it.
+
+    Args:
+      pytree: arrays or modules, also abstract ones; only shapes and dtypes are read.
+      partition_specs: a prefix of specs, or a mapping from paths such as ``blocks/3/up/kernel`` to
+        specs; corrected as by :func:`with_sharding_constraint`.
+      mesh: the mesh; None for the one in context.
+
+    Returns:
+      ``total_parameters`` and ``sharded_parameters``, numbers of elements; ``memory_per_device``,
+      bytes by the id of the device (its position in an abstract mesh); ``balance_score``, the mean
+      of these over their maximum; ``partition_stats``, by spec the numbers of ``arrays`` and
+      ``parameters``, ``bytes`` and ``bytes_per_device``.
+    """
+    is_mapping, keys = isinstance(partition_specs, Mapping), getattr(pytree, "keys", tuple)()
+    if is_mapping and any("/" in str(key) and key not in keys for key in partition_specs):
+        exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
+        partition_specs = from_rules(exact)
+    mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
+    flat = flatten(pytree)
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)) if is_array(x) else x
+        for x in flat.leaves
+    ]
+    abstract = flat._replace(leaves=leaves)
+    _, shardings = assign(pytree, abstract, partition_specs, mesh=mesh, strict=False, lenient=True)
+    rows = parameter_table(apply_shardings(leaves, shardings))
+    ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
+    held = dict.fromkeys(ids, 0) | device_bytes(rows)
+    most = max(held.values(), default=0)
+    stats: dict[Any, Counter[str]] = {}
+    for row in rows:
+        counts = stats.setdefault(row.spec, Counter())
+        counts["arrays"] += 1
+        counts["parameters"] += math.prod(row.shape)
+        counts["bytes"] += row.bytes_total
+        counts["bytes_per_device"] += row.bytes_per_device
+    return {
+        "total_parameters": sum(math.prod(row.shape) for row in rows),
+        "sharded_parameters": sum(
+            math.prod(row.shape) for row in rows if row.shard_shape != row.shape
+        ),
+        "memory_per_device": held,
+        "balance_score": sum(held.values()) / len(held) / most if most else 1.0,
+        "partition_stats": {spec: dict(counts) for spec, counts in stats.items()},
+    }
+
+
 def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, ...]:
     """Functions that shard arrays by specs, and functions that gather them on the host.
 
@@ -210,10 +319,7 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
     context now. The result is ``(shard_fns, gather_fns)``, two trees like it. A gather function
     makes full NumPy arrays, one at a time.
     """
-    specs = Specs(partition_specs)
-    check_specs("make_shard_and_gather_fns", partition_specs=specs)
-    given = get_incontext_mesh(specs.has_partition_spec) if mesh is None else mesh
-    mesh = None if given.empty else given
+    mesh = _mesh_of("make_shard_and_gather_fns", partition_specs, mesh)
 
     def shard(spec: Any, tree: Any) -> Any:
         return with_sharding_constraint(tree, spec, mesh=mesh)
@@ -226,6 +332,14 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
         jax.tree.map(lambda x, f=f: functools.partial(f, x), partition_specs, is_leaf=_is_leaf)
         for f in (shard, gather)
     )
+
+
+def _mesh_of(name: str, partition_specs: Any, mesh: AnyMesh | None) -> AnyMesh | None:
+    """The mesh, else the one in context; None if all are shardings, which have their own."""
+    specs = Specs(partition_specs)
+    check_specs(name, partition_specs=specs)
+    given = get_incontext_mesh(specs.has_partition_spec) if mesh is None else mesh
+    return None if given.empty else given
 
 
 def _is_leaf(x: Any) -> bool:
