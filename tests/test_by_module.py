@@ -157,6 +157,29 @@ def test_out_of_memory_ends_with_what_holds_it(monkeypatch):
     assert "at most: nnx_sharding.remat" in words and "accumulate_gradients" in words
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_out_of_memory_at_run_time_ends_with_what_holds_it(compiles):
+    """In first calls and guarded ones, which Python and C make, and of compiled programs."""
+
+    def step(model):
+        model.scale[...] += 1
+        return jnp.zeros(2**44) + model.scale[...]
+
+    def model():
+        return nnx.Dict(scale=nnx.Param(jnp.float32(2)))
+
+    fun, small = jit(step, donate_argnums=0), model()
+    call = fun.lower(small).compile() if compiles else fun
+    for _ in range(2):
+        nnx.update(small, nnx.state(model()))
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            call(small)
+        words = str(caught.value)
+        assert words.startswith("RESOURCE_EXHAUSTED: ")
+        assert "\n64.0 TiB at the peak" in words and "64.0 TiB outputs" in words
+        assert "donating" not in words, "all that could be donated is"
+
+
 def test_reads_values_of_the_main_memory_only(tmp_path):
     """Values that an operation replaces in place do not count twice."""
     (tmp_path / "m.after_optimizations-buffer-assignment.txt").write_text(

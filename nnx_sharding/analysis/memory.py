@@ -30,8 +30,8 @@ class Memory(Pictured):
       aliased: the outputs that reuse donated arguments; both of the above include them.
       generated_code: the program itself; 0 on the CPU.
       peak: what has to be free for a call: arguments + outputs - aliased + temporaries + generated
-        code, as XLA allocates the temporaries of a call as one block; more if JAX reports more and
-        the host holds nothing, as that figure includes host memory.
+        code, as XLA allocates the temporaries of a call as one block. The peak that JAX reports is
+        another figure: without temporaries on CPUs, with the vector memory and the host on TPUs.
       host_arguments, host_outputs, host_temporaries, host_aliased, host_generated_code: the same
         in host memory.
       by_path: the bytes of each argument array by its path, such as ``model.up.kernel``, without
@@ -92,10 +92,7 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     parts = [sizes[name] for name in ("arguments", "outputs", "temporaries", "generated_code")]
     aliased = sizes["aliased"]
     total = None if aliased is None or None in parts else sum(filter(None, parts)) - aliased
-    # XLA's peak for CPUs leaves temporaries out (seen with JAX 0.10 and 0.12).
-    uses_host = any(size for name, size in sizes.items() if name.startswith("host"))
-    peaks = (None if uses_host else _size(getattr(analysis, "peak_memory_in_bytes", None)), total)
-    return Memory(**sizes, peak=max(filter(None, peaks), default=None), by_path=dict(by_path or {}))
+    return Memory(**sizes, peak=total, by_path=dict(by_path or {}))
 
 
 _NAMES = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from .. import _compat
 from ..activations.calls import Recorder
 from ..activations.tracing import inherited
@@ -20,6 +22,7 @@ from ..core.signature import Call
 from ..core.unflatten import unflatten
 from ..diagnostics.trace_log import Observer, TraceLimit, TraceLog
 from .lifted_function import LiftedFunction, P, R
+from .module_memory import explain_memory
 from .stages import Lowered, Traced
 
 
@@ -65,15 +68,33 @@ class Lifted(LiftedFunction[P, R]):
         plan, flat = self._found(args, kwargs)
         program, caller = plan.program, (self._fun, self._observer)
         if _compat.trace_is_clean():
-            return run(plan, flat, program.top_level, *caller)  # type: ignore[no-any-return]
+            try:
+                return run(plan, flat, program.top_level, *caller)  # type: ignore[no-any-return]
+            except jax.errors.JaxRuntimeError as error:
+                self._explain_memory(plan, flat.objects, flat.leaves, error)
+                raise
         with inherited(flat.objects):
             return run(plan, flat, program.inline, *caller, nested=True)  # type: ignore[no-any-return]
 
     __call__ = guarded(_flattened)
 
     @_compat.api_boundary
-    def _failed(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+    def _failed(
+        self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], error: BaseException
+    ) -> None:
         failed(plan, leaves, error)
+        self._explain_memory(plan, objects, leaves, error)
+
+    def _explain_memory(
+        self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], error: BaseException
+    ) -> None:
+        """Raises an error that says what holds the memory, if a call ran out of it."""
+        explain_memory(
+            error,
+            plan,
+            lambda: Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves),
+            lambda stage, options: stage.compile(dict(options)),
+        )
 
     @_compat.api_boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:

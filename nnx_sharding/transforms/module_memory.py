@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from .. import _compat
 from ..activations.calls import Recorder
@@ -19,8 +20,16 @@ from ..analysis.hardware import Hardware
 from ..analysis.hlo import Module, parse
 from ..analysis.memory import memory_of
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterRow
+from ..analysis.parameters import (
+    ParameterRow,
+    ParameterTable,
+    argument_row,
+    mesh_of,
+    variable_type,
+)
 from ..analysis.units import bytes_text
+from ..core.failures import raise_instead
+from ..core.plan import Plan
 
 # Compiles a stage of JAX with more options for XLA.
 CompileWith: TypeAlias = Callable[[Any, Mapping[str, Any]], Any]
@@ -33,6 +42,8 @@ class Dumped(NamedTuple):
     buffers: Buffers | None
     required: int | None
     paths: frozenset[str]  # of the modules that were called
+    infos: Sequence[Any]  # of the arguments
+    shardings: Sequence[Any] | None  # of the arguments, None for an unused one; if it was compiled
 
     def table(
         self, rows: Sequence[ParameterRow], mesh: Any, hardware: Hardware | None
@@ -57,33 +68,76 @@ def dumped(recorder: Recorder, compile_with: CompileWith) -> Dumped:
     """
     lowered = recorder.traced.lower()
     with tempfile.TemporaryDirectory() as name:
-        folder, memory = Path(name), None
+        folder, memory, shardings = Path(name), None, None
         try:
             with _compat.without_cache(lowered):
                 program = compile_with(lowered, {"xla_dump_to": name})
             text = program.as_text() or ""
-            memory = memory_of(program.memory_analysis())
+            memory, shardings = memory_of(program.memory_analysis()), program.input_shardings[0]
         except jax.errors.JaxRuntimeError as error:
             written = [*folder.glob("*after_optimizations.txt")]
-            if not is_out_of_memory(error) or not written:
+            if not _is_out_of_memory(error) or not written:
                 raise
             text = written[0].read_text()
-        paths = frozenset(call.path for call in recorder.calls)
         module, buffers = parse(text), read_buffers(folder)
-        required = None if memory is None else memory.peak
-        if (
-            memory and buffers and module.is_for_tpu
-        ):  # whose compiler reports more than it allocates
-            required = buffers.size + (memory.generated_code or 0)
-        return Dumped(module, buffers, required, paths)
+    required = None if memory is None else memory.peak
+    if memory and buffers and module.is_for_tpu:  # whose compiler reports more than it allocates
+        required = buffers.size + (memory.generated_code or 0)
+    paths = frozenset(call.path for call in recorder.calls)
+    return Dumped(module, buffers, required, paths, lowered.args_info[0], shardings)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def argument_rows(
+    plan: Plan, infos: Sequence[Any], actual: Sequence[Any], declared: Sequence[Any]
+) -> ParameterTable:
+    """How each argument array is sharded; None among the actual shardings for an unused one."""
+    kinds: list[str | None] = [None] * len(infos)
+    for index, slots in enumerate(plan.structure.slots):
+        for slot in slots:
+            kinds[slot] = variable_type(plan.structure, index)
+    columns = zip(plan.names, infos, kinds, actual, declared, strict=True)
+    return ParameterTable(
+        argument_row(path, info, used or fallback, used=used is not None, variable=kind)
+        for path, info, kind, used, fallback in columns
+    )
+
+
+def explain_memory(
+    error: BaseException,
+    plan: Plan,
+    recorder: Callable[[], Recorder],
+    compile_with: CompileWith,
+) -> None:
+    """Raises an error again with what holds the memory and what would help, if that is too small.
+
+    The program is compiled once more for this.
+    """
+    # Compilers for GPUs wait for those of other processes, which may not have failed.
+    would_wait = jax.process_count() > 1 and jax.default_backend() == "gpu"
+    if would_wait or not _is_out_of_memory(error):
+        return
+
+    def explanation() -> Exception:
+        made = recorder()
+        found, default = dumped(made, compile_with), SingleDeviceSharding(jax.devices()[0])
+        shardings = [
+            s or getattr(leaf, "sharding", None) or default
+            for s, leaf in zip(plan.shardings, made.leaves, strict=True)
+        ]
+        rows = argument_rows(plan, found.infos, found.shardings or shardings, shardings)
+        return _out_of_memory(error, found.table(rows, mesh_of(shardings), None), rows)
+
+    raise_instead(error, explanation)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
     """Whether a program does not fit into memory, by the compiler or at run time."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def out_of_memory(error: Exception, found: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
+def _out_of_memory(
+    error: BaseException, found: ModuleTable, rows: Sequence[ParameterRow]
+) -> Exception:
     """The error with what holds the memory, and what would help, with the bytes that this saves."""
     kinds = found.by_kind()
     kept = kinds.get("activations", 0)
@@ -95,7 +149,10 @@ def out_of_memory(error: Exception, found: ModuleTable, rows: Sequence[Parameter
             for row in rows
             if row.used and row.bytes_per_device == row.bytes_total
         ),
-        "donating what the function returns changed": kinds.get("outputs", 0),
+        "donating what the function returns changed": min(
+            kinds.get("outputs", 0),
+            sum(row.bytes_per_device for row in rows if row.used and not row.donated),
+        ),
     }
     lines = [f"  {bytes_text(size)} at most: {what}" for what, size in saved.items() if size]
     help_ = ["What would help, with what it saves on each device:", *lines] if lines else []

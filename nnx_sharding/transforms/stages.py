@@ -28,14 +28,14 @@ from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
+from ..analysis.parameters import ParameterTable, mesh_of
 from ..analysis.program import ProgramReport, describe
 from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.work import with_loops
 from ..core.call import failed, guarded, run
 from ..core.call_context import Caller, called_by
-from ..core.failures import explained, raise_instead, raise_misfit
+from ..core.failures import explained, raise_misfit
 from ..core.flatten import Flat
 from ..core.guard.store import Guards
 from ..core.outcome import Outcome
@@ -46,7 +46,7 @@ from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
 from ..errors import message, see
 from .lifted_function import LiftedFunction
-from .module_memory import CompileWith, Dumped, dumped, is_out_of_memory, out_of_memory
+from .module_memory import CompileWith, Dumped, argument_rows, dumped, explain_memory
 
 S = TypeVar("S", bound="Stage")
 
@@ -163,13 +163,18 @@ class Stage:
             return run(plan, flat, stage)
         try:
             return run(plan, flat, _compat.direct_form(stage))
-        except (ValueError, TypeError) as error:
-            raise_misfit(plan, flat.leaves, stage, error)
+        except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+            self._explain(plan, flat.leaves, error)
             raise
 
     @_compat.api_boundary
-    def _failed(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+    def _failed(
+        self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], error: BaseException
+    ) -> None:
         failed(plan, leaves, error)
+        self._explain(plan, leaves, error)
+
+    def _explain(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
         raise_misfit(plan, leaves, self._stage, error)
 
     def _with_statics(
@@ -291,8 +296,7 @@ class Lowered(Stage):
         try:
             program = compile_with(self._stage, {})
         except jax.errors.JaxRuntimeError as error:
-            if is_out_of_memory(error):
-                raise_instead(error, functools.partial(self._out_of_memory, error, compile_with))
+            explain_memory(error, self._plan, lambda: self._recorder, compile_with)
             raise
         return self._compiled_to(program, compile_with)
 
@@ -301,12 +305,6 @@ class Lowered(Stage):
         compiled = self._next(Compiled, program)
         compiled._lowered, compiled._compile_with = self._stage, compile_with
         return compiled
-
-    def _out_of_memory(self, error: Exception, compile_with: CompileWith) -> Exception:
-        shardings = self._plan.shardings
-        rows = _argument_rows(self._plan, self._stage.args_info[0], shardings, shardings)
-        table = dumped(self._recorder, compile_with).table(rows, mesh_of(shardings), None)
-        return out_of_memory(error, table, rows)
 
     def cost(self) -> Cost | None:
         """What all devices together compute, before optimisation; None if unavailable."""
@@ -334,6 +332,11 @@ class Compiled(Stage):
         return self._run("compiled", args, kwargs)
 
     __call__ = guarded(_flattened)
+
+    def _explain(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+        super()._explain(plan, leaves, error)
+        if self._compile_with is not None:
+            explain_memory(error, plan, lambda: self._recorder, self._compile_with)
 
     @staticmethod
     def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:
@@ -519,7 +522,7 @@ class Compiled(Stage):
         """How each argument array is sharded, including those that the program does not use."""
         plan = self._plan
         used = self._stage.input_shardings[0]
-        return _argument_rows(plan, self._stage.args_info[0], used, plan.shardings)
+        return argument_rows(plan, self._stage.args_info[0], used, plan.shardings)
 
     def shardings(self) -> list[Any]:
         """The shardings of all arrays that the program is given and returns."""
@@ -528,22 +531,6 @@ class Compiled(Stage):
             return [*inputs, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
         except ValueError:  # JAX counts refs as outputs, and then finds too many
             return inputs
-
-
-def _argument_rows(
-    plan: Plan, infos: Sequence[Any], actual: Sequence[Any], declared: Sequence[Any]
-) -> ParameterTable:
-    """How each argument array is sharded; None among the actual shardings for an unused one."""
-    rows = ParameterTable()
-    kinds: list[str | None] = [None] * len(infos)
-    for index, slots in enumerate(plan.structure.slots):
-        for slot in slots:
-            kinds[slot] = variable_type(plan.structure, index)
-    columns = zip(plan.names, infos, kinds, actual, declared, strict=True)
-    for path, info, kind, used, fallback in columns:
-        is_used = used is not None
-        rows.append(argument_row(path, info, used or fallback, used=is_used, variable=kind))
-    return rows
 
 
 def _shape_of(aval: Any) -> Any:
