@@ -315,7 +315,7 @@ class ArraySharder(nnx.Module):
             raise ValueError(f"the random streams {missing} are missing; got {stream_names!r}.")
 
 
-def _statistics(stats: Any) -> dict[str, Any]:
+def _statistics(stats: Any) -> Any:
     if not isinstance(stats, Mapping):
         raise TypeError(f"statistics must be a mapping of names, got {stats!r}.")
     return _copied(dict(stats))

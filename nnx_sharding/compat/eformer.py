@@ -278,8 +278,9 @@ def analyze_sharding_strategy(
       of these over their maximum; ``partition_stats``, by spec the numbers of ``arrays`` and
       ``parameters``, ``bytes`` and ``bytes_per_device``.
     """
-    is_mapping, keys = isinstance(partition_specs, Mapping), getattr(pytree, "keys", tuple)()
-    if is_mapping and any("/" in str(key) and key not in keys for key in partition_specs):
+    known = pytree if isinstance(pytree, Mapping) else {}
+    is_mapping = isinstance(partition_specs, Mapping)
+    if is_mapping and any("/" in str(key) and key not in known for key in partition_specs):
         exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
         partition_specs = from_rules(exact)
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
