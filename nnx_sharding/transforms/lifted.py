@@ -71,7 +71,7 @@ class Lifted(LiftedFunction[P, R]):
             try:
                 return run(plan, flat, program.top_level, *caller)  # type: ignore[no-any-return]
             except jax.errors.JaxRuntimeError as error:
-                self._explain_memory(plan, flat.objects, flat.leaves, error)
+                self._explain_memory(plan, flat.leaves, error, flat.objects)
                 raise
         with inherited(flat.objects):
             return run(plan, flat, program.inline, *caller, nested=True)  # type: ignore[no-any-return]
@@ -80,13 +80,13 @@ class Lifted(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def _failed(
-        self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], error: BaseException
+        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any] = ()
     ) -> None:
         failed(plan, leaves, error)
-        self._explain_memory(plan, objects, leaves, error)
+        self._explain_memory(plan, leaves, error, objects)
 
     def _explain_memory(
-        self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], error: BaseException
+        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any]
     ) -> None:
         """Raises an error that says what holds the memory, if a call ran out of it."""
         explain_memory(

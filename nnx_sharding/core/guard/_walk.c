@@ -996,7 +996,7 @@ static void explain(PyObject *self, PyObject *route, const Found *found) {
     if (traceback != NULL) PyException_SetTraceback(value, traceback);
     PyObject *answer = PyObject_CallMethodObjArgs(self, interned[NAME__failed],
                                                   PyTuple_GET_ITEM(route, ROUTE_plan),
-                                                  found->objects, found->leaves, value, NULL);
+                                                  found->leaves, value, found->objects, NULL);
     if (answer == NULL) {
         Py_XDECREF(type);
         Py_XDECREF(value);
