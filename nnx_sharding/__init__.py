@@ -3,8 +3,9 @@
 By task: ``partition`` chooses specs, ``placement`` puts models and batches on devices,
 ``checkpoint`` saves and restores them, ``transforms`` are for use inside others, ``training``
 accumulates gradients and offloads state, ``analysis`` and ``report`` say what a program costs,
-``export`` writes programs to files, ``testing`` has assertions and a launcher of processes, and
-``compat`` has the names of other libraries. All other modules are internal.
+``planning`` searches for a mesh and a strategy, ``export`` writes programs to files, ``testing``
+has assertions and a launcher of processes, and ``compat`` has the names of other libraries. All
+other modules are internal.
 """
 
 import importlib
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         export,
         partition,
         placement,
+        planning,
         report,
         testing,
         training,
@@ -139,6 +141,7 @@ _MODULES = frozenset(
         "export",
         "partition",
         "placement",
+        "planning",
         "report",
         "testing",
         "training",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,10 @@ ON_DEMAND = sorted(nnx_sharding._MODULES)
 
 
 def test_parts_are_imported_on_demand():
+    folder = Path(nnx_sharding.__file__).parent
+    pages = {page.stem for page in (folder.parent / "docs" / "reference").glob("*.md")}
+    documented = {part.name for part in folder.iterdir() if part.name in pages and part.is_dir()}
+    assert documented <= {*ON_DEMAND, "transforms"}
     for name in ON_DEMAND:
         assert getattr(nnx_sharding, name) is importlib.import_module(f"nnx_sharding.{name}")
         assert name in dir(nnx_sharding)
