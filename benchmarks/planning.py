@@ -3,7 +3,8 @@
 ``python -m benchmarks.planning`` plans three models on 16 virtual devices of the CPU;
 ``--devices v5e:4x4 v5p:2x2x4`` for TPUs, with their compiler (extra ``tpu``). ``--scale`` plans a
 transformer of 70 billion parameters and a mixture of 64 experts on 1,024 devices, and reports the
-time and the memory of this machine.
+time and the memory of this machine. ``--published`` plans five models for the TPUs that MaxText
+trains them on, or fewer, beside its configurations.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flax import nnx
 
 from nnx_sharding import Stack, stack, value_and_grad
 from nnx_sharding.analysis import HARDWARE
+from nnx_sharding.partition import dispatch_to_experts, ring_attention
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Candidate
 from nnx_sharding.planning.plan import Plan
@@ -44,12 +46,19 @@ class Config:
     context: int = 2048
     experts: int = 0
     top: int = 2
+    tied: bool = False
+    ring: bool = False
 
 
 MEDIUM = Config(2048, 5632, 16, 16, 16, 32000, batch=32)
 MIXTURE = Config(1024, 2816, 16, 16, 8, 32000, batch=32, experts=16)
 LLAMA_70B = Config(8192, 28672, 64, 8, 80, 128256, batch=1024)
 EXPERTS_64 = Config(4096, 2048, 32, 32, 32, 128256, batch=1024, experts=64)
+MIXTRAL = Config(4096, 14336, 32, 8, 32, 32000, batch=128, context=4096, experts=8)
+LLAMA3_70B = Config(8192, 28672, 64, 8, 80, 128256, batch=256, context=4096)
+GEMMA_2B = Config(2048, 16384, 8, 1, 18, 256128, batch=16, tied=True)
+LONG_8B = Config(4096, 14336, 32, 8, 32, 128256, batch=1, context=131072, ring=True)
+DEEPSEEK = Config(2048, 1408, 16, 16, 28, 102400, batch=256, context=4096, experts=64, top=6)
 
 
 class Attention(nnx.Module):
@@ -61,13 +70,14 @@ class Attention(nnx.Module):
         self.query = nnx.LinearGeneral(features, (config.heads, size), **options)
         self.key = nnx.LinearGeneral(features, (config.kv_heads, size), **options)
         self.value = nnx.LinearGeneral(features, (config.kv_heads, size), **options)
+        self.ring = config.ring
         self.out = nnx.LinearGeneral((config.heads, size), features, axis=(-2, -1), **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        heads = jax.nn.dot_product_attention(
-            self.query(x), self.key(x), self.value(x), is_causal=True
-        )
-        return self.out(heads)
+        inputs = self.query(x), self.key(x), self.value(x)
+        if self.ring and "context" in jax.sharding.get_abstract_mesh().axis_names:
+            return self.out(ring_attention(*inputs, is_causal=True))
+        return self.out(jax.nn.dot_product_attention(*inputs, is_causal=True))
 
 
 class MLP(nnx.Module):
@@ -82,26 +92,28 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Tokens are dispatched to experts of fixed capacity, within each row of the batch (GShard)."""
+    """A mixture of gated MLPs, each with a capacity for the tokens of a row."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         features, hidden, experts = config.features, config.hidden, config.experts
-        options: dict[str, Any] = {"dtype": jnp.bfloat16, "rngs": rngs}
-        self.top = config.top
-        self.capacity = config.top * config.context // experts
-        self.router = nnx.Linear(features, experts, use_bias=False, **options)
-        self.gate = nnx.Einsum("becd,edh->bech", (experts, features, hidden), **options)
-        self.up = nnx.Einsum("becd,edh->bech", (experts, features, hidden), **options)
-        self.down = nnx.Einsum("bech,ehd->becd", (experts, hidden, features), **options)
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        self.top, self.capacity = config.top, config.top * config.context // experts
+        self.router = nnx.Linear(features, experts, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.gate = nnx.Param(init(rngs.params(), (experts, features, hidden)))
+        self.up = nnx.Param(init(rngs.params(), (experts, features, hidden)))
+        self.down = nnx.Param(init(rngs.params(), (experts, hidden, features)))
+
+    def experts(self, rows: jax.Array, matmul: Any) -> jax.Array:
+        gate, up, down = (w[...].astype(rows.dtype) for w in (self.gate, self.up, self.down))
+        return matmul(nnx.silu(matmul(rows, gate)) * matmul(rows, up), down)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         weights, chosen = jax.lax.top_k(jax.nn.softmax(self.router(x)), self.top)
-        mask = jax.nn.one_hot(chosen, self.router.out_features, dtype=x.dtype).sum(2)
-        place = jnp.cumsum(mask, axis=1) * mask - 1
-        dispatch = jax.nn.one_hot(place, self.capacity, dtype=x.dtype)
-        h = jnp.einsum("btec,btd->becd", dispatch, x)
-        h = self.down(nnx.silu(self.gate(h)) * self.up(h))
-        return jnp.einsum("btec,becd->btd", dispatch * weights.sum(-1)[..., None, None], h)
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        options: dict[str, Any] = {"num_experts": self.router.out_features}
+        options["batch_axes"] = [axis for axis in ("replica", "data") if axis in axes]
+        options["capacity"] = self.capacity
+        return dispatch_to_experts(x, weights, chosen, self.experts, **options)[0]
 
 
 class Block(nnx.Module):
@@ -120,13 +132,16 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": jnp.bfloat16, "rngs": rngs}
+        self.tied = config.tied
         self.tokens = nnx.Embed(config.vocabulary, config.features, **options)
         self.blocks: Stack[Any] = stack(Block, config.layers, config, rngs=rngs, remat=True)
         self.norm = nnx.RMSNorm(config.features, **options)
-        self.head = nnx.Linear(config.features, config.vocabulary, use_bias=False, **options)
+        if not config.tied:
+            self.head = nnx.Linear(config.features, config.vocabulary, use_bias=False, **options)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.head(self.norm(self.blocks(self.tokens(tokens))))
+        x = self.norm(self.blocks(self.tokens(tokens)))
+        return self.tokens.attend(x) if self.tied else self.head(x)
 
 
 class ConvNet(nnx.Module):
@@ -188,14 +203,12 @@ def decoder(config: Config) -> Case:
     def flops(parameters: int) -> float:
         count = config.batch * config.context
         d, h, e = config.features, config.hidden, config.experts
-        active = parameters - config.vocabulary * d  # the embedding is a gather
+        active = parameters - config.vocabulary * d * (not config.tied)  # a gather is no product
         head = config.vocabulary * d
         attention = 4 * config.context * d * config.layers  # all of the square, for each token
         if e:
             expert = 3 * d * h * config.layers
             active -= (e - config.top) * expert
-            # The dispatch and the combination are products with one-hot matrices.
-            attention += 2 * 2 * config.top * config.context * d * config.layers
         # Forward, backward twice, and recomputed in blocks, but for their last product.
         last = d * h * config.layers * (config.top if e else 1)
         return float(count * (8 * (active - head) + 6 * head - 2 * last + 4 * attention))
@@ -225,6 +238,41 @@ CASES = {
     "convnet": convnet(512),
     "experts": decoder(MIXTURE),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A model whose configuration in MaxText is published, and where to plan it."""
+
+    case: Case
+    topology: str
+    num_slices: int
+    strategies: tuple[str, ...]
+    theirs: str
+
+
+PUBLISHED = {
+    "Mixtral 8x7B": Published(
+        decoder(MIXTRAL), "v5p:2x4x4", 1, ("fsdp", "fsdp + expert", "fsdp + expert + tensor"),
+        "fsdp 64 on v5p-128, 36 rows of 4096 a chip, weights in bfloat16",
+    ),
+    "Llama 3 70B": Published(
+        decoder(LLAMA3_70B), "v5p:4x4x8", 1, ("fsdp", "fsdp + tensor", "fsdp + pipeline"),
+        "Llama 2 70B: fsdp 256 on v5p-512, 4 rows of 4096 a chip",
+    ),
+    "Gemma 2B": Published(
+        decoder(GEMMA_2B), "v5e:2x4", 1, ("fsdp", "fsdp + tensor", "zero1"),
+        "fsdp_transpose 16 and fsdp 16 on v5e-256, 2 rows of 2048 a chip",
+    ),
+    "8B, 128k tokens": Published(
+        decoder(LONG_8B), "v5p:2x4x4", 1, ("fsdp + context", "fsdp + tensor + context"),
+        "Llama 3.1 8B: a ring of 64 on v5p-128 for 1M tokens, fsdp 1",
+    ),
+    "64 experts": Published(
+        decoder(DEEPSEEK), "v5p:2x4x4", 2, ("fsdp", "hsdp", "hsdp + expert", "fsdp + expert"),
+        "DeepSeek 3 671B: fsdp 256, expert 1 on v5p-512, 4 rows of 8192 a chip",
+    ),
+}  # fmt: skip
 SCALE = {"llama 70B": decoder(LLAMA_70B), "64 experts": decoder(EXPERTS_64)}
 
 
@@ -236,58 +284,69 @@ def weights_sent(candidate: Candidate, parameters: int) -> float | None:
     """By hand the bytes that a device sends for parameters; None with tensor parallelism."""
     count = math.prod(size for axis, size in candidate.sizes.items() if axis != "model")
     # In float32: gradients are all-reduced; scattered, and parameters gathered once or twice.
-    factor = {"dp": 2 * 4, "zero1": 2 * 4, "fsdp": 3 * 4}.get(candidate.strategy)
+    factor = {"dp": 2 * 4, "zero1": 2 * 4, "fsdp": 3 * 4, "hsdp": 3 * 4}.get(candidate.strategy)
     return None if factor is None else factor * parameters * (count - 1) / count
 
 
-def report(name: str, case: Case, found: Plan, seconds: float) -> None:
+def report(name: str, case: Case, found: Plan, seconds: float, theirs: str = "") -> None:
     model = case.arguments()[0]
     parameters = parameter_count(model)
     print(f"\n{name}: {parameters / 1e9:.2f} billion parameters, planned in {seconds:.0f} s")
     print(found)
-    by_hand = case.flops(parameters)
+    by_hand, state = case.flops(parameters), 12 * parameters
+    print(f"state by hand {state / GIB:.1f} GiB; MaxText: {theirs}" if theirs else "")
     for candidate in found.candidates.values():
         compiled = found.comparison.compiled.get(candidate.name)
         if compiled is None or compiled.cost is None:
             continue
         flops, devices = compiled.cost.flops or 0.0, candidate.mesh.size
         ratio = flops * devices / by_hand
-        line = f"  {candidate.name}: flops {ratio:.3f} of {by_hand / devices:.3g} by hand"
+        held = 0 if compiled.memory is None else compiled.memory.arguments
+        line = f"  {candidate.name}: arguments {held * devices / state:.3f} of the state, "
+        line += f"flops {ratio:.3f} of {by_hand / devices:.3g} by hand"
         sent, expected = compiled.collectives, weights_sent(candidate, parameters)
         if sent is not None and expected is not None:
             line += f", sent {sent.bytes_sent / expected:.3f} of {expected / GIB:.2f} GiB by hand"
         print(line)
 
 
+def search(name: str, case: Case, theirs: str = "", **options: Any) -> None:
+    """Plans a model, and reports the CPU time of this process, which does not compile."""
+    start, cpu = time.perf_counter(), time.process_time()
+    found = plan(train_step, *case.arguments(), donate_argnums=(0, 1), **options)
+    cpu = time.process_time() - cpu
+    report(name, case, found, time.perf_counter() - start, theirs)
+    count = len(found.candidates) + len(found.ruled_out)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    print(f"{count} candidates predicted, {len(found.candidates)} of them traced and lowered, in")
+    print(f"{cpu:.0f} s of CPU; peak memory of the planner: {peak:.2f} GiB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--scale", action="store_true", help="plan on 1,024 devices")
+    parser.add_argument("--published", action="store_true", help="models that MaxText trains")
     parser.add_argument("--cases", nargs="*", help="the names of some of the models")
     parser.add_argument("--devices", nargs="*", default=["16"], help="16, v5e:4x4, v5p:2x2x4, …")
     parser.add_argument("--strategies", nargs="*", default=["dp", "zero1", "fsdp", "fsdp + tensor"])
     parser.add_argument("--most", type=int, default=4)
+    parser.add_argument("--cache", help="a folder for reports")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # JAX would look for TPUs
-    cases = SCALE if options.scale else CASES
+    kept: dict[str, Any] = {"most": options.most, "cache_dir": options.cache}
+    for name, one in PUBLISHED.items() if options.published else ():
+        if not options.cases or name in options.cases:
+            where = {"topology": one.topology, "num_slices": one.num_slices}
+            on = f"{name} on {one.num_slices} × {one.topology}"
+            search(on, one.case, one.theirs, strategies=one.strategies, **where, **kept)
+    cases = {} if options.published else SCALE if options.scale else CASES
     for devices in ["1024"] if options.scale and options.devices == ["16"] else options.devices:
-        on_cpu = devices.isdigit()
+        where = {"devices": int(devices)} if devices.isdigit() else {"topology": devices}
+        where |= {"hardware": HARDWARE["TPU v5p"]} if devices.isdigit() else {}
         for name, case in cases.items():
-            if options.cases and name not in options.cases:
-                continue
-            start = time.perf_counter()
-            found = plan(
-                train_step,
-                *case.arguments(),
-                devices=int(devices) if on_cpu else None,
-                topology=None if on_cpu else devices,
-                strategies=options.strategies,
-                hardware=HARDWARE["TPU v5p"] if on_cpu else None,
-                most=options.most,
-                donate_argnums=(0, 1),
-            )
-            report(f"{name} on {devices}", case, found, time.perf_counter() - start)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-            print(f"peak memory of the planner: {peak:.2f} GiB")
+            if not options.cases or name in options.cases:
+                on = f"{name} on {devices}"
+                search(on, case, strategies=options.strategies, **where, **kept)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ GATE = (
     "planning.py::test_axes_have_the_names_of_the_step",
     "planning.py::test_most",
     "planning.py::test_uneven_batches_and_failures_are_ruled_out",
-    "planning.py::test_variants_in_the_order_of_preference",
+    "planning.py::test_variants_are_searched_together",
     "programs.py::test_only_the_import_changes[ppo]",
     "progress.py::test_long_work_shows_what_it_is",
     "raw_arrays.py::TestAbstract::test_a_leaked_tracer_is_named",

@@ -44,6 +44,14 @@ def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Co
         arguments["backend"] = backend
 
 
+def used_equations(jaxpr: Any) -> Any:
+    """The equations of a traced program, without those whose results are not used."""
+    from jax.interpreters import partial_eval
+
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0].eqns
+
+
 @contextlib.contextmanager
 def without_cache(stage: Any) -> Iterator[None]:
     """Within the block, JAX's persistent cache neither has nor gets what a stage compiles to.

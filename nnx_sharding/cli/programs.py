@@ -19,7 +19,7 @@ from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
-from ..planning.candidates import STRATEGIES
+from ..planning.candidates import OVER_DATA, STYLES
 from ..planning.plan import Plan, plan
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import attempt
@@ -74,10 +74,15 @@ def add_commands(subparsers: Any) -> None:
     summary = "search for the mesh and the strategy with which a training step is fastest"
     devices = "number of devices to plan for (default: those of --topology or this machine)"
     add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
-    strategies = f"those to try (default: all of {', '.join(map(repr, STRATEGIES))})"
-    add("--strategies", nargs="+", choices=STRATEGIES, metavar="STRATEGY", help=strategies)
+    strategies = f"those to try (default: all), such as 'fsdp + tensor': {', '.join(OVER_DATA)}, "
+    strategies += f"with none or some of {', '.join(STYLES)}"
+    add("--strategies", nargs="+", metavar="STRATEGY", help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
     add("--most", type=count, default=16, metavar="N", help=most)
+    limit = "seconds after which no more programs are compiled"
+    add("--time-limit", type=count, metavar="SECONDS", help=limit)
+    largest = "search for the largest batch that fits, not for the shortest step"
+    add("--maximize", choices=["batch"], help=largest)
     add("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
 
 
@@ -190,7 +195,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if found.best is None:
         say("plan: no candidate fits", error=True)
     elif arguments.json != "-":
-        say(f"best: {found.best.name}")
+        say("\n".join(found.summary()))
     return int(found.best is None)
 
 
@@ -230,7 +235,9 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
                 *args,
                 meshes=None if arguments.mesh is None else [arguments.mesh],
                 num_slices=arguments.slices,
-                strategies=arguments.strategies or STRATEGIES,
+                strategies=arguments.strategies,
+                maximize=arguments.maximize,
+                time_limit=arguments.time_limit,
                 memory_limit=arguments.memory_limit,
                 hardware=arguments.hardware,
                 most=arguments.most,

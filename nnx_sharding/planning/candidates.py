@@ -1,41 +1,74 @@
-"""What a planner chooses from, and predicts: meshes, and strategies that shard arguments."""
+"""What a planner chooses from: meshes of named axes, chains of strategies, and their recipes."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..activations.variables import modules_in
-from ..analysis.hardware import HARDWARE, Hardware
 from ..errors import raise_listed
-from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
-from ..report.sharding import ShardingRow, check_sharding
-from ..specs.fitting import axes_of, spec_and_mesh
-from ..specs.state_sharding import StateSharding
+from ..partition import expert_parallel, fsdp, pipeline, replicated, tensor_parallel, zero1
+from ..partition.variables import variables
+from ..specs.fitting import axes_of, suggestion
+from ..training import offload
 from ..transforms.stacking import Stack
 
-# The strategies over the axes of the batch, and those for layers over the model axis.
-_OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
-_OVER_MODEL = ("", " + tensor", " + sequence", " + pipeline")
-STRATEGIES = tuple(data + model for model in _OVER_MODEL for data in _OVER_DATA)
+# What a strategy does over the axes of the batch; and with layers, over an axis of its own.
+OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
+STYLES = {
+    "expert": "expert",
+    "tensor": "model",
+    "sequence": "model",
+    "context": "context",
+    "pipeline": "stage",
+}
+# One strategy of a chain, with its options.
+Call: TypeAlias = tuple[Callable[..., Any], dict[str, Any]]
 
 
 class Axes(NamedTuple):
-    """Names of mesh axes: the batch is sharded over the first two, layers over the last."""
+    """The names of mesh axes by what they are for, in the order of the mesh."""
 
-    replica: str
-    data: str
-    model: str
+    replica: tuple[str, ...] = ("replica",)
+    stage: tuple[str, ...] = ("stage",)
+    data: tuple[str, ...] = ("data",)
+    expert: tuple[str, ...] = ("expert",)
+    context: tuple[str, ...] = ("context",)
+    model: tuple[str, ...] = ("model",)
+
+    @classmethod
+    def of(cls, names: Any) -> Axes:
+        """Those that a user names: by role, or for data and model, or for replica and these."""
+        if not isinstance(names, Mapping):
+            listed = () if isinstance(names, str) else tuple(names)
+            roles = ("data", "model") if len(listed) == 2 else ("replica", "data", "model")
+            names = dict(zip(roles, listed, strict=True)) if len(listed) in (2, 3) else {"": names}
+        named = {role: axes_of(name) for role, name in names.items()}
+        found = Axes(**{role: x for role, x in named.items() if role in cls._fields})
+        count = len([*itertools.chain(*found)])
+        wrong = [role for role, x in named.items() if role not in cls._fields or not x]
+        wrong += [role for role, x in named.items() if role != "model" and len(x) > 1]
+        if wrong or len({*itertools.chain(*found)}) < count:
+            raise ValueError(
+                "plan: axes must be the names of the data and the model axis, as in ('data', "
+                "'model'), or different names by role, as in {'data': 'dp', 'model': ('x', 'y')}, "
+                f"of which only model may have several: {', '.join(cls._fields)}; got {names!r}."
+            )
+        return found
+
+    def in_mesh(self, sizes: Mapping[str, int], *roles: str, least: int = 1) -> tuple[str, ...]:
+        """The axes of these roles that a mesh has, with at least so many devices."""
+        names = (name for role in roles for name in getattr(self, role))
+        return tuple(name for name in names if sizes.get(name, 0) >= least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +76,16 @@ class Candidate:
     """One way to run a step.
 
     Attributes:
-      strategy: the name of the strategy.
+      strategy: the names of the strategies, such as ``fsdp + tensor``.
       sizes: the sizes of the axes of the mesh by name, major first.
-      variant: the name of the variant of the step; empty if there is only one.
+      variant: the options of the strategies and the variant of the step; empty if there are none.
       in_shardings: the sharding of each argument, for :func:`~nnx_sharding.jit`. It has no mesh, so
-        it can be used for every mesh with these axes.
+        it can be used for every mesh with these axes; only what is offloaded names this mesh.
       mesh: the mesh for which the step is compiled, perhaps of devices that this machine does not
         have. To run it, make one of the same ``sizes``.
+      recipe: Python code that makes the mesh and ``step``, from the arguments under the names that
+        they have in the step. It compiles to the program that was planned.
+      rows: the number of rows of the batch; 0 without a batch.
     """
 
     strategy: str
@@ -57,6 +93,8 @@ class Candidate:
     variant: str
     in_shardings: tuple[Any, ...]
     mesh: Mesh = dataclasses.field(repr=False)
+    recipe: str = dataclasses.field(default="", repr=False)
+    rows: int = dataclasses.field(default=0, repr=False)
 
     @property
     def name(self) -> str:
@@ -65,38 +103,231 @@ class Candidate:
         return ", ".join(part for part in (self.strategy, sizes, self.variant) if part)
 
 
+class Arguments:
+    """The arguments of a step: its models, their optimizers, and the batch.
+
+    Attributes:
+      parts: modules and other leaves, with the expressions that name them.
+      rows: the batch consists of the arrays outside of modules that have the most frequent first
+        dimension, of several the largest; 0 without arrays.
+      length: the second dimension of the largest of these; 1 if it has none.
+      tokens: the number of feature vectors in it.
+      layers: the numbers of layers of stacks.
+      experts: the number of experts; 0 if there are none.
+    """
+
+    def __init__(self, args: Sequence[Any], names: Sequence[str]):
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(
+            tuple(args), is_leaf=_compat.is_graph_object
+        )
+        self.parts = {
+            f"{names[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}": x for keys, x in leaves
+        }
+        arrays = [x for x in self.parts.values() if not _compat.is_graph_object(x)]
+        counts = Counter(filter(None, map(_rows, arrays)))
+        self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
+        batch = [x for x in arrays if self.rows and _rows(x) == self.rows]
+        largest = max(batch, key=lambda x: math.prod(x.shape), default=None)
+        shape = (1,) if largest is None else largest.shape
+        self.length: int = (*shape, 1)[1]
+        is_vectors = len(shape) > 1 and jax.numpy.issubdtype(largest.dtype, jax.numpy.inexact)
+        self.tokens = math.prod(shape[:-1] if is_vectors else shape)
+        modules = [x for x in self.parts.values() if isinstance(x, nnx.Module)]
+        stacks = (x for module in modules for _, x in modules_in(module) if isinstance(x, Stack))
+        self.layers = sorted({x.length for x in stacks})
+        self.experts = next(filter(None, map(_experts, self._models().values())), 0)
+
+    def _models(self) -> dict[str, Any]:
+        nodes = {name: x for name, x in self.parts.items() if _compat.is_graph_object(x)}
+        return {name: x for name, x in nodes.items() if not isinstance(x, nnx.Optimizer)}
+
+    def _model_of(self, name: str) -> str:
+        """The model of an optimizer: whose arrays its state has most, of several the nearest."""
+        optimizer, order = self.parts[name], [*self.parts]
+        if hasattr(optimizer, "model"):
+            return f"{name}.model"
+        states = {(path, x.shape) for x in variables(optimizer) for path in _ends(x.path)}
+        models = self._models()
+        if not models:
+            raise ValueError("expected the model of its optimizer among the arguments, got none")
+
+        def fit(model: str) -> tuple[int, bool, int]:
+            own = {(x.path, x.shape) for x in variables(models[model])}
+            ahead = order.index(name) - order.index(model)
+            return len(own & states), ahead > 0, -abs(ahead)
+
+        return max(models, key=fit)
+
+    def shard(
+        self, calls: Sequence[Call], mesh: Mesh, rows: Any, *, offloaded: bool = False
+    ) -> tuple[tuple[Any, ...], list[str], str]:
+        """The shardings of all arguments, the lines of a recipe that make them, and its result."""
+        lines, made, texts = list[str](), dict[str, Any](), dict[str, str]()
+        optimizers = [name for name, x in self.parts.items() if isinstance(x, nnx.Optimizer)]
+        owners = {name: self._model_of(name) for name in optimizers}
+        alone = {name: name for name in self._models() if name not in owners.values()}
+        for part, owner in (owners | alone).items():
+            optimizer = self.parts[part] if part in owners else None
+            model = self.parts[owner] if owner in self.parts else getattr(optimizer, "model", None)
+            variable = f"sharding{len(made) + 1 if made else ''}"
+            made[variable] = None
+            own = [call for call in calls if call[0] is not zero1 or optimizer is not None]
+            own = own or [(replicated, {})]
+            for i, (strategy, options) in enumerate(own):
+                given = [owner, "mesh=mesh", *[f"base={variable}"] * (i > 0)]
+                more: dict[str, Any] = {"base": made[variable]} if i else {}
+                if optimizer is not None and i == len(own) - 1:
+                    given, more = [*given, f"optimizer={part}"], more | {"optimizer": optimizer}
+                given += [f"{key}={value!r}" for key, value in options.items()]
+                made[variable] = strategy(model, mesh=mesh, **more, **options)
+                lines.append(f"{variable} = {strategy.__name__}({', '.join(given)})")
+            texts.setdefault(owner, variable)
+            texts[part] = variable
+            if offloaded and optimizer is not None:
+                texts[part] = f"{variable}_on_host"
+                made[texts[part]] = offload(made[variable], optimizer, mesh=mesh)
+                lines.append(f"{texts[part]} = offload({variable}, {part}, mesh=mesh)")
+        spec = {
+            name: rows if self.rows and _rows(x) == self.rows else None
+            for name, x in self.parts.items()
+        }
+        found = [made[texts[name]] if name in texts else spec[name] for name in self.parts]
+        written = [_Text(texts.get(name, _spec_text(spec[name]))) for name in self.parts]
+        shardings = jax.tree_util.tree_unflatten(self._tree, found)
+        return shardings, lines, repr(jax.tree_util.tree_unflatten(self._tree, written))
+
+    def with_rows(self, rows: int) -> tuple[Any, ...]:
+        """The same arguments with another number of rows."""
+        resized = [
+            jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if _rows(x) == self.rows else x
+            for x in self.parts.values()
+        ]
+        found: tuple[Any, ...] = jax.tree_util.tree_unflatten(self._tree, resized)
+        return found
+
+
+class _Text(str):
+    """An expression, which is its own representation."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _spec_text(spec: Any) -> str:
+    return "None" if spec is None else f"P({', '.join(map(repr, spec))})"
+
+
+def _rows(x: Any) -> int:
+    """The first dimension of an array; 0 for a scalar, a module and what is not an array."""
+    shape = () if _compat.is_graph_object(x) else getattr(x, "shape", ())
+    return int(shape[0]) if shape else 0
+
+
+def _ends(path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    return (path[start:] for start in range(len(path)))
+
+
+def _experts(model: Any) -> int:
+    """The number of experts: of outputs of a router, and of matrices in a parameter of a class."""
+    found = [x.shape[x.num_stacked :] for x in variables(model) if x.shape]
+    outputs = {shape[1] for shape in found if len(shape) == 2}
+    stacked = [shape[0] for shape in found if len(shape) == 3 and shape[0] in outputs]
+    for number, _ in Counter(stacked).most_common():
+        try:
+            expert_parallel(model, experts=number, mesh=AbstractMesh((1,), ("expert",)))
+        except ValueError:  # matrices of other layers, such as heads
+            continue
+        return number
+    return 0
+
+
+def split_name(strategy: str) -> tuple[str, tuple[str, ...]]:
+    """What a strategy does over the batch and with layers."""
+    data, *styles = strategy.split(" + ")
+    return data, tuple(styles)
+
+
+def strategies_of(arguments: Arguments, devices: int) -> list[str]:
+    """All strategies for some arguments."""
+    choices = [("", "tensor", "sequence")]
+    choices += [("", "expert")] * (arguments.experts > 0)
+    # Without enough rows for all devices, some of them share a row.
+    choices += [("", "context")] * (arguments.length > 1 and 0 < arguments.rows < devices)
+    choices += [("", "pipeline")] * bool(arguments.layers)
+    return [
+        " + ".join([data, *[style for style in STYLES if style in styles]])
+        for styles in sorted(itertools.product(*choices), key=lambda x: len(x) - x.count(""))
+        for data in OVER_DATA
+    ]
+
+
+def checked_strategies(names: Sequence[str]) -> list[str]:
+    """The names of strategies, in the order of their parts here."""
+    wrong, found = [], []
+    for name in names:
+        data, styles = split_name(name)
+        known = {data: OVER_DATA} | dict.fromkeys(styles, tuple(STYLES))
+        wrong += [
+            f"  {name!r}: {part!r}{suggestion(part, of)}; expected one of {', '.join(of)}"
+            for part, of in known.items()
+            if part not in of
+        ]
+        if len({STYLES.get(style) for style in styles}) < len(styles):
+            wrong.append(f"  {name!r}: two styles over one axis")
+        found.append(" + ".join([data, *[style for style in STYLES if style in styles]]))
+    raise_listed(ValueError, "plan: unknown strategies:", wrong)
+    return found
+
+
 def mesh_sizes(
-    count: int, num_slices: int, axes: Axes, *, uses_model: bool
+    count: int, num_slices: int, axes: Axes, styles: Sequence[str], arguments: Arguments
 ) -> Iterator[dict[str, int]]:
-    """The sizes of the meshes of this many devices, with a model axis if that is used."""
+    """The sizes of the meshes of this many devices on which all styles have devices.
+
+    The slices are along the axis for replicas, or along the stages of a pipeline.
+    """
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
-    slices = {axes.replica: num_slices} if num_slices > 1 else {}
-    within = count // num_slices
-    for model in range(1, within + 1 if uses_model else 2):
-        if within % model == 0:
-            of_model = {axes.model: model} if model > 1 else {}
-            yield {**slices, axes.data: within // model, **of_model}
+    divided = {
+        "stage": math.gcd(*arguments.layers),
+        "expert": arguments.experts,
+        "context": arguments.length,
+    }
+    roles = {STYLES[style] for style in styles}
+    names = [
+        (name, role, 1 if i or role == "data" else 2)
+        for role in Axes._fields
+        for i, name in enumerate(getattr(axes, role))
+        if role in roles or role == "data"
+    ]
 
+    def split(rest: int, open_: Sequence[tuple[str, str, int]]) -> Iterator[dict[str, int]]:
+        (name, role, least), *others = open_
+        for size in range(least, rest + 1):
+            if rest % size == 0 and divided.get(role, 0) % size == 0:
+                if others:
+                    yield from ({name: size} | more for more in split(rest // size, others))
+                elif size == rest:
+                    yield {name: size}
 
-def has_stack(args: Sequence[Any]) -> bool:
-    """Whether there are layers for a pipeline."""
-    modules = (x for arg in args if isinstance(arg, nnx.Module) for _, x in modules_in(arg))
-    return any(isinstance(x, Stack) for x in modules)
+    kept = {axes.expert[0]: 1} if arguments.experts else {}  # the model may name this axis
+    for replicas in (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,):
+        for found in split(count // replicas, names):
+            if replicas == num_slices or found[axes.stage[0]] % num_slices == 0:
+                sizes = kept | found | ({axes.replica[0]: replicas} if replicas > 1 else {})
+                yield {name: sizes[name] for name in itertools.chain(*axes) if name in sizes}
 
 
 def check_meshes(
-    meshes: Sequence[Mapping[str, int]],
-    devices: int | None,
-    strategies: Mapping[str, Any],
-    axes: Axes,
+    meshes: Sequence[Mapping[str, int]], devices: int | None, axes: Axes, *, are_ours: bool
 ) -> None:
     """Raises a ValueError for meshes with other axes than strategies use, or too many devices."""
+    names = [*itertools.chain(*axes)]
     wrong = [
-        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(axes)}; name those "
-        "of your mesh with axes=(data, model)"
+        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(names)}; name those "
+        "of your mesh, as in axes={'data': 'dp', 'model': 'tp'}"
         for sizes in meshes
-        if None in strategies.values() and not {*axes}.issuperset(sizes)
+        if are_ours and not {*names}.issuperset(sizes)
     ]
     wrong += [
         f"  {dict(sizes)}: {math.prod(sizes.values())} devices, not {devices}"
@@ -108,179 +339,61 @@ def check_meshes(
 
 
 def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
-    """Whether a mesh has the axes that a strategy needs, and no model axis that it does not use."""
-    data, _, model = strategy.partition(" + ")
-    needed = {"dp": (), "hsdp": (axes.replica, axes.data)}.get(data, (axes.data,))
-    has_needed = all(sizes.get(axis, 1) > 1 for axis in needed)
-    return has_needed and bool(model) == (axes.model in sizes)
-
-
-def in_shardings_of(
-    strategy: str, mesh: Mesh | AbstractMesh, args: Sequence[Any], axes: Axes
-) -> tuple[Any, ...]:
-    """The shardings of all arguments: modules by the strategy, batches by rows.
-
-    An optimizer belongs to the model in front of it. The batch consists of the arrays outside of
-    modules that have the most frequent first dimension.
-    """
-    over = tuple(axis for axis in axes[:2] if axis in mesh.shape)
-    rows, count = _batch_rows(args), math.prod(mesh.shape[axis] for axis in over)
-    if rows % count:
-        raise ValueError(f"{count} devices over {' and '.join(over)} do not divide {rows} rows")
-    batch = PartitionSpec(over if len(over) > 1 else over[0])
-    result: list[Any] = []
-    model: Any = None
-    for arg in args:
-        optimizer = arg if isinstance(arg, nnx.Optimizer) else None
-        if not _compat.is_graph_object(arg):
-            result.append(jax.tree.map(lambda x: batch if rows and _rows(x) == rows else None, arg))
-            continue
-        model = arg if optimizer is None else getattr(arg, "model", model)
-        if model is None:
-            raise ValueError("expected the model in front of its optimizer, got no model there")
-        stages = mesh.shape.get(axes.model, 1)
-        microbatches = math.gcd(4 * stages, rows // count)
-        result.append(_sharding_of(strategy, model, optimizer, mesh, over, axes, microbatches))
-    return tuple(result)
-
-
-def _sharding_of(
-    strategy: str,
-    model: Any,
-    optimizer: Any,
-    mesh: Any,
-    over: tuple[str, ...],
-    axes: Axes,
-    microbatches: int,
-) -> StateSharding:
-    data, _, style = strategy.partition(" + ")
-    options: dict[str, Any] = {"mesh": mesh, "optimizer": optimizer}
-    base = None
-    if style == "pipeline":
-        base = pipeline(model, axis=axes.model, microbatches=microbatches, **options)
-    elif style:
-        base = tensor_parallel(model, axis=axes.model, sequence=style == "sequence", **options)
-    if data in ("fsdp", "hsdp"):
-        axis = axes.data if data == "hsdp" else over
-        return fsdp(model, axis=axis, base=base, across_slices=data == "fsdp", **options)
-    if data == "zero1" and optimizer is not None:
-        return zero1(model, axis=over, base=base, **options)
-    return base or replicated(model, **options)
-
-
-def _batch_rows(args: Sequence[Any]) -> int:
-    """The most frequent first dimension, the largest of several; 0 without arrays."""
-    arrays = (x for arg in args if not _compat.is_graph_object(arg) for x in jax.tree.leaves(arg))
-    counts = Counter(filter(None, map(_rows, arrays)))
-    return max(counts, key=lambda rows: (counts[rows], rows), default=0)
-
-
-def _rows(x: Any) -> int:
-    """The first dimension of an array; 0 for a scalar and what is not an array."""
-    shape = getattr(x, "shape", ())
-    return int(shape[0]) if shape else 0
-
-
-class Prediction(NamedTuple):
-    """What a candidate needs on one device.
-
-    Attributes:
-      arguments: the bytes of the arguments on the device, without the padding of tiles.
-      sent: the bytes that a training step sends, roughly: each parameter that is sharded over batch
-        axes is gathered twice and its gradient scattered, other gradients are summed, and so are
-        the activations on both sides of each kernel that is sharded over the model axis. In a
-        pipeline, these are those between stages, with as many features as the smallest parameter of
-        its layers has.
-      key: equal for candidates that shard all arguments equally.
-    """
-
-    arguments: int
-    sent: float
-    key: Any
-
-    def seconds(self, hardware: Hardware | None) -> float:
-        """A rough time to send, and to read and write the arguments; on a TPU v5e by default."""
-        peak = hardware or HARDWARE["TPU v5e"]
-        accessed = 2 * self.arguments / peak.memory_bandwidth
-        return self.sent / peak.interconnect_bandwidth + accessed
-
-
-def predict(candidate: Candidate, args: Sequence[Any], model: str = "model") -> Prediction:
-    """Predicts what a candidate needs; layers are sharded over the axis ``model``.
-
-    A ValueError if specs do not fit.
-    """
-    sizes = dict(candidate.sizes)
-    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
-    arguments, sent = 0, 0.0
-    key: list[Any] = [tuple((axis, size) for axis, size in sizes.items() if size > 1)]
-    devices = math.prod(sizes.values())
-    for arg, sharding in zip(args, candidate.in_shardings, strict=True):
-        if not isinstance(sharding, StateSharding):
-            arguments += _tree_bytes(arg, sharding, abstract)
-            continue
-        rows = check_sharding(arg, sharding, abstract).rows
-        if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
-            raise ValueError("these specs do not fit: " + "; ".join(faults))
-        on_device = (row for row in rows if "host" not in (row.memory_kind or ""))
-        arguments += sum(row.bytes_per_device for row in on_device)
-        key.append(tuple(_split(row, sizes) for row in rows))
-        key.append(sharding.activations)
-        if isinstance(arg, nnx.Optimizer):
-            continue
-        declared = sharding.activations.shardings if sharding.activations else ()
-        schedule = next((x.schedule for x in declared if x.schedule), None)
-        split_by = model if schedule is None else schedule.axis
-        tokens = _tokens(args) * sizes.get(split_by, 1) / devices
-        if schedule is not None:
-            held = (row for row in rows if (schedule.axis,) in _split(row, sizes)[:1])
-            least = min((row.bytes_total / row.shape[0] for row in held if row.shape), default=0)
-            # In each tick forward and backward; and what leaves the stages, and its gradient.
-            sent += 2 * tokens * least * (schedule.ticks / schedule.microbatches + 1)
-            tokens = 0
-        sent += sum(_sent(row, sizes, tokens, split_by) for row in rows)
-    return Prediction(arguments, sent, tuple(key))
-
-
-def _split(row: ShardingRow, sizes: dict[str, int]) -> tuple[tuple[str, ...], ...]:
-    """The axes that shard each dimension, without those of size 1."""
-    entries = row.spec.partitions if isinstance(row.spec, PartitionSpec) else ()
-    return tuple(tuple(axis for axis in axes_of(x) if sizes[axis] > 1) for x in entries)
-
-
-def _sent(row: ShardingRow, sizes: dict[str, int], tokens: float, model: str) -> float:
-    if "float" not in row.dtype:  # it has no gradient
-        return 0.0
-    split = _split(row, sizes)
-    over = {axis for axes in split for axis in axes}
-    shards = math.prod(sizes[axis] for axis in over - {model})
-    devices = math.prod(size for axis, size in sizes.items() if axis != model)
-    held = row.bytes_total / (sizes[model] if model in over else 1)
-    sent = 3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices)
-    if model in over and len(row.shape) > 1:
-        sharded = math.prod(d for d, axes in zip(row.shape, split, strict=False) if model in axes)
-        features = math.prod(row.shape) / sharded
-        itemsize = row.bytes_total / math.prod(row.shape)
-        sent += tokens * features * itemsize * 2 * (1 - 1 / sizes[model])
-    return sent
-
-
-def _tokens(args: Sequence[Any]) -> int:
-    """The number of feature vectors in the largest array of the batch."""
-    arrays = [
-        x for a in args if not _compat.is_graph_object(a) for x in jax.tree.leaves(a) if np.ndim(x)
-    ]
-    sizes = (
-        math.prod(x.shape[:-1] if jnp.issubdtype(x.dtype, jnp.inexact) else x.shape) for x in arrays
+    """Whether a mesh has devices along the axes that a strategy uses, and along no others."""
+    data, styles = split_name(strategy)
+    used = {STYLES[style] for style in styles}
+    needed = {"dp": (), "hsdp": (("replica",), SHARDING)}.get(data, (("replica", *SHARDING),))
+    return all(axes.in_mesh(sizes, *roles, least=2) for roles in needed) and all(
+        bool(axes.in_mesh(sizes, role, least=2)) == (role in used) for role in STYLES.values()
     )
-    return max(sizes, default=0)
 
 
-def _tree_bytes(tree: Any, shardings: Any, mesh: AbstractMesh) -> int:
-    def held(sharding: Any, arrays: Any) -> int:
-        spec, on = spec_and_mesh(sharding, mesh) or (PartitionSpec(), mesh)
-        shards = NamedSharding(on, spec)
-        some = [x for x in jax.tree.leaves(arrays) if hasattr(x, "shape")]
-        return sum(math.prod(shards.shard_shape(x.shape)) * x.dtype.itemsize for x in some)
+# The axes that shard the rows of the batch, and those over which parameters are gathered as well.
+ROWS, SHARDING = ("replica", "data", "expert"), ("data", "expert", "context")
 
-    return sum(jax.tree.leaves(jax.tree.map(held, shardings, tree, is_leaf=lambda x: x is None)))
+
+def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> PartitionSpec:
+    """How the batch is sharded: its rows, and over the axis for contexts its second dimension."""
+    over = axes.in_mesh(sizes, *ROWS)
+    count = math.prod(sizes[axis] for axis in over)
+    if arguments.rows % count:
+        names = " and ".join(name for name in over if sizes[name] > 1)
+        raise ValueError(f"{count} devices over {names} do not divide {arguments.rows} rows")
+    contexts = axes.in_mesh(sizes, "context", least=2)
+    return PartitionSpec(_one_or_all(over) if over else None, *contexts)
+
+
+def chains(
+    strategy: str, sizes: Mapping[str, int], axes: Axes, arguments: Arguments, prefetch: int
+) -> dict[str, list[Call]]:
+    """The strategies of a chain with their options, by the text of those that are chosen."""
+    data, styles = split_name(strategy)
+    own, calls = dict[str, Any](), list[Call]()
+    if "tensor" in styles or "sequence" in styles:
+        own = {"sequence": True} if "sequence" in styles else {}
+        calls.append((tensor_parallel, {"axis": _one_or_all(axes.in_mesh(sizes, "model")), **own}))
+    if "expert" in styles:
+        own = {"experts": arguments.experts, "axis": axes.expert[0]}
+        calls.append((expert_parallel, own))
+    over = axes.in_mesh(sizes, *["replica"] * (data != "hsdp"), *SHARDING, least=2)
+    last: list[Call] = []
+    if data in ("fsdp", "hsdp"):
+        own = {"across_slices": True} if axes.replica[0] in over else {}
+        own |= {"prefetch": prefetch} if prefetch else {}
+        last = [(fsdp, {"axis": _one_or_all(over), **own})]
+    if data == "zero1":
+        last = [(zero1, {"axis": _one_or_all(over)})]
+    if "pipeline" not in styles:
+        return {"": calls + last}
+    stages = sizes[axes.stage[0]]
+    rows = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
+    counts = sorted({math.gcd(times * stages, rows) for times in (1, 2, 4, 8)})
+    own = {"axis": axes.stage[0]}
+    return {
+        f"{n} microbatches": [*calls, (pipeline, own | {"microbatches": n}), *last] for n in counts
+    }
+
+
+def _one_or_all(names: Sequence[str]) -> Any:
+    """A name alone; several as a tuple."""
+    return names[0] if len(names) == 1 else tuple(names)

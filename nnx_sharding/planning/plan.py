@@ -1,69 +1,144 @@
-"""The planner: which mesh and strategy a step should run with, before there are devices."""
+"""``plan``: the search for the mesh, strategies and variant with which a step is fastest."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
+from ..activations.variables import modules_in
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.tables import Pictured, text
-from ..analysis.units import bytes_text, read_bytes
+from ..analysis.units import bytes_text, read_bytes, time_text
+from ..diagnostics.progress import progress
 from ..errors import message, raise_listed
 from ..partition.mesh import planning_mesh
 from ..partition.topology import DEFAULT, on_topology, topology_devices
 from ..report.comparison import Column, Comparison, Failure
-from ..report.compiling import Group, Lower, search
+from ..report.compiling import Lower, search
 from ..report.strategies import Strategy, abstract_of, lowered, unwrapped
-from ..specs.fitting import suggestion
+from ..specs.paths import accessor
+from ..transforms.jit import jit
+from ..transforms.stacking import Stack
 from .candidates import (
-    STRATEGIES,
+    Arguments,
     Axes,
     Candidate,
     applies,
+    batch_spec,
+    chains,
     check_meshes,
-    has_stack,
-    in_shardings_of,
+    checked_strategies,
     mesh_sizes,
-    predict,
+    split_name,
+    strategies_of,
 )
+from .predictions import Prediction, Work, predict, work_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Pictured):
-    """The result of :func:`plan`. ``print`` shows all candidates, best first.
+    """The result of :func:`plan`. ``print`` shows all candidates, best first, and a recipe.
 
     Attributes:
       comparison: the reports of the candidates that were compiled, best first, and why the others
         were not. It can be saved, and shown as a page.
       candidates: the candidates that were compiled, by name.
+      least: a lower bound, in seconds, of the time of each candidate that was not compiled and may
+        fit: the products of the step at the peak rate of all devices. Infinite if there is none;
+        None if the hardware is unknown, or the products are.
     """
 
     comparison: Comparison
     candidates: Mapping[str, Candidate]
+    least: float | None = None
 
     @property
     def best(self) -> Candidate | None:
-        """The best candidate that fits; None if none does."""
-        fitting = self.comparison.fitting
-        return self.candidates[fitting[0]] if fitting else None
+        """The best candidate that fits, of those whose figures are known; None if none does."""
+        figures, fitting = self.comparison.figures, self.comparison.fitting
+        timed = any(figures[name]["roofline"] is not None for name in fitting)
+        needed: Column = "roofline" if timed else "bytes_sent"
+        known = (name for name in fitting if figures[name][needed] is not None)
+        return next((self.candidates[name] for name in known), None)
+
+    @property
+    def gap(self) -> float | None:
+        """At most how much faster another candidate may be: 0.1 for a time that is 10 % shorter.
+
+        A bound; None if there is no best candidate, or the bound of the others is unknown.
+        """
+        best = None if self.best is None else self.comparison.figures[self.best.name]["roofline"]
+        return None if best is None or self.least is None else max(0.0, 1 - self.least / best)
 
     @property
     def ruled_out(self) -> Mapping[str, str]:
         """Why each of the other candidates was not compiled, by name."""
         return self.comparison.ruled_out
 
+    def summary(self) -> Iterator[str]:
+        """Lines with the best candidate, how much faster others may be, and its recipe."""
+        if self.best is None:
+            yield "best: none fits"
+            return
+        yield f"best: {self.best.name}"
+        if self.gap == 0:
+            yield "bound: no other candidate is faster"
+        elif self.gap is not None:
+            least = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
+            yield f"bound: by their products alone, others take at least {least}"
+        yield from (f"  {line}" for line in self.best.recipe.splitlines())
+
     def _pictures(self, width: int) -> Iterable[Any]:
+        first, *others = self.summary()
         yield from self.comparison._pictures(width)
-        yield text(f"best: {'none fits' if self.best is None else self.best.name}", "bold")
+        yield from (text(first, "bold"), *map(text, others))
+
+
+class _Variant(NamedTuple):
+    """A variant of the step."""
+
+    name: str
+    fun: Callable[..., Any]
+    options: dict[str, Any]  # of jit
+    args: Any
+    prefetch: int
+    offload: bool
+    text: str  # the function, in a recipe
+    lines: tuple[str, ...]  # before that
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arguments in a recipe."""
+        try:
+            names = [*inspect.signature(self.fun).parameters]
+        except (TypeError, ValueError):
+            names = []
+        return [*names[: len(self.args)], *(f"arg{i}" for i in range(len(names), len(self.args)))]
+
+
+class _Entry(NamedTuple):
+    """A candidate before it is compiled."""
+
+    candidate: Candidate
+    prediction: Prediction
+    seconds: dict[str, float]
+    least: float | None
+    lower: Lower
+    alike: tuple[Any, ...]  # predictions of these are as far off
 
 
 @_compat.api_boundary
@@ -73,59 +148,82 @@ def plan(
     devices: int | None = None,
     topology: str | None = None,
     num_slices: int = 1,
-    axes: Sequence[str] = ("data", "model"),
-    meshes: Iterable[Mapping[str, int]] | None = None,
-    strategies: Iterable[str] | Mapping[str, Any] = STRATEGIES,
+    axes: Sequence[str] | Mapping[str, Any] = ("data", "model"),
+    meshes: Iterable[Mapping[str, int] | Mesh | AbstractMesh] | None = None,
+    strategies: Iterable[str] | Mapping[str, Any] | None = None,
+    variants: Mapping[str, Sequence[Any]] | None = None,
+    maximize: Literal["batch"] | None = None,
     memory_limit: int | str | None = None,
     hardware: Hardware | str | None = None,
     most: int | None = 16,
+    time_limit: float | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     by_module: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Plan:
-    """Searches for the mesh and strategy with which a step fits into memory and is fastest.
+    """Searches for the mesh and strategies with which a step fits into memory and is fastest.
 
-    Each strategy is tried on each mesh that the devices can form. What can be ruled out is not
-    compiled: candidates whose arguments alone exceed the memory, those that shard everything like
-    another one, and those that raise an error. The others are compiled side by side, those
-    predicted to send the least first.
+    Each chain of strategies is tried on each mesh that the devices can form. What can be ruled out
+    is not compiled: candidates whose arguments alone exceed the memory, those that shard everything
+    like another one, those that raise an error, and those whose products alone take longer than
+    what was compiled. The others are compiled side by side, those predicted to be fastest first;
+    what was compiled corrects the predictions of the others.
 
-    The strategies have names such as ``"fsdp + tensor"``. Over the axes ``data`` and ``replica``:
+    The chains have names such as ``"fsdp + tensor"``. Over the axes of the batch, ``data`` and
+    ``replica``, and over ``expert`` and ``context``, if these are used:
 
     * ``dp``: data parallelism, parameters are replicated;
     * ``zero1``: the state of the optimizer is sharded;
     * ``fsdp``: parameters, gradients and the state of the optimizer are sharded;
-    * ``hsdp``: the same over ``data`` only, and ``dp`` over ``replica`` (between slices).
+    * ``hsdp``: the same, but ``dp`` over ``replica`` (between slices).
 
-    Over the axis ``model``, ``+ tensor`` is :func:`~nnx_sharding.partition.tensor_parallel`, and
-    ``+ sequence`` the same with ``sequence=True``. For models with a ``Stack``, ``+ pipeline`` is
-    :func:`~nnx_sharding.partition.pipeline` over that axis, with four microbatches for each stage,
-    or the largest number that divides both these and the rows of a device. Stages that wait are in
-    the roofline: they compute in each tick.
+    Then, each over an axis of its own:
+
+    * ``+ tensor``: :func:`~nnx_sharding.partition.tensor_parallel` over ``model``, and
+      ``+ sequence`` the same with ``sequence=True``;
+    * ``+ expert``: :func:`~nnx_sharding.partition.expert_parallel` over ``expert``, for models in
+      which a router has as many outputs as a parameter has matrices. All meshes then have the axis,
+      so that the model may name it;
+    * ``+ pipeline``: :func:`~nnx_sharding.partition.pipeline` over ``stage``, for models with a
+      ``Stack``, with one to eight microbatches for each stage. Stages that wait are in the
+      roofline: they compute in each tick;
+    * ``+ context``: the second dimension of the batch, over ``context``; by default where there are
+      fewer rows than devices.
 
     Args:
       step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are
-        not used. Or variants of it by name, in order of preference, such as without and with
-        ``remat``, or with more and more microbatches: a variant is compiled only if those before it
-        do not fit. A variant is a function, or a tuple of a function and its own arguments.
-      *args: its arguments, abstract or not. Modules are sharded by the strategy; an optimizer
-        belongs to the model in front of it. Arrays outside of modules with the most frequent first
-        dimension are the batch, others are replicated.
+        not used. Or variants of it by name, each a function, or a tuple of a function and its own
+        arguments.
+      *args: its arguments, abstract or not, also in dicts and other pytrees. Modules are sharded by
+        the strategies. An optimizer belongs to the model whose parameters its state has. Arrays
+        outside of modules with the most frequent first dimension are the batch, others are
+        replicated.
       devices: the number of devices; None for all of the topology, or of this process.
       topology: a TPU topology, such as ``"v5e:16x16"``, for which the TPU compiler compiles; None
         for the devices of this machine, or virtual ones.
-      num_slices: the number of slices of the topology, over which the axis ``replica`` runs.
-      axes: the names that your step uses for the axes ``data`` and ``model``; or three names, the
-        first of them for ``replica``.
-      meshes: the sizes of these axes in each mesh to try; None for all.
-      strategies: the names of those to try; or, by name, functions from the abstract arguments to
-        ``in_shardings``, called with the mesh in context. A function is tried on all meshes.
+      num_slices: the number of slices of the topology, over which the axis ``replica`` runs, or
+        that for the stages of a pipeline.
+      axes: the names that your step uses for the axes ``data`` and ``model``; three names, the
+        first of them for ``replica``; or names by role, as in ``{"data": "dp", "stage": "pp"}``.
+        ``model`` may be two axes, as in ``{"model": ("x", "y")}``: what does not divide by both is
+        sharded over the first.
+      meshes: the sizes of these axes in each mesh to try, or meshes; None for all.
+      strategies: the names of those to try, None for all; or, by name, functions from the abstract
+        arguments to ``in_shardings``, called with the mesh in context. A function is tried on all
+        meshes.
+      variants: values of options to combine: ``remat`` of each ``Stack``, ``prefetch`` of ``fsdp``,
+        ``offload`` of the state of the optimizer (for steps that use
+        :func:`~nnx_sharding.training.fetched`), and keyword arguments of the step under their
+        names, as in ``{"remat": [False, True], "microbatches": [1, 2, 4]}``.
+      maximize: ``"batch"`` for the largest batch that fits: the rows given, times or divided by a
+        power of two; of several candidates with the same, the fastest is best.
       memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
         of ``hardware``.
-      hardware: the peak figures for the roofline, or a key of ``HARDWARE``; None uses those of the
-        topology.
+      hardware: the figures for the roofline: peak ones, those of :func:`calibrate`, or a key of
+        ``HARDWARE``; None uses those of the topology.
       most: the maximum number of programs to compile; None for all.
+      time_limit: seconds after which no more are compiled; what is lowered then is finished.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
       by_module: whether the report of the best candidate has memory and cost by module, for which
         it is compiled again.
@@ -135,7 +233,11 @@ def plan(
     Returns:
       The candidates, ranked by the roofline, then by the bytes sent, then by memory; without
       known hardware by the last two. Those that do not fit come last, the smallest peak first,
-      and those that failed.
+      and those that failed. ``gap`` says how much faster others may be.
+
+    Raises:
+      ValueError: no candidate can fit or be lowered: each reason is listed once; or the arguments
+        of the search are wrong.
 
     Example:
       >>> import jax
@@ -147,66 +249,66 @@ def plan(
       >>> found = plan(lambda model, x: model(x), model, x, devices=8, memory_limit="5 MiB")
       >>> found.best.name
       'dp + tensor, data 1 × model 8'
+      >>> print(found.best.recipe)
+      mesh = make_mesh({'data': 1, 'model': 8})
+      sharding = tensor_parallel(model, mesh=mesh, axis='model')
+      step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh)
     """
     _check_counts(topology, devices=devices, num_slices=num_slices, most=most)
-    variants = _variants(step, args, options)
-    if strategies is STRATEGIES and not any(has_stack(own) for *_, own in variants.values()):
-        strategies = [name for name in STRATEGIES if "pipeline" not in name]
-    strategies = _strategies(strategies)
-    names = _axes(axes)
+    if maximize not in (None, "batch"):
+        raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
+    every, named = _variants(step, args, variants or {}, options), Axes.of(axes)
+    functions = _strategies(strategies)
     with on_topology(topology, num_slices):
         on = DEFAULT.get()
-        if meshes is None:
-            count = jax.device_count() if on is None else len(topology_devices(*on))
-            uses_model = any(f is not None or " + " in s for s, f in strategies.items())
-            meshes = mesh_sizes(devices or count, num_slices, names, uses_model=uses_model)
-        check_meshes(meshes := list(meshes), devices, strategies, names)
-        built = [planning_mesh(sizes) for sizes in meshes]
-    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in built)
-    compiled_for = max((mesh.size for mesh in built), default=0) if on is None and is_cpu else on
-    peak = HARDWARE.get(built[0].devices.flat[0].device_kind) if built else None
-    peak = peak if hardware is None else hardware_of(hardware)
+        count = jax.device_count() if on is None else len(topology_devices(*on))
+        count = devices or count
+        arguments = Arguments(every[0].args, every[0].names)
+        functions = functions or dict.fromkeys(strategies_of(arguments, count))
+        pairs: list[tuple[str, Mesh]] = []
+        made: dict[Any, Mesh] = {}
+        if meshes is not None:
+            given = [*meshes]
+            sizes_of = [x.shape if isinstance(x, Mesh | AbstractMesh) else x for x in given]
+            check_meshes(sizes_of, devices, named, are_ours=None in functions.values())
+            built = [planning_mesh(mesh) for mesh in given]
+            pairs = [*itertools.product(functions, built)]
+        for strategy, function in functions.items() if meshes is None else ():
+            styles = split_name(strategy)[1] if function is None else ("tensor",)
+            options_ = (count, num_slices, named)
+            sizes = [*mesh_sizes(*options_, styles, arguments)]
+            sizes += [] if function is None else mesh_sizes(*options_, (), arguments)
+            for each in sizes:
+                key = tuple(each.items())
+                made[key] = mesh = made.get(key) or planning_mesh(each)
+                pairs.append((strategy, mesh))
+    pairs = [(s, m) for s, m in pairs if functions[s] is not None or applies(s, m.shape, named)]
+    if not pairs:
+        raise ValueError(
+            f"plan: no mesh of {count} devices has the axes of {', '.join(functions)}, with sizes "
+            "that divide layers, experts and the batch."
+        )
+    first = pairs[0][1].devices.flat[0]
+    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for _, mesh in pairs)
+    compiled_for = max(mesh.size for _, mesh in pairs) if on is None and is_cpu else on
+    peak = HARDWARE.get(first.device_kind) if hardware is None else hardware_of(hardware)
     limit = None if peak is None else peak.memory_bytes
     limit = limit if memory_limit is None else read_bytes(memory_limit)
-
-    groups: list[Group] = []
-    programs: dict[str, Lower] = {}
-    tried: dict[str, Candidate] = {}
-    ruled_out: dict[str, str] = {}
-    seen: dict[Any, str] = {}
-    for mesh, (strategy, function) in itertools.product(built, strategies.items()):
-        if function is None and not applies(strategy, mesh.shape, names):
-            continue
-        group = Group({})
-        for variant, (fun, kept, own) in variants.items():
-            candidate = Candidate(strategy, dict(mesh.shape), variant, (), mesh)
-            name = candidate.name
-            try:
-                shardings = _in_shardings(candidate, function, own, names)
-                candidate = dataclasses.replace(candidate, in_shardings=shardings)
-                prediction = predict(candidate, own, names.model)
-            except Exception as error:
-                ruled_out[name] = f"{type(error).__name__}: {error}"
-                continue
-            same = seen.setdefault((variant, prediction.key), name)
-            if same != name:
-                ruled_out[name] = f"shards everything like {same}"
-            elif limit is not None and prediction.arguments > limit:
-                taken = bytes_text(prediction.arguments)
-                ruled_out[name] = f"the arguments take {taken} on each device"
-            else:
-                if not group.programs:
-                    group.arguments, group.seconds = prediction.arguments, prediction.seconds(peak)
-                way = Strategy(shardings, mesh)
-                programs[name] = group.programs[name] = partial(lowered, way, fun, own, kept)
-                tried[name] = candidate
-        if group.programs:
-            groups.append(group)
-    if not groups:
-        raise ValueError(_reasons("plan: no candidate can fit:", ruled_out))
+    if maximize and (limit is None or not arguments.rows):
+        raise ValueError(
+            "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
+        )
+    chosen = _Search(every, functions, named, peak, limit, most, maximize is not None)
+    with progress("plan: predicting", len(pairs), quiet=quiet) as advance:
+        for strategy, mesh in pairs:
+            for index in range(len(every)):
+                chosen.add(strategy, mesh, index)
+            advance(strategy)
+    if not chosen.programs:
+        raise ValueError(_reasons("plan: no candidate can fit:", chosen.ruled_out))
     compiler = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
     judged: dict[str, Any] = {"memory_limit": limit, "hardware": peak, **compiler}
-    found = search("plan", groups, ruled_out, most=most, **judged)
+    found = search("plan", chosen.programs, chosen.pick, most=most, time_limit=time_limit, **judged)
     mistakes = {
         name: failure
         for name, failure in found.reports.items()
@@ -214,26 +316,218 @@ def plan(
         and not isinstance(failure.exception, jax.errors.JaxRuntimeError)  # of the compiler
     }
     if len(mistakes) == len(found.reports):
-        reasons = {name: failure.error for name, failure in mistakes.items()} | ruled_out
+        reasons = {name: failure.error for name, failure in mistakes.items()} | chosen.ruled_out
         cause = next(iter(mistakes.values())).exception
         raise ValueError(_reasons("plan: no candidate can be lowered:", reasons)) from cause
-    order = sorted(found.reports, key=partial(_rank, found))
+    candidates = {name: chosen.entries[name].candidate for name in found.reports}
+    order = sorted(candidates, key=partial(_rank, found, candidates if maximize else None))
     reports = {name: found.reports[name] for name in order}
     if by_module and found.fits(order[0]):
-        best = [Group({order[0]: programs[order[0]]})]
-        reports |= search("modules of the best", best, by_module=True, **judged).compiled
-    ranked = dataclasses.replace(found, reports=reports)
-    return Plan(ranked, {name: tried[name] for name in order})
+        again = {order[0]: chosen.entries[order[0]].lower}
+        reports |= search("modules of the best", again, by_module=True, **judged).compiled
+    left = [*chosen.programs]
+    why = f"the {len(reports)} compiled are predicted to be better"
+    why = f"not compiled within {time_limit} s" if time_limit and len(reports) != most else why
+    ruled_out = chosen.ruled_out | dict.fromkeys(left, why)
+    bounds = [chosen.entries[name].least for name in left]
+    least = None if peak is None or None in bounds else min(filter(None, bounds), default=math.inf)
+    ranked = dataclasses.replace(found, reports=reports, ruled_out=ruled_out)
+    return Plan(ranked, {name: candidates[name] for name in order}, None if maximize else least)
 
 
-def _axes(names: Sequence[str]) -> Axes:
-    listed = () if isinstance(names, str) else (*(["replica"] if len(names) == 2 else []), *names)
-    if len(listed) != 3 or len({*listed}) != 3:
-        raise ValueError(
-            "plan: axes must be the names of the data and the model axis, as in ('data', 'model'), "
-            f"or of these after the axis between slices; got {names!r}."
+class _Search:
+    """The candidates, and which of them is compiled next."""
+
+    def __init__(
+        self,
+        variants: Sequence[_Variant],
+        functions: Mapping[str, Any],
+        axes: Axes,
+        hardware: Hardware | None,
+        limit: int | None,
+        most: int | None,
+        maximize: bool,
+    ):
+        self.variants, self.functions, self.axes, self.hardware = (
+            variants,
+            functions,
+            axes,
+            hardware,
         )
-    return Axes(*listed)
+        self.limit, self.most, self.maximize = limit, most, maximize
+        self.entries: dict[str, _Entry] = {}
+        self.programs: dict[str, Lower] = {}  # those that are still to be compiled
+        self.ruled_out: dict[str, str] = {}
+        self._seen: dict[Any, str] = {}
+        self._families: dict[tuple[str, Mesh, int], list[str]] = {}
+        self._arguments = [Arguments(each.args, each.names) for each in variants]
+
+        @functools.cache
+        def work(index: int) -> Work | None:
+            each = variants[index]
+            return work_of(each.fun, each.args, each.options, axes)
+
+        self._work = work
+
+    def add(self, strategy: str, mesh: Mesh, index: int, rows: int = 0) -> None:
+        """Adds the candidates of a strategy for a variant, or says why they are ruled out."""
+        variant, arguments = self.variants[index], self._arguments[index]
+        given, args, size = arguments.rows, variant.args, ""
+        if self.maximize:
+            rows = rows or given
+            args = arguments.with_rows(rows)
+            arguments, size = Arguments(args, variant.names), f"batch {rows}"
+        start = Candidate(strategy, dict(mesh.shape), variant.name, (), mesh, rows=arguments.rows)
+        family = self._families.setdefault((strategy, mesh, index), [])
+        try:
+            found = [*self._sharded(start, arguments, variant, args)]
+        except Exception as error:
+            self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
+            return
+        for text_, candidate, lower in found:
+            full = ", ".join(filter(None, (text_, variant.name, size)))
+            candidate = dataclasses.replace(candidate, variant=full)
+            name = candidate.name
+            try:
+                prediction = predict(candidate, args, arguments, self.axes)
+            except Exception as error:
+                self.ruled_out[name] = f"{type(error).__name__}: {error}"
+                continue
+            same = self._seen.setdefault((full, prediction.key), name)
+            if same != name:
+                self.ruled_out[name] = f"shards everything like {same}"
+            elif self.limit is not None and prediction.arguments > self.limit:
+                taken = bytes_text(prediction.arguments)
+                self.ruled_out[name] = f"the arguments take {taken} on each device"
+            else:
+                work, peak = self._work(index), self.hardware
+                if rows and work is not None:
+                    work = Work(*[x * rows / given for x in work[:2]], work.is_narrow)
+                least = work and peak and work.least_seconds(mesh.size, peak)
+                seconds = prediction.seconds(work, mesh.size, peak or HARDWARE["TPU v5e"])
+                alike = (variant.name, strategy)
+                self.entries[name] = _Entry(candidate, prediction, seconds, least, lower, alike)
+                self.programs[name] = lower
+                family.append(name)
+
+    def _sharded(
+        self, start: Candidate, arguments: Arguments, variant: _Variant, args: Any
+    ) -> Iterator[tuple[str, Candidate, Lower]]:
+        """The candidates with shardings and programs, and the options that differ."""
+        mesh, function = start.mesh, self.functions[start.strategy]
+
+        def lower(shardings: Any) -> Lower:
+            return partial(lowered, Strategy(shardings, mesh), variant.fun, args, variant.options)
+
+        if function is not None:
+            with jax.set_mesh(mesh):
+                shardings = function(*args)
+            if not isinstance(shardings, tuple) or len(shardings) != len(args):
+                raise TypeError(
+                    f"expected a tuple of {len(args)} shardings, as many as arguments, got "
+                    f"{shardings!r}"
+                )
+            yield "", dataclasses.replace(start, in_shardings=shardings), lower(shardings)
+            return
+        rows = batch_spec(start.sizes, self.axes, arguments)
+        calls = chains(start.strategy, start.sizes, self.axes, arguments, variant.prefetch)
+        given = inspect.signature(jit).parameters
+        more = "".join(
+            f", {key}={value!r}"
+            for key, value in variant.options.items()
+            if key not in given or value != given[key].default
+        )
+        for options, chain in calls.items():
+            shardings, lines, text_ = arguments.shard(chain, mesh, rows, offloaded=variant.offload)
+            head = f"mesh = make_mesh({dict(start.sizes)})"
+            last = f"step = jit({variant.text}, in_shardings={text_}, mesh=mesh{more})"
+            recipe = "\n".join([head, *variant.lines, *lines, last])
+            found = dataclasses.replace(start, in_shardings=shardings, recipe=recipe)
+            yield options, found, lower(shardings)
+
+    def pick(self, reports: Mapping[str, Any]) -> str | None:
+        """The next program: the one with the shortest estimated time that may fit."""
+        found = None if not reports else Comparison(reports, self.limit)
+        fitting = () if found is None else found.fitting
+        if self.maximize and found is not None:
+            self._resize(found)
+        figures = {} if found is None else found.figures
+        times = [figures[name]["roofline"] for name in fitting]
+        best = min((x for x in times if x is not None), default=math.inf)
+        for name in [] if self.maximize else [*self.programs]:
+            least = self.entries[name].least
+            if least is not None and least >= best:
+                del self.programs[name]
+                self.ruled_out[name] = f"takes {time_text(least)} or more by its products (bound)"
+        if not self.programs:
+            return None
+        started = len(self.entries) - len(self.programs)
+        # While nothing fits, the second half goes to those with the smallest arguments.
+        by_memory = self.most is not None and not fitting and 2 * started >= self.most
+        ratios, excess = self._corrections(found)
+
+        def order(name: str) -> tuple[Any, ...]:
+            entry = self.entries[name]
+            alike = (ratios[x] for x in (entry.alike, entry.alike[:1], ()) if x in ratios)
+            ratio = next(alike, {})
+            seconds = max(s * ratio.get(key, 1.0) for key, s in entry.seconds.items())
+            held = entry.prediction.arguments
+            least = held + excess.get(entry.alike[0], 0)
+            exceeds = self.limit is not None and least > self.limit
+            rows = entry.candidate.rows if self.maximize else 0
+            return (-rows, held) if by_memory else (-rows, exceeds, seconds, held)
+
+        return min(self.programs, key=order)
+
+    def _resize(self, found: Comparison) -> None:
+        """Adds larger batches of candidates that fit, smaller ones while none does.
+
+        A candidate that a batch does not fit is taken not to fit a larger one.
+        """
+        rows = {name: self.entries[name].candidate.rows for name in found.reports}
+        best = max((rows[name] for name in found.fitting), default=0)
+        for family, names in self._families.items():
+            sizes = {rows[name] for name in names if name in rows}
+            fits = {rows[name]: name for name in names if name in found.fitting}
+            low, high = max(fits, default=0), min(sizes - fits.keys(), default=math.inf)
+            if not best:
+                wanted = high // 2 if sizes and high % 2 == 0 else 0
+            elif not low:
+                wanted = best
+            else:
+                row = found.figures[fits[low]]
+                spare = self.limit - row["arguments"], row["peak"] - row["arguments"]
+                wanted = low * 2 ** max(1, int(math.log2(max(spare[0], 1) / max(spare[1], 1))))
+                while wanted >= high:
+                    wanted //= 2
+            if wanted > low and wanted < high and wanted >= best:
+                self.add(*family, int(wanted))
+        for name in [*self.programs]:
+            if self.entries[name].candidate.rows < best:
+                del self.programs[name]
+                self.ruled_out[name] = f"a batch of {best} fits others"
+
+    def _corrections(
+        self, found: Comparison | None
+    ) -> tuple[dict[Any, dict[str, float]], dict[Any, float]]:
+        """How far predictions were off, for candidates alike; and the least that a variant adds."""
+        ratios: dict[Any, dict[str, list[float]]] = {}
+        excess: dict[Any, float] = {}
+        for name, report in {} if found is None else found.compiled.items():
+            entry, memory = self.entries[name], report.memory
+            if memory is not None and memory.peak is not None:
+                more, variant = memory.peak - memory.arguments, entry.alike[0]
+                excess[variant] = min(excess.get(variant, more), more)
+            for resource, seconds in (report.roofline.times if report.roofline else {}).items():
+                if seconds and entry.seconds[resource]:
+                    for count in range(len(entry.alike) + 1):
+                        of = ratios.setdefault(entry.alike[:count], {}).setdefault(resource, [])
+                        of.append(seconds / entry.seconds[resource])
+        means = {
+            alike: {resource: statistics.geometric_mean(x) for resource, x in of.items()}
+            for alike, of in ratios.items()
+        }
+        return means, excess
 
 
 def _check_counts(topology: str | None, **counts: Any) -> None:
@@ -258,60 +552,82 @@ def _reasons(head: str, reasons: Mapping[str, str]) -> str:
 
 
 def _variants(
-    step: Any, args: Sequence[Any], options: Mapping[str, Any]
-) -> Mapping[str, tuple[Callable[..., Any], dict[str, Any], Any]]:
-    """The functions, the options of ``jit`` for them and their abstract arguments, by name."""
-    variants = {}
+    step: Any, args: Sequence[Any], grid: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+) -> list[_Variant]:
+    """The variants of a step: those of the user, with all combinations of options."""
+    found = []
+    if wrong := [name for name, of in grid.items() if isinstance(of, str) or not [*of]]:
+        raise ValueError(f"plan: variants: expected lists of values for {', '.join(wrong)}.")
     for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
         fun, *own = entry if isinstance(entry, tuple) else (entry, *args)
-        variants[str(name)] = (*unwrapped("plan", fun, options), abstract_of(own))
-    if not variants:
+        fun, kept = unwrapped("plan", fun, options)
+        text_ = getattr(fun, "__name__", "step").replace("<lambda>", "step")
+        text_ = f"steps[{name!r}]" if isinstance(step, Mapping) else text_
+        for values in itertools.product(*grid.values()):
+            chosen = dict(zip(grid, values, strict=True))
+            full = ", ".join([*[str(name)] * bool(name), *(f"{k}={v}" for k, v in chosen.items())])
+            policy, prefetch = chosen.pop("remat", None), chosen.pop("prefetch", 0)
+            offloaded = bool(chosen.pop("offload", False))
+            given = "".join(f", {key}={value!r}" for key, value in chosen.items())
+            one = _Variant(
+                full,
+                partial(fun, **chosen) if chosen else fun,
+                kept,
+                abstract_of(own),
+                prefetch,
+                offloaded,
+                f"functools.partial({text_}{given})" if chosen else text_,
+                (),
+            )
+            if "remat" in grid:
+                one = one._replace(lines=tuple(_set_remat(one, policy)))
+            found.append(one)
+    if not found:
         raise ValueError("plan: expected at least one variant of the step, got none.")
-    return variants
+    return found
+
+
+def _set_remat(variant: _Variant, policy: Any) -> Iterator[str]:
+    """Sets the policy of all stacks in the arguments; yields the statements that do so."""
+    seen = set()
+    for name, part in Arguments(variant.args, variant.names).parts.items():
+        for path, module in modules_in(part) if isinstance(part, nnx.Module) else ():
+            if isinstance(module, Stack) and id(module) not in seen:
+                seen.add(id(module))
+                module.remat = policy
+                yield f"{accessor(name, path)}.remat = {policy!r}"
+    if not seen:
+        raise ValueError("plan: variants: remat is that of a Stack, and no argument has one.")
 
 
 def _strategies(strategies: Any) -> dict[str, Any]:
-    """The user's functions by name, with None for strategies of this library."""
-    if not strategies or not isinstance(strategies, Iterable):
-        known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(
-            f"plan: strategies={strategies!r}: expected names of {known}, or functions."
-        )
+    """The user's functions by name, with None for strategies of this library; empty for all."""
+    if strategies is None:
+        return {}
     if isinstance(strategies, Mapping):
         for name, function in strategies.items():
             if not callable(function):
                 raise TypeError(
                     f"plan: strategies[{name!r}]: expected a function, got {function!r}."
                 )
-        return {str(name): function for name, function in strategies.items()}
-    names = [strategies] if isinstance(strategies, str) else list(strategies)
-    unknown = [
-        f"{name!r}{suggestion(name, STRATEGIES)}" for name in names if name not in STRATEGIES
-    ]
-    if unknown:
-        raise ValueError(f"plan: unknown strategies: {', '.join(unknown)}")
-    return dict.fromkeys(names)
-
-
-def _in_shardings(candidate: Candidate, function: Any, args: Sequence[Any], axes: Axes) -> Any:
-    if function is None:
-        return in_shardings_of(candidate.strategy, candidate.mesh, args, axes)
-    with jax.set_mesh(candidate.mesh):
-        found = function(*args)
-    if not isinstance(found, tuple) or len(found) != len(args):
-        raise TypeError(
-            f"expected a tuple of {len(args)} shardings, as many as arguments, got {found!r}"
+    if not strategies or not isinstance(strategies, Iterable):
+        raise ValueError(
+            f"plan: strategies={strategies!r}: expected names as in 'fsdp + tensor', or functions."
         )
-    return found
+    if isinstance(strategies, Mapping):
+        return {str(name): function for name, function in strategies.items()}
+    names = [strategies] if isinstance(strategies, str) else [*strategies]
+    return dict.fromkeys(checked_strategies(names))
 
 
-def _rank(found: Comparison, name: str) -> tuple[Any, ...]:
+def _rank(found: Comparison, batches: Mapping[str, Candidate] | None, name: str) -> tuple[Any, ...]:
     """The sort key of a candidate; unknown figures come last."""
     figures = found.figures.get(name, {})
     if not found.fits(name):
         return (True, figures.get("peak") or math.inf)  # the one that nearly fits first
+    rows = -batches[name].rows if batches else 0
     known = (figures[column] for column in _RANKED_BY)
-    return (False, *(math.inf if figure is None else figure for figure in known))
+    return (False, rows, *(math.inf if figure is None else figure for figure in known))
 
 
 _RANKED_BY: tuple[Column, ...] = ("roofline", "bytes_sent", "peak")

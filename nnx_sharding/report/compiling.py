@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import hashlib
 import importlib.metadata
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -27,24 +27,18 @@ from .compiler_process import CompilerProcess, Devices
 
 T = TypeVar("T")
 Lower: TypeAlias = Callable[[], tuple[Lowered, Mesh | None]]
+# Chooses the next program from the reports so far; None for none before others are compiled.
+Pick: TypeAlias = Callable[[Mapping[str, ProgramReport | Failure]], "str | None"]
 _Finished: TypeAlias = tuple[ProgramReport | Failure, float]  # with the seconds that it took
-
-
-@dataclasses.dataclass
-class Group:
-    """Programs by name, of which only the first that fits is wanted, and what it is predicted."""
-
-    programs: dict[str, Lower]
-    arguments: float = 0  # bytes
-    seconds: float = 0
 
 
 def search(
     title: str,
-    groups: Iterable[Group],
-    ruled_out: Mapping[str, str] | None = None,
+    programs: MutableMapping[str, Lower],
+    pick: Pick | None = None,
     *,
     most: int | None = None,
+    time_limit: float | None = None,
     memory_limit: int | None = None,
     hardware: Hardware | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -52,20 +46,20 @@ def search(
     by_module: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Compiles programs in the order of their predictions, and notes why not the others.
+    """Compiles programs, each of which is taken out of ``programs``, in the order of ``pick``.
 
     They are compiled in threads, or with ``devices`` in processes for these devices. They are
     traced and lowered in the thread of the caller, because what a function depends on, such as
-    ``jax.default_matmul_precision``, holds for one thread only.
+    ``jax.default_matmul_precision``, holds for one thread only. After ``time_limit`` seconds, no
+    more are started, and those that still run are given up.
     """
-    groups, reasons = [*groups], dict(ruled_out or {})
-    running: dict[concurrent.futures.Future[_Finished], tuple[str, Group]] = {}
-    finished: dict[str, _Finished] = {}
-    names: list[str] = []
-    fits = False
+    running: dict[concurrent.futures.Future[_Finished], str] = {}
+    reports: dict[str, ProgramReport | Failure] = {}
+    took: dict[str, float] = {}
     processes = [] if devices is None else [CompilerProcess(devices) for _ in range(_WORKERS)]
     free = processes.copy()  # as many as threads
     cache = None if cache_dir is None else Path(cache_dir)
+    end = math.inf if time_limit is None else time.monotonic() + time_limit
 
     def compiled(program: tuple[Lowered, Mesh | None]) -> ProgramReport:
         process = free.pop() if processes else None
@@ -81,40 +75,36 @@ def search(
 
     executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
     try:
-        with progress(title, len(groups) if most is None else most, quiet=quiet) as advance:
-            while True:
-                while groups and (most is None or len(names) < most) and len(running) < _WORKERS:
-                    # While nothing fits, the second half goes to those with the smallest arguments.
-                    by_memory = most is not None and not fits and 2 * len(names) >= most
-                    group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
-                    groups.remove(group)
-                    name = next(iter(group.programs))
-                    names.append(name)
-                    start = time.perf_counter()
-                    program = attempt(group.programs.pop(name))
-                    seconds = time.perf_counter() - start
-                    running[executor.submit(run, program, seconds)] = name, group
+        with progress(title, len(programs) if most is None else most, quiet=quiet) as advance:
+            while (left := end - time.monotonic()) > 0:
+                started = len(reports) + len(running)
+                if len(running) < _WORKERS and (most is None or started < most):
+                    name = pick(reports) if pick else next(iter(programs), None)
+                    if name is not None:
+                        start = time.perf_counter()
+                        program = attempt(programs.pop(name))
+                        seconds = time.perf_counter() - start
+                        running[executor.submit(run, program, seconds)] = name
+                        continue
                 if not running:
                     break
-                done = concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done.pop()
-                name, group = running.pop(done)
-                report, _ = finished[name] = done.result()
-                advance(name)
-                if Comparison({name: report}, memory_limit).fits(name):
-                    fits = True
-                    reasons.update(dict.fromkeys(group.programs, f"{name} fits"))
-                elif group.programs:
-                    groups.append(group)
+                wait: Any = {} if left == math.inf else {"timeout": left}
+                for one in concurrent.futures.wait(
+                    running, return_when="FIRST_COMPLETED", **wait
+                ).done:
+                    name = running.pop(one)
+                    report, seconds = one.result()
+                    if hardware is not None and isinstance(report, ProgramReport):
+                        report = report.with_roofline(hardware)
+                    reports[name], took[name] = report, round(seconds, 3)
+                    advance(name)
     finally:
         for process in processes:  # without waiting for what still runs
             process.close()
         executor.shutdown(cancel_futures=True)
-    for group in groups:
-        reason = f"the {most} compiled are predicted to be better"
-        reasons.update(dict.fromkeys(group.programs, reason))
-    reports = {name: finished[name][0] for name in names}
-    took = {name: round(finished[name][1], 3) for name in names}
-    comparison = Comparison(reports, None, took, reasons)
+    if not reports:
+        raise ValueError(f"{title}: no program was compiled within {time_limit} s.")
+    comparison = Comparison(reports, None, took)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 
 

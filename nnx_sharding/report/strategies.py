@@ -24,7 +24,7 @@ from ..transforms.lifted import Lifted
 from ..transforms.split_merge import merge, split
 from ..transforms.stages import Lowered
 from .comparison import Comparison
-from .compiling import Group, search
+from .compiling import Lower, search
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -118,15 +118,15 @@ def compare(
     peak = None if hardware is None else hardware_of(hardware)
     mesh = _compat.context_mesh() if mesh is None else mesh
     abstract = abstract_of(args)
-    groups = []
+    programs: dict[str, Lower] = {}
     for name, entry in strategies.items():
         strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
         if strategy.mesh is None:
             strategy = dataclasses.replace(strategy, mesh=mesh)
-        groups.append(Group({str(name): partial(lowered, strategy, fun, abstract, options)}))
+        programs[str(name)] = partial(lowered, strategy, fun, abstract, options)
     kept: dict[str, Any] = {"cache_dir": cache_dir, "by_module": by_module, "quiet": quiet}
     with on_topology(topology, num_slices):
-        return search("compare", groups, memory_limit=limit, hardware=peak, **kept)
+        return search("compare", programs, memory_limit=limit, hardware=peak, **kept)
 
 
 def unwrapped(

@@ -1,0 +1,259 @@
+"""What candidates need, before anything is compiled: from shapes, and from a trace of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..analysis.hardware import Hardware
+from ..partition.mesh import make_mesh
+from ..partition.pipelining import Schedule
+from ..report.sharding import ShardingRow, check_sharding
+from ..specs.fitting import axes_of, spec_and_mesh
+from ..specs.state_sharding import StateSharding
+from ..transforms.jit import jit
+from .candidates import SHARDING, Arguments, Axes, Candidate, split_name
+
+
+class Work(NamedTuple):
+    """The matrix products and convolutions of a step, on all devices together.
+
+    Attributes:
+      flops: their additions and multiplications.
+      accessed: the bytes of their operands and results.
+      is_narrow: whether some are of 8-bit numbers.
+    """
+
+    flops: float = 0.0
+    accessed: float = 0.0
+    is_narrow: bool = False
+
+    def least_seconds(self, devices: int, hardware: Hardware) -> float:
+        """A lower bound of the time of a step: its products at the peak rate of all devices."""
+        narrow = [hardware.int8_flops, hardware.fp8_flops] if self.is_narrow else []
+        return self.flops / devices / max(filter(None, [hardware.flops, *narrow]))
+
+
+def work_of(
+    fun: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], axes: Axes
+) -> Work | None:
+    """The products of a step, without those whose results are not used; None if it has no trace.
+
+    It is traced for one device. Of a conditional the branch with the fewest counts, and of a loop
+    of unknown length one iteration.
+    """
+    for kind in (AxisType.Auto, AxisType.Explicit):  # the step may only be written for one
+        mesh = make_mesh({name: 1 for of in axes for name in of}, kind, devices=jax.devices()[:1])
+        try:
+            with jax.set_mesh(mesh):
+                traced = jit(fun, mesh=mesh, **options).trace(*args)
+        except Exception:  # it may need several devices; each candidate says what fails for it
+            continue
+        return _work(_compat.used_equations(traced._stage.jaxpr))
+    return None
+
+
+def _work(equations: Any) -> Work:
+    flops = accessed = 0.0
+    is_narrow = False
+    for one in equations:
+        parts = [_work(inner.eqns) for inner in _inside(one.params.values())]
+        name, times = one.primitive.name, one.params.get("length", 1)
+        if name == "cond":
+            parts = [min(parts)]
+        shapes = [x.aval for x in (*one.invars, *one.outvars)]
+        if own := _product_flops(name, one.params, shapes):
+            size = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes if hasattr(x, "shape"))
+            narrow = all(x.dtype.itemsize == 1 for x in shapes[:2])
+            parts, times = [Work(own, size, narrow)], 1
+        flops += times * sum(part.flops for part in parts)
+        accessed += times * sum(part.accessed for part in parts)
+        is_narrow |= any(part.is_narrow for part in parts)
+    return Work(flops, accessed, is_narrow)
+
+
+def _inside(values: Any) -> Iterator[Any]:
+    """The programs among the parameters of an equation."""
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _inside(value)
+        elif hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+            yield inner
+
+
+def _product_flops(name: str, params: Mapping[str, Any], shapes: Sequence[Any]) -> float:
+    if name == "dot_general":
+        (summed, _), _ = params["dimension_numbers"]
+        return 2.0 * math.prod(shapes[-1].shape) * math.prod(shapes[0].shape[d] for d in summed)
+    if name == "conv_general_dilated":
+        lhs, rhs, out = (x.shape for x in shapes)
+        numbers = params["dimension_numbers"]
+        outer = out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
+        for i, (stride, (low, _)) in enumerate(
+            zip(params["window_strides"], params["padding"], strict=True)
+        ):
+            spread = params["lhs_dilation"][i]  # with zeros in between, which count as padding
+            at = np.arange(out[numbers.out_spec[i + 2]])[:, None] * stride - low
+            at = at + np.arange(rhs[numbers.rhs_spec[i + 2]]) * params["rhs_dilation"][i]
+            last = (lhs[numbers.lhs_spec[i + 2]] - 1) * spread
+            outer *= int(((at >= 0) & (at <= last) & (at % spread == 0)).sum())
+        return 2.0 * outer
+    if name.startswith("ragged_dot"):
+        (summed, _), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        ragged = set(params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions)
+        groups = shapes[2].shape[-1] if ragged <= set(summed) else 1
+        contracted = math.prod(shapes[0].shape[d] for d in summed)
+        return 2.0 * math.prod(shapes[-1].shape) * contracted / groups
+    return 0.0
+
+
+class Prediction(NamedTuple):
+    """What a candidate needs on one device.
+
+    Attributes:
+      arguments: the bytes of the arguments on the device, without the padding of tiles.
+      sent: the bytes that a training step sends within a slice and between slices, roughly: each
+        parameter that is sharded over axes of the batch is gathered twice and its gradient
+        scattered, other gradients are summed, and so are the activations on both sides of each
+        kernel that is sharded over the axis for layers. In a pipeline, activations go between
+        stages with as many features as the smallest parameter of a layer; so do, around the ring,
+        keys and values of a context. Tokens go to two experts and back.
+      idle: how often a device computes, compared with one that is never idle.
+      key: equal for candidates that shard everything alike.
+    """
+
+    arguments: int
+    sent: tuple[float, float]
+    idle: float
+    key: Any
+
+    def seconds(self, work: Work | None, devices: int, hardware: Hardware) -> dict[str, float]:
+        """Rough times of what bounds a step."""
+        flops, accessed = (0.0, 0.0) if work is None else (work.flops, work.accessed)
+        network = hardware.network_bandwidth or hardware.interconnect_bandwidth
+        within, between = self.sent
+        return {
+            "compute": flops / devices * self.idle / hardware.flops,
+            "memory": (2 * self.arguments + accessed / devices) / hardware.memory_bandwidth,
+            "interconnect": max(within / hardware.interconnect_bandwidth, between / network),
+        }
+
+
+def predict(
+    candidate: Candidate, args: Sequence[Any], arguments: Arguments, axes: Axes
+) -> Prediction:
+    """Predicts what a candidate needs; a ValueError if specs do not fit."""
+    sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
+    every = candidate.sizes
+    abstract = AbstractMesh(tuple(every.values()), tuple(every), (AxisType.Auto,) * len(every))
+    found = _Sums(sizes, arguments, axes, split_name(candidate.strategy)[1])
+    jax.tree.map(
+        lambda sharding, part: found.add(sharding, part, abstract),
+        candidate.in_shardings,
+        tuple(args),
+        is_leaf=lambda x: x is None or isinstance(x, StateSharding),
+    )
+    return Prediction(found.bytes, (found.within, found.between), found.idle, found.key())
+
+
+class _Sums:
+    """The sums over all arguments."""
+
+    def __init__(
+        self, sizes: dict[str, int], arguments: Arguments, axes: Axes, styles: Sequence[str]
+    ):
+        self.sizes, self.arguments, self.axes, self.styles = sizes, arguments, axes, styles
+        self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
+        self._key: list[Any] = [tuple(sizes.items())]
+        rows = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "replica", *SHARDING))
+        self.tokens = arguments.tokens / rows
+
+    def key(self) -> Any:
+        return tuple(self._key)
+
+    def add(self, sharding: Any, part: Any, mesh: AbstractMesh) -> None:
+        if not isinstance(sharding, StateSharding):
+            spec, on = spec_and_mesh(sharding, mesh) or (PartitionSpec(), mesh)
+            is_on_host = "host" in (getattr(sharding, "memory_kind", None) or "")
+            for x in [] if is_on_host else jax.tree.leaves(part):
+                if hasattr(x, "shape"):
+                    shape = NamedSharding(on, spec).shard_shape(x.shape)
+                    self.bytes += math.prod(shape) * x.dtype.itemsize
+            return
+        rows = check_sharding(part, sharding, mesh).rows
+        if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
+            raise ValueError("these specs do not fit: " + "; ".join(faults))
+        on_device = (row for row in rows if "host" not in (row.memory_kind or ""))
+        self.bytes += sum(row.bytes_per_device for row in on_device)
+        self._key += [tuple((*self._split(row), row.memory_kind) for row in rows)]
+        self._key.append(sharding.activations)
+        if isinstance(part, nnx.Optimizer):
+            return
+        declared = sharding.activations.shardings if sharding.activations else ()
+        schedule = next((x.schedule for x in declared if isinstance(x.schedule, Schedule)), None)
+        layered = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
+        per_layer = min((row.bytes_total / row.shape[0] for row in layered), default=0)
+        if schedule is not None:
+            self.idle = schedule.ticks / schedule.microbatches
+            # In each tick forward and backward; and what leaves the stages, and its gradient.
+            self.within += 2 * self.tokens * per_layer * (self.idle + 1)
+        if (ring := math.prod(self._of("context"))) > 1:
+            blocks = 3 * (ring - 1) * sum(self.arguments.layers[-1:])
+            self.within += 2 * self.tokens * per_layer * blocks
+        for row in rows:
+            self._add_row(row)
+
+    def _of(self, *roles: str) -> list[int]:
+        return [self.sizes[axis] for axis in self.axes.in_mesh(self.sizes, *roles)]
+
+    def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
+        """The axes that shard each dimension, without those of size 1."""
+        entries = row.spec.partitions if isinstance(row.spec, PartitionSpec) else ()
+        return tuple(tuple(axis for axis in axes_of(x) if axis in self.sizes) for x in entries)
+
+    def _add_row(self, row: ShardingRow) -> None:
+        if "float" not in row.dtype or not row.shape:  # it has no gradient, or hardly one
+            return
+        split, sizes = self._split(row), self.sizes
+        over = {axis for axes in split for axis in axes}
+        experts = self.arguments.experts
+        expert = {
+            axis
+            for axes, size in zip(split, row.shape, strict=False)
+            for axis in axes
+            if "expert" in self.styles and size == experts and axis in self.axes.expert
+        }
+        stage = {*self.axes.stage} & over
+        model = {*self.axes.model} & over
+        held: float = row.bytes_total / math.prod(sizes[axis] for axis in expert | stage | model)
+        itemsize = row.bytes_total / math.prod(row.shape)
+        # The axes over which the same parameter is used for different tokens.
+        others = {*self.axes.in_mesh(sizes, "replica", *SHARDING)} - expert
+        sent = []
+        for axes in (others.difference(self.axes.replica), others.intersection(self.axes.replica)):
+            shards = math.prod(sizes[axis] for axis in axes & over)
+            devices = math.prod(sizes[axis] for axis in axes)
+            sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
+            held /= shards
+        self.within, self.between = self.within + sent[0], self.between + sent[1]
+        if len(row.shape) > 1 and (model or expert):
+            sharded = math.prod(
+                d for d, axes in zip(row.shape, split, strict=False) if model & {*axes}
+            )
+            layers = row.shape[0] if row.shape[0] in self.arguments.layers else 1
+            features = math.prod(row.shape) / sharded
+            if expert:
+                size = math.prod(sizes[axis] for axis in expert)
+                features = layers * min(row.shape[-2:])
+                self.within += self.tokens * features * itemsize * 8 / 3 * (1 - 1 / size)
+            if model and not expert:
+                size = math.prod(sizes[axis] for axis in model)
+                share = 1 / math.prod(sizes[axis] for axis in stage)
+                self.within += self.tokens * features * share * itemsize * 2 * (1 - 1 / size)
