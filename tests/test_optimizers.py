@@ -42,8 +42,23 @@ def stacked_matrices(params):
     return jax.tree.map(lambda x: numbers if x.ndim == 3 else None, params)
 
 
+def lookahead():
+    """Optax's takes pairs of parameters: here the slow ones are in the state."""
+    tx = optax.lookahead(optax.adam(RATE), sync_period=2, slow_step_size=0.5)
+
+    def init(params):
+        return tx.init(optax.LookaheadParams.init_synced(params)), params
+
+    def update(updates, state, params):
+        inner, slow = state
+        updates, inner = tx.update(updates, inner, optax.LookaheadParams(params, slow))
+        return updates.fast, (inner, optax.apply_updates(slow, updates.slow))
+
+    return optax.GradientTransformation(init, update)
+
+
 def optimizers():
-    """Those of Optax that take only gradients and parameters; lookahead takes pairs of them."""
+    """Those of Optax that take only gradients and parameters."""
     by_rate = """adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage
     lamb lars lion nadam nadamw novograd optimistic_adam_v2 optimistic_gradient_descent
     radam rmsprop rprop sgd sign_sgd signum sm3 yogi"""
@@ -66,6 +81,7 @@ def optimizers():
         "galore of low rank": contrib.galore(RATE, rank=4),
         "inject_hyperparams": optax.inject_hyperparams(optax.adam)(RATE),
         "lbfgs": optax.lbfgs(RATE, linesearch=None),
+        "lookahead": lookahead(),
         "masked": optax.masked(adam, is_matrix),
         "mechanize": contrib.mechanize(adam),
         "multi_transform": optax.multi_transform({"matrix": factored, "other": sgd}, labels),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from .. import _compat
@@ -35,9 +33,8 @@ from .stored import (
     foreign_entries,
     is_checkpoint,
     item_folder,
+    together,
 )
-
-_BROADCAST_BYTES = 4096
 
 
 @_compat.api_boundary
@@ -77,7 +74,7 @@ def save(
     folder = as_folder(path)
     with progress(f"checksums of {folder.name}"):
         args = _standard_args(ModelSave(tree, checksums))
-    exists, reason = from_first_process(lambda: _obstacle(folder, overwrite))
+    exists, reason = together("save", folder, lambda: _obstacle(folder, overwrite))
     if reason:
         raise FileExistsError(f"save: {folder} {reason}.")
     new = beside(folder, "new") if exists else folder
@@ -90,10 +87,7 @@ def save(
             f"save: {folder} could not be written: {first_line(error)}"
         ) from error
     if exists:
-        if jax.process_index() == 0:
-            _replace(folder, new)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("nnx_sharding: a checkpoint was replaced")
+        together("save", folder, lambda: _replace(folder, new))
 
 
 def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
@@ -104,27 +98,9 @@ def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
         return True, "exists; overwrite=True replaces it if it is a checkpoint"
     if not is_checkpoint(folder):
         return True, "is not a checkpoint, so it is kept"
-    others = foreign_entries(folder)
+    others = [name[:100] for name in foreign_entries(folder)]
     listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
     return True, f"has files that are not of a checkpoint, so it is kept: {listed}" * bool(others)
-
-
-def from_first_process(decide: Callable[[], Any]) -> Any:
-    """What the first process decides: another one might see a file system that has changed."""
-    if jax.process_count() == 1:
-        return decide()
-    text = ""
-    if jax.process_index() == 0:
-        try:
-            text = json.dumps((decide(), None))
-        except OSError as error:  # the others wait for an answer
-            text = json.dumps((None, first_line(error)))
-    buffer = np.frombuffer(text.encode().ljust(_BROADCAST_BYTES), np.uint8)
-    buffer = np.asarray(multihost_utils.broadcast_one_to_all(buffer))
-    decision, problem = json.loads(bytes(buffer).decode())
-    if problem:
-        raise CheckpointError(f"process 0 cannot read the folder: {problem}")
-    return decision
 
 
 def _replace(folder: Any, new: Any) -> None:

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from .. import _compat
 from ..core import transfer as moves
 from ..core.flatten import Flat, flatten
+from ..core.guard.store import make_room
 from ..core.interrupts import deferred
 from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
 from ..errors import raise_listed
@@ -114,12 +115,10 @@ def transfer(
         plan = _PLANS.pop(key, None)
     except TypeError:  # a filter that is a list
         key = None
-    if plan is None:
-        plan = _plan(given, flat, _SAME if rules is None else rules, *options)
+    plan = plan or _plan(given, flat, _SAME if rules is None else rules, *options)
     if key is not None:
         _PLANS[key] = plan
-        if len(_PLANS) > _MOST_PLANS:
-            del _PLANS[next(iter(_PLANS))]
+        make_room(_PLANS, _MOST_PLANS)
     with deferred():
         flat = _released(flat, plan)  # this function holds the old values no longer
         return _run(plan, given.leaves, flat, donate)

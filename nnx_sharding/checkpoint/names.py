@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from jax.experimental.layout import Format
 
 from .. import _compat
@@ -15,6 +17,7 @@ from ..analysis.parameters import keys_inside
 from ..core.flatten import Flat
 from ..core.resharding import rebuilt, sharding_of
 from ..core.structure import VariableEntry
+from ..core.transfer import out_of_range
 from ..errors import raise_listed
 from ..specs.filters import to_predicate
 from ..specs.paths import Path, path_string
@@ -109,19 +112,27 @@ def is_key(x: Any) -> bool:
 
 
 def is_storable(x: Any) -> bool:
-    """Whether ``x`` is an array or a number; it may be abstract."""
-    if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.kind not in "OSUMmT"
+    """Whether ``x`` is an array or a number that Orbax can store; it may be abstract."""
     if isinstance(x, int):
         return -(2**63) <= x < 2**63
-    kinds = jax.Array | jax.ShapeDtypeStruct | float | complex
-    return is_reference(x) or (isinstance(x, kinds) and not isinstance(x, jax.core.Tracer))
+    kinds = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | float | complex
+    if not is_reference(x) and (not isinstance(x, kinds) or isinstance(x, jax.core.Tracer)):
+        return False
+    return not hasattr(x, "dtype") or is_key(x) or _is_storable(x.dtype)
+
+
+@functools.cache
+def _is_storable(dtype: Any) -> bool:
+    try:
+        return dtype.kind not in "OSUMmT" and bool(tensorstore.dtype(dtype))
+    except ValueError:  # such as uint4
+        return False
 
 
 def kind_of(x: Any) -> str:
     """The name of the type of ``x`` in messages."""
-    if isinstance(x, np.ndarray | np.generic):
-        return f"{type(x).__name__} of {x.dtype}"
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        return f"{type(x).__name__.removesuffix('Impl')} of {x.dtype}"
     return "int of more than 64 bits" if isinstance(x, int) else type(x).__name__
 
 
@@ -135,10 +146,7 @@ def is_castable(there: Any, here: Any, kinds: Sequence[Any]) -> bool:
 
 def may_wrap(there: Any, here: Any) -> bool:
     """Whether integers of one dtype may be out of the range of another one."""
-    if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (there, here)):
+    if not jnp.issubdtype(there, jnp.integer):
         return False
-    old, new = _range_of(there), _range_of(here)
-    return bool(old.min < new.min or old.max > new.max)
-
-
-_range_of: Any = jnp.iinfo
+    info: Any = jnp.iinfo(there)  # type: ignore[no-untyped-call]
+    return bool(out_of_range(np.array([info.min, info.max], there), here))

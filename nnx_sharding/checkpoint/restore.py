@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.resharding import finished_on_cpu, other_memory
-from ..core.transfer import transfer
+from ..core.transfer import out_of_range, transfer
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..partition.constrain import assign
 from ..specs.fitting import fit_sharding, suggestion, unsummed
@@ -41,7 +41,6 @@ from .names import (
 )
 from .stored import Entry, Stored, key_kind, key_words, load, opened
 
-_range_of: Any = jnp.iinfo
 _NUMBERS = (bool, int, float, complex)
 
 _SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
@@ -193,7 +192,7 @@ def _with(name: Name, place: int, key: str) -> Name:
 
 def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype that an array should have in the checkpoint; for a number, its type."""
-    if isinstance(leaf, _NUMBERS):
+    if isinstance(leaf, _NUMBERS) and not isinstance(leaf, np.generic):
         return (), type(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
         return tuple(leaf.shape), _NUMBER_KINDS.get(leaf.dtype.kind, leaf.dtype)
@@ -281,7 +280,8 @@ def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Any]:
         is_own = place is None or (jax.process_count() > 1 and place.is_fully_addressable)
         for piece in target.source.pieces:
             # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
-            is_host = is_own or _may_wrap(stored, target, piece)
+            there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
+            is_host = is_own or may_wrap(there, getattr(leaf, "dtype", there))
             sharding = None if is_host else _piece_sharding(target, piece)
             wanted[piece.name] = wanted.get(piece.name, sharding) and sharding
     return wanted
@@ -305,12 +305,6 @@ def _auto(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*sharding.spec.partitions))
 
 
-def _may_wrap(stored: Stored, target: _Target, piece: _Piece) -> bool:
-    """Whether integers of the checkpoint may be out of range for the dtype in the model."""
-    there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
-    return not isinstance(leaf, _NUMBERS) and may_wrap(there, leaf.dtype)
-
-
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
     """Each array in the form of the model's; what was read is freed once nothing else needs it."""
     uses = Counter(piece.name for target in targets for piece in target.source.pieces)
@@ -318,8 +312,11 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
     # Layers of one stack follow each other.
     for target in sorted(targets, key=lambda target: target.source.pieces[0].name):
         array, value = target.array, _assembled(target, values)
-        if line := _wrapping(value, array.leaf):
-            wrapping.append(f"  {array.path}: {line}")
+        dtype = getattr(array.leaf, "dtype", None)
+        # What is on devices was checked, or is not cast to integers that may wrap.
+        found = out_of_range(value, dtype) if dtype and isinstance(value, np.ndarray) else ""
+        if found:
+            wrapping.append(f"  {array.path}: {found}, {dtype}")
         else:
             converted.append((array, _like(value, array.leaf, target.sharding)))
         for piece in target.source.pieces:
@@ -334,16 +331,6 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
         "Use a larger dtype in the model.",
     )
     return converted
-
-
-def _wrapping(value: Any, leaf: Any) -> str:
-    """The range of integers (on the host) that a smaller dtype cannot hold; empty if it can."""
-    dtype: Any = getattr(leaf, "dtype", np.dtype(object))
-    is_read = isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu"
-    if not is_read or not jnp.issubdtype(dtype, jnp.integer):
-        return ""
-    low, high, info = int(value.min()), int(value.max()), _range_of(dtype)
-    return "" if info.min <= low and high <= info.max else f"{low} to {high}, {dtype}"
 
 
 def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:

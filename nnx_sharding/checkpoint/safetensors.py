@@ -8,7 +8,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh
 
 from .. import _compat
@@ -28,7 +27,7 @@ from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import unsummed
 from .names import NamedArray, filled, is_reference, named_arrays, present_sharding, selected
-from .stored import as_folder
+from .stored import as_folder, together
 from .tensor_files import (
     INDEX_FILE,
     MODEL_FILE,
@@ -247,7 +246,7 @@ def save_safetensors(
     raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
     tensors = _tensors(arrays, read_rules(_SAVE, rules))
     folder, files = as_folder(path), _split(tensors, max_shard_size)
-    is_bucket, is_first = "://" in os.fspath(folder), jax.process_index() == 0
+    is_bucket = "://" in os.fspath(folder)
     if is_bucket and jax.process_count() > 1:
         raise ValueError(
             f"{_SAVE}: several processes cannot write one file of {folder}. Save to a file system "
@@ -299,13 +298,13 @@ def save_safetensors(
     with progress(_SAVE, len(tensors)) as advance, place as local_path:
         local = as_folder(local_path)
         try:
-            for step, takes_part in ((begin, is_first), (write, True)):
-                _together(folder, step if takes_part else lambda: None)
+            together(_SAVE, folder, begin)
+            together(_SAVE, folder, write, everywhere=True)
         except BaseException:
             for file in made:
                 file.unlink(missing_ok=True)
             raise
-        _together(folder, finish if is_first else lambda: None)
+        together(_SAVE, folder, finish)
 
 
 class NewTensor(NamedTuple):
@@ -396,23 +395,3 @@ def _shards(value: Any) -> Iterable[tuple[Region, Any]]:
         if shard.replica_id == 0:
             bounds = zip(shard.index, value.shape, strict=True)
             yield [index.indices(size)[:2] for index, size in bounds], np.asarray(shard.data)
-
-
-def _together(folder: Any, step: Callable[[], None]) -> None:
-    """Runs a step on all processes, which all fail if one does."""
-    error: Exception | None = None
-    try:
-        step()
-    except OSError as caught:
-        error = CheckpointError(f"{_SAVE}: cannot write {folder}: {caught}.")
-        error.__cause__ = caught
-    except Exception as caught:
-        error = caught
-    failed = np.array([error is not None])
-    if jax.process_count() > 1:
-        failed = np.asarray(multihost_utils.process_allgather(failed)).reshape(-1)
-    if error is not None:
-        raise error
-    if failed.any():
-        process = int(np.argmax(failed))
-        raise CheckpointError(f"{_SAVE}: process {process} failed; its error says why.")

@@ -17,9 +17,9 @@ from ..core.flatten import flatten
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, NoCheckpointError
 from ..specs.fitting import suggestion
-from .files import ModelRestore, ModelSave, check_storable, from_first_process
+from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
-from .stored import DATA, MODEL, as_folder
+from .stored import DATA, MODEL, as_folder, together
 
 _SUM = ".crc32"  # the ending of the file with the checksum of a state
 
@@ -106,7 +106,7 @@ class Checkpoints:
             return False
         self.manager.wait_until_finished()  # as `manager.save` does
         self.manager.reload()
-        newest = from_first_process(self.manager.latest_step)
+        newest = together("save", self.manager.directory, self.manager.latest_step)
         if newest != latest:
             self._check_is_next(step, newest, " Another job has saved it since this one started.")
         # Orbax's manager may fail later if an item cannot be saved, so this is checked before.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
 from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, table
@@ -34,6 +36,7 @@ _OF_ORBAX = re.compile(
 )
 _BELOW = ("", MODEL, "default")  # Orbax calls the only item of a step "default"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_MESSAGE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,14 +123,48 @@ def opened(caller: str, folder: Any) -> Stored:
 
 
 def as_folder(path: str | os.PathLike[str]) -> Any:
-    """A path as Orbax takes it: absolute, on this machine or in a bucket (``gs://…``)."""
+    """A path as Orbax takes it: absolute, without links, on this machine or in a bucket (``gs://``).
+
+    What a link names is replaced, not the link.
+    """
     text = os.fspath(path)
-    return epath.Path(text if "://" in text else os.path.abspath(text))
+    return epath.Path(text if "://" in text else os.path.realpath(text))
 
 
 def beside(folder: Any, what: str) -> Any:
     """A path of this library's own, next to a checkpoint."""
     return folder.parent / f".{folder.name}.nnx_sharding-{what}"
+
+
+def together(caller: str, folder: Any, step: Callable[[], Any], *, everywhere: bool = False) -> Any:
+    """Runs a step on the first process, or on all; if it fails on one of them, all fail.
+
+    The others might see a file system that has changed, so they get what the first one returns.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        if everywhere or jax.process_index() == 0:
+            result = step()
+    except OSError as caught:
+        error = CheckpointError(f"{caller}: cannot use {folder}: {caught}.")
+        error.__cause__ = caught
+    except Exception as caught:
+        error = caught
+    if jax.process_count() > 1:
+        text = json.dumps([result, None if error is None else first_line(error)])
+        sent = np.frombuffer(text.encode().ljust(_MESSAGE_BYTES), np.uint8)
+        received = np.asarray(multihost_utils.process_allgather(sent))
+        answers = [json.loads(bytes(row)) for row in received.reshape(-1, _MESSAGE_BYTES)]
+        result = answers[0][0]
+        failed = [
+            f"{caller}: process {i} failed: {text}" for i, (_, text) in enumerate(answers) if text
+        ]
+        if failed and error is None:
+            error = CheckpointError(failed[0])
+    if error is not None:
+        raise error
+    return result
 
 
 def is_checkpoint(folder: Any) -> bool:

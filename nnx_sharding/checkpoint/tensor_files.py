@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.transfer import out_of_range
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from .stored import as_folder
 
@@ -41,7 +42,6 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {name: code for code, name in DTYPES.items()}
 
-_range_of: Any = jnp.iinfo
 _limits: Any = jnp.finfo
 _LARGE = 2**20  # bytes; the number of mappings that a process may have is limited
 
@@ -214,8 +214,7 @@ def _fits(values: Any, converted: Any) -> bool:
     if not values.size or old == new:
         return True
     if jnp.issubdtype(new, jnp.integer):
-        info = _range_of(new)
-        return bool(info.min <= values.min() and values.max() <= info.max)
+        return not out_of_range(values, new)
     if float(_limits(old).max) <= 1.01 * float(_limits(new).max):  # float32 as bfloat16, too
         return True
     return int(np.isfinite(converted).sum()) == int(np.isfinite(values).sum())

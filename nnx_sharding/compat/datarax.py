@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -17,7 +16,6 @@ from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, rebuilt, sharding_of
-from ..core.targets import Specs
 from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..partition.logical import LogicalRules
@@ -157,12 +155,13 @@ class ArraySharder(nnx.Module):
     ) -> Any:
         """Applies a function to each shard of a batch, by ``shard_map``.
 
-        The specs are logical names; ``out_spec`` is ``in_spec`` if it is None. The last 128
-        compiled programs are kept, so pass the same function each time.
+        The specs are logical names; ``out_spec`` is ``in_spec`` if it is None. What is compiled is
+        kept with the function, so pass the same one each time.
         """
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
-        result = _parallel(transform_fn, mesh, Specs(in_specs), Specs(out_specs))(batch)
+        apply = shard_map(transform_fn, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
+        result = apply(batch)
         self._count(batch)
         return result
 
@@ -341,8 +340,3 @@ def _described(batch: Any) -> dict[str, Any]:
 
 def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) or (isinstance(x, list) and any(isinstance(n, str) for n in x))
-
-
-@functools.lru_cache(128)
-def _parallel(function: Any, mesh: Any, in_specs: Specs, out_specs: Specs) -> Any:
-    return shard_map(function, mesh=mesh, in_specs=(in_specs.tree,), out_specs=out_specs.tree)

@@ -120,6 +120,18 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
     _reshard(last)
 
 
+def out_of_range(values: Any, dtype: Any) -> str:
+    """The range of integers if another dtype of integers cannot hold all of them, else nothing."""
+    is_integer = all(jnp.issubdtype(x, jnp.integer) for x in (values.dtype, dtype))
+    if dtype == values.dtype or not values.size or not is_integer:
+        return ""
+    low, high, info = int(values.min()), int(values.max()), _range_of(dtype)
+    return "" if info.min <= low and high <= info.max else f"{low} to {high}"
+
+
+_range_of: Any = jnp.iinfo
+
+
 def _is_placed(leaf: Any, sharding: Any) -> bool:
     """Whether an array is committed to exactly this sharding."""
     return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding

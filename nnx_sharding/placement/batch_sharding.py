@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..core.problems import show
 from ..core.targets import Specs
+from ..core.transfer import out_of_range
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key
@@ -213,7 +214,7 @@ class BatchSharding:
         raise_listed(
             ValueError,
             f"{_NAME}: these integers do not fit the 32 bits that JAX has:",
-            [f"  {leaf}, {x.min()} to {x.max()}" for x, leaf in placed if _wraps(x)],
+            [f"  {leaf}, {found}" for x, leaf in placed if (found := _wrapping(x))],
             "Set jax_enable_x64, or make them smaller.",
         )
         return arrays
@@ -309,12 +310,10 @@ def _kind(array: Any) -> str:
     return f"{array.dtype}[{', '.join(sizes)}]"
 
 
-def _wraps(x: Any) -> bool:
-    """Whether JAX would shorten integers that do not fit."""
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
-        return False
-    info = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
-    return info.dtype != x.dtype and not info.min <= x.min() <= x.max() <= info.max
+def _wrapping(x: Any) -> str:
+    """The range of integers that JAX would shorten, and that do not fit then."""
+    canonical = jax.dtypes.canonicalize_dtype
+    return out_of_range(x, canonical(x.dtype)) if isinstance(x, np.ndarray) else ""
 
 
 def _check_arrays(names: Sequence[str], arrays: Sequence[Any], shardings: Sequence[Any]) -> None:

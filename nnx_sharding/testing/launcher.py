@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-_LONGEST = 1e9  # seconds that the system can wait
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -50,8 +49,7 @@ def launch(
 
     Returns:
       0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if
-      signal n ended it; 124 after the timeout; 130 after Ctrl-C. Any other signal that ends this
-      process ends all.
+      signal n ended it; 124 after the timeout; 130 after Ctrl-C.
 
     Raises:
       ValueError: ``program`` is empty, or a number is not positive.
@@ -67,7 +65,7 @@ def launch(
         found = f"{processes} processes of {devices_per_process} devices"
         raise ValueError(f"expected a program, and a positive number of each, got {found}.")
     ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # ranks and exit codes
-    workers: list[subprocess.Popen[str]] = []
+    workers: list[Any] = []
     readers: list[threading.Thread] = []
     code, how, start = 0, "", time.monotonic()
     with socket.socket() as port:
@@ -88,12 +86,14 @@ def launch(
                     start_new_session=True,  # only the launcher receives Ctrl-C
                 )
                 workers.append(process)
-                readers.append(_thread(_copy, rank, process.stdout, sys.stdout))
-                readers.append(_thread(_copy, rank, process.stderr, sys.stderr))
+                for pipe, shown in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    readers.append(_thread(_copy, rank, pipe, shown))
                 _thread(lambda rank, process: ends.put((rank, process.wait())), rank, process)
             for _ in workers:
-                left = _LONGEST if timeout is None else start + timeout - time.monotonic()
-                rank, code = ends.get(timeout=min(max(left, 0.0), _LONGEST))
+                left = threading.TIMEOUT_MAX
+                if timeout is not None:
+                    left = min(left, max(0.0, start + timeout - time.monotonic()))
+                rank, code = ends.get(timeout=left)
                 if code:
                     name = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else ""
                     how = f"process {rank} failed with {name or f'exit code {code}'}"
@@ -104,7 +104,7 @@ def launch(
             code, how = -signal.SIGINT, "ended by signal 2 (SIGINT)"
         finally:
             seconds = time.monotonic() - start
-            _end(workers, min(grace, _LONGEST))
+            _end(workers, grace)
     for reader in readers:
         reader.join(min(grace, 3.0))
     if code:
@@ -118,14 +118,15 @@ def _environment(rank: int, processes: int, devices: int, platform: str, at: str
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     flags = re.sub(rf"{_DEVICE_COUNT}=\S*", "", kept.get("XLA_FLAGS", ""))
-    ranks = dict.fromkeys(("SLURM_LOCALID", "SLURM_PROCID"), str(rank))
-    # Without the second one, JAX listens on all interfaces.
-    addresses = dict.fromkeys(("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"), at)
-    return {"SLURM_JOB_ID": "0", **kept, **ranks, **addresses} | {
+    return {"SLURM_JOB_ID": "0", **kept} | {
+        "JAX_COORDINATOR_ADDRESS": at,
+        "JAX_COORDINATOR_BIND_ADDRESS": at,  # without it, JAX listens on all interfaces
         "JAX_LOCAL_DEVICE_IDS": ",".join(str(rank * devices + i) for i in range(devices)),
         "JAX_PLATFORMS": platform,
         "PYTHONUNBUFFERED": "1",
+        "SLURM_LOCALID": str(rank),
         "SLURM_NTASKS": str(processes),
+        "SLURM_PROCID": str(rank),
         "SLURM_STEP_NODELIST": "localhost",
         "XLA_FLAGS": f"{flags} {_DEVICE_COUNT}={devices}",
     }
@@ -149,7 +150,7 @@ def _copy(rank: int, pipe: Any, shown: Any) -> None:
                 return
 
 
-def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
+def _end(workers: Sequence[Any], grace: float) -> None:
     """Ends the process groups of the workers: asks them, then kills what is left."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace
@@ -160,7 +161,7 @@ def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
     for process in workers:
-        process.stdin.close()  # type: ignore[union-attr]
+        process.stdin.close()
 
 
 def _run(program: list[str]) -> None:
@@ -194,7 +195,6 @@ def _end_with(launcher: int) -> None:
 
 
 if __name__ == "__main__":
-    pipe = os.dup(0)
+    _thread(_end_with, os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
     _run(sys.argv[1:])
