@@ -1,6 +1,6 @@
 """Mistakes that users make, each as a program that runs with ``flax.nnx`` and with us.
 
-``python tests/mistakes.py`` writes the messages of both into ``docs/errors.md``.
+``python tests/mistakes.py`` writes our messages into ``docs/errors.md``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-import transform_mistakes
 from nnx_sharding.errors import (
     ActivationError,
     CapturedArrayWarning,
@@ -34,8 +33,6 @@ from nnx_sharding.errors import (
 Library = Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
-MAX_LENGTH = 400  # of Flax's messages there
-MAX_CELL = 240  # of all messages in the table of transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1195,33 +1192,12 @@ def message_of(run: Callable[[Library], Any], lib: Library) -> str:
     return re.sub(r" at 0x[0-9a-f]+| with id=\d+| at /\S+|/\S+/site-packages/", "", text)
 
 
-def messages(anchor: str) -> str:
-    """The messages of one section: the first of ours, and all others folded."""
-    shown, folded = "", []
-    for case in (case for case in MISTAKES.values() if case.anchor == anchor):
-        with contextlib.redirect_stdout(io.StringIO()):  # JAX prints some objects
-            flax, ours = (message_of(case.run, lib) for lib in (nnx, nnx_sharding))
-        line = "the same message" if flax == ours else " ".join(flax.split())
-        line = line if len(line) <= MAX_LENGTH else f"{line[:MAX_LENGTH]} …"
-        block = f"```text\n{ours}\n```\n"
-        title = f"**{case.title[0].upper()}{case.title[1:]}"
-        folded += [f"{title}**\n\n{block}"] if shown else []
-        folded += [f"{title}, `flax.nnx`**\n\n```text\n{line or 'no error, no warning'}\n```\n"]
-        shown = shown or block
-    what = "Other forms, and w" if len(folded) > 1 else "W"
-    summary = f"<details><summary>{what}hat <code>flax.nnx</code> says</summary>\n"
-    return "\n".join([f"<!-- {anchor} -->", shown, summary, *folded, "</details>\n<!-- end -->"])
-
-
-def transform_table() -> str:
-    """The messages about transforms that have no section of their own."""
-    rows = ["| mistake | `nnx_sharding` | `flax.nnx` |", "|---|---|---|"]
-    for case in transform_mistakes.MISTAKES.values():
-        texts = [" ".join(message_of(case.run, lib).split()) for lib in (nnx_sharding, nnx)]
-        short = [f"{t[:MAX_CELL]} …" if len(t) > MAX_CELL else t or "no error" for t in texts]
-        cells = [case.title, *(f"`{t}`".replace("|", r"\|") for t in short)]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+def message(anchor: str) -> str:
+    """Our message about the first mistake of a section."""
+    case = next(case for case in MISTAKES.values() if case.anchor == anchor)
+    with contextlib.redirect_stdout(io.StringIO()):  # JAX prints some objects
+        ours = message_of(case.run, nnx_sharding)
+    return f"<!-- {anchor} -->\n```text\n{ours}\n```\n<!-- end -->"
 
 
 def main() -> None:
@@ -1229,11 +1205,8 @@ def main() -> None:
     import conftest  # noqa: F401  eight virtual devices; under pytest it is there already
 
     section = re.compile(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
-    table = re.compile(
-        r"(?<=<!-- table of transforms -->\n).*?(?=<!-- end of table -->)", re.DOTALL
-    )
-    text = section.sub(lambda match: messages(match[1]), PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(table.sub(lambda _: transform_table(), text), encoding="utf-8")
+    text = section.sub(lambda match: message(match[1]), PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""More mistakes with transforms: one line each, whose messages say enough without a section.
-
-``python tests/mistakes.py`` writes them into a table of ``docs/errors.md``.
-"""
+"""More mistakes with transforms, whose messages say enough without a section of their own."""
 
 from __future__ import annotations
 

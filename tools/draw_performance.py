@@ -1,37 +1,66 @@
-"""Puts the figures of the last run of ``python -m benchmarks`` into ``docs/performance.md``.
+"""Puts the figures of the last run of ``python -m benchmarks`` into README and documentation.
 
-``python tools/draw_performance.py [WITHOUT]`` writes the tables, and the plots in ``docs/images``,
-for which it needs matplotlib. WITHOUT is a file measured with ``NNX_SHARDING_PURE_PYTHON=1``. With
-``--check`` it only fails if the tables of the page are not those of the last run.
+``python tools/draw_performance.py [WITHOUT]`` writes the parts of the pages between two marks, and
+the plots in ``docs/images``, for which it needs matplotlib. WITHOUT is a file measured with
+``NNX_SHARDING_PURE_PYTHON=1``. With ``--check`` it only fails if the parts are not of that run.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-IMAGES, PAGE, RESULTS = (
-    ROOT / "docs/images",
-    ROOT / "docs/performance.md",
-    ROOT / "benchmarks/results",
-)
-BEGIN, END = "<!-- tables of benchmarks/results: ", "<!-- end of the tables -->"
+IMAGES, RESULTS = ROOT / "docs/images", ROOT / "benchmarks/results"
+PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/performance.md")]
+# Those of one line are within a sentence.
+PART = re.compile(r"<!-- figures: (\w+) -->(.*?)<!-- end of figures -->", re.DOTALL)
 FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.jit"
+OUR_SHARD_MAP = "nnx_sharding.transforms.shard_map"
 COLUMNS = {
     "forward32": "forward, 32 blocks",
     "configured_dataclass": "configured by dataclasses",
     "forward1": "forward, 1 block",
     "train8": "training step",
     "sharded32": "forward, 8 devices",
-    "lowering_training64": "trace and lower, 64 blocks",
+}
+OTHERS = {
+    "configured_frozen_dataclass": "32 blocks, each with a frozen dataclass",
+    "configured_list": "each with a list",
+    "configured_one_shared_dataclass": "all with one dataclass",
+    "deep_320_bare": "320 blocks, 1,921 Variables",
+    "deep_1280_bare": "1,280 blocks, 7,681 Variables",
+    "predicate32": "8 devices, specs by a predicate on shapes",
+    "new_models": "another model of the same structure at each call",
+    "lowering_training64": "trace and lower a training step of 64 blocks",
+    "first_call": "the first call of a function that does nearly nothing, 7,681 Variables",
+}
+# Of the README: rows, and columns with the name of each way in them.
+README_ROWS = {
+    "forward32": "forward pass of 193 Variables",
+    "configured_dataclass": "the same, each block configured by a dataclass",
+    "train8": "training step of 147 arrays",
+    "shard_map_mlp": "`shard_map` at top level",
+}
+README_WAYS = {
+    "`nnx_sharding`": (OURS, OUR_SHARD_MAP),
+    "`nnx.jit`": ("nnx.jit", "nnx.jit(nnx.shard_map)"),
+    "`nnx.jit_partial`": (
+        "nnx.jit_partial(graph=False)",
+        "nnx.jit_partial(nnx.shard_map, graph=False)",
+    ),
+    "`equinox.filter_jit`": ("equinox.filter_jit", "equinox.filter_jit(jax.shard_map)"),
 }
 PEERS = {"forward32": "o", "forward1": "s", "train8": "D", "sharded32": "^"}
 GROWTH = {"forward1": 7, "forward32": 193, "deep_320_bare": 1921, "deep_1280_bare": 7681}
 EXTENSION = ("forward32", "forward1", "train8")
-GREY, BLUE, ORANGE = "#6e7b89", "#2f81f7", "#d9730d"  # legible on light and on dark pages
+# Legible on light and on dark pages.
+GREY, BLUE, ORANGE = "#6e7b89", "#2f81f7", "#d9730d"
+OTHER_WAYS = ("#a371f7", "#2da44e", "#bf8700", "#db61a2", "#6e7b89", "#1b9e9e")
 
 STYLE = {
     "svg.fonttype": "none",
@@ -47,28 +76,104 @@ STYLE = {
 
 
 def main() -> None:
-    """Checks or writes the tables, and writes the plots."""
-    page, [last] = PAGE.read_text(), sorted(RESULTS.glob("*.json"))[-1:] or [None]
-    before, _, rest = page.partition(BEGIN)
-    written, _, after = rest.partition(END)
-    if last is None:
-        sys.exit(f"{PAGE} names a run, but there is none" if written[:4] != "none" else 0)
-    found = json.loads(last.read_text())
+    """Checks or writes the parts of the pages, and writes the plots."""
+    [last] = sorted(RESULTS.glob("*.json"))[-1:] or sys.exit(f"no run in {RESULTS}")
+    found = json.loads(last.read_text(encoding="utf-8"))
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    written = {
+        page: PART.sub(lambda part: filled(part, found), text) for page, text in texts.items()
+    }
+    if sys.argv[1:] == ["--check"]:
+        stale = [str(page.relative_to(ROOT)) for page in PAGES if texts[page] != written[page]]
+        sys.exit(f"{', '.join(stale)}: not of {last.name}; run {__file__}" if stale else 0)
+    for page, text in written.items():
+        page.write_text(text, encoding="utf-8")
     rows = found["rows"]
     ways = sorted(rows["forward32"]["figures"], key=lambda way: median(rows, "forward32", way) or 0)
-    lines = [f"{last.name} -->", "", described(found["machine"]), ""]
-    for title, suffix in (("in a loop", "_loop"), ("after other work", "")):
-        lines += table(f"µs, {title}", rows, ways, suffix)
-    text = "\n".join(lines)
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(f"{PAGE} is not of {last}: run {__file__}" if written != text else 0)
-    PAGE.write_text(f"{before}{BEGIN}{text}{END}{after}")
-    without = [json.loads(Path(name).read_text())["rows"] for name in sys.argv[1:]]
     draw_peers(rows, ways)
     draw_growth(rows, ways)
     draw_first_call(rows)
-    if without:
-        draw_extension(rows, without[0])
+    for name in sys.argv[1:]:
+        draw_extension(rows, json.loads(Path(name).read_text(encoding="utf-8"))["rows"])
+
+
+def filled(part: re.Match[str], found: dict[str, Any]) -> str:
+    """A part of a page with the figures of a run."""
+    text = PARTS[part[1]](found)
+    text = f"\n\n{text}\n\n" if "\n" in text else f" {text} "
+    return f"<!-- figures: {part[1]} -->{text}<!-- end of figures -->"
+
+
+def calls(found: dict[str, Any]) -> str:
+    """The tables of all ways to call a model."""
+    rows = found["rows"]
+    ways = sorted(rows["forward32"]["figures"], key=lambda way: median(rows, "forward32", way) or 0)
+    lines = [described(found["machine"]), ""]
+    for title, suffix in (("in a loop", "_loop"), ("after other work", "")):
+        lines += table(f"µs, {title}", rows, ways, suffix)
+    return "\n".join(lines[:-1])
+
+
+def others(found: dict[str, Any]) -> str:
+    """The rows that `calls` leaves out, as multiples of the floor."""
+    rows, lines = found["rows"], ["| × floor | in a loop | after other work |", "|---|---:|---:|"]
+    for name, title in OTHERS.items():
+        times = [ratio(rows, row, OURS) if row in rows else None for row in (f"{name}_loop", name)]
+        cells = ["" if value is None else f"{value:.2f}" for value in times]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shard_maps(found: dict[str, Any]) -> str:
+    """The table of all ways to call a `shard_map`."""
+    rows = found["rows"]
+    lines = [
+        "| tensor-parallel MLP on 8 devices, µs | in a loop | after other work |",
+        "|---|---:|---:|",
+    ]
+    for way in rows["shard_map_mlp"]["figures"]:
+        cells = " | ".join(cell(rows, row, way) for row in ("shard_map_mlp_loop", "shard_map_mlp"))
+        name = "**nnx_sharding.shard_map**" if way == OUR_SHARD_MAP else way
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def overhead(found: dict[str, Any]) -> str:
+    """The sentence about one call."""
+    loop, other = (
+        [milliseconds(found["rows"], row, way) for way in (OURS, FLOOR, "nnx.jit")]
+        for row in ("forward32_loop", "forward32")
+    )
+    now, later = "{}, bare `jax.jit` {}, `nnx.jit` {}".format(*loop), ", ".join(other)
+    return f"Host time of a call, 193 Variables: {now} (after other work {later})."
+
+
+def milliseconds(rows: dict[str, Any], row: str, way: str) -> str:
+    """A median with its unit."""
+    value = (median(rows, row, way) or 0) / 1000
+    return f"{value:.2g} ms" if value < 10 else f"{value:.0f} ms"
+
+
+def readme(found: dict[str, Any]) -> str:
+    """What each way adds to the floor."""
+    rows = found["rows"]
+    lines = [f"| µs added to `jax.jit` on flat arrays | {' | '.join(README_WAYS)} |"]
+    lines.append("|---" + "|---:" * len(README_WAYS) + "|")
+    for name, title in README_ROWS.items():
+        cells = []
+        for ways in README_WAYS.values():
+            way = ways[name == "shard_map_mlp"]
+            cells.append(" / ".join(added(rows, row, way) for row in (f"{name}_loop", name)))
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    machine = found["machine"]
+    note = f"(In a loop / after other work; {machine['date'][:10]}, {machine['cores']} cores"
+    return "\n".join([*lines, "", f"{note}{'' if machine['idle'] else ', which were not idle'}.)"])
+
+
+def added(rows: dict[str, Any], row: str, way: str) -> str:
+    """A median less that of the floor."""
+    value, floor = median(rows, row, way), median(rows, row, rows[row]["floor"])
+    return "–" if value is None or floor is None else number(value - floor)  # noqa: RUF001, a dash
 
 
 def median(rows: dict[str, Any], row: str, way: str) -> float | None:
@@ -78,7 +183,7 @@ def median(rows: dict[str, Any], row: str, way: str) -> float | None:
 
 def ratio(rows: dict[str, Any], row: str, way: str) -> float | None:
     """The median as a multiple of the floor."""
-    value, floor = median(rows, row, way), median(rows, row, FLOOR)
+    value, floor = median(rows, row, way), median(rows, row, rows[row]["floor"])
     return None if value is None or floor is None else value / floor
 
 
@@ -104,16 +209,26 @@ def table(title: str, rows: dict[str, Any], ways: list[str], suffix: str) -> lis
 
 
 def cell(rows: dict[str, Any], row: str, way: str) -> str:
-    """One median, with its ratio to the floor and what it is more than that."""
-    value, floor = median(rows, row, way), median(rows, row, FLOOR)
-    if value is None or floor is None:
+    """One median, and as a multiple of the floor."""
+    value, times = median(rows, row, way), ratio(rows, row, way)
+    if value is None or times is None:
         return "–"  # noqa: RUF001, a dash in a table
-    return f"{number(value)} ({value / floor:.2f}×, +{number(value - floor)})"
+    multiple = f"{times:.2f}" if times < 10 else f"{times:.0f}"
+    return number(value) + ("" if way == rows[row]["floor"] else f" ({multiple}×)")
 
 
 def number(value: float) -> str:
-    """Three digits."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    """Two or more digits."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "calls": calls,
+    "others": others,
+    "shard_map": shard_maps,
+    "overhead": overhead,
+    "readme": readme,
+}
 
 
 def draw_peers(rows: dict[str, Any], ways: list[str]) -> None:
@@ -135,22 +250,23 @@ def draw_peers(rows: dict[str, Any], ways: list[str]) -> None:
     axes.invert_yaxis()
     axes.grid(axis="x")
     axes.set_xlabel("multiple of jax.jit on flat arrays")
-    axes.legend(fontsize=7, loc="upper right")
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.3, -0.16))
     save(figure, "peers")
 
 
 def draw_growth(rows: dict[str, Any], ways: list[str]) -> None:
     """Growth with the number of Variables."""
     figure, axes = subplots(figsize=(4, 3))
+    colours = iter(OTHER_WAYS)
     for way in ways:
         points = [(n, median(rows, row, way)) for row, n in GROWTH.items()]
         known = [(n, value) for n, value in points if value is not None]
         if len(known) > 1:
-            style = {OURS: (BLUE, 3), FLOOR: (ORANGE, 1.5)}.get(way, (None, 1))
+            style = {OURS: (BLUE, 3), FLOOR: (ORANGE, 1.5)}.get(way) or (next(colours), 1)
             axes.loglog(*zip(*known, strict=True), "o-", label=way, color=style[0], lw=style[1])
     axes.set(xlabel="Variables", ylabel="µs until a call returns")
     axes.grid()
-    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.18))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16))
     save(figure, "growth")
 
 
@@ -180,7 +296,7 @@ def draw_extension(rows: dict[str, Any], without: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color=GREY, lw=1)
     axes.set_xlabel("multiple of jax.jit on flat arrays")
-    axes.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
+    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
     save(figure, "extension")
 
 

@@ -42,8 +42,8 @@ def _sections() -> dict[str, str]:
     installed = Path(__file__).with_name("errors.md")  # setup.py puts it there
     page = installed if installed.exists() else Path(__file__).parents[2] / "docs" / "errors.md"
     text = page.read_text(encoding="utf-8")
-    # What Flax says, and marks for the script that writes the messages.
-    text = re.sub(r"<details>.*?</details>\n+|<!--.*?-->\n+", "", text, flags=re.DOTALL)
+    # Marks for the script that writes the messages.
+    text = re.sub(r"<!--.*?-->\n+", "", text)
     # A heading may have an anchor of its own in front of it.
     headings = [*re.finditer(r"^(?:\(([\w-]+)\)=\n)?(##+) (.*)\n", text, flags=re.MULTILINE)]
     sections = {}
