@@ -1,8 +1,17 @@
 """Configuration of the Sphinx build; `make docs` runs it."""
 
+import re
+import sys
+from html import escape
+from pathlib import Path
+
+from docutils import nodes
 from sphinx.pycode import ModuleAnalyzer
 
 from nnx_sharding._version import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import names
 
 project = "nnx_sharding"
 author = "The nnx_sharding authors"
@@ -41,6 +50,7 @@ nitpick_ignore_regex = [
     ("py:class", r"nnx_sharding\.\w+\.\w+\..*"),
 ]
 
+templates_path = ["_templates"]
 html_theme = "sphinx_book_theme"
 html_title = "nnx_sharding"
 html_static_path = ["_static"]
@@ -55,6 +65,26 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 
+def add_description(app, pagename, templatename, context, doctree):
+    """Gives search engines the first paragraph of a page."""
+    paragraph = doctree and next(doctree.findall(nodes.paragraph), None)
+    if paragraph:
+        text = escape(" ".join(paragraph.astext().split())[:200])
+        context["metatags"] += f'<meta name="description" content="{text}" />\n'
+
+
+def add_names(app, docname, source):
+    """Puts the names of each page of the reference below its heading in their index."""
+
+    def with_names(heading):
+        page = Path(app.srcdir, heading[1]).read_text(encoding="utf-8")
+        return f"{heading[0]}\n\n{names.index(page)}"
+
+    if docname == "api":
+        headings = re.compile(r"^## \[.*\]\((reference/\w+.md)\)$", re.MULTILINE)
+        source[0] = headings.sub(with_names, source[0])
+
+
 def setup(app):
     """Has functions shown by the signature with their defaults, not by those for type checkers."""
     analyze = ModuleAnalyzer.analyze
@@ -64,4 +94,6 @@ def setup(app):
         self.overloads = {}
 
     ModuleAnalyzer.analyze = analyze_without_overloads
+    app.connect("html-page-context", add_description)
+    app.connect("source-read", add_names)
     return {"parallel_read_safe": True}

@@ -212,8 +212,8 @@ class UsageTest(Case):
     @parameterized.parameters(
         ([], "command"),
         (["lunch"], "invalid choice"),
-        (["launch"], "which program"),
-        (["launch", "-m"], "which program"),
+        (["launch"], "name a script"),
+        (["launch", "-m"], "name a script"),
         (["launch", "nothing.py"], "no such file: nothing.py"),
         (["launch", "--processes", "0", "x.py"], "must be from 1 to 10000, not 0"),
         (["launch", "--processes", "two", "x.py"], "invalid"),

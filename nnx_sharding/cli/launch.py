@@ -37,7 +37,7 @@ def add_commands(subparsers: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     program = arguments.program if arguments.module is None else ["-m", *arguments.module]
     if program in ([], ["-m"]):
-        raise UsageError("which program? Name a script, or -m and a module")
+        raise UsageError("name a script (train.py) or `-m module`")
     if arguments.module is None and not Path(program[0]).exists():
         raise UsageError(f"no such file: {program[0]}")
     names = ("processes", "devices_per_process", "platform", "timeout", "grace")

@@ -181,7 +181,7 @@ class Comparison(JsonForm):
             yield self._table(width)
             limit = self.memory_limit
             fits = "" if limit is None else f"; a device has {bytes_text(limit)}"
-            note = "; * is the least of those that fit" if self.marked else ""
+            note = "; * is the best among those that fit" if self.marked else ""
             yield text(f"for one device and one call{fits}{note}")
             kinds = sorted({f"{r.num_devices} × {r.device_kind}" for r in self.compiled.values()})
             yield text(f"compiled for {', '.join(kinds)}")
@@ -243,7 +243,7 @@ class Comparison(JsonForm):
             "flops  ": figures("flops", count_text),
             "roofline  ": figures("roofline", time_text),
             "bound by": [(r.roofline and r.roofline.bound_by) or "" for r in compiled],
-            "planned  ": figures("planning", time_text),
+            "compiled in  ": figures("planning", time_text),
         }
         if not any(wide["bound by"]):
             del wide["bound by"]

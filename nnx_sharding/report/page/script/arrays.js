@@ -95,7 +95,7 @@ function parametersSection({ mesh, parameters: rows }) {
 }
 
 const CHOSEN_BY =
-  "What modules return, in the order in which they do. Its sharding is chosen by the user (activation_shardings), " +
+  "Output of each module, in call order. Its sharding is chosen by the user (activation_shardings), " +
   "by the strategy (with the sharding of an argument), by types (JAX derives it on Explicit axes), or by the " +
   "compiler, which does not say how.";
 

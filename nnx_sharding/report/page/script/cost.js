@@ -63,7 +63,7 @@ function memorySection({ memory }) {
   const onHost = [el("h3", "On its host"), bars(host, bytes)];
   const hasHost = host.some(([, , size]) => size);
   const device = bars([...parts(""), peak], bytes);
-  return section("memory", title, device, hasHost ? onHost : note("Nothing on its host."));
+  return section("memory", title, device, hasHost ? onHost : note("Host memory: 0 B"));
 }
 
 function costSection({ cost }) {

@@ -1,0 +1,50 @@
+"""The public names that the pages of the reference document, for their index and for tests."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import re
+
+_DIRECTIVE = re.compile(
+    r"^\.\. (?:py:)?(currentmodule|automodule|auto\w+|function|data):: ([\w.]+).*\n((?: +:.*\n)*)",
+    re.MULTILINE,
+)
+
+
+def documented(page: str) -> list[str]:
+    """The full names that the text of a page documents, in its order."""
+    names, current = [], ""
+    for kind, name, options in _DIRECTIVE.findall(page):
+        if kind == "currentmodule":
+            current = name
+        elif kind == "automodule":
+            excluded = re.search(r":exclude-members: (.*)", options)
+            left_out = excluded[1].split(", ") if excluded else []
+            own = members(name) if ":members:" in options else []
+            names += [f"{name}.{each}" for each in own if each not in left_out]
+        else:
+            names.append(name if name.startswith("nnx_sharding") else f"{current}.{name}")
+    return names
+
+
+def members(module: str) -> list[str]:
+    """What autodoc lists of a module: its ``__all__``, else its own classes and functions."""
+    found = importlib.import_module(module)
+    own = (
+        name
+        for name, value in vars(found).items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module
+    )
+    return getattr(found, "__all__", [name for name in own if not name.startswith("_")])
+
+
+def index(page: str) -> str:
+    """The tables of these names, one for each module."""
+    tables = []
+    for module, names in itertools.groupby(documented(page), lambda name: name.rpartition(".")[0]):
+        lines = [f"   {name.rpartition('.')[2]}" for name in names]
+        head = [f".. currentmodule:: {module}", "", ".. autosummary::", "   :nosignatures:", ""]
+        tables += [f"In `{module}`:", "", "```{eval-rst}", *head, *lines, "```", ""]
+    return "\n".join(tables)
