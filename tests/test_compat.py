@@ -195,6 +195,19 @@ class PrivateNamesTest(absltest.TestCase):
                 self.assertEqual((key, is_data), (other[0], other[2]))
                 self.assertIs(value, other[1])
 
+    def test_forms_are_shared(self):
+        """They have the names of attributes and what is data, but no values."""
+
+        def module(**attributes):
+            return nnx.Dict(kernel=nnx.Param(1.0), **attributes)
+
+        same, other = module(rate=2), module(rate=jnp.ones(1))
+        form = _compat.node_items(module(rate=1), {}, tracing=False).form
+        items = _compat.node_items(same, {}, tracing=False)
+        self.assertIs(items.form, form)
+        self.assertEqual(items.values[form.keys.index("rate")], 2)
+        self.assertNotEqual(_compat.node_items(other, {}, tracing=False).form, form)
+
     def test_trace(self):
         self.assertTrue(_compat.trace_is_clean())
         seen = []

@@ -483,7 +483,17 @@ def prefix_of_shared(t, graph):
     return t.vmap(lambda m, n, x: m(x) + n(x), in_axes=(*axes, None))(models, models, X)
 
 
+def module_of_axes(t, graph):
+    if graph:  # where Flax refuses it
+        return ()
+    models = blocks(t, MLP)
+    axes = jax.tree.map(lambda _: 0, models)
+    y = t.vmap(lambda m, x: m(x), in_axes=(axes, None))(models, X)
+    return y, t.scan(lambda x, m: m(x), in_axes=(t.Carry, axes), out_axes=t.Carry)(X, models)
+
+
 PREFIXES = (
+    module_of_axes,
     prefix_of_a_module,
     prefix_of_what_is_not_mapped,
     prefixes_of_two_modules,

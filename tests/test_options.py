@@ -23,6 +23,19 @@ def unrolled(fun, *args):
     return equation.params["unroll"]
 
 
+def test_split_transpose(monkeypatch):
+    of_jax, given = jax.lax.scan, []
+
+    def recorded(*args, _split_transpose, **options):
+        given.append(_split_transpose)
+        return of_jax(*args, _split_transpose=_split_transpose, **options)
+
+    monkeypatch.setattr(jax.lax, "scan", recorded)
+    for options in {}, {"_split_transpose": True}:
+        scan(lambda carry, x: (carry + x, carry), **options)(jnp.array(0.0), jnp.arange(4.0))
+    assert given == [False, True]
+
+
 @pytest.mark.parametrize("order", [(1, True), (True, 1)])
 def test_unroll(order):
     def step(carry, x):

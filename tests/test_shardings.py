@@ -416,6 +416,18 @@ class KindsOfShardingsTest(parameterized.TestCase):
         self.assertEqual(spec_of(model.up.kernel), P(None, "model"))
         self.assertEqual(spec_of(model.down.kernel), P("model"))
 
+    def test_module_of_specs(self):
+        """A spec in the place of each Variable, or of each array in a Variable."""
+        for specs in nnx.eval_shape(MLP), MLP():
+            if isinstance(specs.up.kernel.get_value(), jax.Array):
+                specs = jax.tree.map(lambda _: P(None, "model"), specs)
+            else:
+                specs.up.kernel = specs.down.kernel = P(None, "model")
+            model = MLP(features=16)
+            jit(lambda m: None, in_shardings=(specs,), mesh=mesh8())(model)
+            self.assertEqual(spec_of(model.up.kernel), P(None, "model"))
+            self.assertEqual(spec_of(model.down.kernel), P(None, "model"))
+
     def test_state_of_specs_for_outputs(self):
         specs = nnx.State({"up": {"kernel": P(None, "model")}, "down": {"kernel": P()}})
         model = jit(lambda: MLP(), out_shardings=specs, mesh=mesh8())()

@@ -71,7 +71,7 @@ def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
     is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     names, in_own = (*own,), [*own.values()]
     key = (type(node), *names, None, *is_data, *map(id, is_data.values()))
-    form = forms.get(key) if has_own else None
+    form = (forms.get(key) or _FORMS.get(key)) if has_own else None
     if form is not None:  # many times as fast as Flax
         values = [*map(in_own.__getitem__, form.order)]
         if form.statuses is not None:
@@ -99,8 +99,13 @@ def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
         order = tuple(range(len(keys)))
     form = NodeForm.of(keys, is_data_of, metadata, names, order, shared)
     if is_same:
-        forms[key] = form
+        (_FORMS if is_plain and len(_FORMS) < _MAX_FORMS else forms)[key] = form
     return NodeItems(form, values, in_own if is_same else None)
+
+
+# Forms that hold nothing but names and flags. Flax keeps the classes of all nodes, too.
+_FORMS: dict[Any, NodeForm] = {}
+_MAX_FORMS = 4096
 
 
 class _Tagged(HashableMapping[Any, Any]):

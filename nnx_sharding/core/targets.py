@@ -72,8 +72,12 @@ def _normalized(spec: Any) -> Any:
     if prefix is not None:
         return PathFunction(prefix[0], leaves_by_path(prefix[1], is_single_spec))
     if _compat.is_node(spec):
-        pairs = leaves_by_path(spec, is_single_spec).items()
-        return StateSharding((nnx.filterlib.PathIn(path), leaf) for path, leaf in pairs)
+        # Variables hold their specs, or have been replaced by them.
+        pairs = leaves_by_path(spec, lambda x: is_single_spec(x) or isinstance(x, nnx.Variable))
+        return StateSharding(
+            (nnx.filterlib.PathIn(path), x.get_raw_value() if isinstance(x, nnx.Variable) else x)
+            for path, x in pairs.items()
+        )
     return spec
 
 

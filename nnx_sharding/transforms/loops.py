@@ -358,6 +358,7 @@ def scan(
     transform_metadata: Mapping[Any, Any] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
+    _split_transpose: bool = False,
 ) -> Any:
     """Loops over a function whose arguments and results may be NNX objects.
 
@@ -382,6 +383,7 @@ def scan(
       transform_metadata: as in :func:`vmap`.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
+      _split_transpose: passed to ``jax.lax.scan``, where it is experimental.
 
     Returns:
       A function that runs the loop, and returns the last carry and the stacked results.
@@ -413,6 +415,7 @@ def scan(
             f"scan: what the steps return is stacked, so out_axes cannot be None, got {out_specs}."
         )
     options = {"length": length, "reverse": reverse, "unroll": unroll}
+    options["_split_transpose"] = _split_transpose
 
     def decorate(fun: Callable[..., Any]) -> Any:
         bound = len(unbind(fun)[1])
