@@ -23,7 +23,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import accumulate_gradients, jit, remat, stack, value_and_grad
-from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
+from nnx_sharding.partition import (
+    context_parallel,
+    fsdp,
+    make_mesh,
+    pipeline,
+    replicated,
+    tensor_parallel,
+    zero1,
+)
 from nnx_sharding.training import fetched, offload
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -35,6 +43,7 @@ WAYS = {
     "zero1": "`zero1`",
     "tensor": "`tensor_parallel`",
     "sequence": "`tensor_parallel(sequence=True)`",
+    "context": "`context_parallel`",
     "pipeline": "`pipeline`",
     "prefetch": "`fsdp(prefetch=1)`",
     "accumulation": "`accumulate_gradients`",
@@ -44,24 +53,30 @@ WAYS = {
     "Auto": "Auto axes",
     "Explicit": "Explicit axes",
 }
+AXES = {"context": "context", "stage": "pipeline"}
 CELLS = [*itertools.combinations_with_replacement(WAYS, 2)]
 
 
 class Block(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
+    def __init__(self, attends: bool, *, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(16, rngs=rngs)
         self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+        self.attention = None
+        if attends:
+            self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
 
     def __call__(self, x):
+        if self.attention is not None:
+            x = x + self.attention(x, is_causal=True)
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
 class Model(nnx.Module):
-    def __init__(self, stacked: bool = False, lean: bool = False):
+    def __init__(self, attends: bool, stacked: bool = False, lean: bool = False):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Linear(4, 16, rngs=rngs)
-        blocks = [Block(rngs=rngs) for _ in range(4)]
+        blocks = [Block(attends, rngs=rngs) for _ in range(4)]
         self.blocks = stack(blocks, remat=lean) if stacked else nnx.List(blocks)
         self.head = nnx.Linear(16, 4, rngs=rngs)
         self.stacked, self.lean = stacked, lean
@@ -104,16 +119,15 @@ def step_of(gradient):
 
 
 @functools.cache
-def alone():
-    return train(jit(step_of(value_and_grad(loss))), *make())
+def alone(attends):
+    return train(jit(step_of(value_and_grad(loss))), *make(attends))
 
 
 def mesh_of(ways):
     sizes = {"data": 2}
     if ways & {"tensor", "sequence"} or ways >= {"Auto", "Explicit"}:
         sizes["model"] = 2
-    if "pipeline" in ways:
-        sizes["stage"] = 2
+    sizes |= {axis: 2 for axis, way in AXES.items() if way in ways}
     explicit = {} if "Explicit" not in ways else {"data"} if "Auto" in ways else {*sizes}
     kinds = [AxisType.Explicit if axis in explicit else AxisType.Auto for axis in sizes]
     return make_mesh(sizes, kinds, devices=jax.devices()[: math.prod(sizes.values())])
@@ -124,6 +138,8 @@ def sharding_of(ways, model, optimizer, mesh):
     found, options = None, {"mesh": mesh, "optimizer": optimizer}
     if "model" in mesh.shape:
         found = tensor_parallel(model, sequence="sequence" in ways, **options)
+    if "context" in ways:
+        found = context_parallel(model, base=found, **options)
     if ways & {"fsdp", "prefetch"}:
         found = fsdp(model, base=found, min_size=0, prefetch=int("prefetch" in ways), **options)
     if "pipeline" in ways:
@@ -137,7 +153,8 @@ def sharding_of(ways, model, optimizer, mesh):
 def run(*pair: str) -> str | None:
     """Compares a step with that of one device; returns the error if there is a typed one."""
     ways = {*pair}
-    model, optimizer = make(bool(ways & {"Stack", "pipeline", "prefetch"}), "remat" in ways)
+    attends, stacked = "context" in ways, bool(ways & {"Stack", "pipeline", "prefetch"})
+    model, optimizer = make(attends, stacked, "remat" in ways)
     mesh = mesh_of(ways)
     try:
         shardings = sharding_of(ways, model, optimizer, mesh)
@@ -146,8 +163,9 @@ def run(*pair: str) -> str | None:
     gradient = value_and_grad(loss)
     if "accumulation" in ways:
         gradient = accumulate_gradients(loss, steps=2)
-    step = jit(step_of(gradient), in_shardings=(*shardings, P("data")), mesh=mesh)
-    for found, wanted in zip(train(step, model, optimizer), alone(), strict=True):
+    rows = P("data", "context") if attends else P("data")
+    step = jit(step_of(gradient), in_shardings=(*shardings, rows), mesh=mesh)
+    for found, wanted in zip(train(step, model, optimizer), alone(attends), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     return None
 

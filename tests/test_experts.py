@@ -20,6 +20,7 @@ from nnx_sharding.partition import (
     expert_parallel,
     fsdp,
     make_mesh,
+    pipeline,
     specs_by_path,
     tensor_parallel,
 )
@@ -95,8 +96,8 @@ def cases(count):
 
 def sharded(model, mesh, fun, **options):
     """A function of a model and tokens, with the model's experts and the tokens sharded."""
-    hidden = "model" if "model" in mesh.shape else None
-    sharding = expert_parallel(model, experts=EXPERTS, mesh=mesh, hidden_axis=hidden)
+    base = tensor_parallel(model, mesh=mesh) if "model" in mesh.shape else None
+    sharding = expert_parallel(model, mesh=mesh, base=base)
     of_tokens = P(tuple(name for name in ("data", "expert") if name in mesh.shape))
     return jit(fun, in_shardings=(sharding, of_tokens), mesh=mesh, **options)
 
@@ -189,7 +190,8 @@ def test_training_with_fsdp_equals_one_device(kind):
         return model, nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
 
     def sharding_of(model, optimizer):
-        base = expert_parallel(model, experts=EXPERTS, mesh=mesh, hidden_axis="model")
+        base = tensor_parallel(model, mesh=mesh)
+        base = expert_parallel(model, experts=EXPERTS, mesh=mesh, base=base)
         return fsdp(model, base=base, mesh=mesh, optimizer=optimizer, min_size=0)
 
     (model, optimizer), (other, other_optimizer) = made(), made()
@@ -203,6 +205,26 @@ def test_training_with_fsdp_equals_one_device(kind):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
 
 
+class Outputs(Moe):
+    def __call__(self, x):
+        return x + super().__call__(x)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_in_a_pipeline(kind, capacity):
+    """JAX cannot lower a ``shard_map`` over some axes in a ``vmap`` over another one."""
+    mesh = make_mesh({"data": 2, "stage": 2, "expert": 2}, axis_types=KINDS[kind])
+    model, x = stack([Outputs(2, capacity, rngs=nnx.Rngs(i)) for i in range(2)]), tokens()
+    base = expert_parallel(model, mesh=mesh)
+    sharding = pipeline(model, mesh=mesh, base=base, microbatches=2)
+    step = value_and_grad(lambda model, x: (model(x) ** 2).mean())
+    expected = step(model, x)
+    run = jit(step, mesh=mesh, in_shardings=(sharding, P(("expert", "data"))))
+    for one, two in zip(*map(jax.tree.leaves, (run(model, x), expected)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
 def test_in_a_stack_with_recomputation():
     mesh = make_mesh(MESHES["data"])
     blocks = [Moe(rngs=nnx.Rngs(i)) for i in range(3)]
@@ -211,10 +233,6 @@ def test_in_a_stack_with_recomputation():
 
     def objective(model, x):
         return (model(x) ** 2).mean()
-
-    class Outputs(Moe):
-        def __call__(self, x):
-            return x + super().__call__(x)[0]
 
     model = stack([Outputs(rngs=nnx.Rngs(i)) for i in range(3)], remat=True)
     x = tokens()
@@ -237,7 +255,8 @@ def test_which_weights_are_sharded():
     mesh = AbstractMesh((2, 4), ("model", "expert"))
     model = nnx.eval_shape(lambda: Attending(rngs=nnx.Rngs(0)))
     base = tensor_parallel(model, mesh=mesh)
-    sharding = expert_parallel(model, experts=8, mesh=mesh, base=base, hidden_axis="model")
+    sharding = expert_parallel(model, experts=8, mesh=mesh, base=base)
+    assert sharding == expert_parallel(model, mesh=mesh, base=base)  # by the router
     specs = {path: spec for path, spec in specs_by_path(model, sharding).items() if "moe" in path}
     assert {path[-1]: spec for path, spec in specs.items() if "router" not in path} == {
         "up": P("expert", None, "model"),
@@ -258,6 +277,53 @@ def test_weights_stacked_by_vmap():
     assert sharding.map_prefix(("experts", "kernel"), model.experts.kernel) == P(
         "expert", None, None
     )
+
+
+class Raw(nnx.Module):
+    """Experts and a router as parameters of one module, beside matrices that are none."""
+
+    def __init__(self, sizes):
+        self.gate_w = nnx.Param(jnp.ones((FEATURES, sizes[0])))
+        self.first, self.second = (
+            nnx.Param(jnp.ones((size, *shape)))
+            for size, shape in zip(sizes, ((FEATURES, HIDDEN), (HIDDEN, FEATURES)), strict=True)
+        )
+        self.tokens, self.logits = nnx.Param(jnp.ones((32, 4))), nnx.Param(jnp.ones((4, 32)))
+
+
+def test_weights_of_any_name():
+    mesh = AbstractMesh((2, 4), ("model", "expert"))
+    for wrap in (nnx.Dict, lambda **x: stack([x["moe"]] * 3)):
+        model = nnx.eval_shape(lambda wrap=wrap: wrap(moe=Raw((8, 8))))
+        sharding = expert_parallel(model, mesh=mesh, base=tensor_parallel(model, mesh=mesh))
+        specs = specs_by_path(model, sharding)
+        assert {path[-1]: spec.partitions[-3:] for path, spec in specs.items()} == {
+            "gate_w": (),
+            "first": ("expert", None, "model"),
+            "second": ("expert", "model", None),
+            "tokens": ("model", None),  # the vocabulary
+            "logits": (None, "model"),
+        }
+
+
+@pytest.mark.parametrize(
+    ("make", "known"),
+    [
+        (lambda: Raw((8, 6)), None),
+        (lambda: nnx.Dict(a=Raw((8, 8)), b=Raw((4, 4))), "may be 4 or 8"),
+        (lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), "is not known"),
+    ],
+)
+def test_the_number_of_experts_by_the_router(make, known):
+    model, mesh = nnx.eval_shape(make), AbstractMesh((4,), ("expert",))
+    if known is None:
+        sharding = expert_parallel(model, mesh=mesh)
+        assert [path for path, spec in specs_by_path(model, sharding).items() if spec != P()] == [
+            ("first",)
+        ]
+        return
+    with pytest.raises(ValueError, match=f"number of experts {known}. Pass experts="):
+        expert_parallel(model, mesh=mesh)
 
 
 def test_models_without_such_weights():

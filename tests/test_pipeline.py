@@ -21,6 +21,7 @@ from nnx_sharding import (
     grad,
     jit,
     place,
+    shard_map,
     stack,
     value_and_grad,
 )
@@ -199,6 +200,37 @@ def test_a_stack_alone_with_pairs_of_inputs_and_further_arguments(kind):
     found = jit(lambda *args: both(*args), mesh=mesh, in_shardings=in_shardings)(blocks, *args)
     for one, other in zip(numbers(found), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+class Mapped(nnx.Module):
+    """A layer whose rows are on their own in a ``shard_map``."""
+
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        @shard_map(in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        def centred(x):
+            return x - jax.lax.pmean(x.mean(0), "data")
+
+        return centred(self.dense(x))
+
+
+def test_a_shard_map_over_other_axes():
+    blocks, x = stack(Mapped, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (8, 4))
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    sharding = pipeline(blocks, mesh=mesh, microbatches=2)
+    found = gradients(loss, mesh=mesh, in_shardings=(sharding, P("data")))(blocks, x)
+
+    def one_by_one(blocks, x):
+        for i in range(4):
+            x = blocks[i].dense(x)
+            halves = [x[j::2] - x[j::2].mean(0) for j in range(2)]
+            x = jnp.stack(halves, 1).reshape(x.shape)
+        return (x**2).mean()
+
+    value, _ = found
+    np.testing.assert_allclose(value, one_by_one(blocks, x), rtol=1e-5)
 
 
 def test_specs_in_either_order():

@@ -186,7 +186,7 @@ def test_balanced_order(length, shards):
 
 def test_devices_have_equal_work_in_the_balanced_order():
     shards, length = 8, 64
-    ring = _Ring(None, "context", shards, True, None, 1.0, None)
+    ring = _Ring(None, "context", shards, True, None, 1.0, None, frozenset())
 
     def blocks(order):
         """How many halves of blocks the halves of each device's queries attend to."""

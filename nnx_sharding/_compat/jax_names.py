@@ -154,6 +154,18 @@ def trace_context() -> dict[str, Any]:
     return dict(zip(labels, _trace_context(), strict=True))
 
 
+_axis_env: Any = private_name("jax._src.core", "get_axis_env")
+
+
+def spmd_axes() -> frozenset[Any]:
+    """The mesh axes that shard what surrounding ``vmap`` map over (``spmd_axis_name``).
+
+    A ``shard_map`` in such a ``vmap`` has to be manual over them as well, or JAX cannot lower it.
+    """
+    axes: frozenset[Any] = _axis_env().spmd_axis_names
+    return axes
+
+
 def is_eager_tracer(x: Any) -> bool:
     """Whether ``x`` has the shards of an array while a ``shard_map`` runs uncompiled."""
     return isinstance(x, _ShardMapTracer)

@@ -239,7 +239,7 @@ class Scope:
         schedules = [found for x in frame.tag.sources if (found := x._schedule(*place))]
         if schedules and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
-            call = schedules[0].of(frame.module, self._mesh, self._pure.batch_axes, ahead)
+            call = schedules[0].of(frame.module, call, self._mesh, self._pure.batch_axes, ahead)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None

@@ -2,6 +2,7 @@
 
 from .axis_modes import auto_axes, explicit_axes
 from .constrain import reshard, with_sharding_constraint
+from .context import context_parallel
 from .experts import ExpertStatistics, dispatch_to_experts, expert_parallel
 from .init import abstract_init, sharded_init
 from .logical import LogicalRules, from_logical, from_metadata
@@ -20,6 +21,7 @@ __all__ = [
     "abstract_init",
     "auto_axes",
     "balanced_order",
+    "context_parallel",
     "dispatch_to_experts",
     "expert_parallel",
     "explicit_axes",

@@ -5,24 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from ..core.resharding import given_mesh, mesh_here
+from ..core.retyping import retyped, type_spec
 from ..errors import raise_listed
 from ..specs.filters import to_predicate
-from ..specs.fitting import axes_of_type, suggestion
+from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, suggestion
 from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
 from .optimizer import with_optimizer
 from .strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
-from .tensor_parallel import COLUMN_NAMES, ROW_NAMES
 from .variables import NamedVariable, variables
 
 
@@ -30,13 +30,12 @@ from .variables import NamedVariable, variables
 def expert_parallel(
     model: Any,
     *,
-    experts: int,
+    experts: int | None = None,
     where: Any = None,
     mesh: Mesh | AbstractMesh | None = None,
     optimizer: Any = None,
     base: StateSharding | None = None,
     axis: Any = "expert",
-    hidden_axis: Any = None,
     across_slices: bool = False,
 ) -> StateSharding:
     """Shards the stacked weights of experts over a mesh axis, for :func:`dispatch_to_experts`.
@@ -47,18 +46,17 @@ def expert_parallel(
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
-      experts: the number of experts.
+      experts: the number of experts; None for that of the outputs of a router: a layer or parameter
+        in the same module, or beside it, whose last dimension is the first of such weights.
       where: an NNX filter of the weights instead, such as ``nnx.PathContains("experts")``. Of each
         Variable, the first dimension of this size is sharded; that of stacked layers comes last.
       mesh: the mesh; None for the one in context.
       optimizer: as for :func:`fsdp`.
       base: shardings to start from. Its specs are kept, and the axis comes after those that shard
-        the same dimension. ``fsdp(model, base=expert_parallel(model, experts=8))`` shards the
-        experts over ``data`` as well, and the rest of the model over ``data``.
+        the same dimension. With ``base=tensor_parallel(model)``, the hidden features of each expert
+        are sharded as well; ``fsdp(model, base=expert_parallel(model))`` shards the experts over
+        ``data`` as well, and the rest of the model over ``data``.
       axis: as for :func:`fsdp`.
-      hidden_axis: the axis that shards the hidden features of each expert: the last dimension of
-        weights called ``up``, ``gate``, ``wi`` … and the one before it of those called ``down``,
-        ``wo`` …, as :func:`tensor_parallel` does with layers.
       across_slices: whether ``axis`` may have devices of several TPU slices, over whose network
         tokens are then sent.
 
@@ -66,41 +64,36 @@ def expert_parallel(
       The spec of each path. All of them divide the shapes.
 
     Raises:
-      ValueError: there are no such weights, or an axis does not divide theirs: all are listed.
+      ValueError: there are no such weights, or an axis does not divide theirs: all are listed; or
+        routers do not tell the number of experts.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh
-      >>> from nnx_sharding.partition import expert_parallel
+      >>> from nnx_sharding.partition import expert_parallel, tensor_parallel
       >>> class Experts(nnx.Module):
       ...     def __init__(self):
       ...         self.up = nnx.Param(jnp.ones((8, 16, 64)))
       ...         self.down = nnx.Param(jnp.ones((8, 64, 16)))
       >>> model = nnx.eval_shape(Experts)
       >>> mesh = AbstractMesh((2, 4), ("model", "expert"))
-      >>> sharding = expert_parallel(model, experts=8, mesh=mesh, hidden_axis="model")
+      >>> by_layer = tensor_parallel(model, mesh=mesh)
+      >>> sharding = expert_parallel(model, experts=8, mesh=mesh, base=by_layer)
       >>> sharding.map_prefix(("down",), model.down)
       P('expert', 'model', None)
     """
     mesh, axes = mesh_and_axes("expert_parallel", mesh, axis, across_slices=across_slices)
-    hidden = ()
-    if hidden_axis is not None:
-        _, hidden = mesh_and_axes("expert_parallel", mesh, hidden_axis, across_slices=False)
     specs, problems = base_specs("expert_parallel", model, base, mesh), []
+    experts = _routed(model) if experts is None else experts
     found = [*_expert_weights(model, experts, where)]
     for each, dimension in found:
-        name = str(each.path[-1])
-        wanted = [(dimension, axes)]
-        if hidden and name in COLUMN_NAMES | ROW_NAMES:
-            wanted.append((-1 if name in COLUMN_NAMES else -2, hidden))
-        for place, names in wanted:
-            spec = shard_dimension(specs[each.path], each.shape, place, names, mesh)
-            if spec is None:
-                text = f"{names} cannot shard dimension {place} of shape {each.shape}"
-                problems.append(f"  {accessor('model', each.path)}: {text}, {specs[each.path]}")
-            else:
-                specs[each.path] = spec
+        spec = shard_dimension(specs[each.path], each.shape, dimension, axes, mesh)
+        if spec is None:
+            text = f"{axes} cannot shard dimension {dimension} of shape {each.shape}"
+            problems.append(f"  {accessor('model', each.path)}: {text}, {specs[each.path]}")
+        else:
+            specs[each.path] = spec
     raise_listed(ValueError, "expert_parallel:", problems, "Choose axes that divide the weights.")
     if not found:
         raise ValueError(
@@ -120,25 +113,44 @@ def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[Name
             if experts in sizes and is_wanted(each.path, each.variable):
                 yield each, (sizes.index(experts) + each.num_stacked) % len(shape)
         return
-    nodes = nnx.iter_graph(model, graph=True)
-    of_flax = {path for path, node in nodes if type(node).__module__.startswith("flax.")}
-    own = [
-        each
-        for each in variables(model)
-        if isinstance(each.variable, nnx.Param) and each.path[:-1] not in of_flax
-        if each.shape is not None and each.shape[each.num_stacked :][:1] == (experts,)
-    ]
-    modules = {each.path[:-1] for each in own if len(each.shape or ()) - each.num_stacked > 2}
+    own = [each for each in _own_parameters(model) if _layer_shape(each)[:1] == (experts,)]
+    modules = {each.path[:-1] for each in own if len(_layer_shape(each)) > 2}
     for each in own:
-        if each.path[:-1] in modules and len(each.shape or ()) - each.num_stacked > 1:
+        if each.path[:-1] in modules and len(_layer_shape(each)) > 1:
             yield each, each.num_stacked
 
 
-class Matmul(Protocol):
-    """Multiplies the rows of each expert by its own matrix."""
+def _own_parameters(model: Any) -> list[NamedVariable]:
+    """The parameters of modules of a user's class."""
+    nodes = nnx.iter_graph(model, graph=True)
+    of_flax = {path for path, node in nodes if type(node).__module__.startswith("flax.")}
+    return [
+        each
+        for each in variables(model)
+        if isinstance(each.variable, nnx.Param) and each.path[:-1] not in of_flax
+    ]
 
-    def __call__(self, rows: jax.Array, kernel: jax.Array, bias: Any = None) -> jax.Array:
-        """Rows (rows, in), matrices (experts, in, out), biases (experts, out); (rows, out)."""
+
+def _layer_shape(each: NamedVariable) -> tuple[int, ...]:
+    """The shape of a parameter without the dimensions of stacked layers."""
+    return (each.shape or ())[each.num_stacked :]
+
+
+def _routed(model: Any) -> int:
+    """The number of experts that the outputs of routers tell."""
+    routers = [each for each in variables(model) if len(_layer_shape(each)) == 2]
+    sizes = {
+        shape[0]
+        for each in _own_parameters(model)
+        if len(shape := _layer_shape(each)) > 2
+        for router in routers
+        if router.path[: len(beside := each.path[:-2])] == beside
+        if _layer_shape(router)[-1] == shape[0]
+    }
+    if len(sizes) != 1:
+        known = f"may be {' or '.join(map(str, sorted(sizes)))}" if sizes else "is not known"
+        raise ValueError(f"expert_parallel: the number of experts {known}. Pass experts=….")
+    return sizes.pop()
 
 
 class ExpertStatistics(NamedTuple):
@@ -155,7 +167,7 @@ def dispatch_to_experts(
     x: jax.Array,
     weights: jax.Array,
     indices: jax.Array,
-    experts: Callable[[jax.Array, Matmul], jax.Array],
+    experts: Callable[[jax.Array, Callable[..., jax.Array]], jax.Array],
     *,
     num_experts: int,
     capacity: int | None = None,
@@ -345,30 +357,22 @@ class _Layout(NamedTuple):
 
     def last_entry(self, x: Any, dimension: int = -1) -> Any:
         """How the type of an array shards a dimension over axes that do not shard the groups."""
-        if not self.explicit():
-            return None
-        spec = jax.typeof(x).sharding.spec
-        entry = [*spec, *[None] * (x.ndim - len(spec))][dimension]
-        entry = (entry,) if isinstance(entry, str) else entry or ()
-        return tuple(name for name in entry if name not in self.axes) or None
+        spec = type_spec(x) if self.explicit() else None
+        entry = None if spec is None else padded(spec, x.ndim)[dimension]
+        return tuple(name for name in axes_of(entry) if name not in self.axes) or None
 
     def run(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
         """Runs a function on each device of the axes, and of all Explicit ones."""
         if self.mesh is None:
             return fun(*args)
         mesh, explicit = mesh_here(self.mesh), self.explicit()
-        names = explicit.union(self.axes)
         if explicit:
-            args = jax.tree.map(functools.partial(_retyped, mesh, explicit), args, in_specs)
-        run = jax.shard_map(
-            fun,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=names,
-            check_vma=False,
-        )
-        return run(*args)
+            args = jax.tree.map(
+                lambda x, p: retyped(x, mesh, only_axes(p, explicit)), args, in_specs
+            )
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        names = explicit.union(self.axes, _compat.spmd_axes())
+        return jax.shard_map(fun, mesh=mesh, axis_names=names, check_vma=False, **specs)(*args)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum over all devices that have tokens."""
@@ -537,12 +541,3 @@ def _to_blocks(rows: jax.Array, starts: jax.Array, sizes: jax.Array, width: int)
 def _from_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> Any:
     """Rows of blocks; zeros where a block has no such place."""
     return blocks.at[block, place].get(mode="fill", fill_value=0)
-
-
-def _retyped(mesh: Any, explicit: set[str], x: Any, spec: P) -> Any:
-    """An array with the type that a spec needs on Explicit axes."""
-    entries = []
-    for entry in (*spec, *[None] * (x.ndim - len(spec))):
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        entries.append(tuple(name for name in names if name in explicit) or None)
-    return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))

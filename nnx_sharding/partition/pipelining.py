@@ -29,7 +29,7 @@ from ..transforms.loops import scan
 from ..transforms.recompute import remat
 from ..transforms.stacking import _OPTIONS, Stack, _built, _flat, _loop_of_calls, _name_axis
 from .optimizer import with_optimizer
-from .strategies import activations_of, base_specs, mesh_and_axes
+from .strategies import activations_of, base_specs, mesh_and_axis
 from .variables import variables
 
 
@@ -120,13 +120,11 @@ def pipeline(
     The schedule is GPipe (Huang et al., 2019, arXiv:1811.06965), written like that of GSPMD (Xu et
     al., 2021, arXiv:2105.04663, section 3.3).
     """
-    mesh, axes = mesh_and_axes("pipeline", mesh, axis, across_slices=across_slices)
-    if len(axes) != 1:
-        raise ValueError(f"pipeline: expected the name of one axis, got axis={axis!r}.")
+    mesh, axis = mesh_and_axis("pipeline", mesh, axis, across_slices=across_slices)
     counts = {"microbatches": microbatches, "repeats": repeats}
     wrong = [f"  {name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 1]
     raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
-    schedule = Schedule(axes[0], mesh.shape[axes[0]], microbatches, repeats)
+    schedule = Schedule(axis, mesh.shape[axis], microbatches, repeats)
     stacks, activations = _stacks(model, schedule), activations_of(base)
     if activations.prefetch or any(stack.prefetch for stack in stacks.values()):
         raise ValueError(_NOT_AHEAD)
@@ -217,7 +215,12 @@ class Schedule:
         return self.repeats * self.microbatches + self.stages - 1
 
     def of(
-        self, module: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
+        self,
+        module: Any,
+        _: Callable[..., Any],
+        mesh: Any,
+        batch_axes: Sequence[Any],
+        prefetch: bool,
     ) -> Callable[..., Any]:
         """What is called in place of a stack."""
         if prefetch or module.prefetch:

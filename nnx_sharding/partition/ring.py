@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from ..core.resharding import given_mesh, mesh_here
-from ..core.retyping import type_mesh, type_spec
+from ..core.retyping import retyped, type_mesh, type_spec
 from ..errors import raise_listed
 from ..specs.fitting import axes_of_type, padded, suggestion
 
@@ -62,7 +62,9 @@ def ring_attention(
     window: int | None = None,
     input_positions: Any = None,
     segment_ids: jax.Array | None = None,
+    rope: Callable[..., jax.Array] | None = None,
     scale: float | None = None,
+    balanced: bool = False,
     mesh: Mesh | AbstractMesh | None = None,
     axis: str = "context",
     dtype: Any = None,
@@ -70,7 +72,9 @@ def ring_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     module: Any = None,
-    **_: Any,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    promote_dtype: Any = None,
 ) -> jax.Array:
     """Attention of queries to keys and values that are sharded along the sequence.
 
@@ -90,7 +94,8 @@ def ring_attention(
       value: values of shape (batch, length of keys, key heads, features of values).
       bias: not supported, None.
       mask: booleans that broadcast to (batch, heads, length, length of keys): where a query may
-        attend. Each device has all columns of its rows; the other options take no memory.
+        attend. Each device has all columns of its rows; the other options take no memory. A query
+        that may attend to nothing gets zeros.
       is_causal: whether a query attends only to keys at its own position and before.
       window: a query attends only to keys whose position differs by less than this.
       input_positions: of the tokens, integers of shape (length,) or (batch, length), for
@@ -99,7 +104,13 @@ def ring_attention(
         attends to are skipped, if all rows of the batch have the same positions.
       segment_ids: integers of shape (batch, length): a query attends only to its own segment, such
         as a document.
+      rope: rotates queries and keys, such as an ``nnx.RoPE``: a function of an array of shape
+        (batch, heads, length, features), and of ``input_positions`` if they are given.
       scale: the factor of the products; None for ``1 / sqrt(features)``.
+      balanced: whether causal attention of tokens in their own order moves each of them to its
+        place in :func:`balanced_order` and back, which sends queries, keys, values and outputs once
+        more, and takes half the time. It needs a length that twice the devices divide, and no mask;
+        else nothing moves.
       mesh: the mesh; None for the one in context.
       axis: the mesh axis that shards the sequence.
       dtype: of the computation; None for that of the query.
@@ -107,6 +118,9 @@ def ring_attention(
       dropout_rate: of weights, which is not supported: 0, or ``deterministic``.
       deterministic: whether there is no dropout.
       module: where Flax sows weights, which is not supported: None.
+      broadcast_dropout: not used.
+      dropout_rng: not used.
+      promote_dtype: not used.
 
     Returns:
       The attention outputs, of shape (batch, length, heads, features of values).
@@ -134,19 +148,17 @@ def ring_attention(
     From Liu et al., 2023, arXiv:2310.01889; the running softmax from Milakov and Gimelshein, 2018,
     arXiv:1805.02867.
     """
+    del broadcast_dropout, dropout_rng, promote_dtype
     mesh = given_mesh("ring_attention", mesh)
     size = 1 if mesh is None else mesh.shape.get(axis, 0)
-    problems = [
-        *_wrong_shapes(query, key, value, mask, input_positions, segment_ids, size, axis),
-        *(["bias: not supported"] if bias is not None else []),
-        *(["dropout of weights: not supported"] if dropout_rate and not deterministic else []),
-        *(
-            ["sowing weights: not supported, they are never in memory"]
-            if module is not None
-            else []
-        ),
-        *([f"window={window!r}: expected at least 1"] if window is not None and window < 1 else []),
-    ]
+    problems = [*_wrong_shapes(query, key, value, mask, input_positions, segment_ids, size, axis)]
+    unsupported = {
+        "bias: not supported": bias is not None,
+        "dropout of weights: not supported": dropout_rate and not deterministic,
+        "sowing weights: not supported, they are never in memory": module is not None,
+        f"window={window!r}: expected at least 1": window is not None and window < 1,
+    }
+    problems += [text for text, is_given in unsupported.items() if is_given]
     if mesh is not None and not size:
         known = ", ".join(map(repr, mesh.shape))
         problems.append(f"axis={axis!r}{suggestion(axis, mesh.shape)}: the mesh has {known}")
@@ -156,15 +168,25 @@ def ring_attention(
         problems.append("is_causal, window, positions and segments: for as many keys as queries")
     raise_listed(ValueError, "ring_attention:", [f"  {line}" for line in problems])
     dtype = query.dtype if dtype is None else dtype
+    if rope is not None:
+        query, key = (_rotated(rope, x, input_positions) for x in (query, key))
     query, key, value = (x.astype(dtype) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    manual, length = _compat.spmd_axes() | {axis}, query.shape[1]
+    ring = _Ring(mesh, axis, size, is_causal, window, scale, precision, manual)
+    moves = balanced and is_causal and input_positions is None and mask is None
+    moves = moves and size > 1 and length % (2 * size) == 0
     positions = None
     if is_causal or window:
-        own = np.arange(query.shape[1]) if input_positions is None else input_positions
-        positions = jnp.asarray(own, jnp.int32)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    ring = _Ring(mesh, axis, size, is_causal, window, scale, precision)
+        own = balanced_order(length, size) if moves else np.arange(length)
+        positions = jnp.asarray(own if input_positions is None else input_positions, jnp.int32)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], length, key.shape[1]))
+    if moves:
+        query, key, value, segment_ids = _balanced(ring, (query, key, value, segment_ids))
     seen = _Visible(positions, segment_ids, mask)
-    return _attention(ring, query, key, value, seen)  # type: ignore[no-any-return]
+    output = _attention(ring, query, key, value, seen)
+    return _balanced(ring, (output,), back=True)[0] if moves else output
 
 
 def _wrong_shapes(
@@ -183,10 +205,10 @@ def _wrong_shapes(
         if size and count % size:
             yield f"{size} devices along {axis!r} do not divide {count} {name}; pad them"
     whole = (batch, heads, length, own[1])
-    if mask is not None:
-        fits = mask.ndim == 4 and all(a in (1, b) for a, b in zip(mask.shape, whole, strict=True))
-        if not fits or mask.shape[2:] != whole[2:]:
-            yield f"mask: shape {mask.shape}, not (1 or {batch}, 1 or {heads}, {length}, {own[1]})"
+    if mask is not None and (
+        mask.ndim != 4 or any(a not in (1, b) for a, b in zip(mask.shape, whole, strict=True))
+    ):
+        yield f"mask: shape {mask.shape} does not broadcast to {whole}"
     if positions is not None and np.shape(positions) not in ((length,), (batch, length)):
         given = np.shape(positions)
         yield f"input_positions: shape {given}, not ({length},) or ({batch}, {length})"
@@ -227,13 +249,14 @@ class _Ring(NamedTuple):
     window: int | None
     scale: float
     precision: Any
+    manual: frozenset[Any]  # axes over which the functions for each device are mapped
 
     def mapped(self, fun: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         """The function for each device of the ring, with specs of its own axis."""
         if self.mesh is None:
             return fun
         mesh = mesh_here(self.mesh)
-        options = {"in_specs": inputs, "out_specs": outputs, "axis_names": {self.axis}}
+        options = {"in_specs": inputs, "out_specs": outputs, "axis_names": self.manual}
         run = jax.shard_map(fun, mesh=mesh, check_vma=False, **options)
         if self.axis not in axes_of_type(mesh, AxisType.Explicit):
             return run
@@ -260,6 +283,44 @@ class _Ring(NamedTuple):
         positions, segments, mask = seen
         own = self.spec(positions, 0 if positions is None else positions.ndim - 1)
         return _Visible(own, self.spec(segments, 1), self.spec(mask, 2))
+
+
+def _rotated(rope: Callable[..., Any], x: Any, positions: Any) -> Any:
+    """Queries or keys, rotated by positions, or by their order."""
+    x = x.swapaxes(1, 2)
+    if positions is None:
+        x = rope(x)
+    else:
+        x = (rope if np.ndim(positions) == 1 else jax.vmap(rope))(x, jnp.asarray(positions))
+    return x.swapaxes(1, 2)
+
+
+def _balanced(ring: _Ring, arrays: tuple[Any, ...], back: bool = False) -> Any:
+    """Arrays in the order of their tokens, moved to the balanced order; or back.
+
+    Each device has two successive chunks, an even and an odd one. In the balanced order, device i
+    has the chunks i and 2n - 1 - i, of which again one is even.
+    """
+    last = 2 * ring.size - 1
+    chunks = ([2 * i + odd for i in range(ring.size)] for odd in (0, 1))
+    routes = [[(i, min(chunk, last - chunk)) for i, chunk in enumerate(x)] for x in chunks]
+    if back:
+        routes = [[(there, here) for here, there in route] for route in routes]
+
+    def by_parity(first: Any, second: Any) -> list[Any]:
+        is_odd = jax.lax.axis_index(ring.axis) % 2 == 1
+        return [jnp.where(is_odd, second, first), jnp.where(is_odd, first, second)]
+
+    def moved(x: Any) -> Any:
+        halves = jnp.split(x, 2, axis=1)
+        halves = by_parity(*halves) if back else halves
+        pairs = zip(halves, routes, strict=True)
+        halves = [jax.lax.ppermute(half, ring.axis, route) for half, route in pairs]
+        return jnp.concatenate(halves if back else by_parity(*halves), axis=1)
+
+    specs = tuple(ring.spec(x, 1) for x in arrays)
+    run = ring.mapped(lambda *arrays: tuple(jax.tree.map(moved, arrays)), specs, specs)
+    return run(*arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -289,12 +350,8 @@ _attention.defvjp(_forward, _backward)
 
 def _with_axis(mesh: Any, x: Any, spec: P) -> Any:
     """An array that the axis in the spec shards as well."""
-    old = type_spec(x) or P()
-    entries = [
-        a if b is None else b
-        for a, b in zip(padded(old, x.ndim), padded(spec, x.ndim), strict=True)
-    ]
-    return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
+    pairs = zip(padded(spec, x.ndim), padded(type_spec(x) or P(), x.ndim), strict=True)
+    return retyped(x, mesh, P(*(new or old for new, old in pairs)))
 
 
 def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> Any:

@@ -194,6 +194,16 @@ def mesh_and_axes(
     return mesh, axes
 
 
+def mesh_and_axis(
+    name: str, mesh: Any, axis: Any, *, across_slices: bool
+) -> tuple[Mesh | AbstractMesh, str]:
+    """The same for a strategy that uses one axis."""
+    mesh, axes = mesh_and_axes(name, mesh, axis, across_slices=across_slices)
+    if len(axes) != 1:
+        raise ValueError(f"{name}: expected the name of one axis, got axis={axis!r}.")
+    return mesh, axes[0]
+
+
 def base_specs(
     name: str, model: Any, base: StateSharding | None, mesh: Mesh | AbstractMesh | None
 ) -> dict[Path, Any]:

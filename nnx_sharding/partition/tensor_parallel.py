@@ -50,7 +50,7 @@ output_proj attn_out"""
 # Those whose outputs are heads: these are sharded, or nothing. Half a head has to be exchanged.
 _HEAD_NAMES = re.compile("query|key|value|(to_)?(q|k|v|qk|kv|qkv)(_proj|_einsum)?")
 _SQUARE_ROW_NAMES = frozenset({"proj", "output"})  # of attention; others may be heads of a model
-COLUMN_NAMES, ROW_NAMES = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())
+_COLUMNS, _ROWS = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())
 
 
 def _ordered(
@@ -58,7 +58,7 @@ def _ordered(
 ) -> list[Style]:
     """Columns first or rows first: by the name of the layer, else by the number of its features."""
     is_row = outputs < inputs or (outputs == inputs and name in _SQUARE_ROW_NAMES)
-    rows_first = name in ROW_NAMES or (is_row and name not in COLUMN_NAMES)
+    rows_first = name in _ROWS or (is_row and name not in _COLUMNS)
     return [*rows, *columns] if rows_first else [*columns, *rows]
 
 
@@ -131,6 +131,19 @@ def _own_einsum(layer: Any) -> Rule | None:
     return lambda _, name: _product(texts[0][0], *kernels[0], name)
 
 
+def _own_pairs(layer: Any) -> Rule:
+    """The rule for a user's class with matrices into hidden features, and back."""
+    attributes = vars(layer) if isinstance(layer, nnx.Module) else {}
+    parameters = ((key, x) for key, x in attributes.items() if isinstance(x, nnx.Param))
+    shapes = {key: tuple(getattr(x.get_raw_value(), "shape", ())) for key, x in parameters}
+    style = {}
+    for name, (*stack, rows, columns) in ((k, x) for k, x in shapes.items() if len(x) > 1):
+        if rows != columns and (*stack, columns, rows) in shapes.values():
+            is_row = name in _ROWS or (rows > columns and name not in _COLUMNS)
+            style[name] = -2 if is_row else -1
+    return [style] if style else []
+
+
 def _conv_transpose(layer: Any, name: str) -> list[Style]:
     if not layer.transpose_kernel:
         return [COLUMN, ROW]
@@ -183,6 +196,8 @@ def tensor_parallel(
       are as many and it is called ``proj`` or ``output``; else the outputs. Modules of other
       classes with one parameter, and the subscripts of an einsum as an attribute, count as
       ``Einsum``; ``LoRA`` and ``LoRALinear`` as the adapted layer.
+    * Parameters of modules of other classes that are matrices of a and b features, and of b and a
+      (also those of experts, with dimensions in front): the larger of them, by names as above.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``. Other layers of
       these names (``q_proj``, ``kv_einsum`` …) with several dimensions of outputs: the heads, the
       first of them, or nothing if the axis does not divide it, as for few heads of keys and values.
@@ -256,8 +271,8 @@ def _layers(model: Any) -> Iterator[tuple[Path, Any, str, Rule]]:
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
         found = (RULES[kind] for kind in type(node).__mro__ if kind in RULES)
-        rule = next(found, None) or _own_einsum(node)
-        if rule is not None:
+        rule = next(found, None) or _own_einsum(node) or _own_pairs(node)
+        if rule:
             layers.append((path, node, rule))
     for path, node, rule in sorted(layers, key=lambda layer: -len(layer[0])):
         names = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)

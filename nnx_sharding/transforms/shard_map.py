@@ -146,17 +146,17 @@ class _ShardMap(Sharded):
             function,
             in_specs=tuple(in_specs),
             out_specs=(*out_specs, PartitionSpec()),
-            axis_names=self.axis_names,
             check_vma=self.check_vma,
         )
         # Inside a trace the mesh in context may already have Manual axes: JAX finds out.
-        mapped = on(mesh=self.mesh)
+        mapped = on(mesh=self.mesh, axis_names=self.axis_names)
 
         def inline(*leaves: Any) -> Any:
             here = None if self.mesh is None else mesh_here(self.mesh)
             # In a module, axes may be Auto that are Explicit in the given mesh.
             is_auto = here is not None and frozenset(here.axis_types) == {AxisType.Auto}
-            return (on(mesh=here) if is_auto else mapped)(*leaves)
+            names = self.axis_names and self.axis_names | _compat.spmd_axes()
+            return on(mesh=here if is_auto else self.mesh, axis_names=names)(*leaves)
 
         options: dict[str, Any] = {}
         mesh, typed = self.context, mapped

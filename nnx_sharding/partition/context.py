@@ -1,0 +1,131 @@
+"""Context parallelism: sequences over a mesh axis, without a change of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .. import _compat
+from ..specs.activation_sharding import InOutSharding
+from ..specs.state_sharding import StateSharding
+from .optimizer import with_optimizer
+from .ring import ring_attention
+from .strategies import activations_of, base_specs, mesh_and_axis
+
+
+@_compat.api_boundary
+def context_parallel(
+    model: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    optimizer: Any = None,
+    base: StateSharding | None = None,
+    axis: str = "context",
+    balanced: bool = True,
+    across_slices: bool = False,
+) -> StateSharding:
+    """Shards sequences over a mesh axis; attention is that of :func:`ring_attention`.
+
+    The second dimension is that of the sequence in what embeddings return, and in what attention
+    takes and returns, if these have three. The compiler follows in what is between. Shard tokens in
+    the same way, as ``P("data", "context")``: on Explicit axes, what the model returns is sharded
+    like them. They keep their order, so position embeddings and RoPE need no change.
+
+    Attention computes in a ring where a module has the attribute ``attention_fn``, as
+    ``nnx.MultiHeadAttention`` has it, and it is ``nnx.dot_product_attention`` or
+    ``nnx.dot_product_attention_with_rope``, or a ``functools.partial`` of one with keywords. Other
+    modules call :func:`ring_attention` themselves; else the compiler gathers keys and values. A
+    single query, as in decoding, needs no ring.
+
+    Args:
+      model: the model, abstract (``nnx.eval_shape``) or not.
+      mesh: the mesh; None for the one in context.
+      optimizer: as for :func:`fsdp`.
+      base: shardings to start from, which are kept, such as those of :func:`tensor_parallel`. Its
+        option ``sequence`` shards the same dimension, between which and this axis arrays then move.
+        ``fsdp(model, axis=("data", "context"), base=...)`` shards parameters over both axes.
+      axis: the mesh axis.
+      balanced: whether causal attention moves tokens so that all devices have equal work; see
+        :func:`ring_attention`. Not needed where ``input_positions`` are those of
+        :func:`balanced_order`.
+      across_slices: whether the axis may have devices of several TPU slices, over whose network
+        keys and values are then sent.
+
+    Returns:
+      For each path the spec of ``base``, else ``P()``, with shardings of activations.
+
+    Raises:
+      ValueError: specs of ``base`` do not fit, or the axis does not. In a call within ``jit``: what
+        :func:`ring_attention` does not support, such as dropout of weights.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.partition import context_parallel
+      >>> mesh = jax.make_mesh((2, 4), ("data", "context"))
+      >>> model = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
+      >>> sharding = context_parallel(model, mesh=mesh)
+      >>> forward = jit(lambda model, x: model(x, is_causal=True), mesh=mesh,
+      ...               in_shardings=(sharding, P("data", "context")))
+      >>> forward(model, jax.numpy.ones((4, 64, 32))).sharding.spec
+      P('data', 'context')
+    """
+    mesh, axis = mesh_and_axis("context_parallel", mesh, axis, across_slices=across_slices)
+    specs = base_specs("context_parallel", model, base, mesh)
+    rest = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(rest, axis, rest)
+    of_attention = InOutSharding(spec, input=spec, schedule=_InRing(axis, balanced))
+    entries = {_attends: of_attention, nnx.Embed: spec}
+    return with_optimizer(specs, model, optimizer, activations_of(base).extended(entries))
+
+
+def _attends(_: Any, module: Any) -> bool:
+    """Whether a module has one of the attention functions of Flax."""
+    return _options(module) is not None
+
+
+def _options(module: Any) -> dict[str, Any] | None:
+    """The arguments that a module gives to an attention function of Flax, if it has one."""
+    function = getattr(module, "attention_fn", None)
+    options = {}
+    if type(function) is functools.partial and not function.args:
+        function, options = function.func, function.keywords
+    return options if function in _OF_FLAX else None
+
+
+_NAMES = ("dot_product_attention", "dot_product_attention_with_rope")
+_OF_FLAX = [getattr(nnx, name) for name in _NAMES if hasattr(nnx, name)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _InRing:
+    """Calls a module with ``ring_attention`` in place of its attention function."""
+
+    axis: str
+    balanced: bool
+
+    def of(self, module: Any, call: Callable[..., Any], mesh: Any, *_: Any) -> Callable[..., Any]:
+        """What is called in place of a method of the module."""
+        own, options = module.attention_fn, _options(module) or {}
+        ring = functools.partial(
+            ring_attention, mesh=mesh, axis=self.axis, balanced=self.balanced, **options
+        )
+
+        def attention(query: Any, *args: Any, **kwargs: Any) -> Any:
+            return (own if query.shape[-3] == 1 else ring)(query, *args, **kwargs)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            vars(module)["attention_fn"] = attention
+            try:
+                return call(*args, **kwargs)
+            finally:
+                vars(module)["attention_fn"] = own
+
+        return called

@@ -1,0 +1,215 @@
+"""``context_parallel``: sequences over a mesh axis, in models that know nothing of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding.partition import (
+    context_parallel,
+    fsdp,
+    make_mesh,
+    pipeline,
+    specs_by_path,
+    tensor_parallel,
+)
+
+WIDTH, LENGTH, LETTERS = 16, 24, 32
+WITH_ROPE = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
+
+
+class Block(nnx.Module):
+    def __init__(self, function, *, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            4, WIDTH, attention_fn=function, decode=False, rngs=rngs
+        )
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x), is_causal=True)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, function=nnx.dot_product_attention, stacked=True, remat=False):
+        rngs = nnx.Rngs(0)
+        self.tokens = nnx.Embed(LETTERS, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        blocks = [Block(function, rngs=rngs) for _ in range(2)]
+        self.blocks = stack(blocks, remat=remat) if stacked else nnx.List(blocks)
+        self.stacked = stacked
+
+    def __call__(self, tokens):
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in [self.blocks] if self.stacked else self.blocks:
+            x = block(x)
+        return self.tokens.attend(x)  # the embedding is tied
+
+
+def step(model, optimizer, tokens, labels):
+    def loss(model):
+        return optax.softmax_cross_entropy_with_integer_labels(model(tokens), labels).mean()
+
+    value, grads = value_and_grad(loss, wrt=nnx.Param)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def make(*args):
+    model = Model(*args)
+    return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(LETTERS, size=(4, LENGTH))
+    return tokens, np.roll(tokens, -1, 1)
+
+
+def trained(step, args):
+    """The loss, and the weights after a step."""
+    model, optimizer = make(*args)
+    value = step(model, optimizer, *batch())
+    return [np.asarray(x) for x in (value, *jax.tree.leaves(nnx.state(model, nnx.Param)))]
+
+
+@functools.cache
+def alone(*args):
+    return trained(jit(step), args)
+
+
+DIMENSIONS = {
+    "function": {"plain": nnx.dot_product_attention, "rope": WITH_ROPE},
+    "blocks": {"list": (False, False), "stack": (True, False), "remat": (True, True)},
+    "kind": ("Auto", "Explicit", "mixed"),
+    "base": ("", "fsdp", "tensor", "sequence", "tensor and fsdp", "pipeline"),
+    "rows": (P("data", "context"), P("data"), P(("context", "data"))),
+    "order": [*itertools.permutations(("data", "context", "third"))],
+}
+
+
+def cases():
+    found = [dict(zip(DIMENSIONS, x, strict=True)) for x in itertools.product(*DIMENSIONS.values())]
+    found = [x for x in found if x["base"] != "pipeline" or x["blocks"] != "list"]
+    found = random.Random(0).sample(found, 48)
+    return [pytest.param(x, id="-".join("".join(map(str, y)) for y in x.values())) for x in found]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_a_step_is_that_of_one_device(case):
+    args = (DIMENSIONS["function"][case["function"]], *DIMENSIONS["blocks"][case["blocks"]])
+    third = "stage" if case["base"] == "pipeline" else "model"
+    sizes = {third if axis == "third" else axis: 2 for axis in case["order"]}
+    kinds = {"Auto": [AxisType.Auto] * 3, "Explicit": [AxisType.Explicit] * 3}
+    mixed = [AxisType.Auto, AxisType.Explicit, AxisType.Auto]
+    mesh = make_mesh(sizes, kinds.get(case["kind"], mixed))
+    model, optimizer = nnx.eval_shape(lambda: make(*args))
+    options, base = {"mesh": mesh, "optimizer": optimizer}, None
+    if case["base"].startswith(("tensor", "sequence")):
+        base = tensor_parallel(model, sequence=case["base"] == "sequence", **options)
+    sharding = context_parallel(model, base=base, **options)
+    if case["base"].endswith("fsdp"):
+        axis = ("data", "context")
+        sharding = fsdp(model, base=sharding, axis=axis, min_size=0, **options)
+    elif case["base"] == "pipeline":
+        sharding = pipeline(model, base=sharding, microbatches=2, **options)
+    rows = case["rows"]
+    run = jit(step, mesh=mesh, in_shardings=(sharding, sharding, rows, rows))
+    for one, other in zip(trained(run, args), alone(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def compiled(model, *, tokens=True, **options):
+    mesh = make_mesh({"context": 4}, devices=jax.devices()[:4])
+    sharding = context_parallel(model, mesh=mesh, **options)
+    forward = jit(lambda model, x: model(x), mesh=mesh, in_shardings=(sharding, P(None, "context")))
+    shape = jax.ShapeDtypeStruct((2, LENGTH), "int32") if tokens else jnp.zeros((2, LENGTH, WIDTH))
+    return forward.lower(model, shape).compile()
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_what_is_sent(balanced):
+    sent = compiled(nnx.eval_shape(Model), balanced=balanced).collectives()
+    assert {each.kind for each in sent} == {"collective-permute"}  # nobody gathers a sequence
+    block = 2 * LENGTH // 4 * WIDTH * 4
+    # In each layer, keys and values, and four bytes for each position, go to three more devices.
+    moved = 2 * 3 * (2 * block + LENGTH // 4 * 4)
+    # Both halves of queries, keys, values and outputs, from most devices to another one.
+    moved += 2 * 4 * block * balanced
+    assert sent.bytes_sent == moved
+
+
+class Mine(nnx.Module):
+    """Attention with a function of its own, which no strategy may replace."""
+
+    def __init__(self, *, rngs):
+        self.project = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.attention_fn = lambda q, k, v: jnp.tanh(jax.nn.dot_product_attention(q, k, v))
+
+    def __call__(self, x):
+        heads = self.project(x).reshape(*x.shape[:2], 3, 2, -1)
+        return self.attention_fn(*jnp.moveaxis(heads, 2, 0)).reshape(x.shape)
+
+
+def test_functions_of_the_user_stay():
+    model = Mine(rngs=nnx.Rngs(0))
+    found = compiled(model, tokens=False)(model, x := jnp.ones((2, LENGTH, WIDTH)))
+    np.testing.assert_allclose(found, model(x), rtol=1e-5)
+
+
+def test_a_single_query_needs_no_ring():
+    mesh = make_mesh({"data": 2, "context": 4})
+    layer = nnx.MultiHeadAttention(4, WIDTH, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((2, 8, WIDTH))
+    own, x = nnx.clone(layer), jnp.ones((2, 1, WIDTH))
+    sharding = context_parallel(layer, mesh=mesh)
+    forward = jit(lambda layer, x: layer(x), mesh=mesh, in_shardings=(sharding, P("data")))
+    for _ in range(2):
+        np.testing.assert_allclose(forward(layer, x), own(x), rtol=1e-5)
+    assert layer.attention_fn is own.attention_fn
+
+
+def test_the_specs_are_those_of_base():
+    mesh, model = AbstractMesh((2, 4), ("data", "context")), nnx.eval_shape(Model)
+    base = fsdp(model, mesh=mesh, min_size=0)
+    found = context_parallel(model, mesh=mesh, base=base)
+    assert specs_by_path(model, found) == specs_by_path(model, base)
+    assert found == context_parallel(model, mesh=mesh, base=base)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"axis": "contxt"}, "did you mean 'context'"),
+        ({"axis": ("data", "context")}, "the name of one axis"),
+        ({"base": P()}, "base must be a StateSharding"),
+    ],
+)
+def test_wrong_options(options, text):
+    mesh = AbstractMesh((2, 4), ("data", "context"))
+    with pytest.raises((TypeError, ValueError), match=text):
+        context_parallel(nnx.eval_shape(Model), mesh=mesh, **options)
+
+
+def test_dropout_of_weights_is_an_error():
+    mesh = make_mesh({"context": 8})
+    layer = nnx.MultiHeadAttention(
+        4, WIDTH, dropout_rate=0.1, deterministic=False, decode=False, rngs=nnx.Rngs(0)
+    )
+    forward = jit(
+        lambda m, x: m(x), mesh=mesh, in_shardings=(context_parallel(layer, mesh=mesh), P())
+    )
+    with pytest.raises(ValueError, match="dropout of weights: not supported"):
+        forward.lower(layer, jnp.ones((2, LENGTH, WIDTH)))
