@@ -485,7 +485,8 @@ def _to_experts(layout: _Layout, rows: Any, sizes: Any, received: Any) -> Any:
     def ragged(rows: jax.Array) -> Any:
         space = jnp.zeros((layout.size * width, rows.shape[-1]), rows.dtype)
         own = jax.lax.axis_index(layout.axis).astype(jnp.int32) * width
-        where = starts, sizes, jnp.broadcast_to(own, (layout.size,)), received
+        # JAX can `vmap` it, as over stages of a pipeline, only if all of these are mapped.
+        where = starts, sizes, own + 0 * sizes, received
         return jax.lax.ragged_all_to_all(rows, space, *where, axis_name=layout.axis)
 
     def padded(rows: Any) -> Any:
@@ -506,7 +507,7 @@ def _from_experts(layout: _Layout, blocks: Any, sizes: Any, received: Any) -> An
         space = jnp.zeros((width, blocks.shape[-1]), blocks.dtype)
         own = jnp.arange(layout.size, dtype=jnp.int32) * width
         wanted = layout.exchange(starts, 0, 0)  # where each device has its rows of this one
-        where = own, received, wanted, sizes
+        where = own + 0 * sizes, received, wanted, sizes
         return jax.lax.ragged_all_to_all(blocks, space, *where, axis_name=layout.axis)
 
     def padded(blocks: Any) -> Any:
