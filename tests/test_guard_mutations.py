@@ -113,16 +113,15 @@ def without_slot(kind: Kind) -> Patch:
     """What is in one slot of Flax's objects is not compared."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        record = recorder.WalkRecorder.open
+        record = recorder.WalkRecorder._open_slots
         # Of traces, those of other models are compared with the current one.
         same = _compat.SLOTS["TRACE"].__get__(nnx.Param(0)) if kind is Kind.TRACE else None
 
-        def broken(
-            self: Any, own: Kind, at: int, names: Any, parts: Any, rules: bytes = b""
-        ) -> Any:
-            return record(self, own, at, names, (same,) if own is kind else parts, rules)
+        def broken(self: Any, kinds: Any, at: int, values: Any) -> int:
+            pairs = zip(kinds, values, strict=True)
+            return record(self, kinds, at, [same if own[0] is kind else x for own, x in pairs])
 
-        monkeypatch.setattr(recorder.WalkRecorder, "open", broken)
+        monkeypatch.setattr(recorder.WalkRecorder, "_open_slots", broken)
         reading(kind, lambda names: lambda _: (names, [same] * len(names)))(monkeypatch)
 
     return patch

@@ -78,14 +78,19 @@ def prefix_state(x: Any) -> tuple[Any, Any] | None:
     return (x.prefix_fn.value, x.state) if isinstance(x, extract.TreeState) else None
 
 
-def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
-    """A plain Variable of the current trace with ``metadata`` and no value yet."""
-    kind: Any = variable_type
-    if not metadata.get("hijax"):
-        return kind.from_metadata(None, metadata)
-    variable = kind.from_metadata(None, {**metadata, "hijax": False})
+def new_variable(variable_type: type, metadata: dict[str, Any], trace_state: Any = None) -> Any:
+    """A plain Variable with ``metadata`` and no value yet, even where that says ``hijax``.
+
+    Variables may share the state of their trace, which takes most of the time to make.
+    """
+    variable = object.__new__(variable_type)
+    _trace.__set__(variable, trace_state or new_trace_state())
     set_metadata(variable, dict(metadata))
+    set_value(variable, None)
     return variable
+
+
+new_trace_state: Callable[[], Any] = private_name("flax.nnx.tracers", "TraceState")
 
 
 # Slots, which run no hooks and check no trace; callers check before they write.
@@ -147,6 +152,8 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     mapping = tree if type(tree) is dict else get_mapping(tree)
     if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
         return None  # other keys may be equal without being the same
+    if mapping is not tree and len(vars(tree)) > 1:
+        return None  # a guard expects nothing but the mapping
     return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
 
 

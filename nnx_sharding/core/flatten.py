@@ -28,7 +28,6 @@ from .structure import (
     StaticEntry,
     Structure,
     VariableEntry,
-    children_of,
 )
 from .treedefs import aux_of, is_leaf_treedef
 
@@ -124,6 +123,7 @@ class _Flattener:
         self._pending: list[int] = []
         # By id, with the value to keep it alive, so that no other object gets its id.
         self._statics: dict[int, tuple[Static | Group, Any]] = {}
+        self._links: dict[int, list[int]] = {}
         self._forms: dict[Any, _compat.NodeForm] = {}
         self._rows: dict[int, _Row] = {}
         self._metadata: dict[tuple[Any, ...], tuple[Any, Sequence[Any], bytes]] = {}
@@ -171,22 +171,21 @@ class _Flattener:
     def _describe(self, index: int, obj: Any, slots: list[int]) -> Entry:
         entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
         if entry is not None:
-            for child in children_of(entry):
-                if type(child) is int:
-                    self.link_index(child)
             if isinstance(entry, VariableEntry):
                 self._leaf(_compat.get_value(obj), slots)
+            for child in self._links_of(entry):
+                self.link_index(child)
             return entry
         recorder = self.recorder
         at = NOWHERE if recorder is None else recorder.objects[index]
-        if not _compat.is_graph_object(obj) and _compat.is_hijax_variable(obj):
+        if _compat.is_node(obj):
+            return self._describe_node(obj, slots, at)
+        if not _compat.is_variable(obj) and _compat.is_hijax_variable(obj):
             self.recorder, recorder, obj = None, None, _compat.plain_variable(obj)
         if _compat.is_variable(obj):
             metadata, value = self._describe_metadata(obj, at), _compat.get_value(obj)
             at = NOWHERE if recorder is None else recorder.open_variable(at, obj, value)
             return VariableEntry(type(obj), metadata, self.pytree(value, slots, at))
-        if _compat.is_node(obj):
-            return self._describe_node(obj, slots, at)
         content = content_of(obj)
         if content is None:
             self._leaf(obj, slots, at)
@@ -203,6 +202,15 @@ class _Flattener:
             for each in zip(places, content.parts, parts, strict=True):
                 recorder.add_static(*each)
         return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
+
+    def _links_of(self, entry: NodeEntry | VariableEntry) -> Iterable[int]:
+        """The objects to which an entry links; Variables share their metadata."""
+        if isinstance(entry, NodeEntry):
+            return [child for child in entry.children if type(child) is int]
+        key = id(entry.metadata)
+        if key not in self._links:
+            self._links[key] = [child for _, child in entry.metadata if type(child) is int]
+        return self._links[key]
 
     def _describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""

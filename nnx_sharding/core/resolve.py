@@ -54,11 +54,12 @@ def locate(structure: Structure, targets: Sequence[Target]) -> list[NamedLocatio
     locations = []
     for target in targets:
         for part in target.parts:
-            aliases = structure.aliases(part.child)
+            aliases: Mapping[Any, Sequence[Path]] = structure.aliases(part.child)
+            prefix = accessor(target.name, part.keys)
             for location in structure.walk(part.child, slots):
-                name = accessor(target.name, (*part.keys, *location.path))
-                others = aliases.get(location.entry, ()) if location.entry is not None else ()
-                paths = tuple(dict.fromkeys((location.path, *others)))
+                name, paths = accessor(prefix, location.path), (location.path,)
+                if location.entry in aliases:
+                    paths = tuple(dict.fromkeys((*paths, *aliases[location.entry])))
                 locations.append(NamedLocation(target, part, location, name, paths))
     return locations
 

@@ -210,10 +210,9 @@ def has_state(kind: type) -> bool:
     return bool(kind.__dictoffset__) or bool(_slots(kind))
 
 
-def has_only_dict(value: Any) -> bool:
-    """Whether all content of an object is in its ``__dict__``."""
-    kind = type(value)
-    return bool(kind.__dictoffset__) and not is_builtin(kind) and not _slots(kind)
+def has_only_dict(kind: type, base: type = object) -> bool:
+    """Whether objects of a class have their ``__dict__`` and what they hold as a base, no more."""
+    return bool(kind.__dictoffset__) and _base_of(kind) is base and not _slots(kind)
 
 
 def has_hidden_state(kind: type) -> bool:

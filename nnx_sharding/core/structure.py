@@ -144,16 +144,17 @@ class Structure:
 
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
-        found: dict[int, Any] = {id(child): child for child in (self.root, *self.statics)}
+        groups: list[Sequence[Any]] = [(self.root, *self.statics)]
         metadata: dict[int, Any] = {}  # which many Variables share
         for entry in self.entries:
-            if isinstance(entry, VariableEntry):
-                metadata[id(entry.metadata)] = entry.metadata
-                found[id(entry.value)] = entry.value
+            if is_leaf_variable(entry):
+                metadata[id(entry.metadata)] = entry.metadata  # type: ignore[union-attr]
             else:
-                found.update((id(child), child) for child in children_of(entry))
+                groups.append(children_of(entry))
         settings = (setting for own in metadata.values() for _, setting in own)
-        return identities_in(chain(found.values(), settings))
+        # Nodes of one kind share their children.
+        unique = {id(x): x for x in chain(*groups, settings) if type(x) is not int}
+        return identities_in(unique.values())
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
@@ -169,11 +170,16 @@ class Structure:
             parts: Iterable[tuple[Path, Child]] = ()
             if child is LEAF:
                 yield Location(path, variable, (next(slots),))
-            elif isinstance(child, Container):
+                continue
+            if isinstance(child, Container):
                 parts = parts_of(child).items()
             elif isinstance(child, int) and child not in seen:
                 seen.add(child)
-                entry, variable, slots = self.entries[child], None, iter(self.slots[child])
+                entry = self.entries[child]
+                if is_leaf_variable(entry):
+                    yield Location(path, child, self.slots[child])
+                    continue
+                variable, slots = None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
                     parts = zip(zip(entry.keys), entry.children, strict=True)
@@ -293,6 +299,11 @@ def children_of(entry: Entry | None) -> Sequence[Any]:
     if isinstance(entry, VariableEntry):
         return (entry.value, *(setting for _, setting in entry.metadata))
     return entry.children if isinstance(entry, NodeEntry | StaticEntry) else ()
+
+
+def is_leaf_variable(entry: Any) -> bool:
+    """Whether an entry is that of a Variable whose value is one array."""
+    return type(entry) is VariableEntry and entry.value is LEAF
 
 
 def atoms(children: Iterable[Any]) -> Iterator[Any]:

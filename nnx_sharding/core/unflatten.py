@@ -26,6 +26,7 @@ from .structure import (
     VariableEntry,
     atoms,
     holds_objects,
+    is_leaf_variable,
 )
 from .treedefs import with_aux
 
@@ -52,16 +53,18 @@ def unflatten(
     existing = existing or {}
     existing = {**existing, **_originals(structure, existing, share)}
     plain: dict[int, dict[str, Any]] = {}  # static metadata, which many Variables share
+    trace_state = _compat.new_trace_state()
     objects: list[Any] = [
         existing[index]
         if index in existing
-        else _new_object(entry, plain, structure.slots[index], leaves)
+        else _new_object(entry, plain, trace_state, structure.slots[index], leaves)
         for index, entry in enumerate(structure.entries)
     ]
     for index, entry in enumerate(structure.entries):
         if index in existing:
             continue
-        arrays = (leaves[slot] for slot in structure.slots[index])
+        slots = structure.slots[index]
+        arrays: Any = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(objects[index]):
             if len(plain[id(entry.metadata)]) < len(entry.metadata):  # some of it links to objects
                 _compat.set_metadata(objects[index], _metadata(entry, objects))
@@ -75,7 +78,11 @@ def unflatten(
 
 
 def _new_object(
-    entry: Any, plain: dict[int, dict[str, Any]], slots: Sequence[int], leaves: Sequence[Any]
+    entry: Any,
+    plain: dict[int, dict[str, Any]],
+    trace_state: Any,
+    slots: Sequence[int],
+    leaves: Sequence[Any],
 ) -> Any:
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
@@ -88,7 +95,7 @@ def _new_object(
         if settings.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
             value = assemble(entry.value, (leaves[slot] for slot in slots), ())
             return _compat.new_hijax_variable(entry.type, settings, value)
-        return _compat.new_variable(entry.type, settings)
+        return _compat.new_variable(entry.type, settings, trace_state)
     if isinstance(entry, StaticEntry):
         return make_empty(entry.kind)
     if entry is None:
@@ -120,8 +127,10 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any
 def _attributes(
     entry: NodeEntry, leaves: Iterator[Any], objects: Sequence[Any]
 ) -> list[tuple[Any, Any]]:
-    pairs = zip(entry.keys, entry.children, strict=True)
-    return [(key, assemble(child, leaves, objects)) for key, child in pairs]
+    return [
+        (key, child.value if type(child) is Static else assemble(child, leaves, objects))
+        for key, child in zip(entry.keys, entry.children, strict=True)
+    ]
 
 
 def _metadata(entry: VariableEntry, objects: Sequence[Any]) -> dict[str, Any]:
@@ -330,8 +339,3 @@ def is_hijax(entry: Any) -> bool:
 
 
 _TRUE = Static.of(True)
-
-
-def is_leaf_variable(entry: Any) -> bool:
-    """Whether an entry is that of a Variable whose value is one array."""
-    return isinstance(entry, VariableEntry) and entry.value is LEAF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -46,6 +47,7 @@ def accessor(name: str, path: Path) -> str:
     return name + "".join(map(_accessed, path))
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def _accessed(key: Any) -> str:
     if type(key) is str and key.isidentifier():
         return f".{key}"

@@ -264,10 +264,11 @@ static PyObject *expected_by(const Walk *walk, const Step *step) {
     return walk->expected[step - walk->steps];
 }
 
-/* The dict that a step reads, borrowed from its item; NULL with an error set. */
+/* The dict that a step reads, borrowed from its item; NULL, perhaps with an error set. */
 static PyObject *dict_of(PyObject *item, enum kind kind) {
     if (kind == METADATA) return slot_of(item, METADATA);
     if (kind == DICT) return item;
+    if (kind == STATE) return only_dict_in(item);
     PyObject *dict = PyObject_GenericGetDict(item, NULL);
     Py_XDECREF(dict); /* the item has another reference */
     return dict;
@@ -278,19 +279,13 @@ static int take_step(Stream *stream, const Step *step) {
     PyObject *item = stream->items[step->position], *mapping;
     PyObject *expected = expected_by(stream->walk, step);
     if (!has_type(stream, step)) return 0;
-    int same = 0;
     switch (step->kind) {
         case NODE:
         case DICT:
         case METADATA:
+        case STATE:
             mapping = dict_of(item, step->kind);
             return mapping == NULL ? 0 : append_mapping(stream, mapping, expected);
-        case STATE:
-            mapping = PyObject_CallOneArg(hooks[HOOK_get_mapping], item);
-            if (mapping == NULL) return -1;
-            same = append_mapping(stream, mapping, expected);
-            Py_DECREF(mapping);
-            return same;
         case SEQUENCE:
             return append_sequence(stream, item, PyLong_AsSsize_t(expected));
         case TREE:
@@ -394,6 +389,10 @@ typedef struct {
     uint64_t walk;        /* the number of the walk that last read it; 0 if that is not valid */
     const PyObject *dict; /* only compared; NULL if it has to be read again */
     const void *keys;     /* of values that are stored inline; else NULL */
+#if PY_VERSION_HEX >= 0x030D0000
+    const PyObject *item;   /* only compared */
+    PyObject *const *place; /* where this item has its dict */
+#endif
 #if PY_VERSION_HEX < 0x030C0000
     uint64_t version; /* of its content */
 #endif
@@ -487,6 +486,24 @@ static void note_dict(const Follower *follower, const Step *step, PyObject *dict
 #endif
 }
 
+/* The same as `dict_of`, which finds the dict of an object anew each time. */
+static PyObject *known_dict_of(Seen *seen, PyObject *item, enum kind kind) {
+#if PY_VERSION_HEX >= 0x030D0000
+    if (kind == NODE) {
+        /* Another object at this address has its dict in the same place, if its type has one size. */
+        if (seen->item == item && *seen->place != NULL) return *seen->place;
+        PyObject *dict = dict_of(item, kind);
+        PyObject **place = Py_TYPE(item)->tp_itemsize == 0 ? _PyObject_GetDictPtr(item) : NULL;
+        seen->item = place != NULL ? item : NULL;
+        seen->place = place;
+        return dict;
+    }
+#else
+    (void)seen;
+#endif
+    return dict_of(item, kind);
+}
+
 /* Invalidates what the last walk read, which may not have been compared. */
 static void forget(Follower *follower) {
     for (Py_ssize_t i = 0; i < follower->walk->num_seen; i++) {
@@ -500,17 +517,24 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arg
     follower->count++;
     if (!append_all(stream, arguments, walk->num_arguments)) return 0;
     const Step *end = walk->steps + walk->num_plain_steps;
+    int32_t typed = -1; /* the position of the last item, whose type was compared */
     for (const Step *step = walk->steps; step < end; step++) {
+        PyObject *item = stream->items[step->position], *dict = NULL;
+        if (step->position != typed && !has_type(stream, step)) return 0;
+        typed = step->position;
+        if (step->kind >= VALUE && step->kind <= IS_SETUP) {
+            stream->length = step->start;
+            if (!append(stream, slot_of(item, step->kind))) return 0;
+            continue;
+        }
         if (step->seen < 0) {
             stream->length = step->start;
             if (take_step(stream, step) != 1) return 0;
             continue;
         }
         Seen *seen = &follower->seen[step->seen];
-        PyObject *dict = NULL;
-        if (!has_type(stream, step)) return 0;
         if (step->kind != SEQUENCE) {
-            dict = dict_of(stream->items[step->position], step->kind);
+            dict = known_dict_of(seen, item, step->kind);
             if (dict == NULL) {
                 PyErr_Clear();
                 return 0;
@@ -692,7 +716,7 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     walk->size = PyTuple_GET_SIZE(fields[RECIPE_types]);
     walk->num_steps = PyTuple_GET_SIZE(fields[RECIPE_expected]);
     while (walk->num_plain_steps < walk->num_steps &&
-           walk->steps[walk->num_plain_steps].kind < STATE) {
+           walk->steps[walk->num_plain_steps].kind < TREE) {
         walk->num_seen += walk->steps[walk->num_plain_steps++].seen >= 0;
     }
     walk->num_plain_items = walk->num_plain_steps < walk->num_steps

@@ -23,6 +23,7 @@ class Kind(enum.IntEnum):
     IS_SETUP = 6  # the other flag
     SEQUENCE = 7  # a tuple or list: its items; its length
     STATE = 8  # an nnx.State: its values; its keys
+    # From here on, opening runs Python code.
     TREE = 9  # another pytree: its leaves and the data of its node types; its treedef
     STATIC = 10  # another static object: its parts; its kind
 

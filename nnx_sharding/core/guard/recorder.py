@@ -19,6 +19,9 @@ NOWHERE = -1  # a position of what is not in the stream
 
 # How an item of the stream is compared: by value, by identity, or not, or in another way.
 _OPEN, _FROZEN, _IDENTITY = range(3)
+_TRACE_AND_VALUE = ((Kind.TRACE, _FROZEN), (Kind.VALUE, _OPEN))
+_FLAGS = ((Kind.INITIALIZING, _FROZEN), (Kind.IS_SETUP, _FROZEN))
+_trace_of = _compat.SLOTS["TRACE"].__get__
 
 
 def rule_of(child: Any) -> int:
@@ -45,7 +48,8 @@ class WalkRecorder:
         self._num_arguments = len(arguments)
         self._stream = [*arguments]
         self._rules = bytearray(len(arguments))  # by position
-        self._steps: list[tuple[Kind, int, int]] = []  # and what is opened and added first
+        # Of each step: its kind, the position that it opens, and that of the first part.
+        self._steps: list[int] = []
         self._expected: list[Any] = []  # by step
         self._traces: list[int] = []
         self._mentions: dict[int, int] = {}  # by position: the index of the object
@@ -58,7 +62,7 @@ class WalkRecorder:
         start = len(self._stream)
         self._stream += parts
         self._rules += rules or bytes(len(parts))
-        self._steps.append((kind, position, start))
+        self._steps += kind, position, start
         self._expected.append(expected)
         return range(start, len(self._stream))
 
@@ -81,17 +85,28 @@ class WalkRecorder:
 
     def open_variable(self, position: int, variable: Any, value: Any) -> int:
         """Adds the trace and the value of a Variable; returns the position of the value."""
-        trace = _compat.SLOTS["TRACE"].__get__(variable)
-        self._traces += self.open(Kind.TRACE, position, None, (trace,), bytes([_FROZEN]))
-        return self.open(Kind.VALUE, position, None, (value,))[0]
+        trace = self._open_slots(_TRACE_AND_VALUE, position, (_trace_of(variable), value))
+        self._traces.append(trace)
+        return trace + 1
+
+    def _open_slots(
+        self, kinds: tuple[tuple[Kind, int], ...], position: int, values: Sequence[Any]
+    ) -> int:
+        """Adds the content of slots, each with its rule; returns the position of the first."""
+        start = end = len(self._stream)
+        self._stream += values
+        for kind, rule in kinds:
+            self._steps += kind, position, end
+            self._rules.append(rule)
+            self._expected.append(None)
+            end += 1
+        return start
 
     def open_node_state(self, position: int, state: Any) -> None:
         """Adds Flax's state of a module, which is compared as an object: its trace is fixed."""
         self._rules[position] = _FROZEN
         self._traces.append(position)
-        for kind in (Kind.INITIALIZING, Kind.IS_SETUP):
-            flag = _compat.SLOTS[kind.name].__get__(state)
-            self.open(kind, position, None, (flag,), bytes([_FROZEN]))
+        self._open_slots(_FLAGS, position, _compat.node_flags(state))
 
     def open_static(self, position: int, value: Any, content: Content) -> Sequence[int]:
         """Adds the parts of a static object; returns their positions."""
@@ -99,10 +114,16 @@ class WalkRecorder:
         if kind is dict and {str, int}.issuperset(map(type, value)):
             values = self.open(Kind.DICT, position, tuple(parts[::2]), parts[1::2])
             return [place for value in values for place in (NOWHERE, value)]
+        names = content.kind.names
+        num_items = len(parts) - len(names)
+        items, attributes = parts[:num_items], parts[num_items:]
         if kind is list or kind is tuple:
-            return self.open(Kind.SEQUENCE, position, len(parts), parts)
-        if has_only_dict(value):
-            return self.open(Kind.NODE, position, content.kind.names, parts)
+            return self.open(Kind.SEQUENCE, position, num_items, items)
+        if has_only_dict(kind):
+            return self.open(Kind.NODE, position, names, attributes)
+        if has_only_dict(kind, tuple) and kind.__iter__ is tuple.__iter__:
+            own = self.open(Kind.NODE, position, names, attributes)
+            return [*self.open(Kind.SEQUENCE, position, num_items, items), *own]
         return self.open(Kind.STATIC, position, (content.kind, len(parts)), parts)
 
     def open_tree(self, position: int, tree: Any, treedef: PyTreeDef) -> tuple[_Places, _Places]:
@@ -134,7 +155,7 @@ class WalkRecorder:
             leaves += added[: treedef.num_leaves]
             aux += added[treedef.num_leaves :]
         elif isinstance(items, dict):
-            kind = Kind.DICT if type(tree) is dict else Kind.STATE
+            kind = Kind.DICT if tree is items else Kind.STATE
             added = self.open(kind, position, (*items,), items.values())
             place = dict(zip(items, added, strict=True))
             for key, child in zip(sorted(items), children, strict=True):
@@ -194,10 +215,10 @@ class WalkRecorder:
         stream, size = self._stream, len(self._stream)
         steps = np.array(self._steps, np.int32).reshape(-1, 3)
         kinds, opened, starts = steps.T
-        if not (kinds >= Kind.STATE).any():
+        if not (kinds >= Kind.TREE).any():
             return steps, self._expected, np.arange(size), stream
         ends = np.append(starts[1:], size)
-        is_late, late_steps = np.zeros(size, bool), kinds >= Kind.STATE
+        is_late, late_steps = np.zeros(size, bool), kinds >= Kind.TREE
         for i, (position, start, end) in enumerate(zip(opened, starts, ends, strict=True)):
             late_steps[i] |= is_late[position]
             is_late[start:end] = late_steps[i]
@@ -223,8 +244,8 @@ class WalkRecorder:
         counts = np.diff(starts, append=len(types))
         readers[self._num_arguments :] = np.repeat(np.arange(len(starts)), counts)
         parents = readers[opened]
-        is_plain = np.logical_and.accumulate(kinds < Kind.STATE)
-        remembered = is_plain & np.isin(kinds, (Kind.NODE, Kind.DICT, Kind.METADATA))
+        is_plain = np.logical_and.accumulate(kinds < Kind.TREE)
+        remembered = is_plain & np.isin(kinds, (Kind.NODE, Kind.DICT, Kind.METADATA, Kind.STATE))
         for i in np.flatnonzero(is_plain & (kinds == Kind.SEQUENCE)):
             is_tuple = issubclass(types[opened[i]], tuple)
             remembered[i] = is_tuple and parents[i] >= 0 and remembered[parents[i]]
