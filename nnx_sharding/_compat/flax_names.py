@@ -83,7 +83,7 @@ def new_variable(variable_type: type, metadata: dict[str, Any], trace_state: Any
 
     Variables may share the state of their trace, which takes most of the time to make.
     """
-    variable = object.__new__(variable_type)
+    variable: Any = object.__new__(variable_type)
     _trace.__set__(variable, trace_state or new_trace_state())
     set_metadata(variable, dict(metadata))
     set_value(variable, None)

@@ -25,7 +25,7 @@ from .outcome import Outcome, OutputGroup
 from .placing import place
 from .plan import Plan
 from .static_parts import Operation
-from .structure import LEAF, Child, Container, VariableEntry
+from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
 from .treedefs import has_builtin_containers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -235,7 +235,7 @@ class _Update(NamedTuple):
         if (
             any(others)
             or len(after.entries) != known
-            or not all(graph.is_leaf_variable(e) and not graph.is_hijax(e) for e in written_to)
+            or not all(is_leaf_variable(e) and not graph.is_hijax(e) for e in written_to)
         ):
             return False
         pairs = ((outcome.sources[after.slots[index][0]], index) for index in outcome.values)

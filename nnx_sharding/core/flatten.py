@@ -28,6 +28,7 @@ from .structure import (
     StaticEntry,
     Structure,
     VariableEntry,
+    children_of,
 )
 from .treedefs import aux_of, is_leaf_treedef
 
@@ -123,7 +124,6 @@ class _Flattener:
         self._pending: list[int] = []
         # By id, with the value to keep it alive, so that no other object gets its id.
         self._statics: dict[int, tuple[Static | Group, Any]] = {}
-        self._links: dict[int, list[int]] = {}
         self._forms: dict[Any, _compat.NodeForm] = {}
         self._rows: dict[int, _Row] = {}
         self._metadata: dict[tuple[Any, ...], tuple[Any, Sequence[Any], bytes]] = {}
@@ -173,8 +173,9 @@ class _Flattener:
         if entry is not None:
             if isinstance(entry, VariableEntry):
                 self._leaf(_compat.get_value(obj), slots)
-            for child in self._links_of(entry):
-                self.link_index(child)
+            for child in children_of(entry):
+                if type(child) is int:
+                    self.link_index(child)
             return entry
         recorder = self.recorder
         at = NOWHERE if recorder is None else recorder.objects[index]
@@ -202,15 +203,6 @@ class _Flattener:
             for each in zip(places, content.parts, parts, strict=True):
                 recorder.add_static(*each)
         return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
-
-    def _links_of(self, entry: NodeEntry | VariableEntry) -> Iterable[int]:
-        """The objects to which an entry links; Variables share their metadata."""
-        if isinstance(entry, NodeEntry):
-            return [child for child in entry.children if type(child) is int]
-        key = id(entry.metadata)
-        if key not in self._links:
-            self._links[key] = [child for _, child in entry.metadata if type(child) is int]
-        return self._links[key]
 
     def _describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""

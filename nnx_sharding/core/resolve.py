@@ -57,9 +57,9 @@ def locate(structure: Structure, targets: Sequence[Target]) -> list[NamedLocatio
             aliases: Mapping[Any, Sequence[Path]] = structure.aliases(part.child)
             prefix = accessor(target.name, part.keys)
             for location in structure.walk(part.child, slots):
-                name, paths = accessor(prefix, location.path), (location.path,)
-                if location.entry in aliases:
-                    paths = tuple(dict.fromkeys((*paths, *aliases[location.entry])))
+                others = aliases.get(location.entry, ())
+                paths = tuple(dict.fromkeys((location.path, *others)))
+                name = accessor(prefix, location.path)
                 locations.append(NamedLocation(target, part, location, name, paths))
     return locations
 

@@ -14,7 +14,7 @@ import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 
@@ -144,16 +144,10 @@ class Structure:
 
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
-        groups: list[Sequence[Any]] = [(self.root, *self.statics)]
-        metadata: dict[int, Any] = {}  # which many Variables share
-        for entry in self.entries:
-            if is_leaf_variable(entry):
-                metadata[id(entry.metadata)] = entry.metadata  # type: ignore[union-attr]
-            else:
-                groups.append(children_of(entry))
-        settings = (setting for own in metadata.values() for _, setting in own)
-        # Nodes of one kind share their children.
-        unique = {id(x): x for x in chain(*groups, settings) if type(x) is not int}
+        # Variables share their metadata, and nodes of one kind most of their children.
+        entries = {id(x.metadata if is_leaf_variable(x) else x): x for x in self.entries}
+        groups = ((self.root, *self.statics), *map(children_of, entries.values()))
+        unique = {id(x): x for x in chain(*groups) if type(x) is not int}
         return identities_in(unique.values())
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
@@ -170,16 +164,11 @@ class Structure:
             parts: Iterable[tuple[Path, Child]] = ()
             if child is LEAF:
                 yield Location(path, variable, (next(slots),))
-                continue
-            if isinstance(child, Container):
+            elif isinstance(child, Container):
                 parts = parts_of(child).items()
             elif isinstance(child, int) and child not in seen:
                 seen.add(child)
-                entry = self.entries[child]
-                if is_leaf_variable(entry):
-                    yield Location(path, child, self.slots[child])
-                    continue
-                variable, slots = None, iter(self.slots[child])
+                entry, variable, slots = self.entries[child], None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
                     parts = zip(zip(entry.keys), entry.children, strict=True)
@@ -301,7 +290,7 @@ def children_of(entry: Entry | None) -> Sequence[Any]:
     return entry.children if isinstance(entry, NodeEntry | StaticEntry) else ()
 
 
-def is_leaf_variable(entry: Any) -> bool:
+def is_leaf_variable(entry: Any) -> TypeGuard[VariableEntry]:
     """Whether an entry is that of a Variable whose value is one array."""
     return type(entry) is VariableEntry and entry.value is LEAF
 
