@@ -43,8 +43,10 @@ def members(module: str) -> list[str]:
 def index(page: str) -> str:
     """The tables of these names, one for each module."""
     tables = []
-    for module, names in itertools.groupby(documented(page), lambda name: name.rpartition(".")[0]):
-        lines = [f"   {name.rpartition('.')[2]}" for name in names]
+    for module, group in itertools.groupby(documented(page), lambda name: name.rpartition(".")[0]):
+        names = [name.rpartition(".")[2] for name in group]
+        lines = [f"   {name}" for name in names if not name.isupper()]
         head = [f".. currentmodule:: {module}", "", ".. autosummary::", "   :nosignatures:", ""]
         tables += [f"In `{module}`:", "", "```{eval-rst}", *head, *lines, "```", ""]
+        tables += [f"Data: {{py:data}}`~{module}.{name}`.\n" for name in names if name.isupper()]
     return "\n".join(tables)

@@ -127,7 +127,7 @@ class MistakesTest(parameterized.TestCase):
     def test_page_explains_each(self):
         section = re.compile(r"^<!-- ([\w-]+) -->\n(.*?)<!-- end -->\n(.+)$", re.DOTALL)
         parts = re.split(r"^###? .*\n+", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        explained = {m[1]: m[2] for m in map(section.match, parts) if m and "What to do" in m[3]}
+        explained = {m[1]: m[2] for m in map(section.match, parts) if m and "**Remedy:**" in m[3]}
         self.assertEqual(set(explained), {case.anchor for case in MISTAKES.values()})
         first = {case.anchor: case for case in reversed(MISTAKES.values())}
         for case in first.values():

@@ -109,6 +109,7 @@ def test_every_page_of_the_reference_is_in_its_index():
     headings = re.findall(r"^## \[.*\]\(reference/(\w+).md\)$", index, re.MULTILINE)
     assert re.findall(r"^reference/(\w+)$", index, re.MULTILINE) == headings
     assert set(headings) == pages
-    assert "   Hardware\n   HARDWARE\n" in names.index(
-        (ROOT / "docs" / "reference" / "analysis.md").read_text(encoding="utf-8")
+    analysis = (ROOT / "docs" / "reference" / "analysis.md").read_text(encoding="utf-8")
+    assert "   Hardware\n```\n\nData: {py:data}`~nnx_sharding.analysis.HARDWARE`.\n" in names.index(
+        analysis
     )
