@@ -6,6 +6,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -123,12 +124,37 @@ def test_attributes_over_several_lines():
     assert (kernel.operation, len(module.entry.instructions)) == ("f/kernel", 3)
     assert len(collectives_of(module)) == 1
     cost = with_loops(Cost(1.0, 1.0, 1.0, "s"), module)
-    assert (cost.flops, cost.transcendentals) == (1.0, 1.0)  # XLA's, as there is no loop
+    assert (cost.flops, cost.transcendentals) == (7 + 8, 5)  # with the sums of the all-reduce
     # Without an estimate, the flops are unknown, and so is the time.
     cost = with_loops(Cost(1.0, 1.0, 1.0, "s"), parse(text.replace("cost_estimate", "other")))
     assert (cost.flops, cost.transcendentals) == (None, None)
     assert "custom calls of unknown cost" in cost.stage
     assert roofline_of(cost, collectives_of(module), "TPU v5e").seconds is None
+
+
+@pytest.mark.parametrize(
+    ("fun", "flops"),
+    [  # of 16 rows of 16, after which 1 is added to each
+        (jnp.linalg.cholesky, None),  # XLA calls LAPACK, and counts it as -1
+        (lambda x: jnp.linalg.svd(x)[1], None),
+        (lambda x: jax.pure_callback(np.sin, x, x), 16 * 16),  # the host computes it
+        (lambda x: jax.lax.top_k(x, 4)[0], 16 * 16 * 8 + 16 * 4),  # a sort of 256 by 8 steps
+        (lambda x: x[jnp.arange(4)], 4 * 16),
+    ],
+)
+def test_flops_of_library_calls_are_unknown_or_right(fun, flops):
+    compiled = jax.jit(lambda x: fun(x) + 1).lower(jnp.ones((16, 16))).compile()
+    cost = with_loops(Cost(0.0, 0.0, 0.0, "s"), parse(compiled.as_text()))
+    assert cost.flops == flops
+    assert ("custom calls of unknown cost" in cost.stage) == (flops is None)
+
+
+def test_bytes_of_rows_that_an_index_chooses():
+    """Those of the rows, not of the table, of which XLA counts all."""
+    lookup = jit(lambda table, i: table[i])
+    shapes = jax.ShapeDtypeStruct((10_000, 64), "float32"), jax.ShapeDtypeStruct((32,), "int32")
+    cost = lookup.lower(*shapes).compile().cost()
+    assert cost.bytes_accessed == pytest.approx(2 * 32 * 64 * 4, rel=0.05)
 
 
 @pytest.mark.parametrize(

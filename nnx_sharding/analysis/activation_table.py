@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from jax.sharding import PartitionSpec
 
 from .memory import array_bytes
-from .parameters import full_spec, spec_styles, spec_text
+from .parameters import full_spec, shape_text, spec_styles, spec_text
 from .tables import Pictured, table, text
 from .units import bytes_text
 
@@ -87,13 +87,12 @@ def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
     """The table for consoles, with coloured axes, and units for bytes."""
     rows = list(rows)
     styles = spec_styles(rows)
-    lines: list[list[Any]] = []
-    for row in rows[:most]:
-        per_device = "?" if row.bytes_per_device is None else bytes_text(row.bytes_per_device)
-        sizes = f"({','.join(map(str, row.shape))})", row.dtype
-        spec = text(spec_text(row.spec), styles=styles)
-        line = [row.name, row.module, *sizes, spec, row.chosen_by, per_device]
-        lines.append([*line, bytes_text(row.bytes_total)])
-    if len(rows) > most:
-        lines.append([f"… and {len(rows) - most} more", *[""] * (len(_HEADER) - 1)])
-    return table(_HEADER, lines, numbers=2)
+    lines = (
+        (
+            *(row.name, row.module, shape_text(row.shape), row.dtype),
+            *(text(spec_text(row.spec), styles=styles), row.chosen_by),
+            *(bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)),
+        )
+        for row in rows
+    )
+    return table(_HEADER, lines, numbers=2, most=most)

@@ -182,13 +182,9 @@ class ModuleTable(Pictured):
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self.summary())
         header = ("module", "at the peak", "mostly", "flops", "bytes", "sent", "at least")
-        shown = self.rows[:_MOST]
-        yield table(header, [_cells(row) for row in shown], numbers=4)
-        if len(self.rows) > len(shown):
-            yield text(f"… and {len(self.rows) - len(shown)} more")
+        yield table(header, map(_cells, self.rows), numbers=4, most=40)
 
 
-_MOST = 40
 _ITEM = re.compile(r"(.*?)\[\d+\]")
 
 

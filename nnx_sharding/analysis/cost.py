@@ -18,7 +18,8 @@ COMPILED = "after optimisation, one device"
 class Cost(Pictured):
     """Estimates of XLA; a figure that it does not know is None.
 
-    XLA counts the body of a loop once; the stage says whether bodies count as often as they run.
+    XLA counts the body of a loop once; the stage says whether bodies count as often as they run,
+    which this library counts by itself, in the same way.
     Before optimisation the program is that of all devices together, but the inside of a
     ``shard_map``, which is written for one device, counts as written; and each sharding annotation,
     like any other custom call, counts as -1 flop and -1 byte.

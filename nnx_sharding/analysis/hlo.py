@@ -32,7 +32,6 @@ class Runs(NamedTuple):
 
     times: int | None = 1  # None if it is unknown
     least: int = 1  # with loops of unknown length once
-    listed: int = 1  # with all loops once, as XLA counts
     in_loop: bool = False
     is_fused: bool = False  # part of one operation: a fusion, or the computation of a reduction
     is_applied: bool = False  # to elements, as the computation of a reduction
@@ -120,7 +119,6 @@ class Module(Values):
                     called = Runs(
                         (known.times or 0) + (called.times or 0) if both else None,
                         known.least + called.least,
-                        known.listed + called.listed,
                         known.in_loop or called.in_loop,
                         known.is_fused and called.is_fused,
                         known.is_applied and called.is_applied,
@@ -140,7 +138,6 @@ class Module(Values):
         return Runs(
             None if times is None or caller.times is None else caller.times * times,
             caller.least * (1 if times is None else times),
-            caller.listed,
             caller.in_loop or is_loop,
             caller.is_fused or one.opcode == "fusion" or is_applied,
             caller.is_applied or is_applied,

@@ -134,7 +134,7 @@ class Instruction(_Written):
         cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
         return tuple(part for part in cleaned if part)
 
-    @property
+    @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names of the operands, without percent signs and shapes."""
         if simple := _SIMPLE.match(self.rest):  # as most are
@@ -216,6 +216,11 @@ class Instruction(_Written):
         return '"MegaScaleCollective' not in rest and not (is_kernel and _SENDS.search(rest))
 
     @property
+    def target(self) -> str:
+        """What a custom call calls; empty for others."""
+        return self.attributes.get("custom_call_target", "").strip('"')
+
+    @property
     def collective(self) -> str | None:
         """The kind of collective that it is or starts; None for others."""
         kind = self.opcode.removesuffix("-start")
@@ -224,7 +229,7 @@ class Instruction(_Written):
     def __str__(self) -> str:
         return f"{self.name} = {self.shape_text} {self.opcode}({self.rest}"
 
-    @property
+    @functools.cached_property
     def calls(self) -> list[tuple[str, str]]:
         """The computations that it runs, each after the attribute that names it."""
         if base(self.opcode) not in CALLERS:

@@ -149,10 +149,15 @@ HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "byte
 
 def cells(row: ParameterRow) -> tuple[str, ...]:
     """The texts of one row of the table, in the order of ``HEADER``."""
-    shape, shard_shape = (f"({','.join(map(str, of))})" for of in (row.shape, row.shard_shape))
     path = " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)])
+    shapes = shape_text(row.shape), shape_text(row.shard_shape)
     sizes = str(row.bytes_per_device), str(row.bytes_total)
-    return (path, shape, row.dtype, spec_text(row.spec), shard_shape, *sizes)
+    return (path, shapes[0], row.dtype, spec_text(row.spec), shapes[1], *sizes)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as tables show it, such as ``(64,256)``."""
+    return f"({','.join(map(str, shape))})"
 
 
 def _sums(rows: Iterable[ParameterRow]) -> tuple[int, int]:
@@ -163,16 +168,14 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
     """The table for consoles: coloured axes, units for bytes; without shard shapes if narrow."""
     styles = spec_styles(rows)
     lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, _sums(rows))]]
-    for row in rows[:most]:
+    for row in rows:
         path, shape, dtype, spec, shard_shape, *_ = cells(row)
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
         lines.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
-    if len(rows) > most:
-        lines.append([f"… and {len(rows) - most} more", *[""] * 6])
     if width < 100:
         lines = [[*line[:4], *line[5:]] for line in lines]
     header, footer, *body = lines
-    return table(header, body, numbers=2, footer=footer)
+    return table(header, body, numbers=2, footer=footer, most=most)
 
 
 def spec_styles(rows: Iterable[Any]) -> dict[str, str]:

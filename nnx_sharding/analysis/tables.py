@@ -81,8 +81,12 @@ def table(
     *,
     numbers: int = 0,
     footer: Sequence[Any] | None = None,
+    most: int | None = None,
 ) -> Table:
-    """A table of texts, whose last columns may be numbers; only the first column is wrapped."""
+    """A table of texts, whose last columns may be numbers; only the first column is wrapped.
+
+    Of more rows than ``most``, it says how many there are.
+    """
     from rich.box import Box
     from rich.table import Table
 
@@ -99,8 +103,11 @@ def table(
             overflow="fold",
             no_wrap=number > 0,
         )
-    for row in rows:
+    rows = [*rows]
+    for row in rows[:most]:
         table.add_row(*map(_cell, row))
+    if most is not None and len(rows) > most:
+        table.add_row(f"… and {len(rows) - most} more")
     return table
 
 

@@ -1,4 +1,4 @@
-"""What a program computes, reads and writes: counted as XLA does, but with all runs of loops."""
+"""What a program computes, reads and writes: as XLA counts, but in all runs of loops."""
 
 from __future__ import annotations
 
@@ -47,30 +47,25 @@ class Work(NamedTuple):
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """XLA's estimate for a program, with loop bodies counted as often as they run.
+    """A program's work in one call, where XLA has an estimate, which counts loop bodies once.
 
-    This adds the work of loop bodies in all runs but the first. A slice of an array counts with its
-    own size, not that of the array. The name of the stage says what the figures leave open. For
-    TPUs, XLA also counts what stays in vector memory; here only bytes of main memory count. None if
-    the program is not understood.
+    A slice of an array counts with its own size, not that of the array. For TPUs, XLA also counts
+    what stays in vector memory; here only bytes of main memory count. The name of the stage says
+    what the figures leave open. None if the program is not understood.
     """
     if module.unread:
         return None
-    once = executed = Work()
+    executed = Work()
     for name, parts in executed_work(module).items():
-        runs, own = module.runs[name], _sum(own for _, own in parts)
-        once, executed = once.plus(own, runs.listed), executed.plus(own, runs.least)
-    figures: dict[str, float | None] = {}
-    for name, more in executed.plus(once, -1)._asdict().items():
-        xla = getattr(cost, name)
-        figures[name] = None if xla is None else xla + min(more, _MOST)
-    counted_here = ["int8_flops", "fp8_flops", "host_bytes"]
-    if module.is_for_tpu and cost.bytes_accessed is not None:
-        counted_here.append("bytes_accessed")
-    figures |= {name: float(min(getattr(executed, name), _MOST)) for name in counted_here}
+        executed = executed.plus(_sum(own for _, own in parts), module.runs[name].least)
+    figures: dict[str, float | None] = {
+        name: float(min(figure, _MOST)) for name, figure in executed._asdict().items()
+    }
     remarks = _remarks(module)
-    if CUSTOM_CALLS in remarks:
-        figures |= dict.fromkeys(("flops", "transcendentals"))
+    for name in ("flops", "transcendentals", "bytes_accessed"):
+        is_open = name != "bytes_accessed" and CUSTOM_CALLS in remarks
+        if is_open or getattr(cost, name) is None:
+            figures[name] = None
     return dataclasses.replace(cost, **figures, stage=", ".join([WITH_LOOPS, *remarks]))
 
 
@@ -83,8 +78,11 @@ def _remarks(module: Module) -> list[str]:
         ),
         BRANCHES: bool(module.with_opcode("conditional")),
         CUSTOM_CALLS: any(
-            "_custom_call" in one.rest and custom_work(one) is None
-            for _, one in module.with_opcode("custom-call")
+            one.target not in _WITHOUT_WORK
+            and _KNOWN.match(one.target) is None
+            and not _product_flops(one, module.within[home.name])
+            and custom_work(one) is None
+            for home, one in module.with_opcode("custom-call")
         ),
     }
     return [remark for remark, holds in remarks.items() if holds]
@@ -134,7 +132,7 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
       by_name: those of its computation.
       module: the program; without it, bytes are not counted.
     """
-    if one.opcode in _NO_WORK:
+    if one.opcode in _NO_WORK or (one.opcode == "custom-call" and one.target in _WITHOUT_WORK):
         return Work()
     elements = _elements(one.results)
     accessed = 0 if module is None else _bytes(one, by_name, module)
@@ -146,7 +144,8 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
         return Work(bytes_accessed=accessed, host_bytes=_host_bytes(one, by_name))
     if one.opcode in ("all-reduce", "all-reduce-start"):
         return Work(sum(math.prod(shape.dims) for shape in one.results), 0, accessed)
-    if one.opcode == "sort":
+    if one.opcode == "sort" or (one.opcode == "custom-call" and _SORTS.match(one.target)):
+        elements = max([elements, *(_elements(_made(by_name, x)) for x in one.operand_names)])
         return Work(elements * max(elements - 1, 0).bit_length(), 0, accessed)
     if one.opcode == "fft":
         lengths = re.findall(r"\d{1,9}", one.attributes.get("fft_length", ""))
@@ -165,6 +164,14 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
 _PRODUCTS = {"convolution", "custom-call", "dot", "ragged-dot"}
 _COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
+# What the compilers themselves call, to pass values on and to mark them.
+_WITHOUT_WORK = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}
+_WITHOUT_WORK |= {"AsyncCollectiveStart", "ConcatBitcast", "LayoutConstraint", "MoveToDevice"}
+_WITHOUT_WORK |= {"MoveToHost", "PinToDevice", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+_WITHOUT_WORK |= {"Sharding", "X64Combine", "X64SplitHigh", "X64SplitLow"}
+_WITHOUT_WORK.add("annotate_device_placement")
+_SORTS = re.compile(r"TopK|__topk|__cub\$")
+_KNOWN = re.compile(rf"{_SORTS.pattern}|xla_\w*python_\w*callback")  # which runs on the host
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
@@ -276,7 +283,7 @@ def _made(by_name: _ByName, name: str) -> Sequence[Shape]:
 
 def _host_bytes(one: Instruction, by_name: _ByName) -> int:
     """The bytes that a copy moves between device and host."""
-    operands = [_made(by_name, name) for name in one.operand_names]
+    operands = [_made(by_name, name) for name in one.operand_names[:2]]
     if one.opcode.endswith(("-done", "-update")) or not operands:
         return 0
     read = operands[0]

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # Where a slice of an array begins and ends in each dimension.
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
-_MAX_SLICES = 512
 _MAX_HOLDERS = 8
 
 
@@ -89,9 +88,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     if len(split) > 2 or not fits:
         slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in shown]
         rows = [*zip(slices, shown.values(), strict=True)]
-        yield table(("slice", "devices"), rows[:_MAX_SLICES])
-        if len(rows) > _MAX_SLICES:
-            yield text(f"… {len(rows) - _MAX_SLICES} more")
+        yield table(("slice", "devices"), rows, most=512)
         return
     cells = {}
     for spans, cell in shown.items():
