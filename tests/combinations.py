@@ -62,13 +62,13 @@ class Block(nnx.Module):
         self.norm = nnx.RMSNorm(16, rngs=rngs)
         self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
-        self.attention = None
-        if attends:
-            self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.attention = nnx.data(
+            nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs) if attends else None
+        )
 
     def __call__(self, x):
         if self.attention is not None:
-            x = x + self.attention(x, is_causal=True)
+            x = x + self.attention(self.norm(x), is_causal=True)
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 

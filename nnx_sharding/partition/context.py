@@ -74,8 +74,9 @@ def context_parallel(
       >>> sharding = context_parallel(model, mesh=mesh)
       >>> forward = jit(lambda model, x: model(x, is_causal=True), mesh=mesh,
       ...               in_shardings=(sharding, P("data", "context")))
-      >>> forward(model, jax.numpy.ones((4, 64, 32))).sharding.spec
-      P('data', 'context')
+      >>> y = forward(model, jax.numpy.ones((4, 64, 32)))
+      >>> y.sharding.shard_shape(y.shape)
+      (2, 16, 32)
     """
     mesh, axis = mesh_and_axis("context_parallel", mesh, axis, across_slices=across_slices)
     specs = base_specs("context_parallel", model, base, mesh)
