@@ -288,6 +288,24 @@ class OwnTest(parameterized.TestCase):
         alone = grad(lambda m: f(m, X).sum())(m)
         np.testing.assert_allclose(both["a"][...], alone["a"][...] + 2 * m.a[...], rtol=1e-6)
 
+    @parameterized.parameters({"note": [1]}, {"note": {"a": object()}})
+    def test_objects_in_metadata(self, note):
+        m, seen = Model(), []
+        m.a.set_metadata(note=note)
+
+        @custom_vjp
+        def f(m):
+            return m(X).sum()
+
+        def backward(_, cotangents):
+            [[of_model], _] = cotangents
+            seen.append(of_model["a"].get_metadata("note"))
+            return (of_model,)
+
+        f.defvjp(lambda m: (f(m), None), backward)
+        grad(f)(m)
+        assert seen == [note]
+
     def test_methods(self):
         class Layer(Model):
             @custom_vjp(graph_updates=False)

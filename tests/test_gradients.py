@@ -23,6 +23,10 @@ from models import MLP, Counter, Net, P, mesh_of
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
 
+class Plain:
+    """Without an ``__eq__``."""
+
+
 def square(model, x=X):
     return jnp.mean(model(x) ** 2)
 
@@ -599,6 +603,28 @@ class AsFlaxTest(parameterized.TestCase):
             for which in ({"wrt": nnx.Param}, {"argnums": nnx.DiffState(0, nnx.Param)}):
                 ours = nnx_sharding.grad(square, **which, **mode)(MLP(), X)
                 assert_same(ours, FLAX.grad(square)(MLP(), X))
+
+    @parameterized.product(graph=(True, False), compiled=(True, False), static=(Plain, list))
+    def test_modules_of_gradients_have_the_static_objects_of_the_model(
+        self, graph, compiled, static
+    ):
+        """Those that are compared by identity are part of the treedef."""
+        mode = {"graph": graph, "graph_updates": False}
+        model, plain = param([1.0, 2.0]), static()
+        model.set_metadata(note=plain)
+        model = node(w=model, config=plain)
+
+        def loss(model):
+            return (model.w[...] ** 2).sum()
+
+        def pulled(model):
+            return nnx_sharding.vjp(loss, model, **mode)[1](1.0)[0]
+
+        for function in nnx_sharding.grad(loss, **mode), pulled:
+            gradient = (nnx_sharding.jit(function, **mode) if compiled else function)(model)
+            new = jax.tree.map(lambda x, y: x - y, model, gradient)
+            np.testing.assert_allclose(new.w[...], [-1, -2])
+            assert gradient.config is plain and gradient.w.get_metadata("note") is plain
 
     def test_integers_without_graph_updates_are_named(self):
         with pytest.raises(TypeError, match=r"m\.count: int32\[\]\n.*wrt=nnx\.Param"):

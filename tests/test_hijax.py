@@ -15,7 +15,21 @@ from jax.sharding import PartitionSpec as P
 import nnx_sharding
 from libraries import named
 from models import mesh_of
-from nnx_sharding import Carry, cond, grad, jit, merge, remat, scan, shard_map, split, vjp, vmap
+from nnx_sharding import (
+    Carry,
+    cond,
+    grad,
+    jit,
+    jvp,
+    linearize,
+    merge,
+    remat,
+    scan,
+    shard_map,
+    split,
+    vjp,
+    vmap,
+)
 
 X = jnp.linspace(-1, 1, 4)
 
@@ -139,6 +153,21 @@ class AsPlainTest(parameterized.TestCase):
             for a, b in zip(*map(jax.tree.leaves, (fun(m, X), expected)), strict=True):
                 np.testing.assert_allclose(a, b)
             assert float(m.n[...]) == 1 and m.n.ref
+
+    def test_at_a_point_references_have_no_tangents(self):
+        for options in {"ref": True}, {"hijax": True, "ref": True}:
+            m = Model(**options)
+            expected, pullback = vjp(apply, Model(), X)
+            y, pull = vjp(apply, m, X)
+            np.testing.assert_allclose(y, expected)
+            for a, b in zip(pull(X), pullback(X), strict=True):
+                np.testing.assert_allclose(*(getattr(x, "w", x)[...] for x in (a, b)))
+            assert linearize(apply, m, X)[0].tolist() == y.tolist()
+            of_model, of_x = jax.tree.map(jnp.ones_like, Model()), jnp.ones_like(X)
+            of_model.n = m.n
+            _, tangent = jvp(apply, (m, X), (of_model, of_x))
+            np.testing.assert_allclose(tangent, X + m.w[...])
+            assert float(m.n[...]) == 3
 
     def test_shared(self):
         v = nnx.Variable(jnp.float32(1), hijax=True)

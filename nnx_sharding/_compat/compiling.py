@@ -68,31 +68,33 @@ def without_cache(stage: Any) -> Iterator[None]:
         arguments["backend"] = backend
 
 
-class _Uncached:
+class _Client:
     """A client of JAX with a version of its own, which is part of the keys of the cache."""
 
+    def __init__(self, backend: Any, version: str):
+        self.client, self.platform_version = backend, f"{backend.platform_version}, {version}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+
+class _Uncached(_Client):
+    """A client whose programs are in no cache."""
+
     def __init__(self, backend: Any):
-        self.client = backend
-        self.platform_version = f"{backend.platform_version}, {uuid.uuid4()}"
+        super().__init__(backend, str(uuid.uuid4()))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # by which JAX knows a client that compiles for a topology
         return type(self.client)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
 
-
-class _Backend:
-    """A client of JAX that compiles elsewhere."""
+class _Backend(_Client):
+    """A client that compiles elsewhere; the cache has no program to run for this one."""
 
     def __init__(self, backend: Any, compile: Compile):
-        self.client, self.compile_bytes = backend, compile
-        # Part of the key of JAX's persistent cache, which has no program to run for this one.
-        self.platform_version = f"{backend.platform_version}, figures only"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
+        super().__init__(backend, "figures only")
+        self.compile_bytes = compile
 
     def compile_and_load(
         self, module: Any, executable_devices: Any, compile_options: Any

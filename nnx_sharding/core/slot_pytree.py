@@ -18,11 +18,11 @@ def user_tree(
     structure: Structure,
     values: Sequence[Any],
     keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
-    leaf: Callable[[Any, Any], Any] = lambda _, value: value,
+    objects: Sequence[Any] | None = None,
 ) -> Any:
     """Values by slot in the form of the structure's root, with None for those not to ``keep``.
 
-    ``leaf`` makes what a state holds, from the entry of a Variable, or None, and its value.
+    States hold the ``objects`` by entry, or the values of Variables.
     """
 
     def build(child: Child, slots: Iterator[int]) -> Any:
@@ -38,12 +38,11 @@ def user_tree(
         if isinstance(structure.entries[child], StaticEntry):
             return None
         flat = {
-            tuple(map(plain_key, location.path)): leaf(
-                None if location.entry is None else structure.entries[location.entry],
-                value_at(structure, location, values),
-            )
-            for location in structure.walk(child, slots)
-            if keep(location.slots)
+            tuple(map(plain_key, x.path)): value_at(structure, x, values)
+            if objects is None or x.entry is None
+            else objects[x.entry]
+            for x in structure.walk(child, slots)
+            if keep(x.slots)
         }
         return flat[()] if () in flat else nnx.from_flat_state(flat)
 

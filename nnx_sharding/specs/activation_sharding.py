@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .filters import Predicate, module_predicate
+from .filters import Predicate, filter_pairs, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
 
@@ -134,14 +134,7 @@ class ActivationSharding:
         strict: bool = True,
         prefetch: int = 0,
     ):
-        items = filters.items() if isinstance(filters, Mapping) else filters
-        try:
-            pairs = [(filter_, spec) for filter_, spec in items]
-        except (TypeError, ValueError):
-            raise TypeError(
-                "ActivationSharding takes a mapping from filters to specs, or such pairs, not "
-                f"{filters!r}."
-            ) from None
+        pairs = filter_pairs("ActivationSharding", filters)
         self.__dict__.update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(

@@ -33,6 +33,17 @@ def to_predicate(filter_: Any) -> Predicate:
     return predicate
 
 
+def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
+    """The pairs of filters and what they choose, from a mapping or an iterable of pairs."""
+    try:
+        return [(x, chosen) for x, chosen in getattr(given, "items", lambda: given)()]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} takes a mapping from filters, or pairs of a filter and what it chooses, not "
+            f"{given!r}."
+        ) from None
+
+
 def module_predicate(filter_: Any) -> Predicate:
     """The predicate for a filter for modules: a string is searched in the path."""
     return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)

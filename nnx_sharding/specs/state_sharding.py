@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec, Sharding
 from .. import _compat
 from ..errors import raise_listed, shortened
 from .activation_sharding import ActivationSharding
-from .filters import PathPattern, Paths, Predicate, is_opaque, subject_text, to_predicate
+from .filters import (
+    PathPattern,
+    Paths,
+    Predicate,
+    filter_pairs,
+    is_opaque,
+    subject_text,
+    to_predicate,
+)
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .paths import Path, path_string
 
@@ -249,11 +257,4 @@ def _pairs(filter_sharding: Any) -> list[tuple[Any, Any]]:
             sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
             paths.setdefault(sharding, []).append(path)
         return [(nnx.filterlib.PathIn(*group), sharding) for sharding, group in paths.items()]
-    try:
-        items = filter_sharding.items() if is_mapping else filter_sharding
-        return [(filter_, sharding) for filter_, sharding in items]
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"StateSharding takes a mapping from filters to shardings, or such pairs, not "
-            f"{filter_sharding!r}."
-        ) from None
+    return filter_pairs("StateSharding", filter_sharding)

@@ -20,6 +20,7 @@ from ..core.structure import NodeEntry, Structure, atoms
 from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
 from ..errors import raise_listed
+from ..specs.filters import filter_pairs
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding
 from .in_trace import Function, Inner, InnerTransform, described
@@ -48,7 +49,7 @@ class StateAxes(StateSharding):
     __slots__ = ()
 
     def __init__(self, filter_axes: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /):
-        pairs = filter_axes.items() if isinstance(filter_axes, Mapping) else filter_axes
+        pairs = filter_pairs("StateAxes", filter_axes)
         super().__init__([(filter_, _axis("StateAxes", axis)) for filter_, axis in pairs])
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,8 +14,6 @@ import numpy as np
 from flax import nnx
 
 from .. import _compat
-from ..activations.tracing import inherited
-from ..core.call import run
 from ..core.call_context import called_by, caller_here
 from ..core.flatten import Flat, flatten
 from ..core.functions import Several, name_of
@@ -25,13 +23,13 @@ from ..core.retyping import type_spec
 from ..core.signature import Roles
 from ..core.slot_pytree import user_tree
 from ..core.structure import Structure, VariableEntry
-from ..core.unflatten import assemble, unflatten
+from ..core.unflatten import unflatten
 from ..errors import raise_listed
 from ..specs.filters import to_predicate
 from ..specs.paths import Path
 from .differentiation import Form, check_pair, slots_by_path, without_tangent
-from .in_trace import Function, InnerTransform, is_traced, replaced
-from .lifted_function import LiftedFunction, P, R, lift, unbind
+from .in_trace import Function, Inner, InnerTransform, is_traced, replaced
+from .lifted_function import P, R, lift, unbind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,8 +216,9 @@ class _WithVjp(_Call):
         values = [*self.at_slots(outcome, cotangents), None]
         arguments = _arguments_after(before, outcome)
         if self.transform.has_states:
-            args, _ = user_tree(arguments, values, lambda slots: -1 not in slots, _variable)
-            of_output = user_tree(outcome.structure, values, leaf=_variable)
+            objects = unflatten(arguments, values).objects
+            args, _ = user_tree(arguments, values, lambda slots: -1 not in slots, objects)
+            of_output = user_tree(outcome.structure, values, objects=objects)
             given: Any = tuple(self.split(args)[1]), of_output
         else:
             given = unflatten(outcome.structure, values).root
@@ -235,16 +234,6 @@ class _WithVjp(_Call):
         found = form.arrays("custom_vjp: cotangents", tangents, may_omit=True)
         arrays = dict(zip(form.slots, found, strict=True))
         return ([arrays.get(slot) for slot in self.slots],)
-
-
-def _variable(entry: Any, value: Any) -> Any:
-    """A Variable with a cotangent, for the entry of one."""
-    if not isinstance(entry, VariableEntry):
-        return value
-    metadata = {k: assemble(x, iter(()), ()) for k, x in entry.metadata}
-    variable = _compat.new_variable(entry.type, metadata)
-    _compat.set_value(variable, value)
-    return variable
 
 
 def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
@@ -302,7 +291,7 @@ def _zero(x: Any) -> Any:
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else without_tangent(x)
 
 
-class _CustomFunction(LiftedFunction[P, R]):
+class _CustomFunction(Inner[P, R]):
     """A function with rules for its derivative."""
 
     _transform: _Custom
@@ -322,8 +311,7 @@ class _CustomFunction(LiftedFunction[P, R]):
             raise TypeError(f"{name}: rules get no keyword-only arguments: {fun_name} has {names}.")
         plan, flat = self._found(given.args, {})
         rules = _Rules(self._fun, *self._rules)
-        with inherited(flat.objects):
-            return run(plan, flat, plan.program.inline, rules, nested=True)  # type: ignore[no-any-return]
+        return self._run(plan, flat, plan.program.inline, rules)  # type: ignore[no-any-return]
 
 
 class CustomVjp(_CustomFunction[P, R]):

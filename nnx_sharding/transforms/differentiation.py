@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from ..activations.tracing import inherited
-from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
 from ..core.functions import name_of
@@ -23,8 +21,8 @@ from ..core.targets import leaves_by_path
 from ..core.unflatten import Built, unflatten
 from ..errors import raise_listed
 from ..specs.paths import Path, accessor
-from .in_trace import Function, InnerTransform, described, form, replaced
-from .lifted_function import LiftedFunction, P, R
+from .in_trace import Function, Inner, InnerTransform, described, form, replaced
+from .lifted_function import P, R
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,12 @@ def check_pair(expected: str, out: Any) -> None:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether something is an array that has a derivative."""
-    return _compat.is_array_like(x) and jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+    """Whether something is an array that has a derivative; a ``jax.Ref`` has none."""
+    is_array = _compat.is_array_like(x) and not _compat.is_ref(x)
+    return is_array and jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
-class Differentiable(LiftedFunction[P, R]):
+class Differentiable(Inner[P, R]):
     """A function that is called and differentiated at once."""
 
     _transform: Differentiation
@@ -95,8 +94,7 @@ class Differentiable(LiftedFunction[P, R]):
             derivatives.append(derivative)
             return outputs
 
-        with inherited(flat.objects):
-            out = run(plan, flat, execute, self._fun, nested=True)
+        out = self._run(plan, flat, execute)
         return out, derivatives[0]
 
 
@@ -128,7 +126,8 @@ class Form:
 
     def built(self, arrays: Sequence[Any]) -> Any:
         """New objects in the form of the whole structure, with these arrays."""
-        return unflatten(self._structure, replaced(self._rest, self.slots, arrays)).root
+        leaves = replaced(self._rest, self.slots, arrays)
+        return unflatten(self._structure, leaves, share=True).root
 
     def arrays(self, name: str, given: Any, *, may_omit: bool = False) -> list[Any]:
         """The tangents in such objects; with ``may_omit``, None where they have None instead."""

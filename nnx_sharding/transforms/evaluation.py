@@ -11,12 +11,10 @@ from flax import nnx
 from jax.experimental import checkify as jax_checkify
 
 from .. import _compat
-from ..activations.tracing import inherited
-from ..core.call import run
 from ..core.signature import Roles
-from .in_trace import InnerTransform, is_traced, of_slots
+from .in_trace import Inner, InnerTransform, is_traced, of_slots
 from .jit import jit
-from .lifted_function import LiftedFunction, P, R, lift
+from .lifted_function import P, R, lift
 
 
 @_compat.api_boundary
@@ -111,7 +109,7 @@ class _Checkify(InnerTransform):
     errors: frozenset[Any]
 
 
-class _Checked(LiftedFunction[P, R]):
+class _Checked(Inner[P, R]):
     """A function that returns the error that a check found in it, before its result."""
 
     _transform: _Checkify
@@ -130,8 +128,7 @@ class _Checked(LiftedFunction[P, R]):
             errors.append(error)
             return outputs
 
-        with inherited(flat.objects):
-            out = run(plan, flat, execute, self._fun, nested=True)
+        out = self._run(plan, flat, execute)
         return errors[0], out
 
 

@@ -92,8 +92,11 @@ class Prepared(NamedTuple):
         """Gradients of these arrays in the form of the arguments."""
         gradients, built = dict(zip(self.slots, arrays, strict=True)), dict[str, Any]()
         if not all(x.is_state for x in self.wanted):
+            structure, objects = self.flat.structure, self.flat.objects
             leaves = [gradients.get(s, without_tangent(x)) for s, x in enumerate(self.flat.leaves)]
-            built = _by_name(self.plan, unflatten(self.flat.structure, leaves).root)
+            # The same static objects, as those compared by identity are part of the treedef.
+            statics = {i: objects[i] for i in structure.static_indices()}
+            built = _by_name(self.plan, unflatten(structure, leaves, statics).root)
         parts = tuple(
             in_states(self.flat, x, gradients) if x.is_state else built[x.target.name]
             for x in self.wanted
@@ -140,7 +143,7 @@ class ValueAndGrad(Differentiable[P, R]):
         wrong = [
             f"  {plan.names[slot]}: {described(x)}"
             for slot, x in zip(slots, prepared.arrays(), strict=True)
-            if not transform.allow_int and (_compat.is_ref(x) or not is_inexact(x))
+            if not transform.allow_int and not is_inexact(x)
         ]
         raise_listed(
             TypeError,

@@ -18,7 +18,9 @@ from .. import _compat
 from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
 from ..core.call_context import Caller
+from ..core.flatten import Flat
 from ..core.functions import Several
+from ..core.plan import Plan
 from ..core.pure import Pure
 from ..core.static_equality import Static
 from ..core.targets import PLAIN
@@ -213,5 +215,9 @@ class Inner(LiftedFunction[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
         plan, flat = self._found((*self._bound, *args), kwargs)
+        return self._run(plan, flat, plan.program.inline)  # type: ignore[no-any-return]
+
+    def _run(self, plan: Plan, flat: Flat, execute: Function, fun: Any = None) -> Any:
+        """Runs a call within the current trace, if any; ``fun`` takes the place of the function."""
         with inherited(flat.objects):
-            return run(plan, flat, plan.program.inline, self._fun, nested=True)  # type: ignore[no-any-return]
+            return run(plan, flat, execute, fun or self._fun, nested=True)

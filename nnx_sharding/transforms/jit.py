@@ -102,13 +102,23 @@ def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
 
 
-class _Options(TypedDict, total=False):
-    """The options of ``jit``, for type checkers."""
+class SharedOptions(TypedDict, total=False):
+    """The options that ``jit`` and ``shard_map`` share, for type checkers."""
+
+    mesh: Mesh | AbstractMesh | None
+    activation_shardings: Any
+    on_indivisible: OnIndivisible
+    strict: bool
+    max_traces: int | None
+    graph: bool | None
+    graph_updates: bool | None
+
+
+class _Options(SharedOptions, total=False):
+    """The options of ``jit``."""
 
     in_shardings: Any
     out_shardings: Any
-    mesh: Mesh | AbstractMesh | None
-    activation_shardings: Any
     auto_axes: bool | str | Iterable[str]
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
@@ -120,11 +130,6 @@ class _Options(TypedDict, total=False):
     inline: bool
     compiler_options: dict[str, Any] | None
     on_committed: Literal["error", "move"]
-    on_indivisible: OnIndivisible
-    strict: bool
-    max_traces: int | None
-    graph: bool | None
-    graph_updates: bool | None
 
 
 @overload

@@ -26,7 +26,10 @@ class _AtPoint(Differentiable[..., Any]):
     """A function that is differentiated with respect to all that is inexact in its arguments."""
 
     def along(self, primals: Sequence[Any], differentiate: _Differentiate) -> Any:
-        """The output, the derivative, and the forms of tangents of the primals and the output."""
+        """What the function returned, the derivative, and the forms of the primals and the output.
+
+        The first is a tuple of the output and, if there are, auxiliary data.
+        """
         arguments, count = (*self._bound, *primals), len(self._bound)
         call, flat = self._split(arguments, {})
         plan, _ = self._plan(call, flat)
@@ -45,7 +48,8 @@ class _AtPoint(Differentiable[..., Any]):
             return differentiate(inexact, [jnp.asarray(x) for x in arrays], inputs)
 
         out, derivative = self.at(plan, flat, inputs.slots, at)
-        after = flatten(out[0] if self._transform.has_aux else out)
+        out = tuple(out) if self._transform.has_aux else (out,)
+        after = flatten(out[0])
         return out, derivative, inputs, Form(after, slots_by_path(after.structure))
 
 
@@ -118,7 +122,7 @@ def vjp(
         [arrays] = pull(outputs.arrays("vjp: cotangents", cotangents))
         return inputs.built(arrays)[0][-len(primals) :]
 
-    return (out[0], pullback, out[1]) if has_aux else (out, pullback)
+    return out[0], pullback, *out[1:]
 
 
 @_compat.api_boundary
@@ -173,8 +177,7 @@ def jvp(
 
     modes = graph, graph_updates
     out, derivative, _, outputs = _along("jvp", fun, has_aux, modes, primals, differentiate)
-    tangent = outputs.built(derivative)
-    return (out[0], tangent, out[1]) if has_aux else (out, tangent)
+    return out[0], outputs.built(derivative), *out[1:]
 
 
 @_compat.api_boundary
@@ -221,4 +224,4 @@ def linearize(
     def pushforward(*given: Any) -> Any:
         return outputs.built(push(inputs.arrays("linearize: tangents", given)))
 
-    return (out[0], pushforward, out[1]) if has_aux else (out, pushforward)
+    return out[0], pushforward, *out[1:]

@@ -26,6 +26,7 @@ from ..activations.variables import modules_in, own_variables
 from ..core.resharding import apply_shardings, mesh_here
 from ..core.retyping import type_spec
 from ..specs.fitting import spec_axes
+from .differentiation import is_inexact
 from .in_trace import replaced
 
 
@@ -169,7 +170,7 @@ class _Loop:
                 carry, results = self._step(*arguments)
                 return (carry, upcoming), (results, [])
             leaves, treedef = jax.tree.flatten(arguments)
-            slots = [slot for slot, x in enumerate(leaves) if _is_inexact(x)]
+            slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
 
             def differentiable(*some: Any) -> Any:
                 every = jax.tree.unflatten(treedef, replaced(leaves, slots, some))
@@ -222,17 +223,18 @@ class _Loop:
             of_constants, of_carry, of_ready, of_rest = jax.tree.unflatten(treedef, every)
             sums = jax.tree.map(jnp.add, sums, of_constants)
             scattered = apply_shardings(of_ready, [x.shard for x in self._gathers])
-            return (sums, _present(of_carry), upcoming), (scattered, of_rest)
+            present = [x for x in of_carry if x is not None]
+            return (sums, present, upcoming), (scattered, of_rest)
 
         last, of_results = map(_inexact, cotangents)
-        zeros = [jnp.zeros_like(x) if _is_inexact(x) else None for x in constants]
+        zeros = [jnp.zeros_like(x) if is_inexact(x) else None for x in constants]
         first = zeros, last, self._gathered(shards, self._length - 1)
         inputs = jnp.arange(self._length), kept, of_results
         (sums, of_carry, _), (of_shards, of_rest) = jax.lax.scan(
             body, first, inputs, reverse=True, unroll=self._unroll
         )
         new = iter(of_carry)
-        every = [next(new) if _is_inexact(x) else None for x in cotangents[0]]
+        every = [next(new) if is_inexact(x) else None for x in cotangents[0]]
         return sums, every, of_shards, of_rest
 
 
@@ -240,14 +242,5 @@ def _at(arrays: Sequence[Any], layer: Any) -> list[Any]:
     return [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
 
 
-def _is_inexact(x: Any) -> bool:
-    # Also a cotangent: that of another dtype is float0.
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def _inexact(arrays: Sequence[Any]) -> list[Any]:
-    return [x for x in arrays if _is_inexact(x)]
-
-
-def _present(arrays: Sequence[Any]) -> list[Any]:
-    return [x for x in arrays if x is not None]
+    return [x for x in arrays if is_inexact(x)]

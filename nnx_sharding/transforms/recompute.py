@@ -19,7 +19,7 @@ from ..core.signature import Roles
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.filters import Predicate, glob_hint, module_predicate
+from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
 from .in_trace import KNOWN, Function, Inner, InnerTransform, Known, is_traced, of_slots
@@ -237,7 +237,7 @@ def remat(
             )
         chosen = getattr(jax.checkpoint_policies, policy)
     elif isinstance(policy, Iterable):
-        chosen = _Rules(tuple(policy.items() if isinstance(policy, Mapping) else policy))
+        chosen = _Rules(tuple(filter_pairs("remat: policy", policy)))
     elif policy is not None and not callable(policy):
         raise TypeError(f"remat: policy must be a name, a callable or a mapping, got {policy!r}.")
     transform = _Remat(policy=chosen, prevent_cse=prevent_cse)

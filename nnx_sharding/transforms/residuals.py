@@ -17,6 +17,7 @@ from ..analysis.units import bytes_text
 from ..core.call_context import Caller, called_by
 from ..core.known_faults import jaxprs_of, path_of
 from ..core.placing import abstract
+from .differentiation import is_inexact
 from .in_trace import of_slots
 from .jit import jit
 from .lifted import Lifted
@@ -112,10 +113,10 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
 
     def inexact(*leaves: Any) -> list[Any]:
         *groups, _ = program(*leaves)
-        return [x for group in groups for x in group.arrays if _is_inexact(x)]
+        return [x for group in groups for x in group.arrays if is_inexact(x)]
 
     def forward(*leaves: Any) -> list[Any]:
-        slots = [slot for slot, leaf in enumerate(leaves) if _is_inexact(leaf)]
+        slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
 
         _, pullback = jax.vjp(of_slots(inexact, slots, leaves), *(leaves[slot] for slot in slots))
         return jax.tree.leaves(pullback)
@@ -125,10 +126,6 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
     kept = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
     found = (_residual(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
     return SavedResiduals(x for x in found if x is not None)
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Residual | None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, overload
+from typing import Any, ClassVar, Literal, Required, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -26,6 +26,7 @@ from ..core.unflatten import Built
 from ..errors import raise_listed
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, in_type, only_axes, spec_axes
+from .jit import SharedOptions
 from .lifted import Lifted
 from .lifted_function import P, R, lift
 
@@ -219,22 +220,15 @@ def _type_spec(leaf: Any) -> PartitionSpec:
     return PartitionSpec() if sharding is None else sharding.spec
 
 
-class _Options(TypedDict, total=False):
-    """The options of ``shard_map``, for type checkers."""
+class _Options(SharedOptions, total=False):
+    """The options of ``shard_map``."""
 
     out_specs: Required[Any]
     in_specs: Any
-    mesh: Mesh | AbstractMesh | None
-    activation_shardings: Any
     axis_names: Set[AxisName]
     check_vma: bool
     jit: bool
     on_committed: Literal["error", "reshard", "move"]
-    on_indivisible: OnIndivisible
-    strict: bool
-    max_traces: int | None
-    graph: bool | None
-    graph_updates: bool | None
 
 
 @overload
