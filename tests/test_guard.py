@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from nnx_sharding import _compat
 from nnx_sharding.core.flatten import Flat
 from nnx_sharding.core.guard import store
 from nnx_sharding.core.guard import walk as walk_module
+from nnx_sharding.core.guard.recipe import Kind
 from nnx_sharding.core.guard.store import Guard, make_guard
 from nnx_sharding.core.guard.walk import PythonWalk
 
@@ -183,6 +184,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+class Pair(NamedTuple("Pair", [("one", int), ("two", list[int])])):
+    """Has a ``__dict__`` beside its items, as transformations of Optax do."""
+
+
 class TestChanges:
     @pytest.mark.parametrize("name", sorted(CHANGES))
     def test_is_noticed(self, name):
@@ -208,6 +213,69 @@ class TestChanges:
         assert watched.check() is not None
         model.note = ("a", 2.5)
         assert watched.check() is None
+
+    def test_beside_an_equal_static_that_python_compares(self):
+        """It is compared in each walk, and what is beside it is read again with it."""
+        model, level = linear(), frozenset({1})
+        model.note = nnx.static((frozenset({1}), (frozenset({1}), [1])))
+        model.level = level
+        watched = Watched(model)
+        for _ in range(3):
+            vars(model)["level"] = frozenset({1})
+            assert watched.check() is not None
+        inner = (frozenset({1}), model.note[1][1])
+        vars(model)["note"] = (frozenset({1}), inner)
+        for _ in range(3):
+            vars(model)["level"] = frozenset({1})
+            assert watched.check() is not None
+        inner[1].append(2)
+        assert watched.check() is None
+
+    def test_stores_of_a_hot_loop(self):
+        """CPython specialises the instruction that stores an attribute."""
+        model = linear()
+        watched, held = Watched(model), []
+
+        def store(value: Any) -> None:
+            model.use_bias = value
+
+        for i in range(200):
+            vars(model)  # the attributes get a dict, into which the store goes then
+            store(i % 3 == 0)
+            held.append(watched.check() is not None)
+        assert held == [i % 3 == 0 for i in range(200)]
+
+    def test_named_tuple_with_attributes(self):
+        model = linear()
+        model.pair = nnx.static(Pair(1, [2]))
+        watched = Watched(model)
+        assert watched.check() is not None
+        for change, undo in (
+            (lambda: setattr(model.pair, "more", 1), lambda: delattr(model.pair, "more")),
+            (lambda: model.pair.two.append(3), lambda: model.pair.two.pop()),
+        ):
+            change()
+            assert watched.check() is None
+            undo()
+            assert watched.check() is not None
+        vars(model)["pair"] = Pair(1, [2])
+        assert watched.check() is None, "another list"
+
+    def test_what_an_optimizer_holds_is_read_without_python(self):
+        watched = Watched(optimizer())
+        assert watched.check() is not None
+        assert max(watched.recipe.rows().T[0]) < Kind.TREE
+
+    def test_state_with_more_than_its_items(self):
+        state = nnx.State({"a": nnx.Param(jnp.zeros(2))})
+        watched = Watched(state)
+        assert watched.check() is not None
+        object.__setattr__(state, "__orig_class__", nnx.State)
+        watched.check()
+        other = Watched(state)
+        assert other.check() is not None
+        state["b"] = state["a"]
+        assert watched.check() is None and other.check() is None
 
     def test_another_static_at_the_address_of_an_equal_one(self):
         model = linear()

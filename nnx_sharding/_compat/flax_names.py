@@ -133,7 +133,10 @@ def can_update(x: Any) -> bool:
     return state is None or bool(state.trace_state.is_valid())
 
 
-get_mapping: Callable[[nnx.State[Any, Any]], Any] = operator.attrgetter("raw_mapping")
+def get_mapping(state: Any) -> Any:
+    """The dict in which an ``nnx.State`` has its items; an error if it has other attributes."""
+    (mapping,) = vars(state).values()
+    return mapping
 
 
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
@@ -147,13 +150,11 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     children = list(level[0])
     if type(tree) in (tuple, list) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
         return tree if _are_same(children, tree) else None
-    if type(tree) not in (dict, nnx.State):
+    if type(tree) is not dict and (type(tree) is not nnx.State or len(vars(tree)) != 1):
         return None
     mapping = tree if type(tree) is dict else get_mapping(tree)
     if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
         return None  # other keys may be equal without being the same
-    if mapping is not tree and len(vars(tree)) > 1:
-        return None  # a guard expects nothing but the mapping
     return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
 
 

@@ -124,7 +124,6 @@ typedef struct {
     uint64_t *mentions;
     int is_match;          /* looks for another graph of the same structure, and records mentions */
     Py_ssize_t num_unequal; /* statics that Python has to compare with their pins */
-    int must_forget;        /* one of them is in a tuple */
 } Stream;
 
 static inline PyObject *slot_of(PyObject *object, enum kind slot) {
@@ -387,7 +386,7 @@ static int pick_found(const Stream *stream, Found *found) {
 /* What a step has read from a dict or a tuple. */
 typedef struct {
     uint64_t walk;        /* the number of the walk that last read it; 0 if that is not valid */
-    const PyObject *dict; /* only compared; NULL if it has to be read again */
+    const PyObject *dict; /* or the tuple; only compared; NULL if it has to be read again */
     const void *keys;     /* of values that are stored inline; else NULL */
 #if PY_VERSION_HEX >= 0x030D0000
     const PyObject *item;   /* only compared */
@@ -544,7 +543,7 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arg
                 if (seen->keys != NULL) seen->walk = follower->count;
                 continue;
             }
-        } else if (seen->walk > 0 &&
+        } else if (seen->walk > 0 && seen->dict == item &&
                    seen->walk >= follower->seen[walk->steps[step->parent].seen].walk) {
             continue;
         }
@@ -552,11 +551,10 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arg
         seen->walk = follower->count;
         stream->length = step->start;
         if (take_step(stream, step) != 1) return 0;
+        seen->dict = item;
         if (dict != NULL) note_dict(follower, step, dict);
-        if (stream->num_unequal > num_unequal) { /* compared later, and in each walk */
-            if (dict == NULL) stream->must_forget = 1;
-            seen->dict = NULL;
-        }
+        /* What is compared later has to be compared in each walk. */
+        if (stream->num_unequal > num_unequal) seen->dict = NULL;
     }
     stream->length = walk->num_plain_items;
     return have_types(stream, walk->leaves);
@@ -580,7 +578,7 @@ static int follow(Follower *follower, PyObject *const *arguments, Py_ssize_t cou
     const int collects = PyGC_Disable();
     int same = count == walk->num_arguments && follow_plain(follower, &stream, arguments);
     /* Before any Python code runs, during which another thread may use this follower. */
-    if (same != 1 || stream.must_forget) {
+    if (same != 1) {
         forget(follower);
     } else {
         follower->epoch = start;
