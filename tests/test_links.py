@@ -21,6 +21,14 @@ from nnx_sharding.analysis.meshes import MeshDescription, _coordinates
 from nnx_sharding.report import Comparison, ProgramReport
 from tpu.record import MESHES, mesh_of, recorded_mesh
 
+
+@pytest.fixture(autouse=True)
+def no_latency(monkeypatch):
+    """What is tested here is the time for bytes."""
+    for name, one in HARDWARE.items():
+        monkeypatch.setitem(HARDWARE, name, dataclasses.replace(one, latency=None))
+
+
 B = 16 * 2**20  # of the larger of operand and result
 
 

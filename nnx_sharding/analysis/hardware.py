@@ -33,7 +33,8 @@ class Hardware(JsonForm):
       int8_flops, fp8_flops: additions and multiplications per second of dense products of integers,
         or of floats, of 8 bits; None if they take as long as those of bfloat16.
       sources: the page that each figure is from.
-      latency: the seconds that a collective takes besides those for its bytes; None if unknown.
+      latency: the seconds that a collective takes besides those for its bytes: for TPUs those of
+        one hop between chips, the least that it may take; None if unknown.
       spread: the largest difference between a measured time and its estimate from these figures, in
         parts of the estimate; None for peak figures, which :func:`~nnx_sharding.planning.calibrate`
         did not measure.
@@ -161,7 +162,11 @@ def _gpu(page: str, network: str = _BOOK + "gpus/") -> dict[str, str]:
     return _sources(_NVIDIA + page, domain=_BOOK + "gpus/", network_bandwidth=network)
 
 
-_XLA = {"memory_bytes": "https://pypi.org/project/libtpu/", "int8_flops": _BOOK + "tpus/"}
+_XLA = {
+    "latency": _BOOK + "sharding/",
+    "memory_bytes": "https://pypi.org/project/libtpu/",
+    "int8_flops": _BOOK + "tpus/",
+}
 _V4 = _sources("https://arxiv.org/abs/2304.01433", network_bandwidth=_BOOK + "tpus/", **_XLA)
 _V5E, _TPU7X = (_sources(_TPU + page, **_XLA) for page in ("v5e", "tpu7x"))
 _V5P, _V6E = (
@@ -203,5 +208,9 @@ _KINDS = {
     "NVIDIA B200": "B200",
 }
 
-_BY_NAME = {one.name: one for one in _TABLE}
+# One hop between TPUs takes a microsecond.
+_BY_NAME = {
+    one.name: dataclasses.replace(one, latency=1e-6 if one.torus_dimensions else None)
+    for one in _TABLE
+}
 HARDWARE: Mapping[str, Hardware] = _BY_NAME | {k: _BY_NAME[name] for k, name in _KINDS.items()}

@@ -301,10 +301,10 @@ class Roofline(Pictured):
 
     @property
     def basis(self) -> str:
-        """What the times are, in words: at peak rates, or an estimate with its error."""
+        """What the times are, in words: a bound at peak rates, or an estimate with its error."""
         if self.spread is None:
-            return f"at peak rates of {self.hardware}"
-        return f"± {100 * self.spread:.0f} % by the figures of {self.hardware}"
+            return f"bound at peak rates of {self.hardware}"
+        return f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self)
@@ -315,8 +315,7 @@ class Roofline(Pictured):
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
         most = f"{time_text(self.seconds_without_overlap)} without overlap"
-        estimate = f"{time_text(self.seconds)} {self.basis}" if self.spread else self.hardware
-        return printable(f"{estimate}: {times}; {bound}; {most}")
+        return printable(f"{time_text(self.seconds)}, {self.basis}: {times}; {bound}; {most}")
 
 
 def roofline_of(

@@ -84,7 +84,8 @@ class Candidate:
       mesh: the mesh for which the step is compiled, perhaps of devices that this machine does not
         have. To run it, make one of the same ``sizes``.
       recipe: Python code that makes the mesh and ``step``, from the arguments under the names that
-        they have in the step. It compiles to the program that was planned.
+        they have in the step. It compiles to the program that was planned. Empty for a function
+        of the user's.
       rows: the number of rows of the batch; 0 without a batch.
     """
 
@@ -112,7 +113,7 @@ class Arguments:
         dimension, of several the largest; 0 without arrays.
       length: the second dimension of the largest of these; 1 if it has none.
       tokens: the number of feature vectors in it.
-      layers: the numbers of layers of stacks.
+      layers: the numbers of layers of the outermost stacks.
       experts: the number of experts; 0 if there are none.
     """
 
@@ -127,14 +128,13 @@ class Arguments:
         counts = Counter(filter(None, map(_rows, arrays)))
         self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
         batch = [x for x in arrays if self.rows and _rows(x) == self.rows]
-        largest = max(batch, key=lambda x: math.prod(x.shape), default=None)
+        largest: Any = max(batch, key=lambda x: math.prod(x.shape), default=None)
         shape = (1,) if largest is None else largest.shape
         self.length: int = (*shape, 1)[1]
         is_vectors = len(shape) > 1 and jax.numpy.issubdtype(largest.dtype, jax.numpy.inexact)
         self.tokens = math.prod(shape[:-1] if is_vectors else shape)
         modules = [x for x in self.parts.values() if isinstance(x, nnx.Module)]
-        stacks = (x for module in modules for _, x in modules_in(module) if isinstance(x, Stack))
-        self.layers = sorted({x.length for x in stacks})
+        self.layers = sorted({x.length for module in modules for x in _stacks(module)})
         self.experts = next(filter(None, map(_experts, self._models().values())), 0)
 
     def _models(self) -> dict[str, Any]:
@@ -187,14 +187,18 @@ class Arguments:
                 texts[part] = f"{variable}_on_host"
                 made[texts[part]] = offload(made[variable], optimizer, mesh=mesh)
                 lines.append(f"{texts[part]} = offload({variable}, {part}, mesh=mesh)")
-        spec = {
-            name: rows if self.rows and _rows(x) == self.rows else None
-            for name, x in self.parts.items()
-        }
+        spec = {name: self._spec(x, rows) for name, x in self.parts.items()}
         found = [made[texts[name]] if name in texts else spec[name] for name in self.parts]
         written = [_Text(texts.get(name, _spec_text(spec[name]))) for name in self.parts]
         shardings = jax.tree_util.tree_unflatten(self._tree, found)
         return shardings, lines, repr(jax.tree_util.tree_unflatten(self._tree, written))
+
+    def _spec(self, x: Any, batch: PartitionSpec) -> PartitionSpec | None:
+        """The spec of the batch for a part that belongs to it."""
+        if not self.rows or _rows(x) != self.rows:
+            return None
+        is_whole = len(x.shape) > 1 and x.shape[1] == self.length
+        return batch if is_whole else PartitionSpec(*batch[:1])
 
     def with_rows(self, rows: int) -> tuple[Any, ...]:
         """The same arguments with another number of rows."""
@@ -225,6 +229,13 @@ def _rows(x: Any) -> int:
 
 def _ends(path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     return (path[start:] for start in range(len(path)))
+
+
+def _stacks(model: Any) -> list[Stack]:
+    """The outermost stacks of a model."""
+    found = {path: x for path, x in modules_in(model) if isinstance(x, Stack)}
+    inner = {path for path in found for end in range(len(path)) if path[:end] in found}
+    return [x for path, x in found.items() if path not in inner]
 
 
 def _experts(model: Any) -> int:
@@ -280,9 +291,9 @@ def checked_strategies(names: Sequence[str]) -> list[str]:
 
 
 def mesh_sizes(
-    count: int, num_slices: int, axes: Axes, styles: Sequence[str], arguments: Arguments
+    count: int, num_slices: int, axes: Axes, strategy: str, arguments: Arguments
 ) -> Iterator[dict[str, int]]:
-    """The sizes of the meshes of this many devices on which all styles have devices.
+    """The sizes of the meshes of this many devices that have the axes of a strategy.
 
     The slices are along the axis for replicas, or along the stages of a pipeline.
     """
@@ -293,7 +304,9 @@ def mesh_sizes(
         "expert": arguments.experts,
         "context": arguments.length,
     }
+    data, styles = split_name(strategy)
     roles = {STYLES[style] for style in styles}
+    roles |= {"replica"} if data == "hsdp" and num_slices == 1 else set()
     names = [
         (name, role, 1 if i or role == "data" else 2)
         for role in Axes._fields
@@ -314,7 +327,8 @@ def mesh_sizes(
     for replicas in (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,):
         for found in split(count // replicas, names):
             if replicas == num_slices or found[axes.stage[0]] % num_slices == 0:
-                sizes = kept | found | ({axes.replica[0]: replicas} if replicas > 1 else {})
+                slices = {axes.replica[0]: replicas} if replicas > 1 else {}
+                sizes = kept | slices | found
                 yield {name: sizes[name] for name in itertools.chain(*axes) if name in sizes}
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
 from ..activations.variables import modules_in
@@ -43,7 +43,6 @@ from .candidates import (
     check_meshes,
     checked_strategies,
     mesh_sizes,
-    split_name,
     strategies_of,
 )
 from .predictions import Prediction, Work, predict, work_of
@@ -57,9 +56,9 @@ class Plan(Pictured):
       comparison: the reports of the candidates that were compiled, best first, and why the others
         were not. It can be saved, and shown as a page.
       candidates: the candidates that were compiled, by name.
-      least: a lower bound, in seconds, of the time of each candidate that was not compiled and may
-        fit: the products of the step at the peak rate of all devices. Infinite if there is none;
-        None if the hardware is unknown, or the products are.
+      least: a lower bound, in seconds, of the time of each candidate that may fit, but was not
+        compiled, or whose time is unknown: the products of the step at the peak rate of all
+        devices. Infinite if there is none; None if the hardware is unknown, or the products are.
     """
 
     comparison: Comparison
@@ -124,10 +123,12 @@ class _Variant(NamedTuple):
     def names(self) -> list[str]:
         """The names of the arguments in a recipe."""
         try:
-            names = [*inspect.signature(self.fun).parameters]
+            found = inspect.signature(self.fun).parameters.values()
         except (TypeError, ValueError):
-            names = []
-        return [*names[: len(self.args)], *(f"arg{i}" for i in range(len(names), len(self.args)))]
+            found = ()
+        by_position = (x for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD))
+        named = [x.name for x in by_position][: len(self.args)]
+        return [*named, *(f"arg{i}" for i in range(len(named), len(self.args)))]
 
 
 class _Entry(NamedTuple):
@@ -223,7 +224,7 @@ def plan(
       hardware: the figures for the roofline: peak ones, those of :func:`calibrate`, or a key of
         ``HARDWARE``; None uses those of the topology.
       most: the maximum number of programs to compile; None for all.
-      time_limit: seconds after which no more are compiled; what is lowered then is finished.
+      time_limit: seconds after which no more are compiled; all are predicted, though.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
       by_module: whether the report of the best candidate has memory and cost by module, for which
         it is compiled again.
@@ -254,6 +255,7 @@ def plan(
       sharding = tensor_parallel(model, mesh=mesh, axis='model')
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh)
     """
+    start = time.monotonic()
     _check_counts(topology, devices=devices, num_slices=num_slices, most=most)
     if maximize not in (None, "batch"):
         raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
@@ -274,14 +276,13 @@ def plan(
             built = [planning_mesh(mesh) for mesh in given]
             pairs = [*itertools.product(functions, built)]
         for strategy, function in functions.items() if meshes is None else ():
-            styles = split_name(strategy)[1] if function is None else ("tensor",)
-            options_ = (count, num_slices, named)
-            sizes = [*mesh_sizes(*options_, styles, arguments)]
-            sizes += [] if function is None else mesh_sizes(*options_, (), arguments)
-            for each in sizes:
-                key = tuple(each.items())
-                made[key] = mesh = made.get(key) or planning_mesh(each)
-                pairs.append((strategy, mesh))
+            # A function of the user may use the axes of both.
+            names = [strategy] if function is None else ["dp", "dp + tensor"]
+            for each in names:
+                for sizes in mesh_sizes(count, num_slices, named, each, arguments):
+                    key = tuple(sizes.items())
+                    made[key] = mesh = made.get(key) or planning_mesh(sizes)
+                    pairs.append((strategy, mesh))
     pairs = [(s, m) for s, m in pairs if functions[s] is not None or applies(s, m.shape, named)]
     if not pairs:
         raise ValueError(
@@ -304,11 +305,12 @@ def plan(
             for index in range(len(every)):
                 chosen.add(strategy, mesh, index)
             advance(strategy)
+    time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
     if not chosen.programs:
         raise ValueError(_reasons("plan: no candidate can fit:", chosen.ruled_out))
     compiler = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
     judged: dict[str, Any] = {"memory_limit": limit, "hardware": peak, **compiler}
-    found = search("plan", chosen.programs, chosen.pick, most=most, time_limit=time_limit, **judged)
+    found = search("plan", chosen.programs, chosen.pick, most=most, time_limit=time_left, **judged)
     mistakes = {
         name: failure
         for name, failure in found.reports.items()
@@ -325,49 +327,43 @@ def plan(
     if by_module and found.fits(order[0]):
         again = {order[0]: chosen.entries[order[0]].lower}
         reports |= search("modules of the best", again, by_module=True, **judged).compiled
-    left = [*chosen.programs]
+    left = [name for name in chosen.entries if name not in reports and name not in chosen.ruled_out]
     why = f"the {len(reports)} compiled are predicted to be better"
     why = f"not compiled within {time_limit} s" if time_limit and len(reports) != most else why
     ruled_out = chosen.ruled_out | dict.fromkeys(left, why)
-    bounds = [chosen.entries[name].least for name in left]
-    least = None if peak is None or None in bounds else min(filter(None, bounds), default=math.inf)
+    unknown = [
+        name
+        for name, report in found.compiled.items()
+        if found.fits(name) is not False and getattr(report.roofline, "seconds", None) is None
+    ]
+    bounds = [chosen.entries[name].least for name in left + unknown]
+    least = min((bound or 0.0 for bound in bounds), default=math.inf)
+    is_known = not maximize and peak is not None and None not in bounds
     ranked = dataclasses.replace(found, reports=reports, ruled_out=ruled_out)
-    return Plan(ranked, {name: candidates[name] for name in order}, None if maximize else least)
+    return Plan(ranked, {name: candidates[name] for name in order}, least if is_known else None)
 
 
+@dataclasses.dataclass
 class _Search:
     """The candidates, and which of them is compiled next."""
 
-    def __init__(
-        self,
-        variants: Sequence[_Variant],
-        functions: Mapping[str, Any],
-        axes: Axes,
-        hardware: Hardware | None,
-        limit: int | None,
-        most: int | None,
-        maximize: bool,
-    ):
-        self.variants, self.functions, self.axes, self.hardware = (
-            variants,
-            functions,
-            axes,
-            hardware,
-        )
-        self.limit, self.most, self.maximize = limit, most, maximize
-        self.entries: dict[str, _Entry] = {}
-        self.programs: dict[str, Lower] = {}  # those that are still to be compiled
-        self.ruled_out: dict[str, str] = {}
+    variants: Sequence[_Variant]
+    functions: Mapping[str, Any]
+    axes: Axes
+    hardware: Hardware | None
+    limit: Any  # bytes, or None
+    most: int | None
+    maximize: bool
+    entries: dict[str, _Entry] = dataclasses.field(default_factory=dict)
+    programs: dict[str, Lower] = dataclasses.field(default_factory=dict)  # still to be compiled
+    ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._seen: dict[Any, str] = {}
-        self._families: dict[tuple[str, Mesh, int], list[str]] = {}
-        self._arguments = [Arguments(each.args, each.names) for each in variants]
-
-        @functools.cache
-        def work(index: int) -> Work | None:
-            each = variants[index]
-            return work_of(each.fun, each.args, each.options, axes)
-
-        self._work = work
+        # The names of candidates by strategy, mesh and variant, and by the rows of their batches.
+        self._families: dict[tuple[str, Mesh, int], dict[int, list[str]]] = {}
+        self._arguments = [Arguments(each.args, each.names) for each in self.variants]
+        self._work: dict[int, Work | None] = {}
 
     def add(self, strategy: str, mesh: Mesh, index: int, rows: int = 0) -> None:
         """Adds the candidates of a strategy for a variant, or says why they are ruled out."""
@@ -378,7 +374,8 @@ class _Search:
             args = arguments.with_rows(rows)
             arguments, size = Arguments(args, variant.names), f"batch {rows}"
         start = Candidate(strategy, dict(mesh.shape), variant.name, (), mesh, rows=arguments.rows)
-        family = self._families.setdefault((strategy, mesh, index), [])
+        sizes = self._families.setdefault((strategy, mesh, index), {})
+        names = sizes[start.rows] = list[str]()
         try:
             found = [*self._sharded(start, arguments, variant, args)]
         except Exception as error:
@@ -393,22 +390,33 @@ class _Search:
             except Exception as error:
                 self.ruled_out[name] = f"{type(error).__name__}: {error}"
                 continue
-            same = self._seen.setdefault((full, prediction.key), name)
+            key = variant.text, variant.lines, candidate.rows, prediction.key
+            same = self._seen.setdefault(key, name)
             if same != name:
                 self.ruled_out[name] = f"shards everything like {same}"
             elif self.limit is not None and prediction.arguments > self.limit:
                 taken = bytes_text(prediction.arguments)
                 self.ruled_out[name] = f"the arguments take {taken} on each device"
             else:
-                work, peak = self._work(index), self.hardware
-                if rows and work is not None:
-                    work = Work(*[x * rows / given for x in work[:2]], work.is_narrow)
-                least = work and peak and work.least_seconds(mesh.size, peak)
+                work, peak = self._work_of(index), self.hardware
+                if work is not None:
+                    more = rows / given if rows else 1.0
+                    work = Work(work.flops * more, work.accessed * more, work.is_narrow)
+                bound = (
+                    None if work is None or peak is None else work.least_seconds(mesh.size, peak)
+                )
                 seconds = prediction.seconds(work, mesh.size, peak or HARDWARE["TPU v5e"])
                 alike = (variant.name, strategy)
-                self.entries[name] = _Entry(candidate, prediction, seconds, least, lower, alike)
+                self.entries[name] = _Entry(candidate, prediction, seconds, bound, lower, alike)
                 self.programs[name] = lower
-                family.append(name)
+                names.append(name)
+
+    def _work_of(self, index: int) -> Work | None:
+        """The products of a variant, which is traced once."""
+        if index not in self._work:
+            one = self.variants[index]
+            self._work[index] = work_of(one.fun, one.args, one.options, self.axes)
+        return self._work[index]
 
     def _sharded(
         self, start: Candidate, arguments: Arguments, variant: _Variant, args: Any
@@ -437,9 +445,12 @@ class _Search:
             for key, value in variant.options.items()
             if key not in given or value != given[key].default
         )
+        kinds = ", ".join(f"AxisType.{kind.name}" for kind in mesh.axis_types)
+        is_default = {*mesh.axis_types} == {AxisType.Explicit}
+        types = "" if is_default else f", axis_types=({kinds},)"
         for options, chain in calls.items():
             shardings, lines, text_ = arguments.shard(chain, mesh, rows, offloaded=variant.offload)
-            head = f"mesh = make_mesh({dict(start.sizes)})"
+            head = f"mesh = make_mesh({dict(start.sizes)}{types})"
             last = f"step = jit({variant.text}, in_shardings={text_}, mesh=mesh{more})"
             recipe = "\n".join([head, *variant.lines, *lines, last])
             found = dataclasses.replace(start, in_shardings=shardings, recipe=recipe)
@@ -484,23 +495,25 @@ class _Search:
 
         A candidate that a batch does not fit is taken not to fit a larger one.
         """
-        rows = {name: self.entries[name].candidate.rows for name in found.reports}
-        best = max((rows[name] for name in found.fitting), default=0)
-        for family, names in self._families.items():
-            sizes = {rows[name] for name in names if name in rows}
-            fits = {rows[name]: name for name in names if name in found.fitting}
-            low, high = max(fits, default=0), min(sizes - fits.keys(), default=math.inf)
+        fitting = {*found.fitting}
+        best = max((self.entries[name].candidate.rows for name in fitting), default=0)
+        for family, sizes in [*self._families.items()]:
+            fits = {rows: {*names} & fitting for rows, names in sizes.items()}
+            failed = [
+                n for n, names in sizes.items() if not fits[n] and found.reports.keys() >= {*names}
+            ]
+            low = max((rows for rows, names in fits.items() if names), default=0)
+            high = min(failed, default=math.inf)
+            wanted: float = best
             if not best:
-                wanted = high // 2 if sizes and high % 2 == 0 else 0
-            elif not low:
-                wanted = best
-            else:
-                row = found.figures[fits[low]]
-                spare = self.limit - row["arguments"], row["peak"] - row["arguments"]
-                wanted = low * 2 ** max(1, int(math.log2(max(spare[0], 1) / max(spare[1], 1))))
+                wanted = high // 2 if high % 2 == 0 else 0
+            elif low:
+                memory: Any = found.compiled[fits[low].pop()].memory  # of one that fits, so known
+                spare, more = self.limit - memory.arguments, memory.peak - memory.arguments
+                wanted = low * 2 ** max(1, int(math.log2(max(spare, 1) / max(more, 1))))
                 while wanted >= high:
                     wanted //= 2
-            if wanted > low and wanted < high and wanted >= best:
+            if low < wanted < high and wanted >= best and wanted not in sizes:
                 self.add(*family, int(wanted))
         for name in [*self.programs]:
             if self.entries[name].candidate.rows < best:

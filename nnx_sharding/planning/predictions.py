@@ -54,9 +54,9 @@ def work_of(
         try:
             with jax.set_mesh(mesh):
                 traced = jit(fun, mesh=mesh, **options).trace(*args)
+                return _work(_compat.used_equations(traced._stage.jaxpr))
         except Exception:  # it may need several devices; each candidate says what fails for it
             continue
-        return _work(_compat.used_equations(traced._stage.jaxpr))
     return None
 
 

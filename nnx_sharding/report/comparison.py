@@ -190,7 +190,7 @@ class Comparison(JsonForm):
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         rooflines = (report.roofline for report in self.compiled.values())
         if bases := {roofline.basis for roofline in rooflines if roofline is not None}:
-            yield text(f"roofline: the time {', '.join(sorted(bases))}")
+            yield text(f"roofline: {', '.join(sorted(bases))}")
         tables = {name: r.by_module for name, r in self.compiled.items() if r.by_module is not None}
         yield from (text(f"{name}: {found.summary()}") for name, found in tables.items())
         if len(tables) > 1:

@@ -103,7 +103,7 @@ def search(
             process.close()
         executor.shutdown(cancel_futures=True)
     if not reports:
-        raise ValueError(f"{title}: no program was compiled within {time_limit} s.")
+        raise ValueError(f"{title}: no program was compiled within the time limit.")
     comparison = Comparison(reports, None, took)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 

@@ -40,7 +40,7 @@ function overview(report) {
     (inLoop ? "; some in loops of unknown length, counted once" : "") +
     (inBranch ? "; of conditionals the branch that sends most" : "");
   const spread = roofline?.spread;
-  const basis = spread == null ? "at peak rates of" : `± ${(100 * spread).toFixed(0)} % by the figures of`;
+  const basis = spread == null ? "bound at peak rates of" : `estimate ± ${(100 * spread).toFixed(0)} % by the figures of`;
   const bound = roofline && `${basis} ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
   const notes = {
     bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
