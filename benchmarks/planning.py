@@ -4,7 +4,7 @@
 ``--devices v5e:4x4 v5p:2x2x4`` for TPUs, with their compiler (extra ``tpu``). ``--scale`` plans a
 transformer of 70 billion parameters and a mixture of 64 experts on 1,024 devices, and reports the
 time and the memory of this machine. ``--published`` plans five models for the TPUs that MaxText
-trains them on, or fewer, beside its configurations.
+trains them on, or fewer, beside its configurations; ``--predicted`` compiles none of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.partition import dispatch_to_experts, ring_attention
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Candidate
-from nnx_sharding.planning.plan import Plan
+from nnx_sharding.planning.plan import Plan, predicted
 
 GIB = 2**30
 
@@ -205,12 +205,14 @@ def decoder(config: Config) -> Case:
         d, h, e = config.features, config.hidden, config.experts
         active = parameters - config.vocabulary * d * (not config.tied)  # a gather is no product
         head = config.vocabulary * d
-        attention = 4 * config.context * d * config.layers  # all of the square, for each token
+        # All of the square, for each token; in a ring half of it.
+        attention = 4 * config.context * d * config.layers / (2 if config.ring else 1)
         if e:
             expert = 3 * d * h * config.layers
             active -= (e - config.top) * expert
-        # Forward, backward twice, and recomputed in blocks, but for their last product.
-        last = d * h * config.layers * (config.top if e else 1)
+        # Forward, backward twice, and recomputed in blocks, but for their last product: that of an
+        # expert is needed for the gradient of its weight.
+        last = 0 if e else d * h * config.layers
         return float(count * (8 * (active - head) + 6 * head - 2 * last + 4 * attention))
 
     return Case(lambda rngs: Decoder(config, rngs), (tokens, tokens), flops)
@@ -322,10 +324,31 @@ def search(name: str, case: Case, theirs: str = "", **options: Any) -> None:
     print(f"{cpu:.0f} s of CPU; peak memory of the planner: {peak:.2f} GiB", flush=True)
 
 
+def predict(name: str, one: Published) -> None:
+    """Prints the fastest candidates by prediction, and their figures by hand."""
+    args, cpu = one.case.arguments(), time.process_time()
+    where: dict[str, Any] = {"topology": one.topology, "num_slices": one.num_slices}
+    found, _ = predicted(train_step, args, strategies=one.strategies, options={}, **where)
+    cpu, parameters = time.process_time() - cpu, parameter_count(args[0])
+    entries = sorted(found.entries.values(), key=lambda each: max(each.seconds.values()))
+    devices = entries[0].candidate.mesh.size
+    print(
+        f"\n{name} on {one.num_slices} × {one.topology}: {parameters / 1e9:.2f} billion, ", end=""
+    )
+    print(f"  {len(entries)} candidates in {cpu:.1f} s of CPU; MaxText: {one.theirs}")
+    state, flops = 12 * parameters / devices / GIB, one.case.flops(parameters) / devices
+    print(f"  by hand, for one device: state {state:.2f} GiB, {flops:.4g} flops")
+    for each in entries[:4]:
+        held = each.prediction.arguments / GIB
+        times = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in each.seconds.items())
+        print(f"  {each.candidate.name}: arguments {held:.2f} GiB; {times}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--scale", action="store_true", help="plan on 1,024 devices")
     parser.add_argument("--published", action="store_true", help="models that MaxText trains")
+    parser.add_argument("--predicted", action="store_true", help="of these, compile nothing")
     parser.add_argument("--cases", nargs="*", help="the names of some of the models")
     parser.add_argument("--devices", nargs="*", default=["16"], help="16, v5e:4x4, v5p:2x2x4, …")
     parser.add_argument("--strategies", nargs="*", default=["dp", "zero1", "fsdp", "fsdp + tensor"])
@@ -337,6 +360,9 @@ def main() -> None:
     for name, one in PUBLISHED.items() if options.published else ():
         if not options.cases or name in options.cases:
             where = {"topology": one.topology, "num_slices": one.num_slices}
+            if options.predicted:
+                predict(name, one)
+                continue
             on = f"{name} on {one.num_slices} × {one.topology}"
             search(on, one.case, one.theirs, strategies=one.strategies, **where, **kept)
     cases = {} if options.published else SCALE if options.scale else CASES

@@ -256,6 +256,79 @@ def plan(
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh)
     """
     start = time.monotonic()
+    chosen, compiled_for = predicted(
+        step,
+        args,
+        devices=devices,
+        topology=topology,
+        num_slices=num_slices,
+        axes=axes,
+        meshes=meshes,
+        strategies=strategies,
+        variants=variants,
+        maximize=maximize,
+        memory_limit=memory_limit,
+        hardware=hardware,
+        most=most,
+        quiet=quiet,
+        options=options,
+    )
+    time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
+    limit, peak = chosen.limit, chosen.hardware
+    compiler = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
+    judged: dict[str, Any] = {"memory_limit": limit, "hardware": peak, **compiler}
+    found = search("plan", chosen.programs, chosen.pick, most=most, time_limit=time_left, **judged)
+    mistakes = {
+        name: failure
+        for name, failure in found.reports.items()
+        if isinstance(failure, Failure)
+        and not isinstance(failure.exception, jax.errors.JaxRuntimeError)  # of the compiler
+    }
+    if len(mistakes) == len(found.reports):
+        reasons = {name: failure.error for name, failure in mistakes.items()} | chosen.ruled_out
+        cause = next(iter(mistakes.values())).exception
+        raise ValueError(_reasons("plan: no candidate can be lowered:", reasons)) from cause
+    candidates = {name: chosen.entries[name].candidate for name in found.reports}
+    order = sorted(candidates, key=partial(_rank, found, candidates if maximize else None))
+    reports = {name: found.reports[name] for name in order}
+    if by_module and found.fits(order[0]):
+        again = {order[0]: chosen.entries[order[0]].lower}
+        reports |= search("modules of the best", again, by_module=True, **judged).compiled
+    left = [name for name in chosen.entries if name not in reports and name not in chosen.ruled_out]
+    why = f"the {len(reports)} compiled are predicted to be better"
+    why = f"not compiled within {time_limit} s" if time_limit and len(reports) != most else why
+    ruled_out = chosen.ruled_out | dict.fromkeys(left, why)
+    unknown = [
+        name
+        for name, report in found.compiled.items()
+        if found.fits(name) is not False and getattr(report.roofline, "seconds", None) is None
+    ]
+    bounds = [chosen.entries[name].least for name in left + unknown]
+    least = min((bound or 0.0 for bound in bounds), default=math.inf)
+    is_known = not maximize and peak is not None and None not in bounds
+    ranked = dataclasses.replace(found, reports=reports, ruled_out=ruled_out)
+    return Plan(ranked, {name: candidates[name] for name in order}, least if is_known else None)
+
+
+def predicted(
+    step: Any,
+    args: Sequence[Any],
+    *,
+    devices: int | None = None,
+    topology: str | None = None,
+    num_slices: int = 1,
+    axes: Any = ("data", "model"),
+    meshes: Any = None,
+    strategies: Any = None,
+    variants: Any = None,
+    maximize: str | None = None,
+    memory_limit: int | str | None = None,
+    hardware: Hardware | str | None = None,
+    most: int | None = None,
+    quiet: bool = False,
+    options: Mapping[str, Any],
+) -> tuple[Search, Any]:
+    """The candidates with their predictions, and the devices to compile for; as for ``plan``."""
     _check_counts(topology, devices=devices, num_slices=num_slices, most=most)
     if maximize not in (None, "batch"):
         raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
@@ -299,52 +372,19 @@ def plan(
         raise ValueError(
             "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
         )
-    chosen = _Search(every, functions, named, peak, limit, most, maximize is not None)
+    chosen = Search(every, functions, named, peak, limit, most, maximize is not None)
     with progress("plan: predicting", len(pairs), quiet=quiet) as advance:
         for strategy, mesh in pairs:
             for index in range(len(every)):
                 chosen.add(strategy, mesh, index)
             advance(strategy)
-    time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
     if not chosen.programs:
         raise ValueError(_reasons("plan: no candidate can fit:", chosen.ruled_out))
-    compiler = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
-    judged: dict[str, Any] = {"memory_limit": limit, "hardware": peak, **compiler}
-    found = search("plan", chosen.programs, chosen.pick, most=most, time_limit=time_left, **judged)
-    mistakes = {
-        name: failure
-        for name, failure in found.reports.items()
-        if isinstance(failure, Failure)
-        and not isinstance(failure.exception, jax.errors.JaxRuntimeError)  # of the compiler
-    }
-    if len(mistakes) == len(found.reports):
-        reasons = {name: failure.error for name, failure in mistakes.items()} | chosen.ruled_out
-        cause = next(iter(mistakes.values())).exception
-        raise ValueError(_reasons("plan: no candidate can be lowered:", reasons)) from cause
-    candidates = {name: chosen.entries[name].candidate for name in found.reports}
-    order = sorted(candidates, key=partial(_rank, found, candidates if maximize else None))
-    reports = {name: found.reports[name] for name in order}
-    if by_module and found.fits(order[0]):
-        again = {order[0]: chosen.entries[order[0]].lower}
-        reports |= search("modules of the best", again, by_module=True, **judged).compiled
-    left = [name for name in chosen.entries if name not in reports and name not in chosen.ruled_out]
-    why = f"the {len(reports)} compiled are predicted to be better"
-    why = f"not compiled within {time_limit} s" if time_limit and len(reports) != most else why
-    ruled_out = chosen.ruled_out | dict.fromkeys(left, why)
-    unknown = [
-        name
-        for name, report in found.compiled.items()
-        if found.fits(name) is not False and getattr(report.roofline, "seconds", None) is None
-    ]
-    bounds = [chosen.entries[name].least for name in left + unknown]
-    least = min((bound or 0.0 for bound in bounds), default=math.inf)
-    is_known = not maximize and peak is not None and None not in bounds
-    ranked = dataclasses.replace(found, reports=reports, ruled_out=ruled_out)
-    return Plan(ranked, {name: candidates[name] for name in order}, least if is_known else None)
+    return chosen, compiled_for
 
 
 @dataclasses.dataclass
-class _Search:
+class Search:
     """The candidates, and which of them is compiled next."""
 
     variants: Sequence[_Variant]

@@ -16,7 +16,7 @@ from ..analysis.hardware import Hardware
 from ..partition.mesh import make_mesh
 from ..partition.pipelining import Schedule
 from ..report.sharding import ShardingRow, check_sharding
-from ..specs.fitting import axes_of, spec_and_mesh
+from ..specs.fitting import axes_of, padded, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
 from .candidates import SHARDING, Arguments, Axes, Candidate, split_name
@@ -215,7 +215,8 @@ class _Sums:
 
     def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """The axes that shard each dimension, without those of size 1."""
-        entries = row.spec.partitions if isinstance(row.spec, PartitionSpec) else ()
+        spec = row.spec if isinstance(row.spec, PartitionSpec) else PartitionSpec()
+        entries = padded(spec, len(row.shape))
         return tuple(tuple(axis for axis in axes_of(x) if axis in self.sizes) for x in entries)
 
     def _add_row(self, row: ShardingRow) -> None:
@@ -226,7 +227,7 @@ class _Sums:
         experts = self.arguments.experts
         expert = {
             axis
-            for axes, size in zip(split, row.shape, strict=False)
+            for axes, size in zip(split, row.shape, strict=True)
             for axis in axes
             if "expert" in self.styles and size == experts and axis in self.axes.expert
         }
@@ -243,17 +244,16 @@ class _Sums:
             sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
             held /= shards
         self.within, self.between = self.within + sent[0], self.between + sent[1]
-        if len(row.shape) > 1 and (model or expert):
-            sharded = math.prod(
-                d for d, axes in zip(row.shape, split, strict=False) if model & {*axes}
-            )
-            layers = row.shape[0] if row.shape[0] in self.arguments.layers else 1
-            features = math.prod(row.shape) / sharded
-            if expert:
-                size = math.prod(sizes[axis] for axis in expert)
-                features = layers * min(row.shape[-2:])
-                self.within += self.tokens * features * itemsize * 8 / 3 * (1 - 1 / size)
-            if model and not expert:
-                size = math.prod(sizes[axis] for axis in model)
-                share = 1 / math.prod(sizes[axis] for axis in stage)
-                self.within += self.tokens * features * share * itemsize * 2 * (1 - 1 / size)
+        if len(row.shape) < 2 or not (expert or model):
+            return
+        layers, dims = 1.0, [*zip(row.shape, split, strict=True)]
+        if row.shape[0] in self.arguments.layers:
+            layers = row.shape[0] / math.prod(sizes[axis] for axis in stage)
+            dims = dims[1:]
+        per_token = layers * itemsize
+        if expert:
+            per_token *= 8 / 3 * min(size for size, _ in dims[-2:])
+        else:
+            per_token *= 2 * max((size for size, axes in dims if model.isdisjoint(axes)), default=1)
+        count = math.prod(sizes[axis] for axis in expert or model)
+        self.within += self.tokens * per_token * (1 - 1 / count)
