@@ -330,7 +330,12 @@ def predict(name: str, one: Published) -> None:
     where: dict[str, Any] = {"topology": one.topology, "num_slices": one.num_slices}
     found, _ = predicted(train_step, args, strategies=one.strategies, options={}, **where)
     cpu, parameters = time.process_time() - cpu, parameter_count(args[0])
-    entries = sorted(found.entries.values(), key=lambda each: max(each.seconds.values()))
+
+    def order(each: Any) -> tuple[float, float]:
+        times = each.seconds.values()
+        return max(times), sum(times)
+
+    entries = sorted(found.entries.values(), key=order)
     devices = entries[0].candidate.mesh.size
     print(
         f"\n{name} on {one.num_slices} × {one.topology}: {parameters / 1e9:.2f} billion, ", end=""

@@ -180,7 +180,7 @@ def test_equals_brute_force(name, tmp_path):
     assert set(tmp_path.iterdir()) == compiled  # read from disk
     reasons = found.ruled_out
     assert {*found.candidates, *reasons} == {*strategies}
-    least = work_of(train_step, args, {}, Axes()).flops / 8
+    least = work_of(train_step, args, {}, Axes()).least / 8
     assert all(0.99 * least <= each["flops"] for each in figures.values())
     assert found.gap == 0  # all that may fit were compiled
     taken = {name: text for name, text in reasons.items() if text.startswith("the arguments take")}
@@ -538,7 +538,8 @@ def test_products_by_hand():
     def branches(x, w):
         return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
 
-    assert work_of(branches, (jnp.ones((2, 2)),) * 2, {}, Axes()).flops == 2 * 2 * 2 * 2
+    found = work_of(branches, (jnp.ones((2, 2)),) * 2, {}, Axes())
+    assert (found.least, found.flops) == (2 * 2 * 2 * 2, 2 * 2 * 2 * 2 * 2)
     assert work_of(lambda x: x.no_such_attribute, (jnp.ones(2),), {}, Axes()) is None
 
 
@@ -633,6 +634,7 @@ PROGRAMS = {
     ),
     "inference": (forward, (in_another_order(Tied)[1], tokens_of(16)), ["fsdp + sequence"], {}),
     "experts": (mixed, MIXTURE, ["fsdp + expert"], {}),
+    "contexts": (forward, (in_another_order(Tied, 4)[1], tokens_of(4)), ["fsdp + context"], {}),
     "pipeline": (
         step_in_another_order, in_another_order(Tied), ["fsdp + pipeline"], {"remat": [True, False]}
     ),

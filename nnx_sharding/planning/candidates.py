@@ -16,7 +16,15 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..activations.variables import modules_in
 from ..errors import raise_listed
-from ..partition import expert_parallel, fsdp, pipeline, replicated, tensor_parallel, zero1
+from ..partition import (
+    context_parallel,
+    expert_parallel,
+    fsdp,
+    pipeline,
+    replicated,
+    tensor_parallel,
+    zero1,
+)
 from ..partition.variables import variables
 from ..specs.fitting import axes_of, suggestion
 from ..training import offload
@@ -389,6 +397,8 @@ def chains(
     if "expert" in styles:
         own = {"experts": arguments.experts, "axis": axes.expert[0]}
         calls.append((expert_parallel, own))
+    if "context" in styles:
+        calls.append((context_parallel, {"axis": axes.context[0]}))
     over = axes.in_mesh(sizes, *["replica"] * (data != "hsdp"), *SHARDING, least=2)
     last: list[Call] = []
     if data in ("fsdp", "hsdp"):

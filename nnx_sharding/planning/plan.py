@@ -189,8 +189,8 @@ def plan(
     * ``+ pipeline``: :func:`~nnx_sharding.partition.pipeline` over ``stage``, for models with a
       ``Stack``, with one to eight microbatches for each stage. Stages that wait are in the
       roofline: they compute in each tick;
-    * ``+ context``: the second dimension of the batch, over ``context``; by default where there are
-      fewer rows than devices.
+    * ``+ context``: :func:`~nnx_sharding.partition.context_parallel` over ``context``, which also
+      shards the second dimension of the batch; by default where there are fewer rows than devices.
 
     Args:
       step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are
@@ -439,9 +439,7 @@ class Search:
                 self.ruled_out[name] = f"the arguments take {taken} on each device"
             else:
                 work, peak = self._work_of(index), self.hardware
-                if work is not None:
-                    more = rows / given if rows else 1.0
-                    work = Work(work.flops * more, work.accessed * more, work.is_narrow)
+                work = work and work.times(rows / given if rows else 1)
                 bound = (
                     None if work is None or peak is None else work.least_seconds(mesh.size, peak)
                 )
@@ -521,12 +519,12 @@ class Search:
             entry = self.entries[name]
             alike = (ratios[x] for x in (entry.alike, entry.alike[:1], ()) if x in ratios)
             ratio = next(alike, {})
-            seconds = max(s * ratio.get(key, 1.0) for key, s in entry.seconds.items())
+            times = [s * ratio.get(key, 1.0) for key, s in entry.seconds.items()]
             held = entry.prediction.arguments
             least = held + excess.get(entry.alike[0], 0)
             exceeds = self.limit is not None and least > self.limit
             rows = entry.candidate.rows if self.maximize else 0
-            return (-rows, held) if by_memory else (-rows, exceeds, seconds, held)
+            return (-rows, held) if by_memory else (-rows, exceeds, max(times), sum(times), held)
 
         return min(self.programs, key=order)
 

@@ -26,19 +26,26 @@ class Work(NamedTuple):
     """The matrix products and convolutions of a step, on all devices together.
 
     Attributes:
-      flops: their additions and multiplications.
-      accessed: the bytes of their operands and results.
+      flops: their additions and multiplications, of a conditional those of the largest branch.
+      accessed: the bytes of their operands and results, likewise.
+      least: their additions and multiplications, of a conditional those of the smallest branch.
       is_narrow: whether some are of 8-bit numbers.
     """
 
     flops: float = 0.0
     accessed: float = 0.0
+    least: float = 0.0
     is_narrow: bool = False
+
+    def times(self, count: float) -> Work:
+        """The products of so many runs."""
+        more = self.flops * count, self.accessed * count, self.least * count
+        return Work(*more, self.is_narrow)
 
     def least_seconds(self, devices: int, hardware: Hardware) -> float:
         """A lower bound of the time of a step: its products at the peak rate of all devices."""
         narrow = [hardware.int8_flops, hardware.fp8_flops] if self.is_narrow else []
-        return self.flops / devices / max(filter(None, [hardware.flops, *narrow]))
+        return self.least / devices / max(filter(None, [hardware.flops, *narrow]))
 
 
 def work_of(
@@ -46,8 +53,7 @@ def work_of(
 ) -> Work | None:
     """The products of a step, without those whose results are not used; None if it has no trace.
 
-    It is traced for one device. Of a conditional the branch with the fewest counts, and of a loop
-    of unknown length one iteration.
+    It is traced for one device. Of a loop of unknown length, one iteration counts.
     """
     for kind in (AxisType.Auto, AxisType.Explicit):  # the step may only be written for one
         mesh = make_mesh({name: 1 for of in axes for name in of}, kind, devices=jax.devices()[:1])
@@ -61,22 +67,20 @@ def work_of(
 
 
 def _work(equations: Any) -> Work:
-    flops = accessed = 0.0
-    is_narrow = False
+    parts = list[Work]()
     for one in equations:
-        parts = [_work(inner.eqns) for inner in _inside(one.params.values())]
-        name, times = one.primitive.name, one.params.get("length", 1)
-        if name == "cond":
-            parts = [min(parts)]
-        shapes = [x.aval for x in (*one.invars, *one.outvars)]
-        if own := _product_flops(name, one.params, shapes):
+        name, shapes = one.primitive.name, [x.aval for x in (*one.invars, *one.outvars)]
+        if flops := _product_flops(name, one.params, shapes):
             size = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes if hasattr(x, "shape"))
-            narrow = all(x.dtype.itemsize == 1 for x in shapes[:2])
-            parts, times = [Work(own, size, narrow)], 1
-        flops += times * sum(part.flops for part in parts)
-        accessed += times * sum(part.accessed for part in parts)
-        is_narrow |= any(part.is_narrow for part in parts)
-    return Work(flops, accessed, is_narrow)
+            is_narrow = all(x.dtype.itemsize == 1 for x in shapes[:2])
+            parts.append(Work(flops, size, flops, is_narrow))
+        elif inner := [_work(program.eqns) for program in _inside(one.params.values())]:
+            if name == "cond":
+                largest = max(inner)
+                inner = [largest._replace(least=min(part.least for part in inner))]
+            parts += [part.times(one.params.get("length", 1)) for part in inner]
+    flops, accessed, least = (sum(part[i] for part in parts) for i in range(3))
+    return Work(flops, accessed, least, any(part.is_narrow for part in parts))
 
 
 def _inside(values: Any) -> Iterator[Any]:
