@@ -54,11 +54,11 @@ def transfer(
 
     The models may differ in names, in the layout of arrays, and in the mesh, such as a trainer and
     the server that samples for it. Arrays that stay on their devices, in any order, get their
-    layout, dtype and sharding by compiled programs, whose temporary memory is at most that of the
-    largest array or 16 MiB; those that go to other devices are copied there, part by part: at once
-    the largest array, a sixteenth of all, or 16 MiB. The old values of the target are released
-    first, so each device has the new ones only. The programs are reused when models of these
-    structures and shardings are passed again.
+    layout, dtype and sharding by compiled programs (on CPUs, a new sharding alone by copies), whose
+    temporary memory is at most that of the largest array or 16 MiB; those that go to other devices
+    are copied there, part by part: at once the largest array, a sixteenth of all, or 16 MiB. The
+    old values of the target are released first, so each device has the new ones only. The programs
+    are reused when models of these structures and shardings are passed again.
 
     All processes make the same call. As in ``place``, arrays go to devices of other processes only
     if both models are on the same devices.
@@ -139,6 +139,7 @@ class _Goal(NamedTuple):
     sharding: Any  # None for a NumPy array
     has_program: bool  # whether a program on the devices of the sources makes it
     place: Any  # its sharding there: that of the target if that is on the same devices
+    is_copied: bool  # whether copies of parts make it: on CPUs they are quicker than collectives
 
 
 class _Step(NamedTuple):
@@ -253,8 +254,11 @@ def _goal(
         is_direct = sharding in (None, current) or set(devices) == sharding.device_set or is_ready
         is_kept = donate and sharding == current
         has_program = not (other_memory(current) or is_kept) and (is_here or not is_direct)
+    is_cpu = has_program and devices[0].platform == "cpu" and first.is_fully_addressable
+    is_copied = is_cpu and is_same and is_here and not (is_weak or donate)
+    has_program = has_program and not is_copied
     slots = tuple(x.slot for x in sources)
-    return _Goal(array, slots, None if is_same else build, sharding, has_program, place)
+    return _Goal(array, slots, None if is_same else build, sharding, has_program, place, is_copied)
 
 
 def _built(
@@ -328,8 +332,11 @@ def _devices(leaf: Any) -> Any:
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
     """One program for all arrays on the same devices; more where it would take memory."""
     sizes = [_nbytes(goal) for goal in goals]
-    moved = [goal for goal in goals if not goal.has_program]
-    steps = [_Step(moved)] if moved else []
+    moved = [goal for goal in goals if not (goal.has_program or goal.is_copied)]
+    copied = [goal for goal in goals if goal.is_copied]
+    places = [goal.place for goal in copied]
+    slots = [goal.sources[0] for goal in copied]
+    steps = [_Step(moved), _Step(copied, slots, functools.partial(_copied, places))]
     bins: dict[Any, list[list[_Goal]]] = {}
     for goal in (goal for goal in goals if goal.has_program):
         is_final = goal.place == goal.sharding
@@ -341,7 +348,11 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
         each[-1].append(goal)
     for part in itertools.chain(*bins.values()):
         steps += _programs(part, leaves, max(*sizes, _SMALL))
-    return steps
+    return [step for step in steps if step.goals]
+
+
+def _copied(places: Sequence[Any], *arrays: Any) -> list[Any]:
+    return [moves.assembled(x, place) for x, place in zip(arrays, places, strict=True)]
 
 
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[_Step]:

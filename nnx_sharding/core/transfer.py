@@ -111,7 +111,7 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
         move.goal = unsummed(goal)
     for move in moves:
         if _needs_host(move.array, move.goal, alias):
-            move.advance(_assembled(move.array, move.goal))
+            move.advance(assembled(move.array, move.goal))
     # XLA reshards only in the default memory of devices.
     programs = [move for move in moves if _needs_program(move.array, move.goal)]
     _put([(move, _in_main_memory(move.array.sharding)) for move in programs])
@@ -253,13 +253,13 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> _Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _assembled(array: Any, goal: Sharding) -> Any:
+def assembled(array: Any, goal: Sharding) -> Any:
     """An array made of the parts that the devices of this process hold."""
     array = array if isinstance(array, jax.Array) else np.asarray(array)
     shape, dtype = array.shape, array.dtype
     devices: Any = goal.addressable_devices
     if _is_keys(array):
-        words = _assembled(jax.random.key_data(array), goal)
+        words = assembled(jax.random.key_data(array), goal)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     part = array.__getitem__
     held = {tuple((0, size) for size in shape): array}
