@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from module_programs import LAYERS, PROGRAMS, ROWS, WIDTH
+from module_programs import LAYERS, PROGRAMS, ROWS, WIDTH, Block
 from nnx_sharding import jit, value_and_grad
 from nnx_sharding.analysis.buffers import Buffer, read_buffers
 
@@ -55,6 +55,22 @@ def test_arguments_and_activations_by_hand(table):
     assert held[0]["activations"] == held[1]["activations"]
     assert 2 * hidden < held[0]["activations"] <= 4 * hidden
     assert max(table.over_time, key=lambda x: x.bytes).backward
+
+
+def test_memory_that_is_held_for_a_result():
+    """Before the result is made, a smaller array is where it will be."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    models = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(keys)
+
+    def run(models, x):
+        hidden = jax.vmap(lambda x, w: jnp.tanh(x @ w[:, :WIDTH]))(x, models.up.kernel[...])
+        return nnx.vmap(lambda block, x: block.up(x))(models, hidden)
+
+    x = jnp.ones((5, 128, WIDTH))
+    table = jit(run).lower(models, x).compile().by_module()
+    kinds = table.by_kind()
+    assert table.unattributed < 0.05 * table.peak
+    assert kinds["outputs"] + kinds.get("temporaries", 0) <= 5 * 128 * 4 * 6 * WIDTH
 
 
 def test_flops_by_hand(table):

@@ -355,11 +355,11 @@ def _held(
     held: defaultdict[Place, Counter[Kind]] = defaultdict(Counter)
     for one in buffers.allocations:
         owned = []
+        live = [value for value in one.values if value.first <= peak <= value.last]
         if one.parameter is not None:
             owned.append((attribution.argument(one.parameter), one.size))
-        live = [value for value in one.values if value.first <= peak <= value.last]
-        if one.is_held and not live and not owned:  # for what is made later
-            live = sorted(one.values, key=lambda value: value.last)[-1:]
+        elif one.is_result and one.values:  # which is held for what is made last
+            live.insert(0, max(one.values, key=lambda value: value.last))
         for value in live:
             owned.append((attribution.owner(value, one, backward, len(places)), value.size))
         rest = one.size
