@@ -135,10 +135,11 @@ def draw(alone: np.ndarray, found: dict[str, np.ndarray]) -> None:
     for index, (name, losses) in enumerate(found.items()):
         style = {"color": colours[index], "lw": 1, "ls": "-" if index < 7 else "--"}
         upper.plot(losses, **style)
-        lower.semilogy(np.abs(losses - alone) + 1e-9, label=name.replace("`", ""), **style)
+        furthest = np.maximum.accumulate(np.abs(losses - alone)) + 1e-9
+        lower.semilogy(furthest, label=name.replace("`", ""), **style)
     upper.set(ylabel="loss")
     upper.legend()
-    lower.set(xlabel="step", ylabel="difference")
+    lower.set(xlabel="step", ylabel="largest difference")
     lower.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2))
     save(figure, "convergence")
 
