@@ -146,6 +146,7 @@ $(VENV)/.created:
 
 comma := ,
 $(VENV)/.installed-%: setup.py pyproject.toml $(CONSTRAINTS) nnx_sharding/core/guard/_walk.c | $(VENV)/.created
+	@echo "Installing what \"$*\" needs into $(VENV): some minutes the first time."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  $(CONSTRAINTS:%=--constraint %) --editable '.[$*]'
 	@touch $@ $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$*))
