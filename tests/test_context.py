@@ -163,10 +163,23 @@ class Mine(nnx.Module):
         return self.attention_fn(*jnp.moveaxis(heads, 2, 0)).reshape(x.shape)
 
 
-def test_functions_of_the_user_stay():
-    model = Mine(rngs=nnx.Rngs(0))
-    found = compiled(model, tokens=False)(model, x := jnp.ones((2, LENGTH, WIDTH)))
-    np.testing.assert_allclose(found, model(x), rtol=1e-5)
+class OfClass(Mine):
+    """The function of the class, which all of its modules share."""
+
+    attention_fn = staticmethod(nnx.dot_product_attention)
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        del self.attention_fn
+
+
+@pytest.mark.parametrize("make", [Mine, OfClass])
+def test_functions_of_the_user_stay(make):
+    model = make(rngs=nnx.Rngs(0))
+    before, x = dict(vars(model)), jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
+    found = compiled(model, tokens=False)(model, x)
+    np.testing.assert_allclose(found, model(x), rtol=1e-5, atol=1e-6)
+    assert vars(model).keys() == before.keys()
 
 
 def test_a_single_query_needs_no_ring():

@@ -94,7 +94,7 @@ def _attends(_: Any, module: Any) -> bool:
 
 def _options(module: Any) -> dict[str, Any] | None:
     """The arguments that a module gives to an attention function of Flax, if it has one."""
-    function = getattr(module, "attention_fn", None)
+    function = vars(module).get("attention_fn")
     options = {}
     if type(function) is functools.partial and not function.args:
         function, options = function.func, function.keywords
