@@ -40,8 +40,8 @@ function overview(report) {
     (inLoop ? "; some in loops of unknown length, counted once" : "") +
     (inBranch ? "; of conditionals the branch that sends most" : "");
   const spread = roofline?.spread;
-  const basis = spread == null ? "bound at peak rates of" : `estimate ± ${(100 * spread).toFixed(0)} % by the figures of`;
-  const bound = roofline && `${basis} ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
+  const basis = spread == null ? "at least this long on" : `estimate ± ${(100 * spread).toFixed(0)} % by the figures of`;
+  const bound = roofline && `${basis} ${roofline.hardware}; ${roofline.bound_by ?? UNKNOWN} limits it`;
   const notes = {
     bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
     roofline: bound ?? "the hardware is not known",
