@@ -16,6 +16,7 @@ from ..core.flatten import Flat, flatten
 from ..core.pure import Pure
 from ..core.resolve import locate, resolve
 from ..core.signature import Roles
+from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
@@ -102,12 +103,14 @@ class Mapped(InnerTransform):
 
     Attributes:
       metadata: what to add, for Flax, to the metadata of Variables for a mapped axis.
+      options: those of JAX's own transform.
     """
 
     own_specs: ClassVar[tuple[Any, ...]] = (Axis(0),)
 
     in_name: str = "in_axes"
     metadata: tuple[tuple[Any, Any], ...] = ()
+    options: tuple[tuple[str, Static], ...] = ()
 
     def spec_of(self, spec: Any) -> Any:  # noqa: D102
         return BROADCAST if spec is None else spec
@@ -222,12 +225,9 @@ def change_names(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Vmap(Mapped):
-    """What ``vmap`` decides, and the options that it passes to ``jax.vmap``."""
+    """What ``vmap`` decides."""
 
     name: str = "vmap"
-    axis_name: Hashable = None
-    axis_size: int | None = None
-    spmd_axis_name: Hashable = None
 
     def passes_sums(self, spec: Any) -> bool:
         return spec.index is None or spec.index >= 0  # the last dimension is an additional one
@@ -261,10 +261,13 @@ class _Vmap(Mapped):
             function,
             in_axes=tuple(axis.index for axis in in_specs),
             out_axes=(*(axis.index for axis in out_specs), None),
-            axis_name=self.axis_name,
-            axis_size=self.axis_size,
-            spmd_axis_name=self.spmd_axis_name,
+            **{key: option.value for key, option in self.options},
         )
+
+
+def options_of(**options: Any) -> tuple[tuple[str, Static], ...]:
+    """Options of JAX's own transform, of which 1 is not True."""
+    return tuple((key, Static.of(x)) for key, x in options.items())
 
 
 @_compat.api_boundary
@@ -323,9 +326,7 @@ def vmap(
     transform = _Vmap(
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_name=axis_name,
-        axis_size=axis_size,
-        spmd_axis_name=spmd_axis_name,
+        options=options_of(axis_name=axis_name, axis_size=axis_size, spmd_axis_name=spmd_axis_name),
         metadata=tuple((transform_metadata or {}).items()),
     )
 

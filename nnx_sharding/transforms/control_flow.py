@@ -17,12 +17,12 @@ from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup, union
 from ..core.pure import Pure
 from ..core.signature import Roles
-from ..core.static_equality import Static
 from ..core.targets import Specs
 from ..core.unflatten import Built, kept_places
 from ..errors import raise_listed
 from ..specs.paths import accessor
 from ..specs.state_sharding import BROADCAST, CARRY
+from .batching import options_of
 from .in_trace import (
     Function,
     Functions,
@@ -319,14 +319,12 @@ class _While(Scan):
     Attributes:
       counts: whether a counter is carried as well, as the second argument.
       bound: for each function, what it is bound to, by its place in the first argument.
-      options: those of ``jax.lax.scan``, if the number of steps is known.
     """
 
     counts: bool
     bound: tuple[tuple[int, ...], ...]
     carried: int | str | None = None
     returned: int | None = None
-    options: tuple[tuple[str, Static], ...] = ()
 
     def is_stacked(self, slots: Sequence[int], leaf: Any) -> bool:
         return False  # the number of steps may be unknown
@@ -539,7 +537,7 @@ def fori_loop(
         out_specs=Specs(CARRY),
         counts=True,
         bound=functions.bound,
-        options=tuple((key, Static.of(x)) for key, x in options.items()),
+        options=options_of(**options),
     )
     args = functions.objects, lower, init_val, upper
     return _call(functions, transform, (graph, graph_updates), *args)[1]

@@ -28,25 +28,23 @@ from ..errors import raise_listed, see
 from ..specs.paths import accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY
 from . import prefetching
-from .batching import Carry, Mapped, axes_specs, captures
+from .batching import Carry, Mapped, axes_specs, captures, options_of
 from .in_trace import Function, Inner, form
 from .lifted_function import lift, unbind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scan(Mapped):
-    """What ``scan`` decides, and the options that it passes to ``jax.lax.scan``.
+    """What ``scan`` decides.
 
     Attributes:
       carried: the position or the name of the argument that is the carry; None without one.
       returned: the position of the carry in what the function returns; None if it is all of it.
-      options: those of ``jax.lax.scan``.
     """
 
     name: str = "scan"
     carried: int | str | None
     returned: int | None
-    options: tuple[tuple[str, Static], ...]
 
     def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:  # noqa: D102
         fun = super().wrapped(pure, caller, built)
@@ -414,8 +412,8 @@ def scan(
         raise ValueError(
             f"scan: what the steps return is stacked, so out_axes cannot be None, got {out_specs}."
         )
-    options = {"length": length, "reverse": reverse, "unroll": unroll}
-    options["_split_transpose"] = _split_transpose
+    given = {"length": length, "reverse": reverse, "unroll": unroll}
+    options = options_of(**given, _split_transpose=_split_transpose)
 
     def decorate(fun: Callable[..., Any]) -> Any:
         bound = len(unbind(fun)[1])
@@ -424,7 +422,7 @@ def scan(
             out_specs=out_specs,
             carried=carried + bound if isinstance(carried, int) else carried,
             returned=returned,
-            options=tuple((key, Static.of(x)) for key, x in options.items()),  # 1 is not True
+            options=options,
             metadata=tuple((transform_metadata or {}).items()),
         )
         return lift(Inner, fun, transform, Roles(), graph, graph_updates)

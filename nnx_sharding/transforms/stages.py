@@ -308,7 +308,10 @@ class Lowered(Stage):
 
     def cost(self) -> Cost | None:
         """What all devices together compute, before optimisation; None if unavailable."""
-        return _lowered_cost(self._stage)
+        try:
+            return cost_of(self._stage.cost_analysis(), LOWERED)
+        except (NotImplementedError, jax.errors.JaxRuntimeError):  # devices without a runtime
+            return None
 
 
 class Compiled(Stage):
@@ -380,10 +383,6 @@ class Compiled(Stage):
     def _cost(self) -> Cost | None:
         cost = self.cost(loops=False)
         return with_loops(cost, self._module) if cost else None
-
-    def lowered_cost(self) -> Cost | None:
-        """What all devices compute in a call, before optimisation; None if unavailable."""
-        return _lowered_cost(self._lowered)
 
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable.
@@ -539,11 +538,3 @@ def _shape_of(aval: Any) -> Any:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     except AttributeError:
         return aval
-
-
-def _lowered_cost(stage: Any) -> Cost | None:
-    """The cost before optimisation, which devices without a runtime do not have."""
-    try:
-        return cost_of(stage.cost_analysis(), LOWERED)
-    except (NotImplementedError, jax.errors.JaxRuntimeError):
-        return None
