@@ -114,7 +114,7 @@ def explain_memory(
     """
     # Compilers for GPUs wait for those of other processes, which may not have failed.
     would_wait = jax.process_count() > 1 and jax.default_backend() == "gpu"
-    if would_wait or not _is_out_of_memory(error):
+    if would_wait or not isinstance(error, Exception) or not _is_out_of_memory(error):
         return
 
     def explanation() -> Exception:
@@ -130,14 +130,12 @@ def explain_memory(
     raise_instead(error, explanation)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """Whether a program does not fit into memory, by the compiler or at run time."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _out_of_memory(
-    error: BaseException, found: ModuleTable, rows: Sequence[ParameterRow]
-) -> Exception:
+def _out_of_memory(error: Exception, found: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
     """The error with what holds the memory, and what would help, with the bytes that this saves."""
     kinds = found.by_kind()
     kept = kinds.get("activations", 0)
