@@ -19,7 +19,7 @@ from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
-from ..planning.candidates import OVER_DATA, STYLES
+from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
 from ..planning.plan import Plan, plan
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import attempt
@@ -76,7 +76,8 @@ def add_commands(subparsers: Any) -> None:
     add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
     strategies = f"those to try (default: all), such as 'fsdp + tensor': {', '.join(OVER_DATA)}, "
     strategies += f"with none or some of {', '.join(STYLES)}"
-    add("--strategies", nargs="+", metavar="STRATEGY", help=strategies)
+    one = option(lambda name: checked_strategies([name])[0])
+    add("--strategies", nargs="+", type=one, metavar="STRATEGY", help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
     add("--most", type=count, default=16, metavar="N", help=most)
     limit = "seconds after which no more programs are compiled"

@@ -268,7 +268,7 @@ def split_name(strategy: str) -> tuple[str, tuple[str, ...]]:
 
 def strategies_of(arguments: Arguments, devices: int) -> list[str]:
     """All strategies for some arguments."""
-    choices = [("", "tensor", "sequence")]
+    choices: list[tuple[str, ...]] = [("", "tensor", "sequence")]
     choices += [("", "expert")] * (arguments.experts > 0)
     # Without enough rows for all devices, some of them share a row.
     choices += [("", "context")] * (arguments.length > 1 and 0 < arguments.rows < devices)

@@ -123,9 +123,9 @@ class _Variant(NamedTuple):
     def names(self) -> list[str]:
         """The names of the arguments in a recipe."""
         try:
-            found = inspect.signature(self.fun).parameters.values()
+            found = [*inspect.signature(self.fun).parameters.values()]
         except (TypeError, ValueError):
-            found = ()
+            found = []
         by_position = (x for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD))
         named = [x.name for x in by_position][: len(self.args)]
         return [*named, *(f"arg{i}" for i in range(len(named), len(self.args)))]
@@ -547,7 +547,8 @@ class Search:
                 wanted = high // 2 if high % 2 == 0 else 0
             elif low:
                 memory: Any = found.compiled[fits[low].pop()].memory  # of one that fits, so known
-                spare, more = self.limit - memory.arguments, memory.peak - memory.arguments
+                held = memory.arguments or 0
+                spare, more = self.limit - held, memory.peak - held
                 wanted = low * 2 ** max(1, int(math.log2(max(spare, 1) / max(more, 1))))
                 while wanted >= high:
                     wanted //= 2
@@ -566,7 +567,7 @@ class Search:
         excess: dict[Any, float] = {}
         for name, report in {} if found is None else found.compiled.items():
             entry, memory = self.entries[name], report.memory
-            if memory is not None and memory.peak is not None:
+            if memory and memory.peak is not None and memory.arguments is not None:
                 more, variant = memory.peak - memory.arguments, entry.alike[0]
                 excess[variant] = min(excess.get(variant, more), more)
             for resource, seconds in (report.roofline.times if report.roofline else {}).items():

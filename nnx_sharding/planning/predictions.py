@@ -92,7 +92,8 @@ def _inside(values: Any) -> Iterator[Any]:
             yield inner
 
 
-def _product_flops(name: str, params: Mapping[str, Any], shapes: Sequence[Any]) -> float:
+def _product_flops(name: str, params: Mapping[str, Any], shapes: Sequence[Any]) -> Any:
+    """The flops of a primitive that is a product, as a float; 0 for others."""
     if name == "dot_general":
         (summed, _), _ = params["dimension_numbers"]
         return 2.0 * math.prod(shapes[-1].shape) * math.prod(shapes[0].shape[d] for d in summed)
