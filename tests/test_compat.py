@@ -62,6 +62,7 @@ PRIVATE_NAMES = {
     "flax.nnx.pytreelib.PytreeState._is_setup": "how far a module is set up",
     "flax.nnx.variablelib.Variable._raw_value": "the value of a Variable, without hooks",
     "flax.nnx.variablelib.Variable._trace_state": "the trace that it belongs to",
+    "flax.nnx.tracers.TraceState": "the trace of new Variables, which may share it",
     "flax.nnx.variablelib.Variable._var_metadata": "its metadata, without a copy",
     "jax._src.array.ArrayImpl": "arrays are recognized by one comparison of types",
     "jax._src.config.persistent_cache_min_compile_time_secs": "compiling without the cache, "

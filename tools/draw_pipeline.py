@@ -66,8 +66,8 @@ LAST = (
     ),
     Stage("write-back", ("unflatten.py",)),
 )
-# Not on the way of a call: the stages' view of it, and what is reported when something is wrong.
-BESIDE = ("slot_pytree.py", "problems.py", "failures.py")
+# Not on the way of a call: what is reported when something is wrong.
+BESIDE = ("problems.py", "failures.py")
 
 _WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 636, 52, 76
 _WRAP = 95

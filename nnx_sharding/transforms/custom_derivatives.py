@@ -21,7 +21,6 @@ from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
 from ..core.retyping import type_spec
 from ..core.signature import Roles
-from ..core.slot_pytree import user_tree
 from ..core.structure import Structure, VariableEntry
 from ..core.unflatten import unflatten
 from ..errors import raise_listed
@@ -30,6 +29,7 @@ from ..specs.paths import Path
 from .differentiation import Form, check_pair, slots_by_path, without_tangent
 from .in_trace import Function, Inner, InnerTransform, is_traced, replaced
 from .lifted_function import P, R, lift, unbind
+from .slot_pytree import user_tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

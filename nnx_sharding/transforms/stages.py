@@ -41,12 +41,12 @@ from ..core.guard.store import Guards
 from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.signature import Call
-from ..core.slot_pytree import user_tree
 from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
 from ..errors import message, see
 from .lifted_function import LiftedFunction
 from .module_memory import CompileWith, Dumped, argument_rows, dumped, explain_memory
+from .slot_pytree import user_tree
 
 S = TypeVar("S", bound="Stage")
 

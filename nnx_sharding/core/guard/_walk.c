@@ -268,8 +268,10 @@ static PyObject *dict_of(PyObject *item, enum kind kind) {
     if (kind == METADATA) return slot_of(item, METADATA);
     if (kind == DICT) return item;
     if (kind == STATE) return only_dict_in(item);
-    PyObject *dict = PyObject_GenericGetDict(item, NULL);
-    Py_XDECREF(dict); /* the item has another reference */
+    PyObject **place = _PyObject_GetDictPtr(item);
+    if (place != NULL && *place != NULL) return *place;
+    PyObject *dict = PyObject_GenericGetDict(item, NULL); /* not yet made */
+    Py_XDECREF(dict);                                     /* the item has another reference */
     return dict;
 }
 
@@ -388,10 +390,6 @@ typedef struct {
     uint64_t walk;        /* the number of the walk that last read it; 0 if that is not valid */
     const PyObject *dict; /* or the tuple; only compared; NULL if it has to be read again */
     const void *keys;     /* of values that are stored inline; else NULL */
-#if PY_VERSION_HEX >= 0x030D0000
-    const PyObject *item;   /* only compared */
-    PyObject *const *place; /* where this item has its dict */
-#endif
 #if PY_VERSION_HEX < 0x030C0000
     uint64_t version; /* of its content */
 #endif
@@ -485,24 +483,6 @@ static void note_dict(const Follower *follower, const Step *step, PyObject *dict
 #endif
 }
 
-/* The same as `dict_of`, which finds the dict of an object anew each time. */
-static PyObject *known_dict_of(Seen *seen, PyObject *item, enum kind kind) {
-#if PY_VERSION_HEX >= 0x030D0000
-    if (kind == NODE) {
-        /* Another object at this address has its dict in the same place, if its type has one size. */
-        if (seen->item == item && *seen->place != NULL) return *seen->place;
-        PyObject *dict = dict_of(item, kind);
-        PyObject **place = Py_TYPE(item)->tp_itemsize == 0 ? _PyObject_GetDictPtr(item) : NULL;
-        seen->item = place != NULL ? item : NULL;
-        seen->place = place;
-        return dict;
-    }
-#else
-    (void)seen;
-#endif
-    return dict_of(item, kind);
-}
-
 /* Invalidates what the last walk read, which may not have been compared. */
 static void forget(Follower *follower) {
     for (Py_ssize_t i = 0; i < follower->walk->num_seen; i++) {
@@ -533,7 +513,7 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arg
         }
         Seen *seen = &follower->seen[step->seen];
         if (step->kind != SEQUENCE) {
-            dict = known_dict_of(seen, item, step->kind);
+            dict = dict_of(item, step->kind);
             if (dict == NULL) {
                 PyErr_Clear();
                 return 0;

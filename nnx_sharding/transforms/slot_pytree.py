@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ..core.static_equality import Static
+from ..core.structure import LEAF, Child, Container, Group, StaticEntry, Structure
+from ..core.unflatten import value_at
 from ..specs.paths import plain_key
-from .static_equality import Static
-from .structure import LEAF, Child, Container, Group, StaticEntry, Structure
-from .unflatten import value_at
 
 
 def user_tree(
