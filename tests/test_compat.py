@@ -71,6 +71,7 @@ PRIVATE_NAMES = {
     "jax._src.config.trace_context_names": "the names for it",
     "jax._src.config.traceback_in_locations_limit": "exported programs without our source lines",
     "jax._src.core.ShardingTypeError": "the error for an operation that cannot be typed",
+    "jax._src.core.get_axis_env": "the mesh axes over which a surrounding vmap is sharded",
     "jax._src.core.trace_ctx": "which arrays a trace has captured",
     "jax._src.core.trace_state_clean": "whether JAX is tracing",
     "jax._src.distributed.global_state": "by which processes agree on batches",
