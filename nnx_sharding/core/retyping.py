@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import raise_listed
@@ -64,7 +64,7 @@ def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
     return next(found, None) if default is None else default
 
 
-def retyped(x: Any, mesh: AbstractMesh, spec: PartitionSpec | None = None) -> Any:
+def retyped(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
     """An array with the axis types of a mesh, and a spec over its Explicit axes or its present one.
 
     Without ``spec``, anything else is returned unchanged. Where a reduced axis would become Auto,

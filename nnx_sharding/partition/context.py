@@ -94,7 +94,7 @@ def _attends(_: Any, module: Any) -> bool:
 
 def _options(module: Any) -> dict[str, Any] | None:
     """The arguments that a module gives to an attention function of Flax, if it has one."""
-    function = vars(module).get("attention_fn")
+    function: Any = vars(module).get("attention_fn")
     options = {}
     if type(function) is functools.partial and not function.args:
         function, options = function.func, function.keywords
@@ -115,7 +115,7 @@ class _InRing:
     def of(self, module: Any, call: Callable[..., Any], mesh: Any, *_: Any) -> Callable[..., Any]:
         """What is called in place of a method of the module."""
         own, options = module.attention_fn, _options(module) or {}
-        ring = functools.partial(
+        ring: Any = functools.partial(
             ring_attention, mesh=mesh, axis=self.axis, balanced=self.balanced, **options
         )
 

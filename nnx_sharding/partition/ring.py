@@ -185,8 +185,10 @@ def ring_attention(
     if moves:
         query, key, value, segment_ids = _balanced(ring, (query, key, value, segment_ids))
     seen = _Visible(positions, segment_ids, mask)
-    output = _attention(ring, query, key, value, seen)
-    return _balanced(ring, (output,), back=True)[0] if moves else output
+    output: jax.Array = _attention(ring, query, key, value, seen)
+    if moves:
+        [output] = _balanced(ring, (output,), back=True)
+    return output
 
 
 def _wrong_shapes(

@@ -214,7 +214,7 @@ class BatchSharding:
         raise_listed(
             ValueError,
             f"{_NAME}: these integers do not fit the 32 bits that JAX has:",
-            [f"  {leaf}, {found}" for x, leaf in placed if (found := _wrapping(x))],
+            [f"  {leaf}, {value}" for x, leaf in placed if (value := _wrapping(x))],
             "Set jax_enable_x64, or make them smaller.",
         )
         return arrays

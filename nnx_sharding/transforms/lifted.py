@@ -80,7 +80,7 @@ class Lifted(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def _failed(
-        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any] = ()
+        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any]
     ) -> None:
         failed(plan, leaves, error)
         self._explain_memory(plan, leaves, error, objects)

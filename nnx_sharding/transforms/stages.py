@@ -169,7 +169,7 @@ class Stage:
 
     @_compat.api_boundary
     def _failed(
-        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any] = ()
+        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any]
     ) -> None:
         failed(plan, leaves, error)
         self._explain(plan, leaves, error)

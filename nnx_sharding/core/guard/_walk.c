@@ -24,7 +24,7 @@
 #define ROUTE(X) X(follow) X(names) X(plan) X(execute) X(donates) X(context_of) X(context) \
     X(slots) X(shardings) X(avals) X(known) X(entry)
 /* What this module needs from walk.py and call.py besides the slots. */
-#define HOOKS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value) X(mapping_type) \
+#define HOOKS(X) X(open_tree) X(open_static) X(same_value) X(mapping_type) \
     X(is_ready) X(caller) X(held) X(settle) X(complete) X(is_bounded) X(wait) X(limit) \
     X(direct_mark)
 /* Tuples that call.py and lifted.py make. */

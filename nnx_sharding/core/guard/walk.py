@@ -250,7 +250,6 @@ def _load_walk() -> Any:
             "again; in a checkout, run `python setup.py build_ext --inplace`."
         )
     _walk.set_up(
-        get_mapping=_compat.get_mapping,
         open_tree=open_tree,
         open_static=open_static,
         same_value=same_value,
