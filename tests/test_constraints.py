@@ -368,6 +368,14 @@ class StrictTest(parameterized.TestCase):
         with fails(NoMeshError, "with_sharding_constraint"):
             nnx_sharding.with_sharding_constraint(tree, P())
 
+    @parameterized.parameters("mesh", "sharding")
+    def test_only_the_mesh_knows_the_devices(self, given_as):
+        spec = P("a") if given_as == "mesh" else NamedSharding(MESH, P("a"))
+        mesh = MESH if given_as == "mesh" else None
+        constrain = nnx_sharding.with_sharding_constraint
+        fun = nnx_sharding.jit(lambda x: constrain(x, spec, mesh=mesh), mesh=MESH)
+        assert placed(fun(ones(8)), P("a"))
+
     def test_on_indivisible(self):
         x, fun = ones(4, 3), nnx_sharding.with_sharding_constraint
         for action, want in (("drop", P("b", None)), ("replicate", P())):

@@ -476,6 +476,16 @@ class MeshTest(parameterized.TestCase):
             self.check(fun, jax.set_mesh(mesh_of((size,), ("model",))))
         self.check(jit(lambda m, x: fun(m, x)), mesh8())
 
+    @parameterized.product(kind=["auto", "explicit"], nested=["directly", "in a function"])
+    def test_only_the_mesh_knows_the_devices(self, kind, nested):
+        mesh, rows = mesh8(kind), NamedSharding(mesh8(kind), P("model"))
+        mapped = shard_map(lambda x: x + 1, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+        fun = mapped if nested == "directly" else lambda x: mapped(x)
+        x = X if kind == "auto" else jax.device_put(X, rows)  # types have to agree with specs
+        out = jit(fun, mesh=mesh)(x)
+        np.testing.assert_array_equal(out, X + 1)
+        assert out.sharding.is_equivalent_to(rows, 2)
+
     def test_set_mesh_inside_of_jit(self):
         self.check(jit(lambda m, x: self.fun()(m, x)), jax.set_mesh(mesh8()))
 

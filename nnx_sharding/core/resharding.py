@@ -33,10 +33,14 @@ def in_context(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
 
 
 def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """A mesh with the axis types that it has in the current trace, such as Manual."""
+    """A mesh with the axis types that it has in the current trace, such as Manual.
+
+    With the same types it keeps its devices, which JAX may know from nowhere else.
+    """
     context = jax.sharding.get_abstract_mesh()
     same = context.axis_names == mesh.axis_names and dict(context.shape) == dict(mesh.shape)
-    return context if same and not _compat.trace_is_clean() else mesh
+    differs = same and context != mesh.abstract_mesh and not _compat.trace_is_clean()
+    return context if differs else mesh
 
 
 def sharding_of(leaf: Any) -> Any:

@@ -71,16 +71,16 @@ def retyped(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None
     the array is no longer reduced over it: JAX counts some gradients of what is reduced over Auto
     axes once per device.
     """
-    here = type_mesh(x)
+    here, abstract = type_mesh(x), mesh.abstract_mesh
     if spec is None:
-        if here is None or here == mesh or here.axis_names != mesh.axis_names:
+        if here is None or here == abstract or here.axis_names != mesh.axis_names:
             return x
         old, kept = jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
         if not kept.issuperset(old.reduced):
             plain = with_reduced(old, old.reduced & kept)
             x = jax.sharding.reshard(x, NamedSharding(here, plain))
         spec = only_axes(old, kept)
-    elif here == mesh:
+    elif here == abstract:
         padding = [None] * (x.ndim - len(spec))
         if jax.typeof(x).sharding.spec == with_entries(spec, (*spec.partitions, *padding)):
             return x

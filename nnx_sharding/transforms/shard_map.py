@@ -154,10 +154,15 @@ class _ShardMap(Sharded):
 
         def inline(*leaves: Any) -> Any:
             here = None if self.mesh is None else mesh_here(self.mesh)
-            # In a module, axes may be Auto that are Explicit in the given mesh.
-            is_auto = here is not None and frozenset(here.axis_types) == {AxisType.Auto}
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
-            return on(mesh=here if is_auto else self.mesh, axis_names=names)(*leaves)
+            mesh: Any = self.mesh
+            if here is not None and frozenset(here.axis_types) == {AxisType.Auto}:
+                # In a module, axes may be Auto that are Explicit in the given mesh, whose devices
+                # JAX may know from nowhere else.
+                mesh = here
+                if isinstance(self.mesh, Mesh):
+                    mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=here.axis_types)
+            return on(mesh=mesh, axis_names=names)(*leaves)
 
         options: dict[str, Any] = {}
         mesh, typed = self.context, mapped
