@@ -54,6 +54,7 @@ def search(
     more are started, and those that still run are given up.
     """
     running: dict[concurrent.futures.Future[_Finished], str] = {}
+    started: list[str] = []
     reports: dict[str, ProgramReport | Failure] = {}
     took: dict[str, float] = {}
     processes = [] if devices is None else [CompilerProcess(devices) for _ in range(_WORKERS)]
@@ -77,10 +78,10 @@ def search(
     try:
         with progress(title, len(programs) if most is None else most, quiet=quiet) as advance:
             while (left := end - time.monotonic()) > 0:
-                started = len(reports) + len(running)
-                if len(running) < _WORKERS and (most is None or started < most):
+                if len(running) < _WORKERS and (most is None or len(started) < most):
                     name = pick(reports) if pick else next(iter(programs), None)
                     if name is not None:
+                        started.append(name)
                         start = time.perf_counter()
                         program = attempt(programs.pop(name))
                         seconds = time.perf_counter() - start
@@ -104,7 +105,8 @@ def search(
         executor.shutdown(cancel_futures=True)
     if not reports:
         raise ValueError(f"{title}: no program was compiled within the time limit.")
-    comparison = Comparison(reports, None, took)
+    in_order = {name: reports[name] for name in started if name in reports}
+    comparison = Comparison(in_order, None, took)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 
 
