@@ -281,7 +281,6 @@ DRAWN = {
     "mesh_pairs.py::test_shard_map_reshards_the_arrays_that_jax_reshards": 10,
     "modules_once.py::test_nested_modules_run_once": 1,
     "pipeline_grid.py::test_equals_one_device": 1,
-    "planning.py::test_the_recipe_is_the_program": 1,
     "progress.py::test_each_compilation_logs_one_line": 2,
     "raw_arrays.py::TestCheckpoint::test_saved_and_restored": 3,
     "raw_arrays.py::TestPlaced::test_every_way": 2,
