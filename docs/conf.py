@@ -2,10 +2,12 @@
 
 import re
 import sys
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from docutils import nodes
+from pygments.formatters import HtmlFormatter
+from sphinx.highlighting import PygmentsBridge
 from sphinx.pycode import ModuleAnalyzer
 
 from nnx_sharding._version import __version__
@@ -65,6 +67,21 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 
+class Lines(HtmlFormatter):
+    """Puts each line of code into a box, so that site.css can break it; rows of tables stay whole."""
+
+    def wrap(self, source):
+        return super().wrap((is_line, self.box(part)) for is_line, part in source)
+
+    @staticmethod
+    def box(line):
+        text = unescape(re.sub(r"<[^>]+>", "", line)).rstrip()
+        indent = re.match(r"(>>> |\.\.\. )? *", text).end()
+        if not text or re.search(r"\S {2,}[^#\s]|^-+( -+)*$", text[indent:]):
+            return line
+        return f'<span class="line" style="--indent:{indent}ch">{line.rstrip()}</span>\n'
+
+
 def add_description(app, pagename, templatename, context, doctree):
     """Gives search engines the first paragraph of a page."""
     paragraph = doctree and next(doctree.findall(nodes.paragraph), None)
@@ -94,6 +111,7 @@ def setup(app):
         self.overloads = {}
 
     ModuleAnalyzer.analyze = analyze_without_overloads
+    PygmentsBridge.html_formatter = Lines
     app.connect("html-page-context", add_description)
     app.connect("source-read", add_names)
     return {"parallel_read_safe": True}
