@@ -109,6 +109,7 @@ types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+	$(BIN)/python tools/check_site.py docs/_build/html
 
 links: $(VENV)/.installed-docs  ## check the links to other sites
 	$(BIN)/python -m sphinx -b linkcheck --quiet docs docs/_build/links

@@ -84,7 +84,7 @@ class Lines(HtmlFormatter):
 
 def add_description(app, pagename, templatename, context, doctree):
     """Gives search engines the first paragraph of a page."""
-    paragraph = doctree and next(doctree.findall(nodes.paragraph), None)
+    paragraph = doctree and doctree.next_node(nodes.paragraph)
     if paragraph:
         text = escape(" ".join(paragraph.astext().split())[:200])
         context["metatags"] += f'<meta name="description" content="{text}" />\n'

@@ -111,6 +111,16 @@ def test_nothing_is_shown(why, open_terminal, monkeypatch):
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.parametrize("name", ["ipywidgets", None])
+def test_notebooks_need_ipywidgets(name, open_terminal, monkeypatch):
+    """Without them, rich prints a warning in place of the bar."""
+    terminal = open_terminal()
+    monkeypatch.setattr(terminal, "isatty", lambda: name is None)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setattr(progress.importlib.util, "find_spec", {"ipywidgets": name}.get)
+    assert progress._is_shown() is (name is not None)
+
+
 def test_short_work_shows_nothing(monkeypatch):
     monkeypatch.delenv(progress.QUIET, raising=False)
     monkeypatch.setattr(sys, "stderr", Terminal())

@@ -40,7 +40,8 @@ class Pictured:
         grey, colours = (118, 118, 118), [(211, 47, 47), (20, 132, 60), (150, 108, 0)]
         colours += [(46, 112, 220), (168, 75, 190), (0, 128, 142)]
         theme = TerminalTheme((255, 255, 255), (0, 0, 0), [grey, *colours, grey])
-        style = "font-family: monospace; overflow-x: auto"  # which notebooks do not set
+        # Notebooks have other fonts, and break lines.
+        style = "font-family: monospace; white-space: pre; overflow-x: auto"
         html = f'<div class="nnx-sharding"><pre style="{style}">{{code}}</pre></div>'
         console = _recording(self)
         return console.export_html(theme=theme, code_format=html, inline_styles=True)

@@ -1,8 +1,9 @@
-"""Progress of work that takes seconds: a bar on terminals and in notebooks, nothing elsewhere."""
+"""Progress of work that takes seconds: a bar on terminals, and in notebooks with ipywidgets."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import threading
@@ -60,5 +61,6 @@ def _is_shown() -> bool:
     """Whether stderr is shown to a user who wants to see progress."""
     if os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0:
         return False
-    # A Jupyter kernel has no terminal, but its output is shown; rich finds out how.
-    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    if "ipykernel" in sys.modules:  # no terminal; rich draws by ipywidgets, and warns without
+        return importlib.util.find_spec("ipywidgets") is not None
+    return sys.stderr is not None and sys.stderr.isatty()

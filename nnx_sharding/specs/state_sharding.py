@@ -180,7 +180,8 @@ class StateSharding:
     def _repr_html_(self) -> str:
         pairs = zip(self.names, self.shardings, strict=True)
         cells = ([html.escape(name), html.escape(repr(sharding))] for name, sharding in pairs)
-        rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+        td = '<td style="text-align: left">'
+        rows = "".join(f"<tr>{td}{name}</td>{td}{sharding}</td></tr>" for name, sharding in cells)
         return f'<table style="font-family: monospace">{rows}</table>'
 
     def __eq__(self, other: object) -> bool:
