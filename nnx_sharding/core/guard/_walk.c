@@ -1,8 +1,9 @@
 /* The walk of walk.py, many times as fast: read that file first.
  *
- * A walk over one graph (Follower) remembers what it has read. The content of a dict is not read
- * again until the dict changes, of which CPython notifies dict watchers; before Python 3.12 dicts
- * have version tags. Everything else (slots, lists) is read each time.
+ * A walk over one graph (Follower) notes the words of memory that it has read: types, slots, what
+ * lists and attributes hold. The next walks compare them. The content of other dicts is not read again
+ * until one changes, of which CPython notifies dict watchers; before Python 3.12 dicts have version
+ * tags.
  *
  * The items of the stream are borrowed while only dicts, lists, tuples and slots are read, since no
  * Python code runs then: each is held by the item from which it was read. They become owned before
@@ -73,13 +74,6 @@ static int on_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *dict, PyObjec
     return 0;
 }
 
-static int has_changed(const PyObject *dict, uint64_t since) {
-    if (epoch - since > NUM_CHANGES) return 1;
-    for (; since < epoch; since++) {
-        if (changed[since % NUM_CHANGES] == dict) return 1;
-    }
-    return 0;
-}
 #else
 static const uint64_t epoch = 1;
 #endif
@@ -90,7 +84,7 @@ enum { FROZEN = 1, MENTION = 2, TYPED = 4, OF_TRACE = 8 };
 
 /* A step of a recipe, as recipe.py describes it. */
 typedef struct {
-    int32_t kind, position, start, parent, seen;
+    int32_t kind, position, start;
 } Step;
 
 /* One kind of positions of a recipe, which holds them. */
@@ -110,8 +104,9 @@ typedef struct {
     const Step *steps;
     Positions frozen, mentions, first, traces, leaves, objects;
     Py_ssize_t num_arguments, size, num_steps;
-    /* The steps that run no Python code come first. */
-    Py_ssize_t num_plain_steps, num_plain_items, num_seen;
+    /* The steps that run no Python code come first, and of them those that open containers of the
+     * arguments, which may be new in each call. */
+    Py_ssize_t num_loose_steps, num_plain_steps, num_plain_items;
 } Walk;
 
 /* One walk. */
@@ -333,13 +328,20 @@ static void release_items(Stream *stream) {
     PyMem_Free(stream->items);
 }
 
-/* All steps from a given one, then the statics. Returns 1, 0 for a change, or -1 with an error. */
-static int finish(Stream *stream, Py_ssize_t step) {
-    for (; step < stream->walk->num_steps; step++) {
+/* Takes some steps. Returns 1, 0 for a change, or -1 with an error set. */
+static int take_steps(Stream *stream, Py_ssize_t step, Py_ssize_t end) {
+    for (; step < end; step++) {
         if (stream->walk->steps[step].position >= stream->length) return 0;
         int same = take_step(stream, &stream->walk->steps[step]);
         if (same != 1) return same;
     }
+    return 1;
+}
+
+/* All steps from a given one, then the statics. Returns 1, 0 for a change, or -1 with an error. */
+static int finish(Stream *stream, Py_ssize_t step) {
+    int same = take_steps(stream, step, stream->walk->num_steps);
+    if (same != 1) return same;
     return stream->length == stream->walk->size ? same_statics(stream) : 0;
 }
 
@@ -352,7 +354,7 @@ static PyObject *pick(const Stream *stream, Positions wanted) {
     return picked;
 }
 
-/* The class of an array is compared last, as it may be in a dict that was not read again. */
+/* Whether the arrays have the types of the recipe: no step that opens them compares these. */
 static int have_types(const Stream *stream, Positions wanted) {
     for (Py_ssize_t i = 0; i < wanted.count; i++) {
         const int32_t position = wanted.positions[i];
@@ -385,159 +387,243 @@ static int pick_found(const Stream *stream, Found *found) {
 
 /* Follower: the walk over one graph */
 
-/* What a step has read from a dict or a tuple. */
+/* A word of memory that a walk has read: where, and what it was. */
 typedef struct {
-    uint64_t walk;        /* the number of the walk that last read it; 0 if that is not valid */
-    const PyObject *dict; /* or the tuple; only compared; NULL if it has to be read again */
-    const void *keys;     /* of values that are stored inline; else NULL */
-#if PY_VERSION_HEX < 0x030C0000
-    uint64_t version; /* of its content */
-#endif
-} Seen;
+    const void *place;
+    uintptr_t content;
+} Word;
+
+#define NUM_NOTED 8 /* walks of a graph that keeps changing; then only each 16th notes its words */
 
 typedef struct {
     PyObject_HEAD
     Walk *walk;
     PyObject *pins;
     PyObject **items; /* those of the plain steps, borrowed: valid as long as they are unchanged */
-    Seen *seen;
-    uint8_t *orders; /* by position: for values that are stored inline, their places */
-    uint64_t count;  /* of walks */
-    uint64_t epoch;  /* at the last walk that found no change */
+    /* What the last walk that read all has noted: first what must be the same, where each word is in
+     * an object that is held by the words before it; then statics, which may also be equal. */
+    Word *words;
+    Py_ssize_t num_words, num_same, room;
+    const void **places; /* of the items, by position; those of `items` where there are no others */
+    int is_noted;
+    uint64_t num_walks; /* that read all */
+    uint64_t epoch;     /* at the last walk that found no change */
 } Follower;
 
-#if PY_VERSION_HEX >= 0x030D0000
-/* Python 3.13 does not notify watchers of changes of values that are stored inline in an object. */
-typedef struct {
-    uint8_t capacity, size, embedded, valid;
-    PyObject *values[1];
-} InlineValues;
-
-/* Those of a dict; NULL where they are in another form. */
-static const InlineValues *inline_values(const PyObject *dict) {
-    const InlineValues *values = (const InlineValues *)((const PyDictObject *)dict)->ma_values;
-    const int is_known = PY_VERSION_HEX < 0x030E0000;
-    return is_known && values != NULL && values->embedded ? values : NULL;
+static inline uintptr_t word_at(const void *place) {
+    uintptr_t word;
+    memcpy(&word, place, sizeof(word));
+    return word;
 }
 
-static const uint8_t *order_of(const InlineValues *values) {
-    return (const uint8_t *)&values->values[values->capacity];
-}
+static inline PyObject *item_at(const void *place) { return (PyObject *)word_at(place); }
 
-/* Whether the values are the same objects that were read, under the same names. */
-static int are_same_values(const Seen *seen, const PyObject *dict, PyObject *const *items,
-                           const uint8_t *order, Py_ssize_t count) {
-    const InlineValues *values = inline_values(dict);
-    if (values == NULL || ((const PyDictObject *)dict)->ma_keys != seen->keys ||
-        values->size != count || memcmp(order_of(values), order, count) != 0) {
-        return 0;
+/* Returns 1, or 0 without memory. */
+static int add_word(Follower *follower, const void *place, uintptr_t content) {
+    if (follower->num_words == follower->room) {
+        Py_ssize_t room = 2 * follower->room + 64;
+        Word *words = PyMem_Realloc(follower->words, room * sizeof(Word));
+        if (words == NULL) return 0;
+        follower->words = words;
+        follower->room = room;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (values->values[order[i]] != items[i]) return 0;
+    follower->words[follower->num_words++] = (Word){place, content};
+    return 1;
+}
+
+/* Notes the words at a place. */
+static int note(Follower *follower, const void *place, size_t size) {
+    for (size_t done = 0; done < size; done += sizeof(uintptr_t)) {
+        const char *own = (const char *)place + done;
+        if (!add_word(follower, own, word_at(own))) return 0;
     }
     return 1;
 }
+
+#if PY_VERSION_HEX >= 0x030D0000
+/* The values of a dict whose class has its keys. Where they are stored inline in an object, Python
+ * 3.13 does not notify watchers of their changes. Their order follows them, in whole words. */
+typedef struct {
+    uint8_t capacity, size, embedded, valid;
+    PyObject *values[1];
+} Values;
 #endif
 
-static int is_unchanged(const Follower *follower, const Step *step, const PyObject *dict) {
-    const Seen *seen = &follower->seen[step->seen];
-    if (seen->walk == 0 || seen->dict != dict) return 0;
+/* Notes the content of a dict, and where its values are if they are read each time. Returns 0 if a
+ * change could not be seen. */
+static int note_dict(Follower *follower, PyObject *dict, const void **places, Py_ssize_t count) {
 #if PY_VERSION_HEX < 0x030C0000
     /* No two dicts ever have the same version tag. */
-    return seen->version == ((const PyDictObject *)dict)->ma_version_tag;
+    const uint64_t *tag = &((PyDictObject *)dict)->ma_version_tag;
+    return note(follower, tag, sizeof(*tag));
 #else
 #if PY_VERSION_HEX >= 0x030D0000
-    if (seen->keys != NULL) {
-        const Py_ssize_t count = PyTuple_GET_SIZE(expected_by(follower->walk, step));
-        return are_same_values(seen, dict, follower->items + step->start,
-                               follower->orders + step->start, count);
+    const PyDictObject *own = (const PyDictObject *)dict;
+    if (own->ma_values != NULL) {
+        if (PY_VERSION_HEX >= 0x030E0000) return 0; /* not yet known */
+        const Values *values = (const Values *)own->ma_values;
+        const uint8_t *order = (const uint8_t *)&values->values[values->capacity];
+        for (Py_ssize_t i = 0; i < count; i++) places[i] = &values->values[order[i]];
+        return note(follower, &own->ma_keys, sizeof(own->ma_keys)) &&
+               note(follower, &own->ma_values, sizeof(own->ma_values)) &&
+               note(follower, values, offsetof(Values, values)) &&
+               note(follower, order, count);
     }
 #endif
-    return follower->epoch == epoch || !has_changed(dict, follower->epoch);
-#endif
-}
-
-static void note_dict(const Follower *follower, const Step *step, PyObject *dict) {
-    Seen *seen = &follower->seen[step->seen];
-    seen->dict = dict;
-    seen->keys = NULL;
-#if PY_VERSION_HEX < 0x030C0000
-    seen->version = ((PyDictObject *)dict)->ma_version_tag;
-#else
-#if PY_VERSION_HEX >= 0x030D0000
-    if (((PyDictObject *)dict)->ma_values != NULL) {
-        const InlineValues *values = inline_values(dict);
-        if (values == NULL) {
-            seen->dict = NULL;
-        } else {
-            seen->keys = ((PyDictObject *)dict)->ma_keys;
-            memcpy(follower->orders + step->start, order_of(values), values->size);
-        }
-        return;
-    }
-#endif
-    if (watcher < 0 || PyDict_Watch(watcher, dict) < 0) {
-        PyErr_Clear();
-        seen->dict = NULL;
-    }
+    if (watcher >= 0 && PyDict_Watch(watcher, dict) == 0) return 1;
+    PyErr_Clear();
+    return 0;
 #endif
 }
 
-/* Invalidates what the last walk read, which may not have been compared. */
-static void forget(Follower *follower) {
-    for (Py_ssize_t i = 0; i < follower->walk->num_seen; i++) {
-        if (follower->seen[i].walk == follower->count) follower->seen[i].walk = 0;
-    }
-}
-
-/* Reads what may have changed. Runs no Python code. Returns 1, or 0 for a change. */
-static int follow_plain(Follower *follower, Stream *stream, PyObject *const *arguments) {
-    const Walk *walk = follower->walk;
-    follower->count++;
-    if (!append_all(stream, arguments, walk->num_arguments)) return 0;
-    const Step *end = walk->steps + walk->num_plain_steps;
-    int32_t typed = -1; /* the position of the last item, whose type was compared */
-    for (const Step *step = walk->steps; step < end; step++) {
-        PyObject *item = stream->items[step->position], *dict = NULL;
-        if (step->position != typed && !has_type(stream, step)) return 0;
-        typed = step->position;
-        if (step->kind >= VALUE && step->kind <= IS_SETUP) {
-            stream->length = step->start;
-            if (!append(stream, slot_of(item, step->kind))) return 0;
-            continue;
-        }
-        if (step->seen < 0) {
-            stream->length = step->start;
-            if (take_step(stream, step) != 1) return 0;
-            continue;
-        }
-        Seen *seen = &follower->seen[step->seen];
-        if (step->kind != SEQUENCE) {
-            dict = dict_of(item, step->kind);
-            if (dict == NULL) {
-                PyErr_Clear();
+/* The same for what a step has opened. */
+static int note_parts(Follower *follower, const Step *step, Py_ssize_t count) {
+    PyObject *item = follower->items[step->position], **dict;
+    const void **places = follower->places + step->start;
+    switch (step->kind) {
+        case SEQUENCE:
+            for (Py_ssize_t i = 0; i < count; i++) places[i] = PySequence_Fast_ITEMS(item) + i;
+            if (PyList_CheckExact(item) &&
+                !note(follower, &((PyListObject *)item)->ob_item, sizeof(PyObject **))) {
                 return 0;
             }
-            if (is_unchanged(follower, step, dict)) {
-                /* The values may be new objects at the addresses of the old ones. */
-                if (seen->keys != NULL) seen->walk = follower->count;
-                continue;
+            return note(follower, &((PyVarObject *)item)->ob_size, sizeof(Py_ssize_t));
+        case DICT:
+            return note_dict(follower, item, places, count);
+        case METADATA:
+            dict = (PyObject **)((char *)item + offsets[METADATA]);
+            break;
+        case NODE:
+        case STATE:
+            dict = _PyObject_GetDictPtr(item);
+            break;
+        default:
+            places[0] = (char *)item + offsets[step->kind];
+            return 1;
+    }
+    if (dict == NULL || *dict == NULL || !note(follower, dict, sizeof(*dict))) return 0;
+    if (step->kind == STATE) {
+        PyObject *mapping = only_dict_in(item);
+        const void *place = &mapping; /* where watching its holder is enough */
+        if (mapping == NULL || !note_dict(follower, *dict, &place, 1)) return 0;
+        if (place != &mapping && !note(follower, place, sizeof(mapping))) return 0;
+        return note_dict(follower, mapping, places, count);
+    }
+    return note_dict(follower, *dict, places, count);
+}
+
+/* Notes the words that the last walk has read. Returns 0 if a change could not be seen in them. */
+static int note_all(Follower *follower) {
+    const Walk *walk = follower->walk;
+    const void **places = follower->places;
+    if (places == NULL) {
+        places = follower->places = PyMem_Malloc((walk->size + 1) * sizeof(*places));
+        if (places == NULL) return 0;
+    }
+    follower->num_words = 0;
+    const int32_t loose =
+        walk->num_loose_steps < walk->num_plain_steps
+            ? walk->steps[walk->num_loose_steps].start
+            : (int32_t)walk->num_plain_items; /* the first position that other steps read */
+    for (Py_ssize_t i = 0; i < walk->size; i++) places[i] = &follower->items[i];
+    int32_t noted = -1; /* the position of the last item */
+    for (Py_ssize_t i = walk->num_loose_steps; i < walk->num_steps; i++) {
+        const Step *step = &walk->steps[i];
+        const int is_plain = i < walk->num_plain_steps;
+        if (step->position >= walk->num_plain_items) continue;
+        PyObject *item = follower->items[step->position];
+        if (step->position != noted) {
+            /* A mention was noted with its holder. */
+            if (!(walk->rules[step->position] & MENTION) &&
+                !note(follower, places[step->position], sizeof(item))) {
+                return 0;
             }
-        } else if (seen->walk > 0 && seen->dict == item &&
-                   seen->walk >= follower->seen[walk->steps[step->parent].seen].walk) {
+            if (is_plain && !note(follower, &item->ob_type, sizeof(item->ob_type))) return 0;
+            noted = step->position;
+        }
+        if (!is_plain) continue;
+        const Py_ssize_t end = i + 1 < walk->num_plain_steps ? step[1].start : walk->num_plain_items;
+        if (!note_parts(follower, step, end - step->start)) return 0;
+        for (Py_ssize_t part = step->start; part < end; part++) {
+            if (walk->rules[part] & MENTION && !note(follower, places[part], sizeof(item))) return 0;
+        }
+    }
+    follower->num_same = follower->num_words;
+    PyObject *const *pins = ((PyTupleObject *)PyTuple_GET_ITEM(follower->pins, PINS_frozen))->ob_item;
+    for (Py_ssize_t i = 0; i < walk->frozen.count; i++) {
+        const int32_t position = walk->frozen.positions[i];
+        if (position >= walk->num_plain_items || position < loose) continue;
+        /* In a dict that is watched it stays the same. */
+        if (places[position] == &follower->items[position] && item_at(places[position]) == pins[i]) {
             continue;
         }
-        const Py_ssize_t num_unequal = stream->num_unequal;
-        seen->walk = follower->count;
-        stream->length = step->start;
-        if (take_step(stream, step) != 1) return 0;
-        seen->dict = item;
-        if (dict != NULL) note_dict(follower, step, dict);
-        /* What is compared later has to be compared in each walk. */
-        if (stream->num_unequal > num_unequal) seen->dict = NULL;
+        if (!add_word(follower, places[position], (uintptr_t)pins[i])) return 0;
+    }
+    follower->epoch = epoch;
+    return 1;
+}
+
+/* Whether no dict that was watched has changed since the last walk. */
+static int are_dicts_unchanged(Follower *follower) {
+#if PY_VERSION_HEX >= 0x030C0000
+    if (epoch - follower->epoch > NUM_CHANGES) return 0;
+    for (uint64_t i = follower->epoch; i < epoch; i++) {
+        const uintptr_t dict = (uintptr_t)changed[i % NUM_CHANGES];
+        for (const Word *word = follower->words; word < follower->words + follower->num_words; word++) {
+            if (word->content == dict) return 0;
+        }
+    }
+    follower->epoch = epoch;
+#endif
+    return 1;
+}
+
+/* Compares the words that were noted, and reads arrays and statics. Runs no Python code. Returns 1, 0
+ * for a change, or -1 if all has to be read. */
+static int read_noted(Follower *follower, Stream *stream, PyObject *const *arguments) {
+    const Walk *walk = follower->walk;
+    const void *const *places = follower->places;
+    PyObject **items = stream->items;
+    if (!follower->is_noted || !are_dicts_unchanged(follower)) return -1;
+    if (!append_all(stream, arguments, walk->num_arguments)) return 0;
+    if (take_steps(stream, 0, walk->num_loose_steps) != 1) return 0;
+    const Word *word = follower->words, *end = word + follower->num_same;
+    for (; word < end; word++) {
+        if (word_at(word->place) != word->content) return -1;
+    }
+    for (end = follower->words + follower->num_words; word < end; word++) {
+        if (word_at(word->place) == word->content) continue;
+        PyObject *item = item_at(word->place);
+        if (item == NULL) return 0;
+        stream->num_unequal += !is_same_plain(item, (PyObject *)word->content, 0);
+    }
+    for (Py_ssize_t i = 0; i < walk->leaves.count; i++) {
+        const int32_t position = walk->leaves.positions[i];
+        if (position >= walk->num_plain_items) continue;
+        PyObject *item = items[position] = item_at(places[position]);
+        if (item == NULL || (PyObject *)Py_TYPE(item) != walk->types[position]) return 0;
+    }
+    /* The other items are the same, or not used unless Python code is run. */
+    const int is_enough = walk->num_plain_steps == walk->num_steps && !stream->num_unequal;
+    for (Py_ssize_t i = 0; !is_enough && i < walk->frozen.count; i++) {
+        const int32_t position = walk->frozen.positions[i];
+        if (position < walk->num_plain_items) items[position] = item_at(places[position]);
     }
     stream->length = walk->num_plain_items;
-    return have_types(stream, walk->leaves);
+    return 1;
+}
+
+/* Reads all that can be read without Python code. Returns 1, or 0 for a change. */
+static int read_all(Follower *follower, Stream *stream, PyObject *const *arguments) {
+    const Walk *walk = follower->walk;
+    follower->is_noted = 0;
+    stream->length = stream->num_unequal = 0;
+    if (!append_all(stream, arguments, walk->num_arguments)) return 0;
+    if (take_steps(stream, 0, walk->num_plain_steps) != 1) return 0;
+    if (stream->length != walk->num_plain_items || !have_types(stream, walk->leaves)) return 0;
+    const uint64_t number = ++follower->num_walks;
+    if (number <= NUM_NOTED || number % 16 == 0) follower->is_noted = note_all(follower);
+    return 1;
 }
 
 static Stream stream_of(Walk *walk, PyObject *pins) {
@@ -553,16 +639,10 @@ static int follow(Follower *follower, PyObject *const *arguments, Py_ssize_t cou
     const Walk *walk = follower->walk;
     Stream stream = stream_of(follower->walk, follower->pins);
     stream.items = follower->items;
-    const uint64_t start = epoch;
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
-    int same = count == walk->num_arguments && follow_plain(follower, &stream, arguments);
-    /* Before any Python code runs, during which another thread may use this follower. */
-    if (same != 1) {
-        forget(follower);
-    } else {
-        follower->epoch = start;
-    }
+    int same = count == walk->num_arguments ? read_noted(follower, &stream, arguments) : 0;
+    if (same < 0) same = read_all(follower, &stream, arguments);
     if (same == 1 && (walk->num_plain_steps < walk->num_steps || stream.num_unequal)) {
         same = own_items(&stream);
         if (collects) PyGC_Enable();
@@ -591,9 +671,9 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
 static void Follower_dealloc(PyObject *self) {
     Follower *follower = (Follower *)self;
     PyObject_GC_UnTrack(self);
-    PyMem_Free(follower->seen);
     PyMem_Free(follower->items);
-    PyMem_Free(follower->orders);
+    PyMem_Free(follower->words);
+    PyMem_Free(follower->places);
     Py_XDECREF(follower->walk);
     Py_XDECREF(follower->pins);
     Py_TYPE(self)->tp_free(self);
@@ -627,9 +707,7 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
     follower->walk = (Walk *)Py_NewRef(self);
     follower->pins = Py_NewRef(pins);
     follower->items = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
-    follower->seen = PyMem_Calloc(walk->num_seen + 1, sizeof(Seen));
-    follower->orders = PyMem_Calloc(walk->size + 1, 1);
-    if (follower->items == NULL || follower->seen == NULL || follower->orders == NULL) {
+    if (follower->items == NULL) {
         Py_DECREF(follower);
         return PyErr_NoMemory();
     }
@@ -667,6 +745,8 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
     return result;
 }
 
+static int is_container(int32_t kind) { return kind == DICT || kind == SEQUENCE || kind == STATE; }
+
 static Positions positions_of(PyObject *bytes) {
     return (Positions){(const int32_t *)PyBytes_AS_STRING(bytes),
                        PyBytes_GET_SIZE(bytes) / (Py_ssize_t)sizeof(int32_t)};
@@ -695,7 +775,11 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     walk->num_steps = PyTuple_GET_SIZE(fields[RECIPE_expected]);
     while (walk->num_plain_steps < walk->num_steps &&
            walk->steps[walk->num_plain_steps].kind < TREE) {
-        walk->num_seen += walk->steps[walk->num_plain_steps++].seen >= 0;
+        walk->num_plain_steps++;
+    }
+    while (walk->num_loose_steps < walk->num_plain_steps &&
+           is_container(walk->steps[walk->num_loose_steps].kind)) {
+        walk->num_loose_steps++;
     }
     walk->num_plain_items = walk->num_plain_steps < walk->num_steps
                                 ? walk->steps[walk->num_plain_steps].start

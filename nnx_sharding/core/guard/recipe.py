@@ -37,10 +37,8 @@ class Rule(enum.IntFlag):
     OF_TRACE = 8  # it says to which trace the graph belongs, so only within the same graph
 
 
-# The columns of ``Recipe.steps``: the kind, the position that is opened, that of the first part,
-# the step that appends what is opened (-1 for an argument), and the number of the step among those
-# whose items are remembered (-1 for one that reads each time).
-NUM_COLUMNS = 5
+# The columns of ``Recipe.steps``: the kind, the position that is opened, that of the first part.
+NUM_COLUMNS = 3
 
 
 class Recipe(NamedTuple):

@@ -171,8 +171,7 @@ class WalkRecorder:
         if not _compat.are_current(stream[position] for position in self._traces):
             return None
         steps, expected, place, stream = self._in_order()
-        kinds, opened, starts = steps.T
-        leaves = place[self.leaves]
+        opened, leaves = steps[:, 1], place[self.leaves]
         types: list[Any] = [None] * size
         for position in (*opened.tolist(), *leaves.tolist()):
             types[position] = type(stream[position])
@@ -191,7 +190,7 @@ class WalkRecorder:
             rules[positions] |= rule
             pins[positions] = np.arange(len(positions))
         recipe = Recipe(
-            steps=packed(np.column_stack([steps, *self._readers(kinds, opened, starts, types)])),
+            steps=packed(steps),
             expected=tuple(expected),
             types=tuple(types),
             rules=rules.astype(np.uint8).tobytes(),
@@ -228,25 +227,3 @@ class WalkRecorder:
         steps = np.column_stack([kinds[step_order], place[opened[step_order]], starts])
         expected = [self._expected[i] for i in step_order.tolist()]
         return steps, expected, place, [stream[i] for i in order.tolist()]
-
-    def _readers(
-        self,
-        kinds: np.ndarray[Any, Any],
-        opened: np.ndarray[Any, Any],
-        starts: np.ndarray[Any, Any],
-        types: Sequence[Any],
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """The last columns of the steps: which step reads the item, and which are remembered.
-
-        The content of dicts is remembered, and that of tuples in them, which then is the same.
-        """
-        readers = np.full(len(types), -1)
-        counts = np.diff(starts, append=len(types))
-        readers[self._num_arguments :] = np.repeat(np.arange(len(starts)), counts)
-        parents = readers[opened]
-        is_plain = np.logical_and.accumulate(kinds < Kind.TREE)
-        remembered = is_plain & np.isin(kinds, (Kind.NODE, Kind.DICT, Kind.METADATA, Kind.STATE))
-        for i in np.flatnonzero(is_plain & (kinds == Kind.SEQUENCE)):
-            is_tuple = issubclass(types[opened[i]], tuple)
-            remembered[i] = is_tuple and parents[i] >= 0 and remembered[parents[i]]
-        return parents, np.where(remembered, np.cumsum(remembered) - 1, -1)

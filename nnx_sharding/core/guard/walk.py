@@ -177,7 +177,7 @@ def _in_order(
     recipe: Recipe,
 ) -> Iterator[tuple[Kind, Sequence[int], Sequence[Any], Sequence[range]]]:
     """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
-    kinds, opened, starts, *_ = recipe.rows().T.tolist() or [[]] * NUM_COLUMNS
+    kinds, opened, starts = recipe.rows().T.tolist() or [[]] * NUM_COLUMNS
     depths = [0] * len(recipe.types)  # by position
     items: list[tuple[tuple[int, int], Kind, int, Any, range]] = []
     ends = [*starts[1:], len(depths)]
