@@ -19,6 +19,7 @@
  * CPython or Flax stores something in an object. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP)
 #define KINDS(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
+#define STEP(X) X(kind) X(position) X(start)
 #define RECIPE(X) X(steps) X(expected) X(types) X(rules) X(pins) X(frozen) X(mentions) X(first) \
     X(traces) X(leaves) X(objects) X(num_arguments)
 #define PINS(X) X(frozen) X(mentions)
@@ -36,6 +37,7 @@
 
 #define AS_TEXT(name) " " #name
 #define AS_STRING(name) #name,
+#define AS_FIELD(name) int32_t name;
 #define AS_KIND(name) name,
 #define AS_RECIPE(name) RECIPE_##name,
 #define AS_PINS(name) PINS_##name,
@@ -84,7 +86,7 @@ enum { FROZEN = 1, MENTION = 2, TYPED = 4, OF_TRACE = 8 };
 
 /* A step of a recipe, as recipe.py describes it. */
 typedef struct {
-    int32_t kind, position, start;
+    STEP(AS_FIELD)
 } Step;
 
 /* One kind of positions of a recipe, which holds them. */
@@ -453,6 +455,7 @@ typedef struct {
  * change could not be seen. */
 static int note_dict(Follower *follower, PyObject *dict, const void **places, Py_ssize_t count) {
 #if PY_VERSION_HEX < 0x030C0000
+    (void)places, (void)count;
     /* No two dicts ever have the same version tag. */
     const uint64_t *tag = &((PyDictObject *)dict)->ma_version_tag;
     return note(follower, tag, sizeof(*tag));
@@ -574,6 +577,8 @@ static int are_dicts_unchanged(Follower *follower) {
         }
     }
     follower->epoch = epoch;
+#else
+    (void)follower; /* their version tags are words */
 #endif
     return 1;
 }
@@ -1187,9 +1192,10 @@ static int fill_module(PyObject *module) {
     PyObject *method = PyDescr_NewMethod(&PyBaseObject_Type, &call_method);
     if (method == NULL || PyModule_AddObject(module, "call", method) < 0) return -1;
     if (PyType_Ready(&FollowerType) < 0 || PyModule_AddType(module, &WalkType) < 0) return -1;
-    return PyModule_AddStringConstant(module, "FIELDS",
-                                      "Kind" KINDS(AS_TEXT) " Recipe" RECIPE(AS_TEXT) " Pins" PINS(
-                                          AS_TEXT) " Route" ROUTE(AS_TEXT));
+    return PyModule_AddStringConstant(
+        module, "FIELDS",
+        "Kind" KINDS(AS_TEXT) " Step" STEP(AS_TEXT) " Recipe" RECIPE(AS_TEXT) " Pins" PINS(AS_TEXT)
+            " Route" ROUTE(AS_TEXT));
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -37,8 +37,12 @@ class Rule(enum.IntFlag):
     OF_TRACE = 8  # it says to which trace the graph belongs, so only within the same graph
 
 
-# The columns of ``Recipe.steps``: the kind, the position that is opened, that of the first part.
-NUM_COLUMNS = 3
+class Step(NamedTuple):
+    """A row of ``Recipe.steps``."""
+
+    kind: int
+    position: int  # that is opened
+    start: int  # the position of the first part
 
 
 class Recipe(NamedTuple):
@@ -64,7 +68,7 @@ class Recipe(NamedTuple):
 
     def rows(self) -> np.ndarray[Any, Any]:
         """The steps as a table."""
-        return np.frombuffer(self.steps, np.int32).reshape(-1, NUM_COLUMNS)
+        return np.frombuffer(self.steps, np.int32).reshape(-1, len(Step._fields))
 
 
 class Pins(NamedTuple):

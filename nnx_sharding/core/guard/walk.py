@@ -26,7 +26,7 @@ from ..static_equality import opened as open_static
 from ..static_equality import value_key
 from ..treedefs import aux_of
 from ..unflatten import picker
-from .recipe import NUM_COLUMNS, Kind, Pins, Recipe, Route, unpacked
+from .recipe import Kind, Pins, Recipe, Route, Step, unpacked
 
 # For some items: what must be equal for each, and what is appended to the stream for all.
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
@@ -177,7 +177,7 @@ def _in_order(
     recipe: Recipe,
 ) -> Iterator[tuple[Kind, Sequence[int], Sequence[Any], Sequence[range]]]:
     """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
-    kinds, opened, starts = recipe.rows().T.tolist() or [[]] * NUM_COLUMNS
+    kinds, opened, starts = recipe.rows().T.tolist()
     depths = [0] * len(recipe.types)  # by position
     items: list[tuple[tuple[int, int], Kind, int, Any, range]] = []
     ends = [*starts[1:], len(depths)]
@@ -241,7 +241,7 @@ def _load_walk() -> Any:
                 error,
             )
         return PythonWalk
-    tuples = {"Recipe": Recipe._fields, "Pins": Pins._fields, "Route": Route._fields}
+    tuples = {own.__name__: own._fields for own in (Step, Recipe, Pins, Route)}
     shared = {"Kind": tuple(Kind.__members__), **tuples}
     fields = " ".join(word for name, own in shared.items() for word in (name, *own))
     if getattr(_walk, "FIELDS", None) != fields:
