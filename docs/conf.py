@@ -68,7 +68,7 @@ copybutton_prompt_is_regexp = True
 
 
 class Lines(HtmlFormatter):
-    """Puts each line of code into a box, so that site.css can break it; rows of tables stay whole."""
+    """Puts lines of code into boxes, so that site.css can break them; rows of tables stay whole."""
 
     def wrap(self, source):
         return super().wrap((is_line, self.box(part)) for is_line, part in source)

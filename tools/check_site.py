@@ -1,7 +1,7 @@
 """Checks the built site: ``python tools/check_site.py docs/_build/html`` (``make docs``).
 
-Each page has one heading of the first level and a description of its own, and a search for the words
-of a task finds its page first.
+Each page has one heading of the first level and a description of its own, and a search for the
+words of a task finds its page first.
 """
 
 from __future__ import annotations
