@@ -180,10 +180,13 @@ class Collectives(tuple[Collective, ...], Pictured):
             yield text("no collectives")
             return
         header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
+        alike = Counter((*cells, of, _end(source, 15)) for *cells, of, source in map(_alike, self))
+        widths = [max(map(len, column)) for column in zip(header, *alike, strict=True)]
+        most = min(26, 100 - sum(widths) + widths[-2] - 2 * len(widths))  # for a terminal
         rows = []
-        for (*cells, of, source), count in Counter(map(_alike, self)).items():
+        for (*cells, of, source), count in alike.items():
             number = f" ({count} ×)" * (count > 1)
-            rows.append((*cells, _end(of, 26 - len(number)) + number, _end(source, 15)))
+            rows.append((*cells, _end(of, most - len(number)) + number, source))
         yield table(header, rows)
         remark = " or more, as a loop is of unknown length" * self.has_unknown_times
         remark += ", of conditionals the branch that sends most" * any(
@@ -213,7 +216,8 @@ def _alike(one: Collective) -> tuple[str, ...]:
 
 
 def _end(name: str, most: int) -> str:
-    """The end of a long name, for a table that fits into 100 columns."""
+    """The end of a long name, of which at least 8 characters remain."""
+    most = max(most, 8)
     return f"…{name[1 - most :]}" if len(name) > most else name
 
 

@@ -10,6 +10,7 @@ which reads only what has changed and is used if it was compiled. They must agre
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import logging
 import operator
@@ -231,14 +232,15 @@ def same_value(value: Any, other: Any) -> bool:
 def _load_walk() -> Any:
     is_pure = bool(os.environ.get("NNX_SHARDING_PURE_PYTHON"))
     try:
-        from . import _walk
+        _walk = importlib.import_module("._walk", __package__)
     except ImportError as error:
         if not is_pure:
+            is_missing = isinstance(error, ModuleNotFoundError)
             logging.getLogger("nnx_sharding").warning(
-                "nnx_sharding was installed without its C extension (%s), so calls are slower. "
+                "nnx_sharding was installed without its C extension%s, so calls are slower. "
                 "Install a wheel, or a C compiler and nnx_sharding again. "
                 "NNX_SHARDING_PURE_PYTHON=1 silences this.",
-                error,
+                "" if is_missing else f" for this Python ({error})",
             )
         return PythonWalk
     tuples = {own.__name__: own._fields for own in (Step, Recipe, Pins, Route)}
