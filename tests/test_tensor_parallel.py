@@ -6,10 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from nnx_sharding import jit
 from nnx_sharding.partition import fsdp, override, tensor_parallel
 from nnx_sharding.partition.variables import variables
 from sharded_models import MESH, MLP, MODELS, misfits, table
@@ -195,3 +197,36 @@ class TensorParallelTest(parameterized.TestCase):
         found = table(model, override(tensor_parallel(model, mesh=MESH), rules))
         norm = {"norm/bias": P("data"), "norm/scale": P("data")}
         self.assertEqual(found, {**norm, "down/kernel": P("model", None)})
+
+
+class FusedAttention(nnx.Module):
+    def __init__(self, rngs):
+        self.qkv = nnx.Linear(64, 3 * 64, use_bias=False, rngs=rngs)
+        self.out = nnx.LinearGeneral((8, 8), 64, axis=(-2, -1), use_bias=False, rngs=rngs)
+
+    def __call__(self, x, order):
+        qkv, shape = self.qkv(x), x.shape[:-1]
+        if order == "heads first":
+            parts = jnp.split(qkv.reshape(*shape, 8, 3 * 8), 3, axis=-1)
+        elif order == "split first":
+            parts = [part.reshape(*shape, 8, 8) for part in jnp.split(qkv, 3, axis=-1)]
+        else:
+            parts = jnp.moveaxis(qkv.reshape(*shape, 3, 8, 8), -3, 0)
+        return self.out(nnx.dot_product_attention(*parts))
+
+
+@pytest.mark.parametrize(
+    ("order", "sent"),
+    [
+        ("heads first", {"all-reduce"}),
+        ("split first", {"all-reduce", "collective-permute"}),
+        ("three first", {"all-reduce", "all-gather"}),
+    ],
+)
+def test_query_key_and_value_in_one_kernel(order, sent):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model = nnx.eval_shape(lambda: FusedAttention(nnx.Rngs(0)))
+    specs = tensor_parallel(model, mesh=mesh), P("data")
+    apply = jit(lambda model, x: model(x, order), in_shardings=specs, mesh=mesh)
+    x = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+    assert {one.kind for one in apply.lower(model, x).compile().collectives()} == sent

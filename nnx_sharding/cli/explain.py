@@ -43,7 +43,7 @@ def _sections() -> dict[str, str]:
     page = installed if installed.exists() else Path(__file__).parents[2] / "docs" / "errors.md"
     text = page.read_text(encoding="utf-8")
     # Marks for the script that writes the messages.
-    text = re.sub(r"<!--.*?-->\n+", "", text)
+    text = re.sub(r"<!--.*?-->\n", "", text)
     # A heading may have an anchor of its own in front of it.
     headings = [*re.finditer(r"^(?:\(([\w-]+)\)=\n)?(##+) (.*)\n", text, flags=re.MULTILINE)]
     sections = {}
