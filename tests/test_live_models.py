@@ -147,6 +147,24 @@ class TransferTest(parameterized.TestCase):
         source["x"][...].delete()
         np.testing.assert_array_equal(target["x"][...], values.astype(dtype))
 
+    @parameterized.product(kind=["auto", "explicit"], donate=[False, True])
+    def test_layouts_need_no_collectives_on_cpus(self, kind, donate):
+        """Programs convert, stack and transpose parts where they are; the parts are copied."""
+        mesh, values = mesh_of((2, 4), ("data", "model"), kind), weights()["embed"]
+        old, new = random.sample([P("data", "model"), P("model"), P(None, "data")], 2)
+        source = place({str(i): nnx.Param(values * i) for i in range(4)}, old, mesh)
+        target = place({"x": nnx.Param(jnp.zeros((EMBED, 4, 32), jnp.bfloat16))}, new, mesh)
+        sharding, steps = target["x"].sharding, []
+        rules, programs = {r"(\d)": Tensor("x", "a b -> b {0} a")}, live_models._programs
+        with mock.patch.object(live_models, "_programs") as made:
+            made.side_effect = lambda *args: steps.append(programs(*args)) or steps[-1]
+            transfer(source, target, rules, cast=True, donate=donate)
+        expected = np.stack([values * i for i in range(4)]).transpose(2, 0, 1)
+        np.testing.assert_array_equal(target["x"][...], expected.astype(jnp.bfloat16))
+        assert target["x"].sharding == sharding
+        texts = [step.program.as_text() for each in steps for step in each]
+        assert texts and (donate or not any(" all-" in text for text in texts))
+
     @parameterized.parameters((P("data"),), (P(None, "data"),))
     def test_donation(self, spec):
         mesh = mesh_of((8,), ("data",))

@@ -139,7 +139,7 @@ class _Goal(NamedTuple):
     sharding: Any  # None for a NumPy array
     has_program: bool  # whether a program on the devices of the sources makes it
     place: Any  # its sharding there: that of the target if that is on the same devices
-    is_copied: bool  # whether copies of parts make it: on CPUs they are quicker than collectives
+    is_copied: bool  # whether copies of parts shard it: on CPUs they are quicker than collectives
 
 
 class _Step(NamedTuple):
@@ -171,12 +171,16 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
         free = [x for x in taken if donate and isinstance(x, jax.Array) and not uses[id(x)]]
         if step.program is None:
             made = [(g.build or _first)(*(source[i] for i in g.sources)) for g in step.goals]
-            made = moves.transfer(made, shardings, donate=len(free) == len(taken), alias=False)
         else:
             made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
-            if any(goal.place != goal.sharding for goal in step.goals):
-                made = moves.transfer(finished_on_cpu(made), shardings)
-                jax.block_until_ready(made)  # before the next program takes memory
+        if step.goals[0].is_copied:
+            finished_on_cpu(made)
+            made = [_copied(x, goal) for x, goal in zip(made, step.goals, strict=True)]
+        elif step.program is None:
+            made = moves.transfer(made, shardings, donate=len(free) == len(taken), alias=False)
+        elif any(goal.place != goal.sharding for goal in step.goals):
+            made = moves.transfer(finished_on_cpu(made), shardings)
+            jax.block_until_ready(made)  # before the next program takes memory
         finished_on_cpu(made)
         for goal, x in zip(step.goals, made, strict=True):
             values.append((goal.array, np.array(x) if goal.sharding is None else x))
@@ -189,6 +193,13 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
 
 def _first(array: Any) -> Any:
     return array
+
+
+def _copied(array: Any, goal: _Goal) -> Any:
+    """An array in new memory, unless a program made it with the sharding of its goal."""
+    if goal.has_program and array.sharding.is_equivalent_to(goal.sharding, array.ndim):
+        return moves.transfer([array], [goal.sharding])[0]
+    return moves.assembled(array, goal.sharding)
 
 
 def _plan(
@@ -248,15 +259,16 @@ def _goal(
     is_here = is_here and not other_memory(sharding)
     place = sharding if is_here or devices is None else _twin(sharding, devices)
     has_program = devices is not None
+    is_ready = placements[0].is_identity and has_program
+    is_ready &= place is None or place.is_equivalent_to(first.sharding, first.ndim)
     if has_program and is_same:  # as it is, unless its devices have to exchange parts first
-        current = first.sharding
-        is_ready = place is None or place.is_equivalent_to(current, first.ndim)
-        is_direct = sharding in (None, current) or set(devices) == sharding.device_set or is_ready
-        is_kept = donate and sharding == current
-        has_program = not (other_memory(current) or is_kept) and (is_here or not is_direct)
+        is_direct = sharding is None or set(devices) == sharding.device_set
+        has_program = not (other_memory(first.sharding) or is_ready) and (is_here or not is_direct)
     is_cpu = has_program and devices[0].platform == "cpu" and first.is_fully_addressable
-    is_copied = is_cpu and is_same and is_here and not (is_weak or donate)
-    has_program = has_program and not is_copied
+    is_copied = is_cpu and is_here and not (is_weak or donate)
+    has_program = has_program and not (is_copied and is_same)
+    if is_copied and not (is_ready or first.is_fully_replicated):
+        place = None  # programs leave the parts where they are
     slots = tuple(x.slot for x in sources)
     return _Goal(array, slots, None if is_same else build, sharding, has_program, place, is_copied)
 
@@ -332,15 +344,13 @@ def _devices(leaf: Any) -> Any:
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
     """One program for all arrays on the same devices; more where it would take memory."""
     sizes = [_nbytes(goal) for goal in goals]
-    moved = [goal for goal in goals if not (goal.has_program or goal.is_copied)]
-    copied = [goal for goal in goals if goal.is_copied]
-    places = [goal.place for goal in copied]
-    slots = [goal.sources[0] for goal in copied]
-    steps = [_Step(moved), _Step(copied, slots, functools.partial(_copied, places))]
+    simple = [goal for goal in goals if not goal.has_program]
+    steps = [_Step([x for x in simple if x.is_copied is each]) for each in (False, True)]
     bins: dict[Any, list[list[_Goal]]] = {}
     for goal in (goal for goal in goals if goal.has_program):
         is_final = goal.place == goal.sharding
-        each = bins.setdefault((_devices(leaves[goal.sources[0]]), is_final), [[]])
+        key = _devices(leaves[goal.sources[0]]), is_final, goal.is_copied
+        each = bins.setdefault(key, [[]])
         # What one program copies is freed before the next one runs.
         most = max(*sizes, sum(sizes) // 16, _SMALL) if donate or not is_final else math.inf
         if each[-1] and sum(map(_nbytes, [*each[-1], goal])) > most:
@@ -349,10 +359,6 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
     for part in itertools.chain(*bins.values()):
         steps += _programs(part, leaves, max(*sizes, _SMALL))
     return [step for step in steps if step.goals]
-
-
-def _copied(places: Sequence[Any], *arrays: Any) -> list[Any]:
-    return [moves.assembled(x, place) for x, place in zip(arrays, places, strict=True)]
 
 
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[_Step]:
