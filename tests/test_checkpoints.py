@@ -24,15 +24,27 @@ from jax.sharding import PartitionSpec as P
 from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit, split
 from nnx_sharding.analysis import parameter_table
-from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
+from nnx_sharding.checkpoint import (
+    Checkpoints,
+    contents,
+    load_safetensors,
+    restore,
+    save,
+    save_safetensors,
+)
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
 from nnx_sharding.errors import CheckpointError, NoCheckpointError, NoMeshError
+from nnx_sharding.export import export
 from nnx_sharding.partition import abstract_init, sharded_init
+from nnx_sharding.report import compare
+from nnx_sharding.report.comparison import load
+from nnx_sharding.report.page import write_html
 from sharded_models import OPTIMIZERS
 
 MESH = mesh_of((2, 4), ("data", "model"))
 OTHER = mesh_of((4, 1), ("model", "data"))
 REPLICATED = StateSharding({...: P()})
+X = jax.ShapeDtypeStruct((2,), jnp.float32)
 
 
 class Zoo(nnx.Module):
@@ -593,6 +605,31 @@ class SaveTest(FolderTest):
             self.assertTrue(path.is_symlink())
             assert_same_state(self, restore(real, MLP()), model)
         self.assertLen(os.listdir(self.folder), 4)
+
+    def test_the_home_directory(self):
+        """In the paths of checkpoints, of programs and of reports; nothing is called ``~``."""
+        model, here = MLP(), os.getcwd()
+        report = jit(lambda x: x).lower(X).compile().report()
+        home = mock.patch.dict(os.environ, {"HOME": str(self.folder), "USERPROFILE": ""})
+        elsewhere = self.enter_context(tempfile.TemporaryDirectory())
+        self.addCleanup(os.chdir, here)
+        os.chdir(elsewhere)
+        with home:
+            save("~/a/model", model)
+            assert_same_state(self, restore(self.folder / "a" / "model", MLP()), model)
+            self.assertLen(contents(pathlib.Path("~/a/model")), 2)
+            with Checkpoints("~/steps") as steps:
+                steps.save(1, model)
+            rules = {"(.+)": "{0}"}
+            save_safetensors("~/tensors", model, rules)
+            load_safetensors("~/tensors/model.safetensors", MLP(), rules)
+            export(jit(lambda x: x))(X).save("~/program")
+            report.save("~/report.json")
+            write_html("~/page.html", load("~/report.json"))
+            compare({"x": None}, lambda x: x, X, cache_dir="~/cache", quiet=True)
+        names = {"a", "steps", "tensors", "program", "report.json", "page.html", "cache"}
+        self.assertLessEqual(names, set(os.listdir(self.folder)))
+        self.assertEmpty(os.listdir())
 
     def test_an_interrupted_save_keeps_the_old_checkpoint(self):
         model = MLP()

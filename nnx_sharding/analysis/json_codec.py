@@ -24,6 +24,11 @@ T = TypeVar("T")
 UNWRITTEN = {"written": False}
 
 
+def file_path(path: str | os.PathLike[str]) -> Path:
+    """A path that a user gave, with their home directory in the place of ``~``."""
+    return Path(path).expanduser()
+
+
 def json_text(data: Any) -> str:
     """Data as JSON that is safe to print on a terminal."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
@@ -176,12 +181,12 @@ class JsonForm(Pictured):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file as JSON; an existing file is replaced."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        file_path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads what :meth:`save` wrote; a ValueError as for :meth:`from_dict`, with the path."""
         try:
-            return cls.from_json(Path(path).read_bytes())
+            return cls.from_json(file_path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None

@@ -78,14 +78,18 @@ def save(
     if reason:
         raise FileExistsError(f"save: {folder} {reason}.")
     new = beside(folder, "new") if exists else folder
-    try:
-        handler = ocp.StandardCheckpointHandler()
-        with progress(f"save {folder.name}"), ocp.AsyncCheckpointer(handler) as checkpointer:
-            checkpointer.save(new, args=args, force=exists)  # `new` may be left from a killed job
-    except Exception as error:
-        raise CheckpointError(
-            f"save: {folder} could not be written: {first_line(error)}"
-        ) from error
+
+    def write() -> None:
+        try:
+            handler = ocp.StandardCheckpointHandler()
+            with progress(f"save {folder.name}"), ocp.AsyncCheckpointer(handler) as checkpointer:
+                checkpointer.save(new, args=args, force=exists)  # may be left from a killed job
+        except Exception as error:
+            raise CheckpointError(
+                f"save: {folder} could not be written: {first_line(error)}"
+            ) from error
+
+    together("save", folder, write, everywhere=True)
     if exists:
         together("save", folder, lambda: _replace(folder, new))
 

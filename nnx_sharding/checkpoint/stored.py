@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from ..analysis.json_codec import file_path
 from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, table
 from ..analysis.units import bytes_text
@@ -128,7 +129,7 @@ def as_folder(path: str | os.PathLike[str]) -> Any:
     What a link names is replaced, not the link.
     """
     text = os.fspath(path)
-    return epath.Path(text if "://" in text else os.path.realpath(text))
+    return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 
 
 def beside(folder: Any, what: str) -> Any:

@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from ..analysis.json_codec import file_path
 from ..analysis.units import printable
 from ..partition.mesh import MOST_DEVICES
 
@@ -80,7 +80,7 @@ def seconds(text: str) -> float:
 @option
 def output(text: str) -> str:
     """A file to write, whose folder exists; ``-`` is standard output."""
-    path = Path(text)
+    path = file_path(text)
     if text != "-" and path.is_dir():
         raise ValueError(f"{text} is a folder")
     if text != "-" and not os.access(path.parent, os.W_OK):

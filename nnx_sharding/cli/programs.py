@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from ..analysis.hardware import hardware_of
+from ..analysis.json_codec import file_path
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..partition.mesh import planning_mesh
@@ -142,8 +143,7 @@ def write(arguments: argparse.Namespace, result: Any) -> None:
     if arguments.html is not None:
         write_html(arguments.html, result)
     if arguments.json not in (None, "-"):
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            file.write(result.to_json())
+        file_path(arguments.json).write_text(result.to_json(), encoding="utf-8")
     if isinstance(result, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
         from rich.console import Console
 

@@ -11,9 +11,9 @@ import io
 import json
 import os
 import zipfile
-from pathlib import Path
 from typing import Any
 
+from ..analysis.json_codec import file_path
 from ..errors import ExportError
 
 EXPORT, EXECUTABLE = "nnx_sharding export", "nnx_sharding executable"
@@ -41,7 +41,7 @@ def write(
             archive.writestr(info, data)
         archive.comment = b"0" * _DIGEST
     sealed = buffer.getvalue()[:-_DIGEST]
-    Path(path).write_bytes(sealed + _digest(sealed))
+    file_path(path).write_bytes(sealed + _digest(sealed))
 
 
 def _digest(data: bytes) -> bytes:
@@ -50,7 +50,7 @@ def _digest(data: bytes) -> bytes:
 
 def read(path: str | os.PathLike[str], kind: str = EXPORT) -> tuple[dict[str, Any], bytes]:
     """Reads the manifest as JSON data, and the program."""
-    data = Path(path).read_bytes()
+    data = file_path(path).read_bytes()
     if not data or not _START.startswith(data[: len(_START)]):
         raise ExportError(f"{path} is not a file of nnx_sharding.export: it starts differently.")
     if _digest(data[:-_DIGEST]) != data[-_DIGEST:]:

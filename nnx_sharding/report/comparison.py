@@ -6,13 +6,12 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import parse
-from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, read
+from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
 from ..analysis.program import ProgramReport
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
@@ -288,7 +287,7 @@ def load(source: Source) -> ProgramReport | Comparison:
             f"with one, got {source!r}."
         )
     try:
-        data = json.loads(Path(source).read_bytes())
+        data = json.loads(file_path(source).read_bytes())
         return load(data) if isinstance(data, dict) else ProgramReport.from_dict(data)
     except json.JSONDecodeError:
         raise ValueError(f"{os.fspath(source)}: not a report: it is not JSON") from None

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from .._version import __version__
 from ..analysis.hardware import Hardware
+from ..analysis.json_codec import file_path
 from ..analysis.meshes import MeshDescription
 from ..analysis.program import ProgramReport
 from ..diagnostics.progress import progress
@@ -59,7 +60,7 @@ def search(
     took: dict[str, float] = {}
     processes = [] if devices is None else [CompilerProcess(devices) for _ in range(_WORKERS)]
     free = processes.copy()  # as many as threads
-    cache = None if cache_dir is None else Path(cache_dir)
+    cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
 
     def compiled(program: tuple[Lowered, Mesh | None]) -> ProgramReport:

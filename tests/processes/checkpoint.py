@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 if __name__ == "__main__":
     import preamble  # noqa: F401  (joins the others before anything is computed)
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+from etils import epath
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -83,7 +86,36 @@ def write(folder):
     """What this number of processes writes."""
     save(folder, Model(mesh_of((2, 4)), scale=2))
     save(folder, Model(mesh_of((2, 4))), overwrite=True)
-    assert not list(folder.parent.glob("*.*"))  # nothing is left behind
+    assert not [*folder.parent.glob(f".{folder.name}.*")]  # nothing is left behind
+
+
+def fail(folder):
+    """If a replacement fails in one process, all get an error, and the old checkpoint is there."""
+    path, checkpointer = type(epath.Path(folder)), ocp.AsyncCheckpointer
+    close, rename = checkpointer.close, path.rename
+
+    def full(self):
+        close(self)
+        raise OSError("No space left on device")
+
+    def renamed(self, goal):
+        if self.name.endswith("nnx_sharding-new"):
+            raise OSError("No space left on device")
+        return rename(self, goal)
+
+    last = jax.process_count() - 1
+    for kind, name, new, at in ((checkpointer, "close", full, last), (path, "rename", renamed, 0)):
+        here = jax.process_index() == at
+        try:
+            with mock.patch.object(kind, name, new if here else getattr(kind, name)):
+                save(folder, Model(mesh_of((2, 4)), scale=2), overwrite=True)
+        except CheckpointError as error:
+            expected = "No space left on device" if here else f"process {at} failed"
+            assert expected in str(error), error
+        else:
+            raise AssertionError("no error")
+        model = Model(mesh_of((2, 4)), scale=3)
+        assert_same(restore(folder, model), Model(mesh_of((2, 4))))
 
 
 def read(folder):
@@ -187,6 +219,7 @@ if __name__ == "__main__":
     if what == "exchange":
         written = where / str(jax.process_count())
         write(written)
+        fail(written)
         for other in sys.argv[3:]:
             read(where / other)
         read(written)

@@ -9,9 +9,9 @@ import json
 import os
 import re
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
+from ...analysis.json_codec import file_path
 from ...analysis.program import ProgramReport
 from ..changes import Changes
 from ..comparison import Comparison, load
@@ -68,7 +68,7 @@ def html_page(report: Any, title: str | None = None) -> str:
 
 def write_html(path: str | os.PathLike[str], report: Any, title: str | None = None) -> None:
     """Write :func:`html_page` to a file, which is replaced if it exists."""
-    Path(path).write_text(html_page(report, title), encoding="utf-8")
+    file_path(path).write_text(html_page(report, title), encoding="utf-8")
 
 
 def _made_with(report: ProgramReport) -> str:
