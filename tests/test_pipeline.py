@@ -50,7 +50,24 @@ class Model(nnx.Module):
         self.head = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(self.blocks(self.embed(x), scale=jnp.float32(0.5)))
+        return self.head(self.hidden(self.embed(x)))
+
+    def hidden(self, x):
+        return self.blocks(x, scale=jnp.float32(0.5))
+
+
+class Listed(Model):
+    """The same with a list, and a loop over it."""
+
+    def __init__(self, length: int, remat: object):
+        super().__init__(length)
+        self.blocks = nnx.List(self.blocks.unstack())
+
+    def hidden(self, x):
+        scale = jnp.float32(0.5)
+        for block in self.blocks:
+            x = block(x, scale=scale)
+        return x
 
 
 def loss(model, x):
@@ -59,7 +76,7 @@ def loss(model, x):
 
 def loss_of_microbatches(count, model, x):
     h = model.embed(x)
-    parts = [model.blocks(h[i::count], scale=jnp.float32(0.5)) for i in range(count)]
+    parts = [model.hidden(h[i::count]) for i in range(count)]
     return (model.head(jnp.stack(parts, 1).reshape(h.shape)) ** 2).mean()
 
 
@@ -74,9 +91,9 @@ def numbers(tree):
     return [*map(np.asarray, data)]
 
 
-def run(stages, microbatches, repeats, remat=False, base=None, kind=AxisType.Auto):
+def run(stages, microbatches, repeats, remat=False, base=None, kind=AxisType.Auto, make=Model):
     """Checks a step against one without a pipeline; returns the collectives of the program."""
-    model = Model(max(4, stages * repeats), remat)
+    model = make(max(4, stages * repeats), remat)
     like, x = nnx.clone(model), jax.random.normal(jax.random.key(1), (32, 4))
     names = ("stage",) if base is None else ("stage", "data", "model")
     mesh = jax.make_mesh((stages, 2, 2)[: len(names)], names, axis_types=(kind,) * len(names))
@@ -173,6 +190,108 @@ def test_with_other_strategies(base, repeats, remat, kind):
     assert {each.times for each in sent if each.axes == ("stage",)} == {repeats * 4 + 1}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "repeats", "kind"),
+    [
+        pytest.param(None, 1, AxisType.Explicit, marks=pytest.mark.gate),
+        (functools.partial(fsdp, min_size=0), 2, AxisType.Auto),
+        (functools.partial(fsdp, min_size=0), 1, AxisType.Explicit),
+        (tensor_parallel, 1, AxisType.Auto),
+    ],
+)
+def test_a_list_of_equal_blocks_moves_to_its_stages_once(base, repeats, kind):
+    found = run(2, 4, repeats, False, base, kind, Listed)
+    moved = [each for each in found.of("all-to-all") if each.axes == ("stage",)]
+    assert {each.times for each in moved} == {1}
+    kernels = 2 * 16 * 32 * 4  # bytes in a block; and half of the blocks on a stage
+    rest = 2 if base else 1  # devices that share them
+    largest = sorted(each.bytes for each in moved)[-4:]  # two kernels, there and back
+    assert sum(largest) == 2 * (4 // 2) * kernels // rest
+    assert {x.times for x in permutes(found) if x.in_loop} == {repeats * 4 + 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda m, x: m[1](x), r"m\[1\] gets something else"),
+        (lambda m, x: m[2](m[1](m[0](x))), r"m\[2\] returns what is not passed"),
+        (lambda m, x: m[2](m[0](x)), r"m\[2\] gets something else"),
+        (lambda m, x: m[1](m[0](x) + x), r"m\[0\] returns what is not passed"),
+        (lambda m, x: m[1](x - m[0](x)), r"m\[0\] returns what is not passed"),
+        (lambda m, x: m[1](jnp.tanh(m[0](x))), r"m\[0\] returns what is not passed"),
+        (lambda m, x: m[1](m[0](x)[:2]), r"m\[0\] returns what is not passed"),
+        (lambda m, x: m[1](m[0](x).reshape(-1, 4)), r"m\[0\] returns what is not passed"),
+        (lambda m, x: m[1](m[0](x), x), r"m\[1\] gets other further arguments"),
+        (lambda m, x: nnx.remat(lambda m, x: m(x))(m[1], m[0](x)), r"m\[0\] returns"),
+    ],
+)
+def test_blocks_of_a_list_that_are_no_chain(call, text):
+    blocks = nnx.List(nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4))
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    sharding = pipeline(blocks, mesh=mesh, microbatches=4)
+    step = jit(call, in_shardings=(sharding, P()), mesh=mesh)
+    with pytest.raises(ValueError, match=text):
+        step.lower(blocks, jnp.ones((8, 4)))
+
+
+class Telling(nnx.Module):
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "seen", x)
+        x = jnp.tanh(self.dense(x))
+        self.sow(nnx.Intermediate, "seen", x.mean(-1))
+        self.sow(nnx.BatchStat, "norm", (x**2).sum(-1), init_fn=float, reduce_fn=jnp.add)
+        return x
+
+
+def chained(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    ("as_list", "remat", "repeats"),
+    [(True, False, 1), (False, True, 1), (False, "dots_saveable", 2)],
+    ids=str,
+)
+def test_what_layers_sow_is_captured(as_list, remat, repeats, kind):
+    def run(blocks, x):
+        def loss(blocks):
+            call = chained if as_list else lambda m, x: m(x)
+            y, *sown = nnx.capture(call, nnx.Intermediate, nnx.BatchStat)(blocks, x)
+            return (y**2).mean() + (sown[1][0 if as_list else "layers"]["norm"] ** 2).mean(), sown
+
+        return value_and_grad(loss, has_aux=True, wrt=nnx.Param)(blocks)
+
+    layers = stack(Telling, 4, remat=remat, rngs=nnx.Rngs(0))
+    blocks = nnx.List(layers.unstack()) if as_list else layers
+    x = jax.random.normal(jax.random.key(0), (16, 4))
+    expected = jit(run)(blocks, x)
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(kind,) * 2)
+    base = fsdp(blocks, mesh=mesh, min_size=0)
+    sharding = pipeline(blocks, mesh=mesh, microbatches=4, repeats=repeats, base=base)
+    found = jit(run, mesh=mesh, in_shardings=(sharding, P("data")))(blocks, x)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_capture_has_one_call_of_a_stack():
+    blocks = stack(Telling, 4, rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    sharding = pipeline(blocks, mesh=mesh, microbatches=4)
+    twice = nnx.capture(lambda m, x: m(m(x)), nnx.Intermediate)
+    step = jit(lambda m, x: twice(m, x), in_shardings=(sharding, P()), mesh=mesh)
+    with pytest.raises(ValueError, match="in one call of the Stack"):
+        step.lower(blocks, jnp.ones((8, 4)))
+
+
 class Masked(nnx.Module):
     def __init__(self, *, rngs):
         self.dense = nnx.Linear(16, 16, rngs=rngs)
@@ -257,7 +376,10 @@ def test_compare_takes_it():
 @pytest.mark.parametrize(
     ("make", "options", "text"),
     [
-        (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {}, "has no Stack.*stack\\(blocks\\)"),
+        (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {}, r"neither a Stack (.|\n)*stack\(blocks\)"),
+        (lambda: _listed(4, 6, 4), {}, r"neither (.|\n)*model\[1\]: .*out_features: 4 → 6"),
+        (lambda: _listed(4, 4, 4), {}, r"do not divide (.|\n)*model: 3 layers"),
+        (lambda: _listed(*[4] * 4, tied=True), {}, "share these Variables.*\n  0/kernel\n"),
         (lambda: Model(6), {}, "4 stages .*\n  model.blocks: 6 layers"),
         (lambda: Model(4), {"repeats": 2}, "times 2 repeats .*\n  model.blocks: 4 layers"),
         (lambda: Model(4), {"repeats": 0, "microbatches": 1.5}, "=1.5\n  repeats=0"),
@@ -269,6 +391,13 @@ def test_compare_takes_it():
 def test_models_that_cannot_be_in_stages(make, options, text):
     with pytest.raises(ValueError, match=text):
         pipeline(nnx.eval_shape(make), mesh=STAGES, **options)
+
+
+def _listed(*sizes, tied=False):
+    blocks = nnx.List(nnx.Linear(4, size, use_bias=False, rngs=nnx.Rngs(0)) for size in sizes)
+    if tied:
+        blocks[3].kernel = blocks[0].kernel
+    return blocks
 
 
 def _ahead():
@@ -302,8 +431,9 @@ class Sowing(nnx.Module):
         (
             lambda m, x: nnx.capture(m, nnx.Intermediate)(x),
             {},
-            "nnx.capture has .* return the values",
+            r"layers sow \['mean'\] of shape \(\), without .* 2 rows",
         ),
+        (lambda m, x: nnx.capture(m, nnx.Perturbation)(x), {}, "no perturbations"),
     ],
 )
 def test_calls_that_cannot_be_in_stages(call, options, text):

@@ -214,9 +214,14 @@ class Scope:
         if isinstance(module, nnx.Optimizer) and method == "update":
             return update(module, call, args, kwargs, self._mesh)
         tag = _compat.tag_of(module) or self._root_tag(module)
+        schedule = self._schedule(tag, module, method)
+        if schedule is not None:
+            tag, module, args = schedule.entered(tag, module, args, kwargs)
+            if module is None:  # it runs when a later one is called
+                return args
         with in_call(Frame(tag, module, method)) as frame:
             try:
-                out = self._called(frame, call, args, kwargs)
+                out = self._called(frame, schedule, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
                 self._refuse_untyped(frame, (args, kwargs), error)
             except ValueError as error:
@@ -230,16 +235,22 @@ class Scope:
             frame.returned(out)
         return out
 
-    def _called(self, frame: Frame, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _schedule(self, tag: Tag, module: Any, method: str) -> Any:
+        """What a strategy calls in place of a method, or None."""
+        found = (x._schedule(tag.path, module, method) for x in tag.sources)
+        first = next(filter(None, found), None)
+        return None if first is None or first.is_running or self._mesh is None else first
+
+    def _called(
+        self, frame: Frame, schedule: Any, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         chosen = self._find(frame)
         if chosen.input is not None and args:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
         call = with_right_gradient(frame.module, call, self._pure.batch_axes)
-        place = frame.tag.path, frame.module, frame.method
-        schedules = [found for x in frame.tag.sources if (found := x._schedule(*place))]
-        if schedules and self._mesh is not None:
+        if schedule is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
-            call = schedules[0].of(frame.module, call, self._mesh, self._pure.batch_axes, ahead)
+            call = schedule.of(frame.module, self._mesh, self._pure.batch_axes, ahead)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None

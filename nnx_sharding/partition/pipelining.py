@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -12,24 +17,35 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..activations.calls import Tag
 from ..activations.variables import modules_in
 from ..core.flatten import Flat
 from ..core.resharding import mesh_here
 from ..core.structure import VariableEntry
 from ..core.unflatten import perform, update
-from ..errors import raise_listed
+from ..errors import message, raise_listed
 from ..specs.activation_sharding import InOutSharding
 from ..specs.filters import Paths
-from ..specs.fitting import axes_of_type, padded, spec_axes, with_entries
+from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
-from ..transforms.batching import Carry, vmap
+from ..transforms.batching import Carry, captures, vmap
 from ..transforms.in_trace import replaced
 from ..transforms.loops import scan
 from ..transforms.recompute import remat
-from ..transforms.stacking import _OPTIONS, Stack, _built, _flat, _loop_of_calls, _name_axis
+from ..transforms.stacking import (
+    _OPTIONS,
+    Stack,
+    _built,
+    _flat,
+    _locations,
+    _loop_of_calls,
+    _name_axis,
+    _unequal,
+    stack,
+)
 from .optimizer import with_optimizer
-from .strategies import activations_of, base_specs, mesh_and_axis
+from .strategies import activations_of, base_specs, mesh_and_axis, shard_largest
 from .variables import variables
 
 
@@ -67,15 +83,22 @@ def pipeline(
     repeats: int = 1,
     across_slices: bool = True,
 ) -> StateSharding:
-    """Pipeline parallelism: each stage holds and runs some layers of the model's ``Stack``.
+    """Pipeline parallelism: each stage runs some layers of the model's ``Stack`` or ``nnx.List``.
 
     In each call of a :class:`~nnx_sharding.Stack` within ``jit``, the batch passes through the
     stages in microbatches, each of which is one slice of every so many rows (``x[i::microbatches]``
     is the i-th). Layers run as if the stack were called with each microbatch in turn: so random
     streams advance, dropout draws, and ``BatchNorm`` normalizes within a microbatch. What is
-    outside of the stack runs on all stages alike. What layers sow cannot be captured.
+    outside of the stack runs on all stages alike. ``nnx.capture`` collects what layers sow as
+    without a pipeline, if it has the rows in its first dimension.
     :meth:`Stack.scan <nnx_sharding.Stack.scan>` is no pipeline: it gathers layers on Auto axes, and
     JAX refuses it on Explicit ones.
+
+    In a model without a ``Stack``, the equal blocks of each ``nnx.List`` form a pipeline, if each
+    is called with what the one before returned, as in ``for block in self.blocks: x = block(x)``.
+    Until the last one is called there are no values, and any other use of them is an error. Each
+    Variable of a block is sharded over the stages, and moves in each step to the one that runs the
+    block, and its gradient back. A ``Stack`` spares that.
 
     All arrays that a layer gets from the previous one are split along their first dimension, the
     rows. Further arguments are the same for all rows; masks or positions of single rows belong to
@@ -85,7 +108,7 @@ def pipeline(
     Another policy applies to each layer, as without a pipeline.
 
     Args:
-      model: the model, abstract (``nnx.eval_shape``) or not, with at least one ``Stack``.
+      model: the model, abstract (``nnx.eval_shape``) or not, with a ``Stack`` or a list of blocks.
       mesh: the mesh; None for the one in context.
       optimizer: as for :func:`fsdp`.
       base: shardings to start from, such as those of :func:`fsdp` or :func:`tensor_parallel` over
@@ -94,18 +117,19 @@ def pipeline(
       microbatches: the number of microbatches; it divides the batch.
       repeats: how often a microbatch passes through all stages (the circular schedule). A stage
         then has ``repeats`` groups of successive layers, which takes less idle time
-        (:func:`idle_share`); but layers are stored in order, so each step moves them once to the
-        stages that run them, and their gradients back.
+        (:func:`idle_share`); but the layers of a ``Stack`` are stored in order, so each step moves
+        them once to the stages that run them, and their gradients back.
       across_slices: whether the axis may have devices of several TPU slices.
 
     Returns:
       The spec of each path, with the layers of stacks sharded over the axis.
 
     Raises:
-      ValueError: the model has no ``Stack``, layers share Variables, or the axis times ``repeats``
-        does not divide their number; ``base`` or the ``Stack`` has ``prefetch=1``. In a call within
-        ``jit``: the microbatches do not divide the batch, or there are fewer than stages for
-        ``repeats``.
+      ValueError: the model has no ``Stack`` and no list of equal blocks, layers share Variables, or
+        the axis times ``repeats`` does not divide their number; ``base`` or the ``Stack`` has
+        ``prefetch=1``. In a call within ``jit``: the microbatches do not divide the batch, or there
+        are fewer than stages for ``repeats``; blocks of a list are not called in turn; layers sow
+        values without rows.
 
     Example:
       >>> from flax import nnx
@@ -126,37 +150,61 @@ def pipeline(
     raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
     schedule = Schedule(axis, mesh.shape[axis], microbatches, repeats)
     stacks, activations = _stacks(model, schedule), activations_of(base)
-    if activations.prefetch or any(stack.prefetch for stack in stacks.values()):
+    if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(_NOT_AHEAD)
     specs, lines = base_specs("pipeline", model, base, mesh), list[str]()
+    of_blocks = {path: dict[Path, PartitionSpec]() for path in stacks}
     for each in variables(model):
-        if _is_stacked(each.path, stacks):
-            spec, rank = specs[each.path], len(each.shape or ())
-            used = spec_axes(spec) if isinstance(spec, PartitionSpec) else [axis]
-            if axis in used or spec.partitions[:1] not in ((), (None,)):
-                lines.append(f"  {each.name}: {spec}")
-            else:
-                specs[each.path] = with_entries(spec, [axis, *padded(spec, rank)[1:]])
+        outer = next((x for x, of in stacks.items() if _is_in_layers(each.path, x, of)), None)
+        if outer is None:
+            continue
+        spec, is_list = specs[each.path], isinstance(stacks[outer], nnx.List)
+        used = spec_axes(spec) if isinstance(spec, PartitionSpec) else [axis]
+        if axis in used or not (is_list or spec.partitions[:1] in ((), (None,))):
+            lines.append(f"  {each.name}: {spec}")
+        elif is_list:
+            specs[each.path] = shard_largest(spec, each, [axis], mesh)
+            of_blocks[outer][each.path[len(outer) + 1 :]] = specs[each.path]
+        else:
+            rest = padded(spec, len(each.shape or ()))[1:]
+            specs[each.path] = with_entries(spec, [axis, *rest])
     raise_listed(
         ValueError,
         f"pipeline: specs of base shard layers, or use {axis!r}, in:",
         lines,
         "Leave the first dimension and this axis to the pipeline, in specs without a mesh.",
     )
-    entry = {Paths(stacks): InOutSharding(schedule=schedule)}
-    return with_optimizer(specs, model, optimizer, activations.extended(entry))
+    filters = {}
+    for path, module in stacks.items():
+        blocks = len(module) if isinstance(module, nnx.List) else 0
+        of_calls = [(*path, number) for number in range(blocks)] or [path]
+        own = dataclasses.replace(schedule, blocks=blocks, specs=tuple(of_blocks[path].items()))
+        filters[Paths(of_calls)] = InOutSharding(schedule=own)
+    return with_optimizer(specs, model, optimizer, activations.extended(filters))
 
 
-def _stacks(model: Any, schedule: Schedule) -> dict[Path, Stack]:
-    """The outermost stacks of a model by path, checked."""
-    stacks = dict[Path, Stack]()
-    for path, module in modules_in(model):
-        if isinstance(module, Stack) and not _is_stacked(path, stacks):
-            stacks[path] = module
-    if not stacks:
+def _stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
+    """The outermost stacks of a model by path, else its lists of equal blocks, checked."""
+    nodes, found, lines = dict(modules_in(model)), dict[Path, Any](), list[str]()
+    for path, module in nodes.items():
+        if isinstance(module, Stack) and not any(path[: len(x)] == x for x in found):
+            found[path] = module
+    for path, module in nodes.items() if not found else ():
+        is_inside = any(path[: len(x)] == x for x in found)
+        blocks = [*module] if isinstance(module, nnx.List) and not is_inside else []
+        if len(blocks) > 1 and all(isinstance(block, nnx.Module) for block in blocks):
+            names = [accessor("model", (*path, i)) for i in range(len(blocks))]
+            differences = _unequal([*map(_flat, blocks)], names.__getitem__)
+            found |= {} if differences else {path: module}
+            lines += differences
+    if not found:
+        head = "pipeline: the model has neither a Stack nor an nnx.List of equal blocks"
         raise ValueError(
-            "pipeline: the model has no Stack. Make one of its equal blocks: stack(blocks), or "
-            "stack(Block, 24, rngs=rngs)."
+            message(
+                f"{head}; compared with the first one:" if lines else f"{head}.",
+                lines,
+                "Make a Stack of its equal blocks: stack(blocks), or stack(Block, 24, rngs=rngs).",
+            )
         )
     groups = schedule.stages * schedule.repeats
     raise_listed(
@@ -164,34 +212,39 @@ def _stacks(model: Any, schedule: Schedule) -> dict[Path, Stack]:
         f"pipeline: {schedule.stages} stages along {schedule.axis!r} times {schedule.repeats} "
         "repeats do not divide the number of layers:",
         [
-            f"  {accessor('model', path)}: {stack.length} layers"
-            for path, stack in stacks.items()
-            if stack.length % groups
+            f"  {accessor('model', path)}: {len(layers)} layers"
+            for path, layers in found.items()
+            if len(layers) % groups
         ],
         "Choose a number of layers that they divide, or another mesh.",
     )
+    blocks = [block for x in found.values() if isinstance(x, nnx.List) for block in x]
+    held = Counter(id(x) for block in blocks for x in _flat(block).objects)
     raise_listed(
         ValueError,
-        "pipeline: all layers share these Variables, which would be on several stages:",
+        "pipeline: layers share these Variables, which would be on several stages:",
         [
             f"  {each.name}"
             for each in variables(model)
             if isinstance(each.variable, nnx.Variable)
-            for path, stack in stacks.items()
-            if each.path[: len(path) + 1] == (*path, "layers")
-            and each.path[len(path) + 1 :] in stack.shared
+            if held[id(each.variable)] > 1
+            or any(
+                each.path[: len(path) + 1] == (*path, "layers")
+                and each.path[len(path) + 1 :] in getattr(layers, "shared", ())
+                for path, layers in found.items()
+            )
         ],
         "Give each layer its own, or pass their values as an argument of the layers.",
     )
-    return stacks
+    return found
 
 
-def _is_stacked(path: Path, stacks: Mapping[Path, Stack]) -> bool:
-    """Whether a path is to something with a dimension for the layers of a stack."""
-    return any(
-        path[: len(outer) + 1] == (*outer, "layers") and path[len(outer) + 1 :] not in stack.shared
-        for outer, stack in stacks.items()
-    )
+def _is_in_layers(path: Path, outer: Path, layers: Any) -> bool:
+    """Whether a path is to something that stages hold: of layers, and not shared by them."""
+    rest = path[len(outer) :]
+    if path[: len(outer)] != outer or isinstance(layers, nnx.List):
+        return path[: len(outer)] == outer
+    return rest[:1] == ("layers",) and rest[1:] not in layers.shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,21 +262,47 @@ class Schedule:
     microbatches: int
     repeats: int
 
+    blocks: int = 0  # those of a list; 0 for a Stack
+    specs: tuple[tuple[Path, PartitionSpec], ...] = ()  # of the Variables in a block
+
     @property
     def ticks(self) -> int:
         """How often a stage computes, or waits."""
         return self.repeats * self.microbatches + self.stages - 1
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a call is within a pipeline."""
+        return _RUNNING.get()
+
+    def entered(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
+        """What is called for a call of a stack, or of a block of a list.
+
+        Returns:
+          The tag, the module and the arguments. All blocks are called with the last one; until
+          then, there is no module, and the call returns what is in place of the arguments.
+        """
+        if not self.blocks:
+            return tag, module, args
+        *where, number = tag.path
+        x, further = args[0] if args else None, (args[1:], kwargs)
+        if number == 0:
+            x = _Waiting(tag._replace(path=tuple(where)), (), x, further)
+        is_next = type(x) is _Waiting and x.tag.name == tag.name and len(x.blocks) == number
+        if not is_next or x.tag.path != tuple(where):
+            raise ValueError(_IN_A_CHAIN.format(tag.accessor, "gets something else"))
+        if not _is_same(x.further, further):
+            raise ValueError(_IN_A_CHAIN.format(tag.accessor, "gets other further arguments"))
+        blocks = (*x.blocks, module)
+        if len(blocks) < self.blocks:
+            return tag, None, _Waiting(x.tag, blocks, x.x, further)
+        return x.tag, nnx.List(blocks), (x.x, *args[1:])
+
     def of(
-        self,
-        module: Any,
-        _: Callable[..., Any],
-        mesh: Any,
-        batch_axes: Sequence[Any],
-        prefetch: bool,
+        self, module: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
     ) -> Callable[..., Any]:
-        """What is called in place of a stack."""
-        if prefetch or module.prefetch:
+        """What is called in place of a stack, or of a list of blocks."""
+        if prefetch or getattr(module, "prefetch", 0):
             raise ValueError(_NOT_AHEAD)
         rows = tuple(axis for axis in batch_axes if axis != self.axis)
 
@@ -236,11 +315,28 @@ class Schedule:
                     "axes."
                 )
             self._check(module, x, (args, kwargs))
-            return self._run(module, x, args, kwargs, here, rows)
+            token = _RUNNING.set(True)
+            try:
+                if not self.blocks:
+                    return self._run(module, x, args, kwargs, here, rows)
+                layers = stack([*module])
+                _pass_tags(_flat(module[0]), layers.layers)
+                before = dict(enumerate(_flat(layers.layers).leaves))
+                y = self._run(layers, x, args, kwargs, here, rows)
+            finally:
+                _RUNNING.reset(token)
+            after = _flat(layers.layers)
+            for number, block in enumerate(module):
+                own, part = _flat(block), operator.itemgetter(number)
+                _update(own, after, before, lambda _, leaf, part=part: part(leaf))
+                for index in captures(own.structure):
+                    sown = jax.tree.map(part, _compat.get_value(after.objects[index]))
+                    _compat.set_value(own.objects[index], sown)
+            return y
 
         return call
 
-    def _check(self, stack: Stack, x: Any, further: Any) -> None:
+    def _check(self, layers: Any, x: Any, further: Any) -> None:
         """Refuses what cannot be split into microbatches."""
         count = self.microbatches
         if self.repeats > 1 and count < self.stages:
@@ -248,11 +344,12 @@ class Schedule:
                 f"pipeline: microbatches={count} is less than the {self.stages} stages; with "
                 "repeats, the last stage would not be done when the first one goes on."
             )
-        if any(hasattr(inner, _compat.CAPTURES) for _, inner in modules_in(stack)):
+        every = (getattr(inner, _compat.CAPTURES, ()) for _, inner in modules_in(layers))
+        sown = [*itertools.chain(*every)]
+        if any(isinstance(x, nnx.Perturbation) or _compat.get_value(x) for x in sown):
             raise ValueError(
-                "pipeline: nnx.capture has no order for what layers of a pipeline sow. Capture "
-                "without the pipeline, or from modules outside of the Stack; or return the values "
-                "from layer to layer, with a dimension for the rows."
+                "pipeline: nnx.capture collects what layers sow in one call of the Stack, and no "
+                "perturbations. Use a nnx.capture for each call, or leave out the pipeline."
             )
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
         shapes = {jax.tree_util.keystr(keys): jnp.shape(leaf) for keys, leaf in leaves}
@@ -299,6 +396,7 @@ class Schedule:
         policy = False if stack.remat is True else stack.remat
         run_layers = _loop_of_calls(stack._axes, depth, stack.unroll, policy)
         batch_axes = [rows] if rows else []
+        rows_of_one = len(jax.tree.leaves(x)[0]) // count
 
         def sharded(x: Any, *entries: Any) -> Any:
             rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
@@ -315,12 +413,42 @@ class Schedule:
             axis_names={self.axis},
         )
 
-        def by_stage(leaf: Any) -> Any:
-            groups = leaf.reshape(repeats, stages, depth, *leaf.shape[1:])
-            return sharded(jnp.swapaxes(groups, 0, 1))
+        specs = dict(self.specs)
+        by_slot = {slot: specs.get(x.path) for x in _locations(flat) for slot in x.slots}
+
+        def by_stage(slot: int) -> Any:
+            leaf, spec = flat.leaves[slot], by_slot[slot]
+            groups = jnp.swapaxes(leaf.reshape(repeats, stages, depth, *leaf.shape[1:]), 0, 1)
+            axes = {*spec_axes(spec or PartitionSpec())}
+            if self.axis not in axes:
+                return sharded(groups)
+            [at] = [i for i, entry in enumerate(spec.partitions) if self.axis in axes_of(entry)]
+            rest = only_axes(spec, axes - {self.axis})
+            move: Any = jax.shard_map(
+                lambda x: jax.lax.all_to_all(x, self.axis, 0, at + 3, tiled=True),
+                mesh=mesh,
+                in_specs=PartitionSpec(None, None, None, *spec.partitions),
+                out_specs=PartitionSpec(self.axis, None, None, *rest.partitions),
+                axis_names=axes,
+            )
+            return move(groups)
 
         def in_order(leaf: Any) -> Any:
             return sharded(jnp.swapaxes(leaf, 0, 1).reshape(-1, *leaf.shape[3:]))
+
+        def of_all(keys: Any, leaf: Any) -> Any:  # what layers sow: (ticks, stages, depth, rows, …)
+            if leaf.shape[3:4] != (rows_of_one,):
+                raise ValueError(
+                    f"pipeline: layers sow {jax.tree_util.keystr(keys[:1])} of shape "
+                    f"{leaf.shape[3:]}, without a first dimension for the {rows_of_one} rows of a "
+                    "microbatch. Sow a value for each row, or return it from layer to layer: "
+                    "x, loss = blocks((x, loss))."
+                )
+            own = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=repeats * count)
+            items = jax.vmap(own, in_axes=(1, 0))(leaf, jnp.arange(stages))
+            items = items.reshape(stages, repeats, count, *items.shape[2:])
+            layers = jnp.moveaxis(items, (1, 0, 3, 4, 2), range(5))
+            return sharded(layers.reshape(stack.length, rows_of_one * count, *layers.shape[5:]))
 
         def split(leaf: Any) -> Any:  # rows stay on their devices
             parts = jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
@@ -363,15 +491,19 @@ class Schedule:
             moved = jax.tree.map(lambda x: sharded(shift(x), *batch_axes), y)
             return jax.tree.map(left, kept, moved), moved
 
-        staged = _copy(flat, {s: by_stage(flat.leaves[s]) for s in slots}, stack, nnx.spmd.add_axis)
+        staged = _copy(flat, {s: by_stage(s) for s in slots}, stack, nnx.spmd.add_axis)
         before = _flat(staged)
         kept = jax.tree.map(split, x)
         # Stages that wait compute with rows of the batch, as zeros might have no finite gradient.
         carry = kept, jax.tree.map(lambda parts: parts[:, 0], kept)
         ticks = scan(step, in_axes=(None, Carry, 0), out_axes=Carry, **_OPTIONS)
         kept, _ = ticks(staged, carry, jnp.arange(self.ticks))
-        old = {slot: before.leaves[slot] for slot in slots}
-        _update(flat, _flat(staged), old, lambda _, leaf: in_order(leaf))
+        after, old = _flat(staged), {slot: before.leaves[slot] for slot in slots}
+        _update(flat, after, old, lambda _, leaf: in_order(leaf))
+        for index in captures(flat.structure):
+            sown = _compat.get_value(flat.objects[index])
+            sown = jax.tree_util.tree_map_with_path(of_all, sown)
+            _compat.set_value(flat.objects[index], sown)
         return jax.tree.map(lambda x: jnp.swapaxes(x[0], 0, 1).reshape(-1, *x.shape[3:]), kept)
 
 
@@ -379,6 +511,48 @@ _NOT_AHEAD = (
     "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
     "prefetch=1 of base or of the Stack."
 )
+_RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
+
+
+class _Waiting:
+    """In place of what a block of a list returns, before the last one is called."""
+
+    def __init__(self, tag: Tag, blocks: tuple[Any, ...], x: Any, further: Any):
+        self.tag, self.blocks, self.x, self.further = tag, blocks, x, further
+
+    def __getattr__(self, name: str) -> Any:
+        block = f"{self.tag.accessor}[{len(self.blocks) - 1}]"
+        raise ValueError(_IN_A_CHAIN.format(block, "returns what is not passed to the next one"))
+
+
+def _refuse(self: Any, *_: Any) -> Any:
+    return self.used
+
+
+# Python looks for these in the class.
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg lt le gt ge getitem iter "
+    "len array"
+)
+for _name in _OPERATORS.split():
+    setattr(_Waiting, f"__{_name}__", _refuse)
+
+_IN_A_CHAIN = (
+    "pipeline: {} {}. The blocks of an nnx.List run when its last one is called: each has to get "
+    "what the one before returned, as it is, and the same further arguments, as in "
+    "`for block in self.blocks: x = block(x, mask)`. Else use a Stack, self.blocks = stack(blocks)."
+)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether further arguments are the same: equal values, or the same arrays."""
+    (leaves, treedef), (others, of_other) = map(jax.tree.flatten, (one, other))
+    return treedef == of_other and all(
+        x is y or not (isinstance(x, jax.Array) or isinstance(y, jax.Array) or x != y)
+        for x, y in zip(leaves, others, strict=True)
+    )
+
+
 _GRAPH: Any = {"graph": True, "graph_updates": True}
 
 
@@ -393,28 +567,38 @@ def _put(x: Any, part: Any, index: Any, axis: int) -> Any:
 def _copy(flat: Flat, new: Mapping[int, Any], stack: Stack, change: Callable[..., Any]) -> Any:
     """Layers with other arrays in some slots, and one more or one less dimension in front."""
     layers = _built(flat, new)
+    _pass_tags(flat, layers)
+    for old, one in zip(flat.objects, _flat(layers).objects, strict=True):
+        if sown := vars(old).get(_compat.CAPTURES) if _compat.is_node(old) else None:
+            vars(one)[_compat.CAPTURES] = sown
+    _name_axis(change, layers, stack.shared)
+    return layers
+
+
+def _pass_tags(flat: Flat, layers: Any) -> None:
     for old, one in zip(flat.objects, _flat(layers).objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(one, tag)
-    _name_axis(change, layers, stack.shared)
-    return layers
 
 
 def _update(
     flat: Flat, after: Flat, before: Mapping[int, Any], written: Callable[[int, Any], Any]
 ) -> None:
     """Updates the Variables of ``flat`` from those of a copy that have changed."""
-    if after.structure.num_leaves != flat.structure.num_leaves:
+    structure = flat.structure
+    if len(after.structure.entries) != len(structure.entries):
         raise ValueError(
             "pipeline: layers may not make Variables while they run in a pipeline, as by sow. "
             "Return the values, with a dimension for the rows: x, loss = blocks((x, loss))."
         )
+    own = [index for index in range(len(structure.slots)) if index not in captures(structure)]
+    pairs = [zip(structure.slots[i], after.structure.slots[i], strict=True) for i in own]
+    leaves_after = {slot: after.leaves[other] for slot, other in itertools.chain(*pairs)}
     new = {
-        slot: written(slot, after.leaves[slot])
+        slot: written(slot, leaves_after[slot])
         for slot, old in before.items()
-        if after.leaves[slot] is not old
+        if leaves_after[slot] is not old
     }
-    structure = flat.structure
     written_to = [
         index
         for index, slots in enumerate(structure.slots)

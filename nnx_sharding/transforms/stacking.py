@@ -364,6 +364,16 @@ def layer_dimensions(flat: Flat) -> dict[int, int]:
 
 def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
     """Checks that layers differ only in the values of arrays."""
+    raise_listed(
+        ValueError,
+        f"stack: layers may differ only in the values of arrays; compared with {name_of(0)}:",
+        _unequal(flats, name_of),
+        "Make one layer of each repeating group, or use a list.",
+    )
+
+
+def _unequal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> list[str]:
+    """How layers differ from the first one, apart from the values of arrays."""
     first, lines = flats[0], list[str]()
     signature = Signature(("layer",), (), *[frozenset[Any]()] * 4)
     for number, flat in enumerate(flats[1:], start=1):
@@ -378,9 +388,4 @@ def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
             for slot in x.slots
             if types[0][slot] != types[1][slot]
         ]
-    raise_listed(
-        ValueError,
-        f"stack: layers may differ only in the values of arrays; compared with {name_of(0)}:",
-        lines,
-        "Make one layer of each repeating group, or use a list.",
-    )
+    return lines
