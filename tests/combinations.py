@@ -195,7 +195,8 @@ def main() -> None:
         print(*pair, cells[pair], flush=True)
     names = [*WAYS]
     lines = [["", *names], ["---", *[":-:"] * len(names)]]
-    lines += [[row, *(cells.get((column, row)) or cells[row, column] for column in names)] for row in names]
+    cells |= {(row, column): cell for (column, row), cell in cells.items()}
+    lines += [[row, *(cells[column, row] for column in names)] for row in names]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     errors = "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)

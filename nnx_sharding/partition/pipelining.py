@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -285,7 +284,8 @@ class Schedule:
         if not self.blocks:
             return tag, module, args
         *where, number = tag.path
-        x, further = args[0] if args else None, (args[1:], kwargs)
+        x: Any = args[0] if args else None
+        further = args[1:], kwargs
         if number == 0:
             x = _Waiting(tag._replace(path=tuple(where)), (), x, further)
         is_next = type(x) is _Waiting and x.tag.name == tag.name and len(x.blocks) == number
@@ -302,7 +302,7 @@ class Schedule:
         self, module: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
     ) -> Callable[..., Any]:
         """What is called in place of a stack, or of a list of blocks."""
-        if prefetch or getattr(module, "prefetch", 0):
+        if prefetch or getattr(module, "prefetch", False):
             raise ValueError(_NOT_AHEAD)
         rows = tuple(axis for axis in batch_axes if axis != self.axis)
 
@@ -327,11 +327,7 @@ class Schedule:
                 _RUNNING.reset(token)
             after = _flat(layers.layers)
             for number, block in enumerate(module):
-                own, part = _flat(block), operator.itemgetter(number)
-                _update(own, after, before, lambda _, leaf, part=part: part(leaf))
-                for index in captures(own.structure):
-                    sown = jax.tree.map(part, _compat.get_value(after.objects[index]))
-                    _compat.set_value(own.objects[index], sown)
+                _write_layer(_flat(block), after, before, number)
             return y
 
         return call
@@ -414,12 +410,14 @@ class Schedule:
         )
 
         specs = dict(self.specs)
-        by_slot = {slot: specs.get(x.path) for x in _locations(flat) for slot in x.slots}
+        by_slot = {
+            slot: specs.get(x.path, PartitionSpec()) for x in _locations(flat) for slot in x.slots
+        }
 
         def by_stage(slot: int) -> Any:
             leaf, spec = flat.leaves[slot], by_slot[slot]
             groups = jnp.swapaxes(leaf.reshape(repeats, stages, depth, *leaf.shape[1:]), 0, 1)
-            axes = {*spec_axes(spec or PartitionSpec())}
+            axes = {*spec_axes(spec)}
             if self.axis not in axes:
                 return sharded(groups)
             [at] = [i for i, entry in enumerate(spec.partitions) if self.axis in axes_of(entry)]
@@ -546,8 +544,11 @@ _IN_A_CHAIN = (
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether further arguments are the same: equal values, or the same arrays."""
-    (leaves, treedef), (others, of_other) = map(jax.tree.flatten, (one, other))
-    return treedef == of_other and all(
+    treedef: Any = jax.tree.structure(one)
+    if treedef != jax.tree.structure(other):
+        return False
+    leaves, others = map(jax.tree.leaves, (one, other))
+    return all(
         x is y or not (isinstance(x, jax.Array) or isinstance(y, jax.Array) or x != y)
         for x, y in zip(leaves, others, strict=True)
     )
@@ -579,6 +580,14 @@ def _pass_tags(flat: Flat, layers: Any) -> None:
     for old, one in zip(flat.objects, _flat(layers).objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(one, tag)
+
+
+def _write_layer(flat: Flat, after: Flat, before: Mapping[int, Any], number: int) -> None:
+    """Updates a layer from a stack in which arrays have changed, or something was sown."""
+    _update(flat, after, before, lambda _, leaf: leaf[number])
+    for index in captures(flat.structure):
+        sown = _compat.get_value(after.objects[index])
+        _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
 
 
 def _update(
