@@ -1154,7 +1154,7 @@ def untyped_loss(lib: Library) -> Any:
     "unused-filter-for-activations",
     "filters for activations that match no called module",
     ActivationError,
-    "'blocks/*/upp' For globs, pass PathGlob('blocks/*/upp')",
+    "'blocks/*/upp'. For globs, pass PathGlob('blocks/*/upp')",
     "strict=False",
 )
 def unused_activation_filter(lib: Library) -> Any:

@@ -483,7 +483,8 @@ class Scope:
 
 def _unused_line(filter_: Any, method: str) -> str:
     of = "" if method == "__call__" else f", method {method!r}"
-    return f"  {filter_!r}{of}{glob_hint(filter_) if isinstance(filter_, str) else ''}"
+    hint = glob_hint(filter_) if isinstance(filter_, str) else ""
+    return f"  {filter_!r}{of}{hint and '.' + hint}"
 
 
 _NOTE = (

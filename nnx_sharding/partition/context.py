@@ -32,15 +32,14 @@ def context_parallel(
     """Shards sequences over a mesh axis; attention is that of :func:`ring_attention`.
 
     The second dimension is that of the sequence in what embeddings return, and in what attention
-    takes and returns, if these have three. The compiler follows in what is between. Shard tokens in
-    the same way, as ``P("data", "context")``: on Explicit axes, what the model returns is sharded
-    like them. They keep their order, so position embeddings and RoPE need no change.
+    takes and returns, if these have three; the compiler shards the rest. Shard tokens in the same
+    way, as ``P("data", "context")``: on Explicit axes, what the model returns is sharded like them.
+    They keep their order, so position embeddings and RoPE need no change.
 
-    Attention computes in a ring where a module has the attribute ``attention_fn``, as
-    ``nnx.MultiHeadAttention`` has it, and it is ``nnx.dot_product_attention`` or
-    ``nnx.dot_product_attention_with_rope``, or a ``functools.partial`` of one with keywords. Other
-    modules call :func:`ring_attention` themselves; else the compiler gathers keys and values. A
-    single query, as in decoding, needs no ring.
+    Modules attend in a ring if their attribute ``attention_fn``, as in ``nnx.MultiHeadAttention``,
+    is ``nnx.dot_product_attention`` or ``nnx.dot_product_attention_with_rope``, or a
+    ``functools.partial`` of one with keywords. Other modules have to call :func:`ring_attention`,
+    or the compiler gathers their keys and values. A single query, as in decoding, needs no ring.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.

@@ -21,7 +21,7 @@ from ..specs.fitting import axes_of_type, padded, suggestion
 
 
 def balanced_order(length: int, shards: int) -> np.ndarray:
-    """The order of positions in which each shard has equally many pairs of causal attention.
+    """The order of positions in which causal attention is equal work for all shards.
 
     Of ``2 * shards`` chunks of a sequence, shard i has the i-th from the beginning and the i-th
     from the end. Order tokens and labels by it (``tokens[:, order]``), and pass it as positions to

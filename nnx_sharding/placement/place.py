@@ -41,8 +41,8 @@ def place(
 
     The arrays may be NumPy arrays, on one device, on another mesh, or in host memory
     (``NamedSharding(mesh, spec, memory_kind="pinned_host")``). Numbers become arrays. If anything
-    is wrong, nothing is moved, and one error lists all problems. Until the call returns, a device
-    holds its shards of the old and the new arrays.
+    is wrong, nothing is moved, and one error lists all problems. Needs memory for the old and the
+    new arrays; ``donate=True`` avoids that.
 
     Every process makes the same call. An array that one process alone can address is assumed to
     have the same value in each; this is not verified.

@@ -391,7 +391,7 @@ def custom_vjp(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Gives a function a derivative in reverse mode of the user's own.
+    """Gives a function a reverse-mode derivative of your own.
 
     The result is called like ``fun``, and has ``defvjp(fwd, bwd)``. What ``fun`` or ``fwd`` changes
     in its arguments is changed for the caller.
@@ -451,7 +451,7 @@ def custom_jvp(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Gives a function a derivative of the user's own, for both modes of differentiation.
+    """Gives a function a derivative of your own, for both modes of differentiation.
 
     The result is called like ``fun``, and has ``defjvp(rule)``.
 

@@ -140,7 +140,7 @@ def checkify(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Makes a function that also returns the errors that checks in another one find.
+    """Makes a function that also returns the errors that the checks of ``fun`` find.
 
     Args:
       fun: the function. Changes that it makes to its arguments are made to the caller's own

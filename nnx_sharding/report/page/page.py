@@ -67,7 +67,7 @@ def html_page(report: Any, title: str | None = None) -> str:
 
 
 def write_html(path: str | os.PathLike[str], report: Any, title: str | None = None) -> None:
-    """Write :func:`html_page` to a file, which is replaced if it exists."""
+    """Writes :func:`html_page` to a file, which is replaced if it exists."""
     file_path(path).write_text(html_page(report, title), encoding="utf-8")
 
 
