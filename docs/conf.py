@@ -77,7 +77,7 @@ class Lines(HtmlFormatter):
     def box(line):
         text = unescape(re.sub(r"<[^>]+>", "", line)).rstrip()
         indent = re.match(r"(>>> |\.\.\. )? *", text).end()
-        if not text or re.search(r"\S {2,}[^#\s]|^-+( -+)*$", text[indent:]):
+        if not text or re.search(r"\S {2,}[^#\s]|^-+[-. ]*$", text[indent:]):
             return line
         return f'<span class="line" style="--indent:{indent}ch">{line.rstrip()}</span>\n'
 

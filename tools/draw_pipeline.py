@@ -69,8 +69,9 @@ LAST = (
 # Not on the way of a call: what is reported when something is wrong.
 BESIDE = ("problems.py", "failures.py")
 
-_WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 636, 52, 76
-_WRAP = 95
+# Narrow enough for the text to be legible on a phone.
+_WIDTH, _LEFT, _BOX, _GAP, _LINE = 620, 8, 470, 24, 17
+_WRAP, _WRAP_FILES = 66, 62  # characters of a line
 _STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; fill: #24292f }
   .name { font-weight: 650; font-size: 15px }
@@ -107,8 +108,10 @@ def picture() -> str:
     """The picture as SVG."""
     stages = [FIRST, GUARD, *SLOW_WAY, *LAST]
     hot = {FIRST, GUARD, *LAST}
-    tops = {stage: 16 + row * _STEP for row, stage in enumerate(stages)}
-    height = 16 + len(stages) * _STEP
+    heights = [_height(stage) for stage in stages]
+    ends = itertools.accumulate(heights, lambda end, height: end + _GAP + height, initial=-8)
+    *starts, height = (end + _GAP for end in ends)
+    tops = dict(zip(stages, starts, strict=True))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" role="img" aria-labelledby="title">',
@@ -118,23 +121,33 @@ def picture() -> str:
     for stage in stages:
         lines += _box(stage, tops[stage], "hot" if stage in hot else "slow")
     for above, below in itertools.pairwise(stages):
-        lines += _arrow(tops[above] + _HEIGHT, tops[below])
+        lines += _arrow(tops[above] + _height(above), tops[below])
     middle = _LEFT + _BOX // 2
-    changed = tops[GUARD] + _HEIGHT + 16
+    changed = tops[GUARD] + _height(GUARD) + 16
     lines.append(f'<text class="note" x="{middle + 12}" y="{changed}">new, or changed</text>')
     lines += _shortcut(tops[GUARD], tops[LAST[0]])
     return "\n".join([*lines, "</svg>", ""])
 
 
+def _texts(stage: Stage) -> tuple[list[str], list[str]]:
+    """The lines below the name of a stage: what it does, and its files."""
+    files = ", ".join(Path(file).name for file in stage.files)
+    return textwrap.wrap(sentence(stage.files[0]), _WRAP), textwrap.wrap(files, _WRAP_FILES)
+
+
+def _height(stage: Stage) -> int:
+    return 34 + _LINE * sum(map(len, _texts(stage)))
+
+
 def _box(stage: Stage, top: int, kind: str) -> Iterator[str]:
     yield f'<g class="{kind}">'
-    yield f'<rect x="{_LEFT}" y="{top}" width="{_BOX}" height="{_HEIGHT}"/>'
+    yield f'<rect x="{_LEFT}" y="{top}" width="{_BOX}" height="{_height(stage)}"/>'
     yield f'<text class="name" x="{_LEFT + 14}" y="{top + 22}">{escape(stage.name)}</text>'
-    files = ", ".join(Path(file).name for file in stage.files)
-    end = _LEFT + _BOX - 14
-    yield f'<text class="file" x="{end}" y="{top + 22}" text-anchor="end">{escape(files)}</text>'
-    for row, line in enumerate(textwrap.wrap(sentence(stage.files[0]), _WRAP)[:2]):
-        yield f'<text x="{_LEFT + 14}" y="{top + 40 + 15 * row}">{escape(line)}</text>'
+    does, files = _texts(stage)
+    classes = ["does"] * len(does) + ["file"] * len(files)
+    for row, (line, name) in enumerate(zip([*does, *files], classes, strict=True), start=1):
+        y = top + 24 + _LINE * row
+        yield f'<text class="{name}" x="{_LEFT + 14}" y="{y}">{escape(line)}</text>'
     yield "</g>"
 
 
@@ -146,13 +159,13 @@ def _arrow(start: int, end: int) -> Iterator[str]:
 
 def _shortcut(start: int, end: int) -> Iterator[str]:
     """What most calls do: from the guard straight to the execution."""
-    x, out = _LEFT + _BOX, _LEFT + _BOX + 44
-    a, b = start + _HEIGHT // 2, end + _HEIGHT // 2
+    x, out = _LEFT + _BOX, _LEFT + _BOX + 28
+    a, b = start + 26, end + 26
     yield f'<path class="short" d="M{x} {a}H{out - 12}q12 0 12 12V{b - 12}q0 12 -12 12H{x + 8}"/>'
     yield f'<path class="head short" d="M{x} {b}l9 -6v12z"/>'
     for row, line in enumerate(("unchanged:", "every call", "but the first")):
         y = (a + b) // 2 + 16 * row
-        yield f'<text class="short" x="{out + 10}" y="{y}">{line}</text>'
+        yield f'<text class="short" x="{out + 8}" y="{y}">{line}</text>'
 
 
 if __name__ == "__main__":
