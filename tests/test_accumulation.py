@@ -347,3 +347,25 @@ def test_microbatches_that_the_devices_do_not_divide():
     faults = r"rows sharded over 'data' \(8\): 64 rows are not a multiple of 16 × 8 = 128"
     with pytest.raises(ValueError, match=rf"batch\['x'\]: shape \(64, 16\), {faults}"):
         step(model, batch())
+
+
+@pytest.mark.parametrize("is_stack", [False, True])
+def test_parameters_are_gathered_before_the_loop_but_those_of_a_stack(is_stack):
+    def layer(rngs):
+        return nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+
+    def make():
+        if is_stack:
+            return stack(layer, 3, rngs=nnx.Rngs(0))
+        return nnx.Sequential(*(layer(nnx.Rngs(i)) for i in range(3)))
+
+    mesh = jax.make_mesh((8,), ("data",))
+    model = nnx.eval_shape(make)
+
+    @jit(in_shardings=(fsdp(model, mesh=mesh, min_size=0), P("data")), mesh=mesh)
+    def gradient(model, x):
+        return accumulate_gradients(lambda model, x: jnp.mean(model(x) ** 2), steps=8)(model, x)
+
+    compiled = gradient.lower(model, jax.ShapeDtypeStruct((64, 16), jnp.float32)).compile()
+    gathers = [(c.bytes, c.times) for c in compiled.collectives().of("all-gather")]
+    assert gathers == ([(1024, 3 * 8)] if is_stack else [(1024, 1)] * 3)

@@ -230,3 +230,30 @@ def test_query_key_and_value_in_one_kernel(order, sent):
     apply = jit(lambda model, x: model(x, order), in_shardings=specs, mesh=mesh)
     x = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
     assert {one.kind for one in apply.lower(model, x).compile().collectives()} == sent
+
+
+class FewHeads(nnx.Module):
+    """8 heads of queries, 2 of keys and values, in layers that do not show them."""
+
+    def __init__(self, rngs):
+        sizes = {"q_proj": 64, "k_proj": 16, "v_proj": 16, "o_proj": 64}
+        for name, size in sizes.items():
+            setattr(self, name, nnx.Linear(64, size, use_bias=False, rngs=rngs))
+
+    def __call__(self, x):
+        q, k, v = (
+            layer(x).reshape(*x.shape[:2], -1, 8)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
+
+
+@pytest.mark.parametrize(("rules", "gathers"), [({}, 2), ({"(k|v)_proj": P()}, 0)])
+def test_fewer_heads_than_devices_in_flat_layers(rules, gathers):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model = nnx.eval_shape(lambda: FewHeads(nnx.Rngs(0)))
+    specs = override(tensor_parallel(model, mesh=mesh), rules), P("data")
+    apply = jit(lambda model, x: model(x), in_shardings=specs, mesh=mesh)
+    x = jax.ShapeDtypeStruct((4, 16, 64), jnp.float32)
+    found = apply.lower(model, x).compile().collectives()
+    assert len(found.of("all-gather")) == gathers
