@@ -88,6 +88,9 @@ def collective(kind, name, axes, size, **more):
         "parameters": [],
         "module": "model.mlp",
         "pairs": [],
+        "flops_beside": 0,
+        "bytes_beside": 0,
+        "beside": [],
         **more,
     }
 
@@ -136,7 +139,7 @@ def report(layers=3, **more):
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 5,
+        "version": 6,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -173,6 +176,7 @@ def report(layers=3, **more):
                 traffic(["data"], "ICI y (line of 2, 2 apart)", 2.5e10, 6144, 1.3e-7),
                 traffic(None, "DCN", None, 50, None),
             ],
+            "hidden": None,
             "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
             "spread": 0.25,
         },
@@ -257,6 +261,17 @@ def nasty():
             **found["roofline"],
             "hardware": NASTY[2],
             "traffic": [traffic([text], text, 1.0, 1, 1.0) for text in NASTY],
+            "hidden": [
+                {
+                    "kind": text,
+                    "of": text,
+                    "bytes_sent": 1,
+                    "seconds": 1.0,
+                    "compute_s": 1.0,
+                    "behind": [text],
+                }
+                for text in NASTY
+            ],
             "sources": {text: text for text in NASTY},
         },
         "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),

@@ -36,6 +36,7 @@ from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.analysis.hardware import hardware_of
 from nnx_sharding.analysis.memory import Memory
 from nnx_sharding.analysis.roofline import Roofline, Traffic
+from nnx_sharding.analysis.tables import drawn
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
 from nnx_sharding.checkpoint import contents, save
 from nnx_sharding.report import ProgramReport
@@ -485,11 +486,99 @@ class RooflineTest(parameterized.TestCase):
         sent = collectives_of(hlo)
         found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own)
         traffic = (Traffic(None, "all links", 1e10, 10**10, 1.0),)
-        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, {}, None)
+        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, (), {}, None)
         assert (found.seconds, found.seconds_without_overlap) == (4.0, 6.0)
         assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), sent, own).bound_by == "memory"
         assert roofline_of(None, sent, own).interconnect_s == 1.0
         assert "bound by compute; 6.00 s without overlap" in str(found)
+
+    @parameterized.product(
+        form=["pair", "wrapped", "waits"], in_loop=[False, True], times=[0.5, 1.0, 2.0]
+    )
+    def test_what_hides_behind_compute_by_hand(self, form, in_loop, times):
+        gather = (
+            "replica_groups=[1,4]<=[4], dimensions={0}, channel_id=1, use_global_device_ids=true"
+        )
+        start = {
+            "pair": f"(f32[32,128], f32[128,128]) all-gather-start(%k), {gather}",
+            "wrapped": "((f32[32,128]), f32[128,128]) async-start(%k), calls=%gathers",
+            "waits": f"f32[128,128] all-gather(%k), {gather}",
+        }[form]
+        done = {
+            "pair": "f32[128,128] all-gather-done(%start)",
+            "wrapped": "f32[128,128] async-done(%start)",
+            "waits": "f32[128,128] copy(%start)",
+        }[form]
+        multiply = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+        named = 'metadata={op_name="jit(f)/beside"}'
+        hlo = f"""HloModule test, is_scheduled=true, num_partitions=4
+
+%gathers (k.1: f32[32,128]) -> f32[128,128] {{
+  %k.1 = f32[32,128] parameter(0)
+  ROOT %inner = f32[128,128] all-gather(%k.1), {gather}
+}}
+
+%multiplies (p.1: f32[128,128]) -> f32[128,128] {{
+  %p.1 = f32[128,128] parameter(0)
+  ROOT %twice = f32[128,128] dot(%p.1, %p.1), {multiply}
+}}
+
+%layer (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
+  %x = f32[128,128] parameter(0)
+  %k = f32[32,128] parameter(1)
+  %before = f32[128,128] dot(%x, %x), {multiply}
+  %start = {start}
+  %beside = f32[128,128] fusion(%before), kind=kOutput, calls=%multiplies, {named}
+  %done = {done}
+  ROOT %after = f32[128,128] dot(%beside, %done), {multiply}
+}}
+
+%body (state: (s32[], f32[128,128], f32[32,128])) -> (s32[], f32[128,128], f32[32,128]) {{
+  %state = (s32[], f32[128,128], f32[32,128]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %y = f32[128,128] get-tuple-element(%state), index=1
+  %w = f32[32,128] get-tuple-element(%state), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %call = f32[128,128] call(%y, %w), to_apply=%layer
+  ROOT %new = (s32[], f32[128,128], f32[32,128]) tuple(%next, %call, %w)
+}}
+
+%condition (state.1: (s32[], f32[128,128], f32[32,128])) -> pred[] {{
+  %state.1 = (s32[], f32[128,128], f32[32,128]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %five = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %five), direction=LT
+}}
+
+ENTRY %main (a: f32[128,128], b: f32[32,128]) -> f32[128,128] {{
+  %a = f32[128,128] parameter(0)
+  %b = f32[32,128] parameter(1)
+  %zero = s32[] constant(0)
+  %tuple = (s32[], f32[128,128], f32[32,128]) tuple(%zero, %a, %b)
+  %while = (s32[], f32[128,128], f32[32,128]) while(%tuple), condition=%condition, body=%body
+  ROOT %result = f32[128,128] get-tuple-element(%while), index=1
+}}
+"""
+        if not in_loop:
+            hlo = hlo.partition("%body")[0].replace("%layer (x", "ENTRY %layer (x")
+        if form != "wrapped":
+            hlo = hlo.replace(hlo[hlo.index("%gathers") : hlo.index("%multiplies")], "")
+        runs = 5 if in_loop else 1
+        flops, sent = 2 * 128**3, 3 * 128 * 128 * 4 // 4  # of a product; of a gather of 4 parts
+        # So that a gather takes so many times as long as the product.
+        own = Hardware("own", flops, 2**30, 1e9, sent / times)
+        found = roofline_of(None, collectives_of(hlo, {"data": 4}), own)
+        if form == "waits":
+            assert found.hidden == () and found.hidden_share == 0
+            return
+        behind = ("jit(f)/beside",)
+        [hidden] = found.hidden
+        expected = "all-gather", "", runs * sent, runs * times, runs * 1.0, behind
+        assert dataclasses.astuple(hidden) == expected
+        assert found.hidden_share == hidden.share == min(1, 1 / times)
+        assert f"; {100 * hidden.share:.0f} % of the bytes can hide" in str(found)
+        assert f"  {100 * hidden.share:.0f} %" in drawn(found)
 
     def test_a_time_needs_all_its_figures(self):
         own = Hardware("own", 1e12, 2**30, 1e11, 1e10)
@@ -565,7 +654,7 @@ class ReportTest(parameterized.TestCase):
     def test_content(self):
         report = self.report
         data = json.loads(report.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.report", 5)
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 6)
         assert data["mesh"] == {
             "axes": {"data": 2, "model": 4},
             "axis_types": {"data": "Auto", "model": "Auto"},
@@ -600,10 +689,10 @@ class ReportTest(parameterized.TestCase):
         ('{"format": "x"}', "its format is 'x'"),
         (
             '{"format": "nnx_sharding.report", "version": 1}',
-            "has the version 1; .* version 5",
+            "has the version 1; .* version 6",
         ),
         ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
-        ('{"format": "nnx_sharding.report", "version": 5}', "name, .*by_module missing or unknown"),
+        ('{"format": "nnx_sharding.report", "version": 6}', "name, .*by_module missing or unknown"),
     )
     def test_other_text(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

@@ -346,6 +346,14 @@ def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, u
         assert_overlappable(before)
     layer = 4 * (2 * 512 * 2048 + 512 + 2048)
     assert after.memory().peak <= before.memory().peak + 2 * layer
+    shares = [each.roofline("TPU v5e").hidden_share for each in programs]
+    assert shares[1] > 2 * shares[0]
+    # Forward, behind both products of each layer, of 512 rows on a device.
+    first = after.roofline("TPU v5e").hidden[0]
+    assert first.kind == "all-gather"
+    products = 4 * 2 * (2 * 512 * 512 * 2048) / 1.97e14
+    assert first.compute_s == pytest.approx(products, rel=0.02)
+    assert first.bytes_sent == 4 * 7 * (2 * 512 * 2048) // 8  # in bfloat16
 
 
 @needs_compiler

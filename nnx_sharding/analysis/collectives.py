@@ -16,11 +16,14 @@ from .hlo import Module, parse
 from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
 from .names import operations
 from .opcodes import COLLECTIVES
+from .overlap import Overlap
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, uses_of
 from .slices import Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
+from .values import Value
+from .work import Work
 
 Kind: TypeAlias = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
@@ -67,6 +70,10 @@ class Collective:
       parameters: the paths of the parameters or other Variables; for results, of those updated.
       module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.
       pairs: the devices from and to which a permutation sends, by their positions in the mesh.
+      flops_beside: what the device is scheduled to compute while one run is in progress, which the
+        compiler for TPUs chooses; 0 if the device waits for it.
+      bytes_beside: what it reads and writes meanwhile.
+      beside: the operations with most of these flops.
     """
 
     kind: Kind
@@ -88,6 +95,9 @@ class Collective:
     parameters: tuple[str, ...] = ()
     module: str | None = None
     pairs: Groups = ()
+    flops_beside: int = 0
+    bytes_beside: int = 0
+    beside: tuple[str, ...] = ()
 
     @property
     def total_bytes_sent(self) -> int:
@@ -268,8 +278,11 @@ def collectives_of(
     uses: Mapping[str, Use] = {}
     if found and arguments is not None:
         uses = uses_of(module, found, arguments, results)
+    # Others are waited for, or are parts of a fusion.
+    overlap = Overlap(module) if repeated or module.with_opcode(*starts, "async-start") else None
     every = [
-        _collective(module, *one, sizes, positions, uses.get(one[1].name, Use())) for one in found
+        _collective(module, *one, sizes, positions, uses.get(one[1].name, Use()), overlap)
+        for one in found
     ]
     if any(one.conditional for one in every):
         sent: Counter[str] = Counter()
@@ -289,6 +302,7 @@ def _collective(
     sizes: Mapping[str, int],
     positions: Mapping[Position, int],
     use: Use,
+    overlap: Overlap | None,
 ) -> Collective:
     kind = cast(Kind, instruction.collective)
     results, mesh = instruction.results, tuple(sizes.items())
@@ -320,6 +334,10 @@ def _collective(
         # A fusion that sums and keeps each device's part is a reduce-scatter.
         if total_bytes(parts) * size == larger:
             kind, results = "reduce-scatter", parts
+    beside, operations = Work(), tuple[str, ...]()
+    if overlap is not None:
+        at = Value(computation.name, instruction.name)
+        beside, operations = overlap.scheduled_beside(at)
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -337,6 +355,9 @@ def _collective(
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
+        flops_beside=beside.flops,
+        bytes_beside=beside.bytes_accessed,
+        beside=operations,
         **use._asdict(),
     )
 

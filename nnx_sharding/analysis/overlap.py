@@ -1,4 +1,4 @@
-"""Which collectives of a loop can run while the loop computes."""
+"""Which collectives can run while the device computes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
-from .collectives import Collective
 from .hlo import Module
 from .instructions import Computation, Instruction
 from .values import Value
+from .work import Work, executed_work
 
 # How often a computation or instruction runs a collective, by channel, or a matrix product (None).
 _Contents: TypeAlias = Counter[str | None]
@@ -19,22 +19,70 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 class Overlap:
-    """What runs in the loops of a program."""
+    """What runs in a program, and beside what."""
 
     def __init__(self, module: Module):
         self._module = module
         self._contents: Callable[[str], _Contents] = functools.cache(self._of_computation)
+        self._work: Callable[[str], Work] = functools.cache(self._of_run)
         every = (x for computation in module.computations for x in computation.instructions)
         self._every = Counter(map(_channel, filter(_is_collective, every)))
 
-    def products_beside(self, one: Collective) -> tuple[int, int] | None:
+    def scheduled_beside(self, collective: Value) -> tuple[Work, tuple[str, ...]]:
+        """What the device is scheduled to do from the start of a collective to its end.
+
+        Returns:
+          The work, in one run of the collective, and the operations in it with the most flops.
+        """
+        name = collective.computation
+        for home, caller in self._module.around(name):
+            if caller.opcode not in ("fusion", "async-start"):
+                break
+            name = home.name
+        instructions = self._module.by_name[name].instructions
+        [instruction] = filter(None, [self._module.maker(collective)])
+        channel = _channel(instruction)
+        chain = {x.name for x in instructions if self._of_instruction(x)[channel]}
+        at = [
+            i
+            for i, x in enumerate(instructions)
+            if x.name in chain
+            or (x.opcode.endswith("-done") and not chain.isdisjoint(x.operand_names))
+        ]
+        between = instructions[at[0] + 1 : at[-1]] if at else []  # none in damaged text
+        done = [(x, self._work_of(name, x)) for x in between]
+        total = functools.reduce(Work.plus, (work for _, work in done), Work())
+        most = sorted((x for x in done if x[1].flops), key=lambda x: -x[1].flops)
+        operations = dict.fromkeys(x.operation for x, _ in most if x.operation)
+        return total, tuple(operations)[:3]
+
+    @functools.cached_property
+    def _executed(self) -> Mapping[str, Mapping[str, Work]]:
+        parts = executed_work(self._module).items()
+        return {name: {one.name: own for one, own in each} for name, each in parts}
+
+    def _work_of(self, computation: str, one: Instruction) -> Work:
+        """The work of an instruction with what it calls."""
+        total = self._executed.get(computation, {}).get(one.name, Work())
+        for _, callee in one.calls:
+            total = total.plus(self._work(callee), self._module.trip_counts.get(one.name, 1))
+        return total
+
+    def _of_run(self, name: str) -> Work:
+        """The work of a computation; none of one that is applied to elements, or is not taken."""
+        if name not in self._executed:
+            return Work()
+        parts = (self._work_of(name, x) for x in self._module.by_name[name].instructions)
+        return functools.reduce(Work.plus, parts, Work())
+
+    def products_beside(self, collective: Value) -> tuple[int, int] | None:
         """How many matrix products of an iteration a collective can run beside, and of how many.
 
         These do not need its result, and it does not need theirs. For TPUs the compiler may write
         one as several instructions: the first starts it, some products carry it on, the last waits.
         None if it is in no loop, or only has what a loop in that one starts with.
         """
-        instruction = self._module.maker(Value(one.computation, one.name))
+        instruction = self._module.maker(collective)
         body = None if instruction is None else self._body(_channel(instruction))
         if instruction is None or body is None:
             return None

@@ -76,7 +76,7 @@ class ProgramReport(JsonForm):
     by_module: ModuleTable | None = None
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 5
+    _VERSION = 6
     _NOUN = "report of a program"
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:

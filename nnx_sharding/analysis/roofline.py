@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -60,11 +60,46 @@ _CHIP = "chip"
 _UNKNOWN = _Route("all links", 2, 2, 1)  # all bytes over all links, as between two devices
 
 
-def traffic_of(
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hidden:
+    """A collective that is in progress while the device computes, as the program is scheduled.
+
+    Attributes:
+      kind: such as ``all-gather``.
+      of: what it moves: parameters, or the operation.
+      bytes_sent: what one device sends in one call.
+      seconds: the time for that, alone at full bandwidth.
+      compute_s: the time for the compute that it can hide behind, at peak rates.
+      behind: the operations with most of that.
+    """
+
+    kind: str
+    of: str
+    bytes_sent: int
+    seconds: float
+    compute_s: float
+    behind: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """The share of the bytes that are sent before the compute is done."""
+        return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
+
+
+class _Transfer(NamedTuple):
+    """What one collective sends over one kind of link."""
+
+    one: Collective
+    links: str
+    bandwidth: float | None
+    sent: float
+    seconds: float | None
+
+
+def _transfers(
     collectives: Collectives, mesh: MeshDescription | None, hardware: Hardware
-) -> tuple[Traffic, ...]:
+) -> Iterator[_Transfer]:
     """What collectives send over each kind of link of a device, by mesh axes."""
-    rows = []
     slices = () if mesh is None else {*mesh.coordinates.get("slice", ())}
     for axes in collectives.by_axes():
         some = [one for one in collectives if one.axes == axes and one.bytes_sent]
@@ -83,15 +118,43 @@ def traffic_of(
             bandwidths[route.links] = route.num_links * hardware.link_bandwidth
         parts = [_parts(one, route, mesh, hardware) for one in some]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
-            sent, even = (sum(part[i][j] for part in parts) for j in range(2))
-            if sent:
+            for one, part in zip(some, parts, strict=True):
+                sent, even = part[i]
                 seconds = bandwidth and even / bandwidth
                 if seconds is not None and links != _CHIP:
-                    pairs = zip(some, parts, strict=True)
-                    runs = sum(one.times or 1 for one, part in pairs if part[i][0])
-                    seconds += runs * (hardware.latency or 0.0)
-                finite = None if bandwidth == math.inf else bandwidth
-                rows.append(Traffic(axes, links, finite, round(sent), seconds))
+                    seconds += (one.times or 1) * (hardware.latency or 0.0)
+                if sent:
+                    finite = None if bandwidth == math.inf else bandwidth
+                    yield _Transfer(one, links, finite, sent, seconds)
+
+
+def _traffic(transfers: Iterable[_Transfer]) -> tuple[Traffic, ...]:
+    """The transfers over the same links and mesh axes together."""
+    groups: dict[tuple[MeshAxes, str, float | None], list[_Transfer]] = {}
+    for each in transfers:
+        groups.setdefault((each.one.axes, each.links, each.bandwidth), []).append(each)
+    rows = []
+    for (axes, links, bandwidth), some in groups.items():
+        known = all_known(each.seconds for each in some)
+        sent = round(sum(each.sent for each in some))
+        seconds = None if known is None else sum(known)
+        rows.append(Traffic(axes, links, bandwidth, sent, seconds))
+    return tuple(rows)
+
+
+def _hidden(transfers: Sequence[_Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
+    """What can hide behind compute; None if the time for something is unknown."""
+    times: dict[Collective, float] = {}
+    for each in transfers:
+        if each.seconds is None:
+            return None
+        times[each.one] = times.get(each.one, 0.0) + each.seconds
+    rows = []
+    for one, seconds in times.items():
+        by_rate = one.flops_beside / hardware.flops, one.bytes_beside / hardware.memory_bandwidth
+        if compute := (one.times or 1) * max(by_rate):
+            sent = one.total_bytes_sent
+            rows.append(Hidden(one.kind, one.of, sent, seconds, compute, one.beside))
     return tuple(rows)
 
 
@@ -125,6 +188,15 @@ def traffic_table(traffic: Iterable[Traffic]) -> Any:
         figures = speed, bytes_text(row.bytes_sent), time_text(row.seconds)
         rows.append((row.links, axes_text(row.axes), *figures))
     return table(("links", "axes", "bandwidth", "sent", "time"), rows, numbers=3)
+
+
+def _hidden_table(hidden: Iterable[Hidden]) -> Any:
+    rows = []
+    for row in hidden:
+        behind = ", ".join("/".join(name.split("/")[-2:]) for name in row.behind)
+        times = time_text(row.seconds), time_text(row.compute_s), f"{100 * row.share:.0f} %"
+        rows.append((row.kind, row.of, behind, *times))
+    return table(("hidden", "of", "behind", "sent in", "compute", "share"), rows, numbers=3)
 
 
 def _network(hardware: Hardware) -> str:
@@ -265,6 +337,9 @@ class Roofline(Pictured):
       bound_by: the resource with the largest time; None unless all three are known.
       arithmetic_intensity: flops per byte of memory traffic.
       traffic: what collectives send over which links, and in what time.
+      hidden: the collectives that are in progress while the device computes, as the compiler has
+        scheduled them; each alone, though several may share links and the compute behind which
+        they hide. None if they, or the time for one, are unknown.
       sources: the page that each figure of the hardware is from.
       spread: the largest error of such estimates where they were measured, in parts of the
         estimate; None for peak figures.
@@ -277,6 +352,7 @@ class Roofline(Pictured):
     bound_by: Resource | None
     arithmetic_intensity: float | None
     traffic: tuple[Traffic, ...]
+    hidden: tuple[Hidden, ...] | None
     sources: Mapping[str, str]
     spread: float | None
 
@@ -300,6 +376,14 @@ class Roofline(Pictured):
         return None if known is None or self.interconnect_s is None else sum(known)
 
     @property
+    def hidden_share(self) -> float | None:
+        """The share of the bytes sent that can hide behind compute, as scheduled."""
+        sent = sum(row.bytes_sent for row in self.traffic)
+        if self.hidden is None or not sent:
+            return None
+        return sum(row.share * row.bytes_sent for row in self.hidden) / sent
+
+    @property
     def basis(self) -> str:
         """What the times are, in words: a bound at peak rates, or an estimate with its error."""
         if self.spread is None:
@@ -310,12 +394,22 @@ class Roofline(Pictured):
         yield text(self)
         if self.traffic:
             yield from ("", traffic_table(self.traffic))
+        if self.hidden:
+            share = (
+                f"{100 * (self.hidden_share or 0):.0f} % of the bytes sent can hide behind compute:"
+            )
+            yield from ("", text(share), _hidden_table(self.hidden))
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
         most = f"{time_text(self.seconds_without_overlap)} without overlap"
-        return printable(f"{time_text(self.seconds)}, {self.basis}: {times}; {bound}; {most}")
+        hidden = f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide" * bool(
+            self.hidden
+        )
+        return printable(
+            f"{time_text(self.seconds)}, {self.basis}: {times}; {bound}; {most}{hidden}"
+        )
 
 
 def roofline_of(
@@ -344,7 +438,8 @@ def roofline_of(
     """
     peak = hardware_of(hardware)
     accessed = None if cost is None else cost.bytes_accessed
-    traffic = () if collectives is None else traffic_of(collectives, mesh, peak)
+    transfers = [] if collectives is None else [*_transfers(collectives, mesh, peak)]
+    traffic = _traffic(transfers)
     times: dict[Resource, float | None] = {
         "compute": None if cost is None else _compute_seconds(cost, peak),
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
@@ -359,6 +454,7 @@ def roofline_of(
         bound_by=None if known is None else [*times][known.index(max(known))],
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
+        hidden=None if collectives is None else _hidden(transfers, peak),
         sources=peak.sources,
         spread=peak.spread,
     )

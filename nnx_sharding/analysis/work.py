@@ -168,7 +168,7 @@ _NO_WORK = FREE | {"async-start"}
 _WITHOUT_WORK = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}
 _WITHOUT_WORK |= {"AsyncCollectiveStart", "ConcatBitcast", "LayoutConstraint", "MoveToDevice"}
 _WITHOUT_WORK |= {"MoveToHost", "PinToDevice", "SPMDFullToShardShape", "SPMDShardToFullShape"}
-_WITHOUT_WORK |= {"Sharding", "X64Combine", "X64SplitHigh", "X64SplitLow"}
+_WITHOUT_WORK |= {"Sharding", "SliceId", "X64Combine", "X64SplitHigh", "X64SplitLow"}
 _WITHOUT_WORK.add("annotate_device_placement")
 _SORTS = re.compile(r"TopK|__topk|__cub\$")
 _KNOWN = re.compile(rf"{_SORTS.pattern}|xla_\w*python_\w*callback")  # which runs on the host

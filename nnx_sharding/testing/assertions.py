@@ -21,6 +21,7 @@ from ..analysis.overlap import Overlap
 from ..analysis.parameters import ParameterRow, parameter_table, spec_axes, spec_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
+from ..analysis.values import Value
 from ..report.sharding import check_sharding, is_replicated
 from ..specs.fitting import suggestion
 from ..specs.state_sharding import StateSharding
@@ -227,7 +228,7 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
         raise ValueError(f"the backend has no text of {report.name}.")
     overlap = Overlap(parse(report.hlo))
     gathers = [x for x in some.of("all-gather") if x.purpose == "parameter"]
-    counts = [(x, overlap.products_beside(x)) for x in gathers]
+    counts = [(x, overlap.products_beside(Value(x.computation, x.name))) for x in gathers]
     in_loops = [(x, count) for x, count in counts if count is not None]
     head = f"{report.name} cannot gather parameters while it computes"
     remedy = "Pass prefetch=1 to fsdp or to stack."
