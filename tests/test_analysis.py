@@ -439,6 +439,11 @@ class MemoryTest(parameterized.TestCase):
         assert memory_of(Analysis()).peak == 16
         Analysis.peak_memory_in_bytes = 20  # as on TPUs, with their vector memory
         assert memory_of(Analysis()).peak == 16
+        Analysis.total_allocation_bytes = 14  # as on TPUs: the temporaries have one gap, not two
+        assert (memory_of(Analysis()).peak, memory_of(Analysis()).temporaries) == (15, 2)
+        for wrong in 0, -1, 11, 16:  # of other backends
+            Analysis.total_allocation_bytes = wrong
+            assert memory_of(Analysis()) == memory
         del Analysis.alias_size_in_bytes
         assert memory_of(Analysis()).peak is None
         assert memory_of(None) is None

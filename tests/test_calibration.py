@@ -56,9 +56,9 @@ def test_every_collective_takes_the_latency():
     unknown = dataclasses.replace(mine, latency=None, spread=None)
     found = roofline_of(Cost(1e9, 0.0, 0.0, ""), sent, unknown)
     assert found.interconnect_s == pytest.approx(2 * 700 / 1e6)
-    assert str(found).startswith("1.40 ms, bound at peak rates of mine: ")
+    assert str(found).startswith("1.40 ms, at peak rates of mine: ")
     assert all(one.spread is None for one in HARDWARE.values())
     # One hop of a TPU is the least for each of two.
     found = roofline_of(Cost(1e9, 0.0, 0.0, ""), sent, "TPU v5e")
     assert found.interconnect_s == pytest.approx(2 * (1e-6 + 700 / 200e9))
-    assert str(found).startswith("5.08 µs, bound at peak rates of TPU v5e: compute")
+    assert str(found).startswith("5.08 µs, at peak rates of TPU v5e: compute")

@@ -155,7 +155,7 @@ def test_plan():
 
 
 @needs_compiler
-def test_flops_by_module_sum_to_the_total():
+def test_memory_and_flops_by_module_sum_to_the_total():
     mesh = planning_mesh("v5e:2x2", {"data": 4})
     fun = value_and_grad(lambda model, x: (model(x) ** 2).mean())
     model = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0)))
@@ -163,6 +163,11 @@ def test_flops_by_module_sum_to_the_total():
     with without_cache():  # from which programs for topologies cannot be loaded
         program = jit(fun, in_shardings=(P(), P("data")), mesh=mesh).lower(model, x).compile()
         table = program.by_module(hardware="TPU v5e")
+        allocated = program._dumped.buffers.size
+    memory = program.memory()
+    # Constants are no allocations of the call.
+    assert 0 <= memory.peak - memory.generated_code - allocated < 2**16
+    assert table.peak <= allocated
     cost, roofline = program.cost(), program.roofline("TPU v5e")
     assert table.total().flops == pytest.approx(cost.flops, rel=0.01)
     assert table.total("model").flops >= 0.95 * cost.flops

@@ -25,8 +25,8 @@ class Memory(Pictured):
     Attributes:
       arguments: the arrays that the program is given, including aliased ones.
       outputs: the arrays that it returns, including aliased ones.
-      temporaries: what it needs in between. The TPU compiler reports more than it allocates: it
-        counts gaps between temporaries twice. ``Compiled.by_module`` has what it allocates.
+      temporaries: what it needs in between, with the gaps that XLA leaves, which the size that JAX
+        reports for TPUs counts twice.
       aliased: the outputs that reuse donated arguments; both of the above include them.
       generated_code: the program itself; 0 on the CPU.
       peak: what has to be free for a call: arguments + outputs - aliased + temporaries + generated
@@ -89,10 +89,16 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
         for host in ("", "host_")
         for ours, theirs in _NAMES.items()
     }
-    parts = [sizes[name] for name in ("arguments", "outputs", "temporaries", "generated_code")]
-    aliased = sizes["aliased"]
-    total = None if aliased is None or None in parts else sum(filter(None, parts)) - aliased
-    return Memory(**sizes, peak=total, by_path=dict(by_path or {}))
+    names = ("arguments", "outputs", "temporaries", "generated_code", "aliased")
+    peak = None
+    if None not in (parts := [sizes[name] for name in names]):
+        held = parts[0] + parts[1] - parts[4]
+        # The size of temporaries that the TPU compiler reports counts the gaps between them twice.
+        allocated = _size(getattr(analysis, "total_allocation_bytes", None)) or 0
+        if held <= allocated < held + parts[2]:
+            sizes["temporaries"] = allocated - held
+        peak = held + sizes["temporaries"] + parts[3]
+    return Memory(**sizes, peak=peak, by_path=dict(by_path or {}))
 
 
 _NAMES = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}

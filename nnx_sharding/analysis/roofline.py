@@ -385,9 +385,9 @@ class Roofline(Pictured):
 
     @property
     def basis(self) -> str:
-        """What the times are, in words: a bound at peak rates, or an estimate with its error."""
+        """What the times are, in words: at peak rates, or an estimate with its error."""
         if self.spread is None:
-            return f"bound at peak rates of {self.hardware}"
+            return f"at peak rates of {self.hardware}"
         return f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
 
     def _pictures(self, width: int) -> Iterable[Any]:

@@ -81,8 +81,6 @@ def dumped(recorder: Recorder, compile_with: CompileWith) -> Dumped:
             text = written[0].read_text()
         module, buffers = parse(text), read_buffers(folder)
     required = None if memory is None else memory.peak
-    if memory and buffers and module.is_for_tpu:  # whose compiler reports more than it allocates
-        required = buffers.size + (memory.generated_code or 0)
     paths = frozenset(call.path for call in recorder.calls)
     return Dumped(module, buffers, required, paths, lowered.args_info[0], shardings)
 
