@@ -60,7 +60,7 @@ GROWTH = {"forward1": 7, "forward32": 193, "deep_320_bare": 1921, "deep_1280_bar
 EXTENSION = ("forward32", "forward1", "train8")
 # Legible on light and on dark pages.
 GREY, BLUE, ORANGE = "#6e7b89", "#2f81f7", "#d9730d"
-OTHER_WAYS = ("#a371f7", "#2da44e", "#bf8700", "#db61a2", "#6e7b89", "#1b9e9e")
+OTHER_WAYS = ("#a371f7", "#2da44e", "#84920a", "#db61a2", "#6e7b89", "#1b9e9e")
 
 STYLE = {
     "svg.fonttype": "none",
