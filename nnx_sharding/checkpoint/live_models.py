@@ -260,7 +260,7 @@ def _goal(
     place = sharding if is_here or devices is None else _twin(sharding, devices)
     has_program = devices is not None
     is_ready = placements[0].is_identity and has_program
-    is_ready &= place is None or place.is_equivalent_to(first.sharding, first.ndim)
+    is_ready = is_ready and (place is None or place.is_equivalent_to(first.sharding, first.ndim))
     if has_program and is_same:  # as it is, unless its devices have to exchange parts first
         is_direct = sharding is None or set(devices) == sharding.device_set
         has_program = not (other_memory(first.sharding) or is_ready) and (is_here or not is_direct)
