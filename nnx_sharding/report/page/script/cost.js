@@ -40,7 +40,7 @@ function overview(report) {
     (inLoop ? "; some in loops of unknown length, counted once" : "") +
     (inBranch ? "; of conditionals the branch that sends most" : "");
   const spread = roofline?.spread;
-  const basis = spread == null ? "at least this long on" : `estimate ± ${(100 * spread).toFixed(0)} % by the figures of`;
+  const basis = spread == null ? "at peak rates of" : `estimate ± ${(100 * spread).toFixed(0)} % by the figures of`;
   const bound = roofline && `${basis} ${roofline.hardware}; ${roofline.bound_by ?? UNKNOWN} limits it`;
   const notes = {
     bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
@@ -83,7 +83,7 @@ function trafficTable(rows) {
     { label: "Axes", cell: (row) => axesNode(sortedAxes(row.axes)) },
     { label: "Bandwidth", value: (row) => row.bandwidth, number: speed },
     { label: "Bytes sent", value: (row) => row.bytes_sent, number: bytes },
-    { label: "At least", value: (row) => row.seconds, number: time },
+    { label: "Time", value: (row) => row.seconds, number: time },
   ];
   return rows.length > 0 && tableOf({ name: "Traffic by links", columns, rows }).node;
 }
@@ -93,7 +93,7 @@ function rooflineSection({ roofline, cost }) {
   const { compute_s, memory_s, interconnect_s, traffic, sources, hardware, bound_by } = roofline;
   const entries = RESOURCES.map((kind) => {
     const isBound = kind === bound_by;
-    return [titled(kind), isBound && "the bound", roofline[`${kind}_s`], isBound && "strong"];
+    return [titled(kind), isBound && "the longest", roofline[`${kind}_s`], isBound && "strong"];
   });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
   const parts = [compute_s, memory_s, ...traffic.map((row) => row.seconds)];

@@ -49,7 +49,7 @@ function modulesSection({ by_module }) {
     summed("Flops", (row) => row.flops, flops),
     summed("Bytes accessed", (row) => row.bytes_accessed, bytes),
     summed("Bytes sent", (row) => row.bytes_sent, bytes),
-    { label: "At least", value: (row) => row.seconds, number: time, words: "at peak rates" },
+    { label: "Time", value: (row) => row.seconds, number: time, words: "at peak rates" },
   ];
   const table = tableOf({ name: title, noun: "module", columns, rows });
   const figures = { "At the peak": [heldBy, byteText], Flops: [(row) => row.flops, flopText] };
