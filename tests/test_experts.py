@@ -117,6 +117,25 @@ def test_equals_a_loop_over_all_experts(case):
     assert statistics.tokens.sum() == GROUPS * TOKENS * case["k"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("names", [("rows",), ("outer", "data")])
+def test_rows_stay_where_jit_has_them(names, kind):
+    axes = (*names, "expert")
+    devices = jax.devices()[: 2 ** len(axes)]
+    mesh = make_mesh(dict.fromkeys(axes, 2), axis_types=KINDS[kind], devices=devices)
+    model = Moe(rngs=nnx.Rngs(0))
+    in_shardings = expert_parallel(model, mesh=mesh), P(axes)
+    step = jit(value_and_grad(loss, has_aux=True), in_shardings=in_shardings, mesh=mesh)
+    found = step.lower(model, tokens()).compile().collectives()
+    assert {each.axes for each in found.of("all-to-all")} == {("expert",)}
+    # Where JAX chooses experts, it gathers what it chooses by; else there are sums.
+    gathered = {each.operation.rpartition("/")[2] for each in found.of("all-gather")}
+    assert gathered <= {"div", "top_k"}
+    kinds = {each.kind for each in found if each.axes != ("expert",)}
+    assert kinds - {"all-gather"} == {"all-reduce"}
+
+
 def test_equals_a_loop_over_all_experts_in_float64():
     with jax.enable_x64(True):
         model = Moe(rngs=nnx.Rngs(0))

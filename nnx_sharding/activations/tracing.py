@@ -61,6 +61,12 @@ CONTEXT = jax.make_user_context()
 PREFETCHED = jax.make_user_context()
 
 
+def batch_axes_here() -> frozenset[Any]:
+    """The axes that shard the first dimension of the data of the current trace, as far as known."""
+    known = CONTEXT.value
+    return known[1][1] if known else frozenset()
+
+
 class _Used(dict[Any, set[tuple[int, int]]]):
     """The filters that matched in a trace, by the declarations of which they are."""
 
@@ -187,6 +193,7 @@ class Scope:
         batch = self._pure.batch_axes
         named = (batch if source.gather is True else source.gather or () for source in sources)
         axes = self._axes.intersection(axis for axes in named for axis in axes)
+        axes = axes.difference(axis for source in sources for axis in source.kept)
         # Over the stages of a pipeline, layers are sharded, but not what is in them.
         every = (x.schedule for source in sources for x in source.shardings)
         inside = self._axes - axes - {schedule.axis for schedule in every if schedule}

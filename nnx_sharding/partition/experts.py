@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
+from ..activations.tracing import batch_axes_here
 from ..core.resharding import given_mesh, mesh_here
 from ..core.retyping import retyped, type_spec
 from ..errors import raise_listed
@@ -100,7 +101,7 @@ def expert_parallel(
             f"expert_parallel: the model has no weights of {experts} experts: parameters of a "
             f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
         )
-    return with_optimizer(specs, model, optimizer, activations_of(base))
+    return with_optimizer(specs, model, optimizer, activations_of(base).extended(kept=axes))
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
@@ -203,7 +204,8 @@ def dispatch_to_experts(
       logits: of the router, of shape (groups, tokens, num_experts), for the auxiliary losses.
       mesh: the mesh; None for the one in context. Without any, all is computed on one device.
       axis: the mesh axis that shards the experts.
-      batch_axes: the other mesh axes that shard the groups; None for ``data``, if there is one.
+      batch_axes: the other mesh axes that shard the groups; None for those over which ``jit``
+        shards the first dimension of the data of a model, else ``data``, if there is one.
 
     Returns:
       The outputs, of shape (groups, tokens, features of the outputs), and
@@ -241,7 +243,9 @@ def dispatch_to_experts(
     """
     mesh = given_mesh("dispatch_to_experts", mesh)
     if batch_axes is None:
-        batch_axes = ("data",) if mesh is not None and "data" in mesh.shape else ()
+        of_rows = batch_axes_here() or {"data"}
+        names = () if mesh is None else mesh.axis_names
+        batch_axes = [name for name in names if name in of_rows and name != axis]
     axes = (*batch_axes, axis)
     problems = _wrong_shapes(x, weights, indices, logits, num_experts, capacity)
     sizes: Any = None if mesh is None else mesh.shape

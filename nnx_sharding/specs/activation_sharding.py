@@ -95,6 +95,7 @@ class ActivationSharding:
         pytree prefix of them, None, or an :class:`InOutSharding`.
       gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
         does; True for the axes over which the first dimension of the data is sharded.
+      kept: mesh axes over which parameters stay sharded, even if the data is sharded over them.
       infer: whether the modules that the function calls run with all Explicit axes Auto, so that
         the compiler chooses how arrays in them are sharded. Their outputs are sharded as declared;
         otherwise like the leading dimensions of their first input, and those of a layer in a model
@@ -123,6 +124,7 @@ class ActivationSharding:
     infer: bool
     strict: bool
     prefetch: int
+    kept: tuple[Any, ...]
 
     def __init__(
         self,
@@ -130,6 +132,7 @@ class ActivationSharding:
         /,
         *,
         gather: Any = (),
+        kept: Any = (),
         infer: bool = False,
         strict: bool = True,
         prefetch: int = 0,
@@ -142,6 +145,7 @@ class ActivationSharding:
                 for _, spec in pairs
             ),
             gather=gather is True or axes_of(gather or None),
+            kept=axes_of(kept or None),
             infer=infer,
             strict=strict,
             prefetch=checked_prefetch("ActivationSharding", prefetch),
@@ -153,7 +157,12 @@ class ActivationSharding:
         return tuple(map(module_predicate, self.filters))
 
     def extended(
-        self, filters: Mapping[Any, Any] | None = None, *, gather: Any = None, prefetch: int = 0
+        self,
+        filters: Mapping[Any, Any] | None = None,
+        *,
+        gather: Any = None,
+        prefetch: int = 0,
+        kept: tuple[Any, ...] = (),
     ) -> ActivationSharding:
         """A copy with more filters, which come last and need not match, or other options."""
         return ActivationSharding(
@@ -162,6 +171,7 @@ class ActivationSharding:
             infer=self.infer,
             strict=self.strict and not filters,
             prefetch=prefetch or self.prefetch,
+            kept=(*self.kept, *kept),
         )
 
     def find(
