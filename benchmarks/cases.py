@@ -148,7 +148,11 @@ def deep(sizes: Sizes) -> Iterator[Row]:
 
 
 def first_call(sizes: Sizes) -> Iterator[Row]:
-    blocks = 40 * sizes.large
+    yield _first_call("first_call_32", sizes.large, 2.0, sizes.few)
+    yield _first_call("first_call", 40 * sizes.large, 3.0, sizes.few)
+
+
+def _first_call(name: str, blocks: int, most: float, repeats: int) -> Row:
     program = models.trivial(blocks)
     flat, graphs = ways.Flat(program), program.make()
     makers: Ways = {
@@ -160,10 +164,25 @@ def first_call(sizes: Sizes) -> Iterator[Row]:
             nnx.jit(lambda *args: program.fun(*args)), *graphs, *program.data
         ),
     }
-    figures = time_first_calls(makers, max(3, sizes.few // 2))
+    figures = time_first_calls(makers, max(3, repeats // 2))
     title = f"first call of a function that does nearly nothing: {_size(blocks)}"
-    targets = (at_most(3.0, 2.0, FLOOR),)
-    yield Row("first_call", title, "µs", figures, FLOOR, OURS, targets)
+    targets = (at_most(most, 2.0, FLOOR),)
+    return Row(name, title, "µs", figures, FLOOR, OURS, targets)
+
+
+def pure_python(sizes: Sizes) -> Iterator[Row]:
+    """Without the C extension, which the environment of this case leaves out."""
+    small = models.training(sizes.small, sizes.width, sizes.batch)
+    for name, what, program, most in (
+        ("32", _size(sizes.large), models.trivial(sizes.large), 3.0),
+        ("1", _size(1), models.trivial(1), 2.5),
+        ("train", f"training step, {sizes.small} blocks", small, 1.5),
+    ):
+        all_ways = ways.jit_ways(program)
+        calls = {way: all_ways[way] for way in (FLOOR, OURS)}
+        times = time_calls(calls, sizes.repeats, FLOOR, [OURS])
+        title, targets = f"without the C extension: {what}", (at_most(most, 1.5, FLOOR),)
+        yield from both_rows(f"pure_python_{name}", title, times, targets, targets)
 
 
 def new_models(sizes: Sizes) -> Iterator[Row]:
@@ -589,6 +608,7 @@ CASES: dict[str, Callable[[Sizes], Iterator[Row]]] = {
         lowering,
         lowering_training,
         first_call,
+        pure_python,
         returns,
         memory,
     )

@@ -15,8 +15,8 @@ import numpy as np
 
 Way: TypeAlias = Callable[[], Any]
 
-# Calls in a loop: so many rounds, in which each way is called so many times.
-ROUNDS, GROUP = 15, 100
+# Calls in a loop: so many rounds, in which each way is called so many times, or for so long.
+ROUNDS, GROUP, LONG = 15, 100, 3e5  # microseconds
 # A way so many times slower than the floor is measured in every 10th repeat, or 3 times in all.
 SLOW, VERY_SLOW = 50, 1000
 TOLERANCE = 1e-3
@@ -83,6 +83,7 @@ def time_calls(
     """
     missing: Figures = {n: way for n, way in ways.items() if isinstance(way, Unavailable)}
     strides: dict[Any, int] = {}
+    counts: dict[Any, int] = {}
     for name in (floor, *(n for n in ways if n != floor and n not in missing)):
         try:
             result, microseconds = _warm_up(ways[name])
@@ -96,9 +97,10 @@ def time_calls(
         if compare:
             np.testing.assert_allclose(result, expected, TOLERANCE, TOLERANCE, err_msg=str(name))
         strides[name] = _stride(microseconds / least, repeats)
+        counts[name] = max(3, min(GROUP // strides[name], repeats, int(LONG / microseconds)))
     found: list[Figures] = []
-    for measure, wanted in ((_take_turns, turns), (_in_groups, loop)):
-        times = measure(ways, strides, repeats) if wanted else {}
+    for measure, own, wanted in ((_take_turns, strides, turns), (_in_groups, counts, loop)):
+        times = measure(ways, own, repeats) if wanted else {}
         found += [
             {n: missing[n] if n in missing else Figure.of([t[i] for t in times[n]]) for n in ways}
             if wanted
@@ -109,11 +111,11 @@ def time_calls(
 
 
 def _in_groups(
-    ways: Ways, strides: Mapping[Any, int], repeats: int
+    ways: Ways, counts: Mapping[Any, int], repeats: int
 ) -> dict[Any, list[tuple[float, float]]]:
-    times: dict[Any, list[tuple[float, float]]] = {name: [] for name in strides}
+    times: dict[Any, list[tuple[float, float]]] = {name: [] for name in counts}
     for _, name in _turns(times, min(ROUNDS, repeats)):
-        count = max(1, min(GROUP, repeats) // strides[name])
+        count = counts[name]
 
         def group(way: Any = ways[name], count: int = count) -> Any:
             for _ in range(count):
