@@ -257,7 +257,7 @@ class Scope:
         call = with_right_gradient(frame.module, call, self._pure.batch_axes)
         if schedule is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
-            call = schedule.of(frame.module, self._mesh, self._pure.batch_axes, ahead)
+            call = schedule.of(frame.module, call, self._mesh, self._pure.batch_axes, ahead)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None

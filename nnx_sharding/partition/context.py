@@ -110,6 +110,11 @@ class _InRing:
 
     axis: str
     balanced: bool
+    is_running = False
+
+    def entered(self, tag: Any, module: Any, args: Any, _: Any) -> tuple[Any, Any, Any]:
+        """What is called: the module itself."""
+        return tag, module, args
 
     def of(self, module: Any, call: Callable[..., Any], mesh: Any, *_: Any) -> Callable[..., Any]:
         """What is called in place of a method of the module."""

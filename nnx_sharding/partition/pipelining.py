@@ -299,7 +299,7 @@ class Schedule:
         return x.tag, nnx.List(blocks), (x.x, *args[1:])
 
     def of(
-        self, module: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
+        self, module: Any, _: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
     ) -> Callable[..., Any]:
         """What is called in place of a stack, or of a list of blocks."""
         if prefetch or getattr(module, "prefetch", False):
