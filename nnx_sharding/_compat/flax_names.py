@@ -41,14 +41,21 @@ def is_graph_object(x: Any) -> bool:
     return type(x) in _GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__
 
 
+def is_plain_array(x: Any) -> bool:
+    """Whether ``x`` is an array of JAX, concrete or traced, and neither a ref nor a Variable."""
+    kind = type(x)
+    traced = issubclass(kind, jax.core.Tracer) and type(x.aval) is jax.core.ShapedArray
+    return kind is ArrayImpl or traced
+
+
 def is_ref(x: Any) -> bool:
     """Whether ``x`` is a ``jax.Ref``, concrete or traced."""
-    return type(x) is not ArrayImpl and variablelib.is_array_ref(x)
+    return not is_plain_array(x) and variablelib.is_array_ref(x)
 
 
 def is_hijax_variable(x: Any) -> bool:
     """Whether ``x`` is a Variable made with ``hijax=True``, concrete or traced."""
-    return type(x) is not ArrayImpl and isinstance(x, nnx.Variable) and not is_variable(x)
+    return not is_plain_array(x) and isinstance(x, nnx.Variable) and not is_variable(x)
 
 
 def plain_variable(x: Any) -> Any:

@@ -313,7 +313,7 @@ class _Flattener:
         ``jax.Ref`` is an object that may be shared, not a leaf. The arrays of the root and those of
         its objects are in its order.
         """
-        if type(tree) is _compat.ArrayImpl:
+        if _compat.is_plain_array(tree):
             return self._leaf(tree, slots, at)
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
         places: tuple[Iterable[int], Iterable[int]] = repeat(NOWHERE), repeat(NOWHERE)
