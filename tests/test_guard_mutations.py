@@ -136,7 +136,7 @@ def any_keys_in_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def any_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    [condition] = [test for test in conditions(guards.Guard.match) if "map(id" in test]
+    [condition] = [test for test in conditions(guards.Guard.match) if "ids_of" in test]
     monkeypatch.setattr(guards.Guard, "match", without(guards.Guard.match, condition))
 
 

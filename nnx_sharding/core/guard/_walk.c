@@ -407,6 +407,8 @@ typedef struct {
     Word *words;
     Py_ssize_t num_words, num_same, room;
     const void **places; /* of the items, by position; those of `items` where there are no others */
+    const PyObject **watched; /* dicts whose changes CPython notifies, borrowed */
+    Py_ssize_t num_watched;
     int is_noted;
     uint64_t num_walks; /* that read all */
     uint64_t epoch;     /* at the last walk that found no change */
@@ -466,8 +468,8 @@ typedef struct {
 /* Notes the content of a dict, and where its values are if they are read each time. Returns 0 if a
  * change could not be seen. */
 static int note_dict(Follower *follower, PyObject *dict, const void **places, Py_ssize_t count) {
+    (void)follower, (void)places, (void)count; /* not needed in each version of Python */
 #if PY_VERSION_HEX < 0x030C0000
-    (void)places, (void)count;
     /* No two dicts ever have the same version tag. */
     const uint64_t *tag = &((PyDictObject *)dict)->ma_version_tag;
     return note(follower, tag, sizeof(*tag));
@@ -485,7 +487,10 @@ static int note_dict(Follower *follower, PyObject *dict, const void **places, Py
                note(follower, order, count);
     }
 #endif
-    if (watcher >= 0 && PyDict_Watch(watcher, dict) == 0) return 1;
+    if (watcher >= 0 && PyDict_Watch(watcher, dict) == 0) {
+        follower->watched[follower->num_watched++] = dict;
+        return 1;
+    }
     PyErr_Clear();
     return 0;
 #endif
@@ -530,12 +535,16 @@ static int note_parts(Follower *follower, const Step *step, Py_ssize_t count) {
 /* Notes the words that the last walk has read. Returns 0 if a change could not be seen in them. */
 static int note_all(Follower *follower) {
     const Walk *walk = follower->walk;
-    const void **places = follower->places;
-    if (places == NULL) {
-        places = follower->places = PyMem_Malloc((walk->size + 1) * sizeof(*places));
-        if (places == NULL) return 0;
+    if (follower->places == NULL) {
+        follower->places = PyMem_Malloc((walk->size + 1) * sizeof(*follower->places));
     }
-    follower->num_words = 0;
+    if (follower->watched == NULL) { /* a step reads at most two dicts */
+        const size_t count = 2 * walk->num_plain_steps + 1;
+        follower->watched = PyMem_Malloc(count * sizeof(*follower->watched));
+    }
+    if (follower->places == NULL || follower->watched == NULL) return 0;
+    const void **places = follower->places;
+    follower->num_words = follower->num_watched = 0;
     const int32_t loose =
         walk->num_loose_steps < walk->num_plain_steps
             ? walk->steps[walk->num_loose_steps].start
@@ -583,9 +592,8 @@ static int are_dicts_unchanged(Follower *follower) {
 #if PY_VERSION_HEX >= 0x030C0000
     if (epoch - follower->epoch > NUM_CHANGES) return 0;
     for (uint64_t i = follower->epoch; i < epoch; i++) {
-        const uintptr_t dict = (uintptr_t)changed[i % NUM_CHANGES];
-        for (const Word *word = follower->words; word < follower->words + follower->num_words; word++) {
-            if (word->content == dict) return 0;
+        for (Py_ssize_t k = 0; k < follower->num_watched; k++) {
+            if (follower->watched[k] == changed[i % NUM_CHANGES]) return 0;
         }
     }
     follower->epoch = epoch;
@@ -689,6 +697,7 @@ static void Follower_dealloc(PyObject *self) {
     PyMem_Free(follower->items);
     PyMem_Free(follower->words);
     PyMem_Free(follower->places);
+    PyMem_Free(follower->watched);
     Py_XDECREF(follower->walk);
     Py_XDECREF(follower->pins);
     Py_TYPE(self)->tp_free(self);
