@@ -176,6 +176,7 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
         if step.goals[0].is_copied:
             finished_on_cpu(made)
             made = [_copied(x, goal) for x, goal in zip(made, step.goals, strict=True)]
+            made = moves.transfer(made, shardings)
         elif step.program is None:
             made = moves.transfer(made, shardings, donate=len(free) == len(taken), alias=False)
         elif any(goal.place != goal.sharding for goal in step.goals):
@@ -196,10 +197,9 @@ def _first(array: Any) -> Any:
 
 
 def _copied(array: Any, goal: _Goal) -> Any:
-    """An array in new memory, unless a program made it with the sharding of its goal."""
-    if goal.has_program and array.sharding.is_equivalent_to(goal.sharding, array.ndim):
-        return moves.transfer([array], [goal.sharding])[0]
-    return moves.assembled(array, goal.sharding)
+    """An array in new memory, unless a program made it where it belongs."""
+    is_new = goal.has_program and array.sharding.is_equivalent_to(goal.sharding, array.ndim)
+    return array if is_new else moves.assembled(array, goal.sharding)
 
 
 def _plan(
@@ -266,8 +266,9 @@ def _goal(
         has_program = not (other_memory(first.sharding) or is_ready) and (is_here or not is_direct)
     is_cpu = has_program and devices[0].platform == "cpu" and first.is_fully_addressable
     is_copied = is_cpu and is_here and not (is_weak or donate)
-    has_program = has_program and not (is_copied and is_same)
-    if is_copied and not (is_ready or first.is_fully_replicated):
+    if is_copied and is_same:
+        has_program = False
+    elif is_copied := is_copied and not (is_ready or first.is_fully_replicated):
         place = None  # programs leave the parts where they are
     slots = tuple(x.slot for x in sources)
     return _Goal(array, slots, None if is_same else build, sharding, has_program, place, is_copied)
