@@ -16,6 +16,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from .. import _compat
+from ..analysis.memory import array_bytes
 from ..core import transfer as moves
 from ..core.flatten import Flat, flatten
 from ..core.guard.store import make_room
@@ -24,7 +25,7 @@ from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_o
 from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..specs.fitting import axes_of_type
-from .names import NamedArray, filled, may_wrap, named_arrays, selected
+from .names import NamedArray, filled, may_wrap, named_arrays, on_auto_axes, selected
 from .safetensors import WEIGHTS
 from .tensor_files import Region
 from .tensor_rules import Placement, Rule, boxes, matched, read_rules
@@ -135,11 +136,16 @@ class _Goal(NamedTuple):
 
     array: NamedArray  # abstract
     sources: tuple[int, ...]  # their slots
-    build: Callable[..., Any] | None  # makes it of them; None if it is the source as it is
+    build: Callable[..., Any]  # makes it of them
     sharding: Any  # None for a NumPy array
     has_program: bool  # whether a program on the devices of the sources makes it
     place: Any  # its sharding there: that of the target if that is on the same devices
     is_copied: bool  # whether copies of parts shard it: on CPUs they are quicker than collectives
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return array_bytes(self.array.leaf.shape, self.array.leaf.dtype)
 
 
 class _Step(NamedTuple):
@@ -170,7 +176,7 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
         uses.subtract(map(id, taken))
         free = [x for x in taken if donate and isinstance(x, jax.Array) and not uses[id(x)]]
         if step.program is None:
-            made = [(g.build or _first)(*(source[i] for i in g.sources)) for g in step.goals]
+            made = [g.build(*(source[i] for i in g.sources)) for g in step.goals]
         else:
             made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
         if step.goals[0].is_copied:
@@ -249,7 +255,9 @@ def _goal(
     is_weak = bool(getattr(leaf, "weak_type", False))
     kinds = [(x.leaf.dtype, bool(getattr(x.leaf, "weak_type", False))) for x in sources]
     is_same = kinds == [(leaf.dtype, is_weak)] and placements[0].is_identity
-    build = functools.partial(_built, tuple(placements), leaf.shape, leaf.dtype, is_weak)
+    build: Callable[..., Any] = _first
+    if not is_same:
+        build = functools.partial(_built, tuple(placements), leaf.shape, leaf.dtype, is_weak)
     options = {"sharding": sharding, "weak_type": is_weak}
     abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
     array = target._replace(leaf=abstract, variable=None)  # plans keep no model alive
@@ -271,7 +279,7 @@ def _goal(
     elif is_copied := is_copied and not (is_ready or first.is_fully_replicated):
         place = None  # programs leave the parts where they are
     slots = tuple(x.slot for x in sources)
-    return _Goal(array, slots, None if is_same else build, sharding, has_program, place, is_copied)
+    return _Goal(array, slots, build, sharding, has_program, place, is_copied)
 
 
 def _built(
@@ -344,7 +352,7 @@ def _devices(leaf: Any) -> Any:
 
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
     """One program for all arrays on the same devices; more where it would take memory."""
-    sizes = [_nbytes(goal) for goal in goals]
+    sizes = [goal.nbytes for goal in goals]
     simple = [goal for goal in goals if not goal.has_program]
     steps = [_Step([x for x in simple if x.is_copied is each]) for each in (False, True)]
     bins: dict[Any, list[list[_Goal]]] = {}
@@ -354,7 +362,7 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
         each = bins.setdefault(key, [[]])
         # What one program copies is freed before the next one runs.
         most = max(*sizes, sum(sizes) // 16, _SMALL) if donate or not is_final else math.inf
-        if each[-1] and sum(map(_nbytes, [*each[-1], goal])) > most:
+        if each[-1] and sum(x.nbytes for x in (*each[-1], goal)) > most:
             each.append([])
         each[-1].append(goal)
     for part in itertools.chain(*bins.values()):
@@ -374,7 +382,7 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[
 
     def make(*arrays: Any) -> list[Any]:
         given = dict(zip(slots, arrays, strict=True))
-        return [(goal.build or _first)(*(given[slot] for slot in goal.sources)) for goal in goals]
+        return [goal.build(*(given[slot] for slot in goal.sources)) for goal in goals]
 
     places = [goal.place for goal in goals]
     compiled = jax.jit(make, out_shardings=places).lower(*inputs).compile()
@@ -390,7 +398,7 @@ def _on_auto_axes(x: Any) -> Any:
     mesh = getattr(x.sharding, "mesh", None)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return x
-    auto = NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec)
+    auto = on_auto_axes(x.sharding)
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=auto)
     buffers = [shard.data for shard in x.addressable_shards]
@@ -403,7 +411,3 @@ def _twin(sharding: Any, devices: Any) -> Any:
         return None
     grid = np.array(devices).reshape(*sharding.mesh.devices.shape, -1)
     return NamedSharding(Mesh(grid, (*sharding.mesh.axis_names, "_copies")), sharding.spec)
-
-
-def _nbytes(goal: _Goal) -> int:
-    return int(math.prod(goal.array.leaf.shape) * goal.array.leaf.dtype.itemsize)

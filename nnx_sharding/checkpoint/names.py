@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding
 
 from .. import _compat
 from ..analysis.parameters import keys_inside
@@ -20,6 +21,7 @@ from ..core.structure import VariableEntry
 from ..core.transfer import out_of_range
 from ..errors import raise_listed
 from ..specs.filters import to_predicate
+from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
 
 Name: TypeAlias = tuple[str, ...]
@@ -27,7 +29,9 @@ Name: TypeAlias = tuple[str, ...]
 # The key of a Variable's value when JAX or Orbax flattens an ``nnx.State``.
 VALUE = "value"
 
-_SHOWN = 40  # paths in a message
+# The heading of arrays whose dtypes differ in the errors of all readers.
+OF_ANOTHER_DTYPE = "Of another dtype (cast=True converts among floats and among integers)"
+_SHOWN = 40  # paths in a message, and names that are compared with each other for suggestions
 
 
 class NamedArray(NamedTuple):
@@ -134,6 +138,17 @@ def kind_of(x: Any) -> str:
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return f"{type(x).__name__.removesuffix('Impl')} of {x.dtype}"
     return "int of more than 64 bits" if isinstance(x, int) else type(x).__name__
+
+
+def suggestions(count: int) -> Callable[[Any, Iterable[Any]], str]:
+    """``suggestion``; nothing for so many names that comparing all pairs takes too long."""
+    return suggestion if count < _SHOWN else lambda name, names: ""
+
+
+def on_auto_axes(sharding: NamedSharding) -> NamedSharding:
+    """A sharding in the default memory, on Auto axes, where any operation is possible."""
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec)
 
 
 def is_castable(there: Any, here: Any, kinds: Sequence[Any]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
@@ -25,9 +25,10 @@ from ..core.resharding import finished_on_cpu, other_memory
 from ..core.transfer import out_of_range, transfer
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..partition.constrain import assign
-from ..specs.fitting import fit_sharding, suggestion, unsummed
+from ..specs.fitting import fit_sharding, unsummed
 from ..specs.paths import path_string
 from .names import (
+    OF_ANOTHER_DTYPE,
     Name,
     NamedArray,
     filled,
@@ -36,14 +37,15 @@ from .names import (
     is_storable,
     may_wrap,
     named_arrays,
+    on_auto_axes,
     present_sharding,
     selected,
+    suggestions,
 )
 from .stored import Entry, Stored, key_kind, key_words, load, opened
 
 _NUMBERS = (bool, int, float, complex)
 
-_SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
 _NUMBER_KINDS = {"i": int, "f": float, "c": complex}
 _LAYERS = "layers"  # the attribute of a `Stack` in the place of the index into a list
 _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
@@ -232,15 +234,14 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
         if len(indices) < math.prod(shape) and not is_part:
             counts = f"{math.prod(shape)} layers in the checkpoint, {len(indices)} in the model"
             shapes.append(f"  {entries[name].array.path}: {counts}")
-    may_suggest = len(missing) + len(unknown) < _SUGGESTIONS
-    near = suggestion if may_suggest else lambda name, names: ""
+    near = suggestions(len(missing) + len(unknown))
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
         "Not in the model": []
         if is_part
         else [f"  {path}{near(path, missing)}" for path in unknown],
         "Of another shape": shapes,
-        "Of another dtype (cast=True converts among floats and among integers)": dtypes,
+        OF_ANOTHER_DTYPE: dtypes,
     }
     head = f"restore: {stored.folder} does not fit the model."
     remedy = _remedy(missing, unknown, is_part)
@@ -296,13 +297,7 @@ def _piece_sharding(target: _Target, piece: _Piece) -> Any:
         return None
     entries = target.sharding.spec.partitions[levels:]
     spec = PartitionSpec(*[None] * len(piece.layer), *entries)
-    return NamedSharding(_auto(target.sharding).mesh, spec)
-
-
-def _auto(sharding: NamedSharding) -> NamedSharding:
-    """A sharding in the default memory, on Auto axes, where any operation is possible."""
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-    return NamedSharding(mesh, PartitionSpec(*sharding.spec.partitions))
+    return on_auto_axes(target.sharding.update(spec=spec))
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
@@ -341,7 +336,7 @@ def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
         return parts[0][0]
     if not all(isinstance(array, jax.Array) for array, _ in parts):
         return _built(parts, stacked, np)
-    [built] = finished_on_cpu([_program(_auto(target.sharding), stacked)(parts)])
+    [built] = finished_on_cpu([_program(on_auto_axes(unsummed(target.sharding)), stacked)(parts)])
     return transfer([built], [unsummed(target.sharding)])[0]
 
 

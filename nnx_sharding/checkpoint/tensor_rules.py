@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import CheckpointError, by_kind, raise_listed
-from ..specs.fitting import suggestion
-from .names import is_castable
+from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
 from .tensor_files import Elements, Region
 
 # The axes that each dimension is made of.
 Dimensions: TypeAlias = list[list[str]]
 
-_SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
 _NAME, _INDEX = r"[A-Za-z_]\w*", r"\{\d+\}"
 
 
@@ -374,7 +372,7 @@ def matched(
     used: dict[str, list[Placement]] = {path: [] for path in arrays}
     unknown, shapes, dtypes, misfits = [], [], [], set()
     kinds = (jnp.floating, jnp.integer) if cast else ()
-    near = suggestion if len(tensors) < _SUGGESTIONS else lambda name, names: ""
+    near = suggestions(len(tensors))
     for name, tensor in tensors.items():
         targets = rules.targets(name)
         if targets is None and not reverse:
@@ -417,7 +415,7 @@ def matched(
         f"{nouns[1].capitalize()}s without {one[0]}": missing,
         f"{nouns[0].capitalize()}s without {one[1]}": unknown,
         "Of another shape": shapes,
-        "Of another dtype (cast=True converts among floats and among integers)": dtypes,
+        OF_ANOTHER_DTYPE: dtypes,
     }
     raise_listed(CheckpointError, head, by_kind(problems))
     return filled
