@@ -25,6 +25,7 @@ from nnx_sharding.partition import (
     dispatch_to_experts,
     fsdp,
     make_mesh,
+    pipeline,
     planning_mesh,
     ring_attention,
 )
@@ -359,6 +360,34 @@ def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, u
     products = 4 * 2 * (2 * 512 * 512 * 2048) / 1.97e14
     assert first.compute_s == pytest.approx(products, rel=0.02)
     assert first.bytes_sent == 4 * 7 * (2 * 512 * 2048) // 8  # in bfloat16
+
+
+class Listed(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List(Block(rngs=nnx.Rngs(i)) for i in range(8))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@needs_compiler
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_blocks_of_a_list_move_to_stages_of_tpus(repeats, uncached):
+    devices = topology_devices("v5e:2x4")
+    mesh = make_mesh({"stage": 4, "data": 2}, axis_types=AxisType.Auto, devices=devices)
+    model = nnx.eval_shape(Listed)
+    base = fsdp(model, mesh=mesh, min_size=0)
+    sharding = pipeline(model, mesh=mesh, microbatches=4, repeats=repeats, base=base)
+    gradient = value_and_grad(lambda model, x: (model(x) ** 2).mean())
+    step = jit(gradient, in_shardings=(sharding, P("data")), mesh=mesh)
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    moved = step.lower(model, x).compile().collectives().of("all-to-all", "stage")
+    assert {each.times for each in moved} == {1}
+    # Two kernels of eight layers, in bfloat16, and their gradients, in float32.
+    held = (2 * 512 * 2048) * 8 // 8
+    assert sum(each.bytes for each in moved) == pytest.approx((2 + 4) * held, rel=0.01)
 
 
 @needs_compiler

@@ -423,13 +423,13 @@ class Schedule:
             [at] = [i for i, entry in enumerate(spec.partitions) if self.axis in axes_of(entry)]
             rest = only_axes(spec, axes - {self.axis})
             move: Any = jax.shard_map(
-                lambda x: jax.lax.all_to_all(x, self.axis, 0, at + 3, tiled=True),
+                lambda x: jax.lax.all_to_all(x, self.axis, 0, at + 1, tiled=True),
                 mesh=mesh,
-                in_specs=PartitionSpec(None, None, None, *spec.partitions),
-                out_specs=PartitionSpec(self.axis, None, None, *rest.partitions),
+                in_specs=PartitionSpec(None, *spec.partitions),
+                out_specs=PartitionSpec(self.axis, *rest.partitions),
                 axis_names=axes,
             )
-            return move(groups)
+            return sharded(move(groups.reshape(leaf.shape)).reshape(groups.shape))
 
         def in_order(leaf: Any) -> Any:
             return sharded(jnp.swapaxes(leaf, 0, 1).reshape(-1, *leaf.shape[3:]))
