@@ -55,7 +55,7 @@ def transfer(
 
     The models may differ in names, in the layout of arrays, and in the mesh, such as a trainer and
     the server that samples for it. Arrays that stay on their devices, in any order, get their
-    layout, dtype and sharding by compiled programs (on CPUs, a new sharding alone by copies), whose
+    layout, dtype and sharding by compiled programs (on CPUs, the sharding by copies), whose
     temporary memory is at most that of the largest array or 16 MiB; those that go to other devices
     are copied there, part by part: at once the largest array, a sixteenth of all, or 16 MiB. The
     old values of the target are released first, so each device has the new ones only. The programs
