@@ -173,7 +173,8 @@ def run(*pair: str) -> str | None:
 def recorded() -> dict[tuple[str, str], str | None]:
     """What the table says: for each pair, the error or None."""
     text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    notes = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    found = re.findall(r"^(\d+)\. (.*(?:\n   .*)*)$", text, re.MULTILINE)
+    notes = {number: " ".join(note.split()) for number, note in found}
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in text.splitlines()
