@@ -266,7 +266,8 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
         reasons |= dict.fromkeys(missing, why)
     elif report.roofline is not None and report.roofline.seconds is None:
         unlimited = [row.links for row in report.roofline.traffic if row.seconds is None]
-        of = f"the bandwidth of {', '.join(unlimited)}" if unlimited else "the time of a part"
+        parts = [part for part, time in report.roofline.times.items() if time is None]
+        of = f"the bandwidth of {', '.join(unlimited)}" if unlimited else f"the time of {parts[0]}"
         reasons["roofline"] = f"{of} is not known"
     return reasons
 
