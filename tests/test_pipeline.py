@@ -224,6 +224,11 @@ def test_a_list_of_equal_blocks_moves_to_its_stages_once(base, repeats, kind):
         (lambda m, x: m[1](m[0](x).reshape(-1, 4)), r"m\[0\] returns what is not passed"),
         (lambda m, x: m[1](m[0](x), x), r"m\[1\] gets other further arguments"),
         (lambda m, x: nnx.remat(lambda m, x: m(x))(m[1], m[0](x)), r"m\[0\] returns"),
+        (lambda m, x: (m[0](x), x)[1], r"m\[0\] returns what is not passed"),
+        (lambda m, x: m[1](m[0](x) == 0), r"m\[0\] returns what is not passed"),
+        (lambda m, x: [m[3](y) for y in [m[2](m[1](m[0](x)))] * 2], r"m\[3\] gets something else"),
+        (lambda m, x: m[3](m[2](m[1](_halved(m[0], x)))), r"m\[0\] has changed since"),
+        (lambda m, x: m[3](m[2](m[1](_frozen(m[0], x)))), r"m\[0\] has changed since"),
     ],
 )
 def test_blocks_of_a_list_that_are_no_chain(call, text):
@@ -233,6 +238,40 @@ def test_blocks_of_a_list_that_are_no_chain(call, text):
     step = jit(call, in_shardings=(sharding, P()), mesh=mesh)
     with pytest.raises(ValueError, match=text):
         step.lower(blocks, jnp.ones((8, 4)))
+
+
+def _halved(block, x):
+    x = block(x)
+    block.kernel[...] /= 2
+    return x
+
+
+def _frozen(block, x):
+    x = block(x)
+    block.use_bias = False
+    return x
+
+
+def test_further_arguments_of_blocks_may_be_equal_numpy_arrays():
+    blocks = nnx.List(Scaled() for _ in range(4))
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    sharding = pipeline(blocks, mesh=mesh, microbatches=2)
+
+    def call(blocks, x):
+        for block in blocks:
+            x = block(x, np.arange(4.0))
+        return x
+
+    found = jit(call, in_shardings=(sharding, P()), mesh=mesh)(blocks, jnp.ones((2, 4)))
+    np.testing.assert_array_equal(found, [[0, 1, 2**4, 3**4]] * 2)
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x, by):
+        return x * self.scale * by
 
 
 class Telling(nnx.Module):
@@ -378,6 +417,7 @@ def test_compare_takes_it():
     [
         (lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {}, r"neither a Stack (.|\n)*stack\(blocks\)"),
         (lambda: _listed(4, 6, 4), {}, r"neither (.|\n)*model\[1\]: .*out_features: 4 → 6"),
+        (lambda: nnx.List(nnx.Dict(a=_listed(4, 6)) for _ in "ab"), {}, "neither a Stack"),
         (lambda: _listed(4, 4, 4), {}, r"do not divide (.|\n)*model: 3 layers"),
         (lambda: _listed(*[4] * 4, tied=True), {}, "share these Variables.*\n  0/kernel\n"),
         (lambda: Model(6), {}, "4 stages .*\n  model.blocks: 6 layers"),

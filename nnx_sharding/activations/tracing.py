@@ -136,6 +136,7 @@ class Scope:
         # Within another trace, that one explains and records.
         self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
+        self._waiting: list[Any] = []  # what calls returned that run later
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
         surrounding = CONTEXT.value
@@ -225,6 +226,7 @@ class Scope:
         if schedule is not None:
             tag, module, args = schedule.entered(tag, module, args, kwargs)
             if module is None:  # it runs when a later one is called
+                self._waiting.append(args)
                 return args
         with in_call(Frame(tag, module, method)) as frame:
             try:
@@ -458,8 +460,10 @@ class Scope:
         return new
 
     def _check(self) -> None:
-        """Refuses specs that did not fit, and unused filters."""
+        """Refuses specs that did not fit, unused filters, and calls that never ran."""
         name = self._transform.name
+        for waiting in self._waiting:
+            waiting._check()
         for source in self._sources:
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -95,9 +96,10 @@ def pipeline(
 
     In a model without a ``Stack``, the equal blocks of each ``nnx.List`` form a pipeline, if each
     is called with what the one before returned, as in ``for block in self.blocks: x = block(x)``.
-    Until the last one is called there are no values, and any other use of them is an error. Each
-    Variable of a block is sharded over the stages, and moves in each step to the one that runs the
-    block, and its gradient back. A ``Stack`` spares that.
+    Until the last one is called there are no values, any other use of them is an error, and what
+    blocks write to their Variables is not there yet. Each Variable of a block is sharded over the
+    stages, and moves in each step to the one that runs the block, and its gradient back. A
+    ``Stack`` spares that.
 
     All arrays that a layer gets from the previous one are split along their first dimension, the
     rows. Further arguments are the same for all rows; masks or positions of single rows belong to
@@ -191,7 +193,7 @@ def _stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
     for path, module in nodes.items() if not found else ():
         is_inside = any(path[: len(x)] == x for x in found)
         blocks = [*module] if isinstance(module, nnx.List) and not is_inside else []
-        if len(blocks) > 1 and all(isinstance(block, nnx.Module) for block in blocks):
+        if len(blocks) > 1 and all(isinstance(x, nnx.Module) and callable(x) for x in blocks):
             names = [accessor("model", (*path, i)) for i in range(len(blocks))]
             differences = _unequal([*map(_flat, blocks)], names.__getitem__)
             found |= {} if differences else {path: module}
@@ -287,16 +289,23 @@ class Schedule:
         x: Any = args[0] if args else None
         further = args[1:], kwargs
         if number == 0:
-            x = _Waiting(tag._replace(path=tuple(where)), (), x, further)
-        is_next = type(x) is _Waiting and x.tag.name == tag.name and len(x.blocks) == number
-        if not is_next or x.tag.path != tuple(where):
+            own = tag._replace(path=tuple(where))
+            x = _Waiting(_Chain(own, self.blocks, x, further), 0)
+        chain: Any = x._chain if type(x) is _Waiting else None
+        is_next = chain is not None and x._number == len(chain.calls) == number
+        if not is_next or (chain.tag.name, chain.tag.path) != (tag.name, tuple(where)):
             raise ValueError(_IN_A_CHAIN.format(tag.accessor, "gets something else"))
-        if not _is_same(x.further, further):
+        if not _is_same(chain.further, further):
             raise ValueError(_IN_A_CHAIN.format(tag.accessor, "gets other further arguments"))
-        blocks = (*x.blocks, module)
-        if len(blocks) < self.blocks:
-            return tag, None, _Waiting(x.tag, blocks, x.x, further)
-        return x.tag, nnx.List(blocks), (x.x, *args[1:])
+        chain.calls.append((module, _flat(module)))
+        if number + 1 < self.blocks:
+            return tag, None, _Waiting(chain, number + 1)
+        for i, (block, flat) in enumerate(chain.calls):
+            now = _flat(block)
+            pairs = zip(now.leaves, flat.leaves, strict=False)
+            if now.structure != flat.structure or any(one is not other for one, other in pairs):
+                raise ValueError(_IN_A_CHAIN.format(f"{chain.tag.accessor}[{i}]", _CHANGED))
+        return chain.tag, nnx.List([block for block, _ in chain.calls]), (chain.x, *args[1:])
 
     def of(
         self, module: Any, _: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
@@ -512,34 +521,50 @@ _NOT_AHEAD = (
 _RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
 
 
+@dataclasses.dataclass
+class _Chain:
+    """Calls of the blocks of a list, which run when the last one is called."""
+
+    tag: Tag  # of the list
+    length: int
+    x: Any
+    further: Any
+    calls: list[tuple[Any, Flat]] = dataclasses.field(default_factory=list)  # blocks as they were
+
+
 class _Waiting:
     """In place of what a block of a list returns, before the last one is called."""
 
-    def __init__(self, tag: Tag, blocks: tuple[Any, ...], x: Any, further: Any):
-        self.tag, self.blocks, self.x, self.further = tag, blocks, x, further
+    def __init__(self, chain: _Chain, number: int):
+        self._chain, self._number = chain, number
 
     def __getattr__(self, name: str) -> Any:
-        block = f"{self.tag.accessor}[{len(self.blocks) - 1}]"
+        block = f"{self._chain.tag.accessor}[{self._number - 1}]"
         raise ValueError(_IN_A_CHAIN.format(block, "returns what is not passed to the next one"))
 
+    def _check(self) -> None:
+        """Refuses a chain whose last block has not been called."""
+        if self._number == len(self._chain.calls) < self._chain.length:
+            self._refuse()
 
-def _refuse(self: Any, *_: Any) -> Any:
-    return self.used
+    def _refuse(self, *_: Any) -> Any:
+        return self.used
 
 
 # Python looks for these in the class.
 _OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg lt le gt ge getitem iter "
-    "len array"
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod matmul rmatmul pow "
+    "rpow neg pos abs invert eq ne lt le gt ge getitem iter len array float int"
 )
 for _name in _OPERATORS.split():
-    setattr(_Waiting, f"__{_name}__", _refuse)
+    setattr(_Waiting, f"__{_name}__", _Waiting._refuse)
 
 _IN_A_CHAIN = (
     "pipeline: {} {}. The blocks of an nnx.List run when its last one is called: each has to get "
-    "what the one before returned, as it is, and the same further arguments, as in "
+    "what the one before returned, as it is, once, and the same further arguments, as in "
     "`for block in self.blocks: x = block(x, mask)`. Else use a Stack, self.blocks = stack(blocks)."
 )
+_CHANGED = "has changed since it was called, before the last one is"
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -549,7 +574,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     leaves, others = map(jax.tree.leaves, (one, other))
     return all(
-        x is y or not (isinstance(x, jax.Array) or isinstance(y, jax.Array) or x != y)
+        x is y or (type(x) is type(y) and not isinstance(x, jax.Array) and np.array_equal(x, y))
         for x, y in zip(leaves, others, strict=True)
     )
 
