@@ -337,7 +337,7 @@ def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
         place = goal.sharding or SingleDeviceSharding(jax.local_devices()[0])
         if problem := moves.obstacle(leaf, place):
             yield problem
-        if goal.build and isinstance(leaf, jax.Array) and other_memory(leaf.sharding):
+        if goal.build is not _first and isinstance(leaf, jax.Array) and other_memory(leaf.sharding):
             yield f"the source is in {leaf.sharding.memory_kind}; place it on its devices"
         old, new = leaf.dtype, goal.array.leaf.dtype
         if may_wrap(old, new):

@@ -266,8 +266,10 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
         reasons |= dict.fromkeys(missing, why)
     elif report.roofline is not None and report.roofline.seconds is None:
         unlimited = [row.links for row in report.roofline.traffic if row.seconds is None]
-        parts = [part for part, time in report.roofline.times.items() if time is None]
-        of = f"the bandwidth of {', '.join(unlimited)}" if unlimited else f"the time of {parts[0]}"
+        of = f"the bandwidth of {', '.join(unlimited)}"
+        if not unlimited:
+            times = report.roofline.times
+            of = f"the time of {next(part for part, time in times.items() if time is None)}"
         reasons["roofline"] = f"{of} is not known"
     return reasons
 
