@@ -234,3 +234,14 @@ class TransferTest(parameterized.TestCase):
             transfer({"x": deleted}, {"x": jnp.zeros(3)})
         after = [x[...] for x in nnx.to_flat_state(nnx.state(target)).leaves]
         assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_layers_over_an_axis_to_a_list_with_different_shardings():
+    w = np.arange(4 * 8 * 16, dtype=np.float32).reshape(4, 8, 16)
+    source = place({"w": jnp.asarray(w)}, P("x"), Mesh(DEVICES[:4], "x"))
+    specs = [P("a"), P(None, "b"), P(None, "b"), P("b", "a")]
+    mesh = Mesh(DEVICES[4:].reshape(2, 2), ("a", "b"))
+    target = [place(jnp.zeros((8, 16)), spec, mesh) for spec in specs]
+    rules = {r"(\d+)": Tensor("w", "a b -> {0} a b")}
+    for found, layer in zip(transfer(source, target, rules, reverse=True), w, strict=True):
+        np.testing.assert_array_equal(found, layer)

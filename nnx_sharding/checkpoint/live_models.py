@@ -296,6 +296,9 @@ def _built(
         left = [axis for names in placement.left for axis in names]
         right = [axis for names in placement.right for axis in names if axis in left]
         axes = placement.axes
+        if not is_host and any(axis.length < axis.tensor_size for axis in axes.values()):
+            # The compiler fails if some slices of one array get different shardings.
+            x = jax.lax.optimization_barrier(x)
         x = x.reshape([axes[axis].tensor_size for axis in left])
         x = x[
             tuple(slice(axes[n].tensor_start, axes[n].tensor_start + axes[n].length) for n in left)
