@@ -652,7 +652,7 @@ class SaveTest(FolderTest):
 
     def test_a_file_as_parent(self):
         (self.folder / "file").write_text("hello")
-        with self.assertRaisesRegex(CheckpointError, "could not be written: NotADirectoryError"):
+        with self.assertRaisesRegex(CheckpointError, r"cannot use .*: \[Errno"):
             save(self.folder / "file" / "x", MLP())
 
     def test_relative_and_nested_paths(self):

@@ -97,6 +97,8 @@ def save(
 def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
     """Whether a folder exists, and why nothing can be saved there."""
     if not folder.exists():
+        # If Orbax cannot make it, its threads keep the process from ending for minutes.
+        folder.parent.mkdir(parents=True, exist_ok=True)
         return False, ""
     if not overwrite:
         return True, "exists; overwrite=True replaces it if it is a checkpoint"
