@@ -585,6 +585,26 @@ ENTRY %main (a: f32[128,128], b: f32[32,128]) -> f32[128,128] {{
         assert f"; {100 * hidden.share:.0f} % of the bytes can hide" in str(found)
         assert f"  {100 * hidden.share:.0f} %" in drawn(found)
 
+    def test_a_collective_does_not_hide_behind_another(self):
+        gather = "replica_groups=[1,4]<=[4], dimensions={0}, use_global_device_ids=true"
+        hlo = f"""HloModule test, is_scheduled=true, num_partitions=4
+
+ENTRY %main (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
+  %x = f32[128,128] parameter(0)
+  %k = f32[32,128] parameter(1)
+  %one = (f32[32,128], f32[128,128]) all-gather-start(%k), channel_id=1, {gather}
+  %other = (f32[32,128], f32[128,128]) all-gather-start(%k), channel_id=2, {gather}
+  %last = f32[128,128] all-gather(%k), channel_id=3, {gather}
+  %y = f32[128,128] add(%x, %x)
+  %a = f32[128,128] all-gather-done(%one)
+  %b = f32[128,128] all-gather-done(%other)
+  ROOT %z = f32[128,128] add(%a, %b)
+}}
+"""
+        read = 3 * 128 * 128 * 4  # by the first sum, with what it writes
+        found = collectives_of(hlo, {"data": 4})
+        assert sorted(x.bytes_beside for x in found) == [0, read, read]
+
     def test_a_time_needs_all_its_figures(self):
         own = Hardware("own", 1e12, 2**30, 1e11, 1e10)
         hlo = "%p = u8[10]{0} collective-permute(%x), source_target_pairs={{0,1}}"

@@ -62,7 +62,9 @@ class Overlap:
         return {name: {one.name: own for one, own in each} for name, each in parts}
 
     def _work_of(self, computation: str, one: Instruction) -> Work:
-        """The work of an instruction with what it calls."""
+        """The work of an instruction with what it calls; none of a collective."""
+        if _is_collective(one):
+            return Work()
         total = self._executed.get(computation, {}).get(one.name, Work())
         for _, callee in one.calls:
             total = total.plus(self._work(callee), self._module.trip_counts.get(one.name, 1))

@@ -377,7 +377,7 @@ class Roofline(Pictured):
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the bytes sent that can hide behind compute, as scheduled."""
+        """The share of the bytes sent that can hide behind compute, as scheduled; each alone."""
         sent = sum(row.bytes_sent for row in self.traffic)
         if self.hidden is None or not sent:
             return None
