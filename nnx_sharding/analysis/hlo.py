@@ -64,7 +64,7 @@ class Module(Values):
         calls = one.calls if one.opcode == "fusion" else ()
         return next((self.by_name.get(callee) for _, callee in calls), None)
 
-    @property
+    @functools.cached_property
     def num_devices(self) -> int | None:
         """The number of partitions times the number of replicas; None if neither is given."""
         options = re.search(r"^HloModule .*", self.head, re.MULTILINE)

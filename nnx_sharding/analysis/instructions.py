@@ -238,7 +238,10 @@ class Instruction(_Written):
         if "%" in after or self.opcode == "custom-call":  # one may be named after a string
             named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
         else:
-            named = _CALL.findall(before)
+            # Found one by one: an expression for all takes most of the time of a large program.
+            places = sorted((before.find(f" {key}="), key) for key in _CALLS)
+            at = [(key, place + len(key) + 2) for place, key in places if place >= 0]
+            named = [(key, text[0]) for key, end in at if (text := _CALLED.match(before, end))]
         return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
 
 
@@ -293,7 +296,7 @@ _SENDS = re.compile(r'"has_communication"\s*:\s*true')
 _LOCAL = re.compile(r'custom_call_target="(?:tpu_custom_call|xla_\w*python_\w*callback)"')
 _CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
 _CALLS |= {"true_computation", "false_computation"}
-_CALL = re.compile(rf"\b({'|'.join(_CALLS)})=(\{{[^{{}}]*\}}|[^\s,{{}}]+)")
+_CALLED = re.compile(r"\{[^{}]*\}|[^\s,{}]+")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/')
 _FLAT = rf'[(\[{{](?:[^"()\[\]{{}}/]|{_QUOTED.pattern})*+[)\]}}]'  # brackets without others in them
 _TOKEN = re.compile(rf"{_QUOTED.pattern}|{_FLAT}|[()\[\]{{}},]")
