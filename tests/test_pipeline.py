@@ -229,10 +229,14 @@ def test_a_list_of_equal_blocks_moves_to_its_stages_once(base, repeats, kind):
         (lambda m, x: [m[3](y) for y in [m[2](m[1](m[0](x)))] * 2], r"m\[3\] gets something else"),
         (lambda m, x: m[3](m[2](m[1](_halved(m[0], x)))), r"m\[0\] has changed since"),
         (lambda m, x: m[3](m[2](m[1](_frozen(m[0], x)))), r"m\[0\] has changed since"),
+        (lambda m, x: m[3](m[2](m[1](_read(m[0], x, "count")))), r"m\[0\] may write this Vari"),
+        (lambda m, x: m[3](m[2](m[1](_written(m[0], x)))), r"m\[0\] has changed since"),
     ],
 )
 def test_blocks_of_a_list_that_are_no_chain(call, text):
     blocks = nnx.List(nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4))
+    for block in blocks:
+        block.count = nnx.BatchStat(jnp.zeros(()))
     mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,))
     sharding = pipeline(blocks, mesh=mesh, microbatches=4)
     step = jit(call, in_shardings=(sharding, P()), mesh=mesh)
@@ -243,6 +247,18 @@ def test_blocks_of_a_list_that_are_no_chain(call, text):
 def _halved(block, x):
     x = block(x)
     block.kernel[...] /= 2
+    return x
+
+
+def _read(block, x, name):
+    x = block(x)
+    assert getattr(block, name)[...].shape
+    return x
+
+
+def _written(block, x):
+    x = block(x)
+    block.count.set_value(jnp.ones(()))
     return x
 
 

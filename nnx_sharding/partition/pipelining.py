@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,9 +96,9 @@ def pipeline(
 
     In a model without a ``Stack``, the equal blocks of each ``nnx.List`` form a pipeline, if each
     is called with what the one before returned, as in ``for block in self.blocks: x = block(x)``.
-    Until the last one is called there are no values, any other use of them is an error, and what
-    blocks write to their Variables is not there yet. Each Variable of a block is sharded over the
-    stages, and moves in each step to the one that runs the block, and its gradient back. A
+    Until the last one is called there are no values, and any other use of them is an error, as is
+    reading Variables of the blocks that are no parameters. Each Variable of a block is sharded over
+    the stages, and moves in each step to the one that runs the block, and its gradient back. A
     ``Stack`` spares that.
 
     All arrays that a layer gets from the previous one are split along their first dimension, the
@@ -297,15 +297,14 @@ class Schedule:
             raise ValueError(_IN_A_CHAIN.format(tag.accessor, "gets something else"))
         if not _is_same(chain.further, further):
             raise ValueError(_IN_A_CHAIN.format(tag.accessor, "gets other further arguments"))
-        chain.calls.append((module, _flat(module)))
+        chain.calls.append(_Deferred(module, _flat(module), {}))
         if number + 1 < self.blocks:
+            chain.calls[-1].hide(_Waiting(chain, number + 1, _NOT_WRITTEN))
             return tag, None, _Waiting(chain, number + 1)
-        for i, (block, flat) in enumerate(chain.calls):
-            now = _flat(block)
-            pairs = zip(now.leaves, flat.leaves, strict=False)
-            if now.structure != flat.structure or any(one is not other for one, other in pairs):
+        for i, call in enumerate(chain.calls):
+            if not call.is_as_before():
                 raise ValueError(_IN_A_CHAIN.format(f"{chain.tag.accessor}[{i}]", _CHANGED))
-        return chain.tag, nnx.List([block for block, _ in chain.calls]), (chain.x, *args[1:])
+        return chain.tag, nnx.List([call.block for call in chain.calls]), (chain.x, *args[1:])
 
     def of(
         self, module: Any, _: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
@@ -521,6 +520,31 @@ _NOT_AHEAD = (
 _RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
 
 
+class _Deferred(NamedTuple):
+    """A call of a block that runs later, and the block as it was."""
+
+    block: Any
+    flat: Flat
+    hidden: dict[int, Any]  # the values of Variables that the block may write, by index
+
+    def hide(self, place: Any) -> None:
+        """Puts something in place of these values, which refuses to be read."""
+        for index, variable in enumerate(self.flat.objects):
+            if _compat.is_variable(variable) and not isinstance(variable, nnx.Param):
+                self.hidden[index] = _compat.get_value(variable)
+                _compat.set_value(variable, place)
+
+    def is_as_before(self) -> bool:
+        """Puts the values back; returns whether the block is as it was."""
+        for index, value in self.hidden.items():
+            if type(_compat.get_value(self.flat.objects[index])) is not _Waiting:
+                return False
+            _compat.set_value(self.flat.objects[index], value)
+        now = _flat(self.block)
+        pairs = zip(now.leaves, self.flat.leaves, strict=False)
+        return now.structure == self.flat.structure and all(one is two for one, two in pairs)
+
+
 @dataclasses.dataclass
 class _Chain:
     """Calls of the blocks of a list, which run when the last one is called."""
@@ -529,18 +553,19 @@ class _Chain:
     length: int
     x: Any
     further: Any
-    calls: list[tuple[Any, Flat]] = dataclasses.field(default_factory=list)  # blocks as they were
+    calls: list[_Deferred] = dataclasses.field(default_factory=list)
 
 
 class _Waiting:
-    """In place of what a block of a list returns, before the last one is called."""
+    """In place of what a block of a list returns or writes, before the last one is called."""
 
-    def __init__(self, chain: _Chain, number: int):
+    def __init__(self, chain: _Chain, number: int, problem: str = ""):
         self._chain, self._number = chain, number
+        self._problem = problem or "returns what is not passed to the next one"
 
     def __getattr__(self, name: str) -> Any:
         block = f"{self._chain.tag.accessor}[{self._number - 1}]"
-        raise ValueError(_IN_A_CHAIN.format(block, "returns what is not passed to the next one"))
+        raise ValueError(_IN_A_CHAIN.format(block, self._problem))
 
     def _check(self) -> None:
         """Refuses a chain whose last block has not been called."""
@@ -564,6 +589,7 @@ _IN_A_CHAIN = (
     "what the one before returned, as it is, once, and the same further arguments, as in "
     "`for block in self.blocks: x = block(x, mask)`. Else use a Stack, self.blocks = stack(blocks)."
 )
+_NOT_WRITTEN = "may write this Variable, which is read before it has run"
 _CHANGED = "has changed since it was called, before the last one is"
 
 
