@@ -1,8 +1,8 @@
 """Puts the figures of the last run of ``python -m benchmarks`` into README and documentation.
 
-``python tools/draw_performance.py [WITHOUT]`` writes the parts of the pages between two marks, and
-the plots in ``docs/images``, for which it needs matplotlib. WITHOUT is a file measured with
-``NNX_SHARDING_PURE_PYTHON=1``. With ``--check`` it only fails if the parts are not of that run.
+``python tools/draw_performance.py`` writes the parts of the pages between two marks, and the plots
+in ``docs/images``, for which it needs matplotlib. With ``--check`` it only fails if the parts are
+not of that run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ OTHERS = {
     "predicate32": "8 devices, specs by a predicate on shapes",
     "new_models": "another model of the same structure at each call",
     "lowering_training64": "trace and lower a training step of 64 blocks",
-    "first_call": "the first call of a function that does nearly nothing, 7,681 Variables",
+    "first_call_32": "the first call of a function that does nearly nothing, 193 Variables",
+    "first_call": "the same, 7,681 Variables",
+    "pure_python_32": "without the C extension: 32 blocks",
+    "pure_python_1": "without it: one block",
+    "pure_python_train": "without it: training step",
 }
 # Of the README: rows, and columns with the name of each way in them.
 README_ROWS = {
@@ -57,7 +61,6 @@ README_WAYS = {
 }
 PEERS = {"forward32": "o", "forward1": "s", "train8": "D", "sharded32": "^"}
 GROWTH = {"forward1": 7, "forward32": 193, "deep_320_bare": 1921, "deep_1280_bare": 7681}
-EXTENSION = ("forward32", "forward1", "train8")
 # Legible on light and on dark pages.
 GREY, BLUE, ORANGE = "#6e7b89", "#2f81f7", "#d9730d"
 OTHER_WAYS = ("#a371f7", "#2da44e", "#84920a", "#db61a2", "#6e7b89", "#1b9e9e")
@@ -93,8 +96,6 @@ def main() -> None:
     draw_peers(rows, ways)
     draw_growth(rows, ways)
     draw_first_call(rows)
-    for name in sys.argv[1:]:
-        draw_extension(rows, json.loads(Path(name).read_text(encoding="utf-8"))["rows"])
 
 
 def filled(part: re.Match[str], found: dict[str, Any]) -> str:
@@ -280,24 +281,6 @@ def draw_first_call(rows: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     save(figure, "first_call")
-
-
-def draw_extension(rows: dict[str, Any], without: dict[str, Any]) -> None:
-    """With and without the C extension, as multiples of the floor."""
-    figure, axes = subplots(figsize=(4, 1.9))
-    for shift, measured, colour, label in (
-        (-0.2, rows, BLUE, "with the C extension"),
-        (0.2, without, ORANGE, "without"),
-    ):
-        places = [y + shift for y in range(len(EXTENSION))]
-        times = [ratio(measured, row, OURS) or 0 for row in EXTENSION]
-        axes.bar_label(axes.barh(places, times, 0.36, color=colour, label=label), fmt=" %.2f×")
-    axes.set_yticks(range(len(EXTENSION)), [COLUMNS[row] for row in EXTENSION])
-    axes.invert_yaxis()
-    axes.axvline(1, color=GREY, lw=1)
-    axes.set_xlabel("multiple of jax.jit on flat arrays")
-    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
-    save(figure, "extension")
 
 
 def subplots(**options: Any) -> Any:
