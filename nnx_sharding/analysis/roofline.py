@@ -395,10 +395,9 @@ class Roofline(Pictured):
         if self.traffic:
             yield from ("", traffic_table(self.traffic))
         if self.hidden:
-            share = (
-                f"{100 * (self.hidden_share or 0):.0f} % of the bytes sent can hide behind compute:"
-            )
-            yield from ("", text(share), _hidden_table(self.hidden))
+            share = f"{100 * (self.hidden_share or 0):.0f} % of the bytes sent"
+            head = text(f"{share} can hide behind compute, each collective alone:")
+            yield from ("", head, _hidden_table(self.hidden))
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())

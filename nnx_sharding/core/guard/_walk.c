@@ -75,7 +75,6 @@ static int on_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *dict, PyObjec
     changed[epoch++ % NUM_CHANGES] = dict;
     return 0;
 }
-
 #else
 static const uint64_t epoch = 1;
 #endif
