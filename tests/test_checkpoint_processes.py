@@ -30,27 +30,31 @@ class CheckpointProcessesTest(absltest.TestCase):
     def launch(self, processes, *words, worker=WORKER, devices=8, code=0):
         options = ["--processes", processes, "--devices-per-process", devices // processes]
         found = main(["launch", "--timeout", "100", *map(str, [*options, worker, *words])])
-        out, err = self.capfd.readouterr()
-        self.assertEqual(found, code, out + err)
+        out, self.err = self.capfd.readouterr()
+        self.assertEqual(found, code, out + self.err)
         return out
 
     @pytest.mark.gate
-    def test_one_process_two_and_four(self):
-        self.write_alone()
-        self.launch(2, "exchange", self.folder, "1")
-        self.launch(4, "exchange", self.folder, "2")
-        checkpoint.read(self.folder / "4")
+    def test_one_process_and_two(self):
+        self.exchange(2)
 
-    def write_alone(self):
+    def test_one_process_and_four(self):
+        self.exchange(4)
+
+    def exchange(self, processes):
+        """One process and several read what the others wrote."""
         checkpoint.write(self.folder / "1")
         checkpoint.read(self.folder / "1")
         shutil.copytree(self.folder / "1", self.folder / "damaged")
         checkpoint.damage(self.folder / "damaged")
         checkpoint.refuse(self.folder / "damaged")
+        self.launch(processes, "exchange", self.folder, "1")
+        checkpoint.read(self.folder / str(processes))
 
     def test_a_killed_training_run_resumes(self):
         complete, killed = self.folder / "complete", self.folder / "killed"
         self.launch(2, "die", killed, code=128 + signal.SIGKILL)
+        self.assertRegex(self.err, r"process 1 failed with signal 9 \(SIGKILL\), after ")
         out = self.launch(2, "train", complete, killed)
         (first, want), (start, losses) = map(json.loads, re.findall(r"^\[0\] (\[.*\])$", out, re.M))
         self.assertEqual((first, len(set(want))), (0, checkpoint.STEPS))

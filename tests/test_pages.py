@@ -10,7 +10,14 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
 import nnx_sharding
+from nnx_sharding import StateSharding, jit
+from nnx_sharding.core.guard.walk import PythonWalk, Walk
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "docs")]
@@ -29,6 +36,46 @@ _ANCHOR = re.compile(r"[^\w\- ]")
 
 def test_picture_is_drawn_from_the_code():
     assert draw_pipeline.PICTURE.read_text(encoding="utf-8") == draw_pipeline.picture()
+
+
+def functions_of(call):
+    """The functions of the package that run in a call, each as file and name, in order."""
+    package, found = f"{Path(nnx_sharding.__file__).parent}/", []
+
+    def record(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            found.append((code.co_filename.removeprefix(package), code.co_qualname))
+
+    sys.setprofile(record)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_architecture_page_follows_an_argument():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    parts = re.findall(r"\*\*(.*? call.*?)\*\*\n\n((?:\|.*\n)*)", page)
+    rows = {title: re.findall(r"^\| `(.*?)` \| `(.*?)` \|", of, re.M) for title, of in parts}
+    mesh = jax.make_mesh((8,), ("data",))
+    model, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((8, 8))
+    specs = StateSharding({nnx.PathContains("kernel"): P("data"), ...: P()})
+
+    @jit(in_shardings=(specs, P("data")), mesh=mesh)
+    def step(model, x):
+        model.kernel[...] *= 2
+        return model(x)
+
+    for title in ("First call", "Next call of the same model"):
+        run = iter(functions_of(lambda: step(model, x)))
+        assert len(rows[title]) > 4
+        for row in rows[title]:  # in this order, with others in between
+            assert row in run, (title, row)
+    if Walk is not PythonWalk:
+        files = {file for file, _ in functions_of(lambda: step(model, x))}
+        assert files <= {"core/call.py", "_compat/flax_names.py"}
 
 
 def test_picture_has_every_file_of_the_pipeline():

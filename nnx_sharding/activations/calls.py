@@ -6,12 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..analysis.activation_table import ChosenBy
 from ..core.call_context import Caller, called_by
 from ..core.flatten import Flat
 from ..core.placing import abstract, is_committed
@@ -20,7 +21,6 @@ from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
 
-ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
 Shape: TypeAlias = tuple[int, ...]
 
 

@@ -400,13 +400,11 @@ def _with_metadata(one: Instruction, computation: Computation, module: Module) -
     In a fusion or a loop it is that of the caller. For several arrays the compiler names the
     operation of one; each operand has its own.
     """
-    caller, seen = one, {""}
-    while caller.operation is None and computation.name in module.callers.keys() - seen:
-        seen.add(computation.name)
-        computation, caller = module.callers[computation.name][-1]
+    places = [(computation, one), *module.around(computation.name)]
+    home, caller = next((x for x in places if x[1].operation is not None), places[-1])
     names, operands = [caller.operation], {*caller.operand_names}
     if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
-        names = [i.operation for i in computation.instructions if i.name in operands] + names
+        names = [i.operation for i in home.instructions if i.name in operands] + names
     name = ";".join(dict.fromkeys(filter(None, names)))
     if name == (one.operation or ""):
         return one

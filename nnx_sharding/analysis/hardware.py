@@ -85,12 +85,9 @@ class Hardware(JsonForm):
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Hardware:
-        one = (
-            {"interconnect_bandwidth": math.inf}
-            if parts.get("interconnect_bandwidth", 0) is None
-            else {}
-        )
-        return super()._of_parts(parts | one)
+        if parts.get("interconnect_bandwidth", 0) is None:
+            parts["interconnect_bandwidth"] = math.inf
+        return super()._of_parts(parts)
 
     @property
     def link_bandwidth(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 _PART = re.compile(r"(?<!^)[.\[]")  # the beginning of an attribute or key in a path
 
@@ -40,13 +40,10 @@ def operations(operation: str) -> list[str]:
 def module_of(operation: str, known: Collection[str]) -> str | None:
     """The module in the name of an operation, ``jit(f)/jvp(model)/up/dot``: its path, if known."""
     found: str | None = None
-    for part in _parts(operation):
+    for scope in operation.split("/")[:-1]:
+        if scope.startswith(("jit(", "pjit(")):
+            continue
+        part = scope.rpartition("(")[2].rstrip(")")
         inside = [part] if found is None else [f"{found}.{part}", f"{found}{part}", part]
         found = next((path for path in inside if path in known), found)
     return found
-
-
-def _parts(operation: str) -> Iterator[str]:
-    for part in operation.split("/")[:-1]:
-        if not part.startswith(("jit(", "pjit(")):
-            yield part.rpartition("(")[2].rstrip(")")

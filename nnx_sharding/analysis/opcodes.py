@@ -32,6 +32,7 @@ FREE = _set(
     "opt-barrier optimization-barrier parameter partition-id replica-id tuple while"
 )
 SLICES = _set("slice dynamic-slice gather")
+PRODUCTS = _set("convolution dot ragged-dot")
 
 # What can name other computations.
 CALLERS = _set(

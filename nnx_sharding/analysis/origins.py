@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 
 from .hlo import Module
-from .values import Value
+from .opcodes import PRODUCTS
+from .values import Value, reached
 
 _MAX_STEPS = 64  # from the initial value of a loop to constants
 
@@ -53,20 +55,19 @@ class Origins:
 
         Then it is a partial result or its cotangent, and not the gradient of a parameter.
         """
-        pending, seen = [value], {value}
-        while pending:
-            value = pending.pop()
-            one = self._module.maker(value)
-            if one is None or one.opcode == "reduce":
-                continue
-            if one.opcode in ("dot", "convolution", "ragged-dot"):
-                if any(self.are_parameters(self.of(x)) for x in self._module.operands(value)):
-                    return True
-                continue
-            before = [operand for operand in self._before(value) if operand not in seen]
-            seen.update(before)
-            pending += before
-        return False
+
+        def is_one_of(x: Value, *opcodes: str) -> bool:
+            one = self._module.maker(x)
+            return one is not None and one.opcode in opcodes
+
+        def before(x: Value) -> list[Value]:
+            return [] if is_one_of(x, "reduce", *PRODUCTS) else self._before(x)
+
+        return any(
+            is_one_of(x, *PRODUCTS)
+            and any(self.are_parameters(self.of(y)) for y in self._module.operands(x))
+            for x in reached(value, before)
+        )
 
     def are_parameters(self, names: frozenset[str]) -> bool:
         """Whether something is computed from parameters only, and from some."""
@@ -97,15 +98,11 @@ class Origins:
 
     def _is_constant(self, value: Value) -> bool:
         """Whether it is computed from constants only, in few steps."""
-        pending, seen = [value], {value}
-        while pending and len(seen) < _MAX_STEPS:
-            value = pending.pop()
-            one, passed = self._module.maker(value), self._module.passed(value)
-            if one is None or one.opcode == "constant":
-                continue
-            if one.opcode in ("parameter", "while"):
-                return False
-            before = {*(passed or self._module.operands(value))} - seen
-            seen |= before
-            pending += before
-        return not pending
+
+        def before(x: Value) -> list[Value]:
+            return self._module.passed(x) or self._module.operands(x)
+
+        found = [*itertools.islice(reached(value, before), _MAX_STEPS)]
+        makers = filter(None, map(self._module.maker, found))
+        is_fixed = all(one.opcode not in ("parameter", "while") for one in makers)
+        return is_fixed and len(found) < _MAX_STEPS

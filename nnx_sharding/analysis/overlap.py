@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from .hlo import Module
 from .instructions import Computation, Instruction
-from .values import Value
+from .opcodes import PRODUCTS
+from .values import Value, reached
 from .work import Work, executed_work
 
 # How often a computation or instruction runs a collective, by channel, or a matrix product (None).
@@ -121,8 +122,8 @@ class Overlap:
         inside = sum((self._contents(name) for _, name in one.calls), _Contents())
         if _is_collective(one):
             inside[_channel(one)] += 1
-        is_product = one.opcode in ("dot", "ragged-dot", "convolution")
-        if is_product or (one.opcode == "custom-call" and _PRODUCT.search(one.rest)):
+        is_call = one.opcode == "custom-call"
+        if one.opcode in PRODUCTS or (is_call and _PRODUCT.search(one.rest)):
             inside[None] += 1
         return inside
 
@@ -150,10 +151,4 @@ def _reversed(edges: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
 
 def _reached(edges: Mapping[str, Iterable[str]], start: str) -> set[str]:
     """What can be reached along edges, without the start."""
-    found, open_ = set[str](), [*edges.get(start, ())]
-    while open_:
-        name = open_.pop()
-        if name not in found:
-            found.add(name)
-            open_ += edges.get(name, ())
-    return found
+    return {*reached(start, lambda name: edges.get(name, ()))} - {start}

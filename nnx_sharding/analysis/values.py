@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from .instructions import Computation, Instruction
+
+T = TypeVar("T")
+
+
+def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Something and all that can be reached from it, each once."""
+    pending, seen = [start], {start}
+    while pending:
+        one = pending.pop()
+        yield one
+        new = dict.fromkeys(other for other in following(one) if other not in seen)
+        seen.update(new)
+        pending += new
 
 
 class Value(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from .cost import Cost
 from .hlo import Module
 from .instructions import Instruction, Shape, total_bytes
-from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
+from .opcodes import ELEMENTWISE, FREE, PRODUCTS, SLICES, TRANSCENDENTAL, base
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 UNKNOWN_LENGTH = "those of unknown length once"
@@ -153,7 +153,8 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
         return Work(8 * elements * steps, 0, accessed)
     if one.opcode == "custom-call" and (estimate := custom_work(one)) is not None:
         return estimate
-    flops = _product_flops(one, by_name) if one.opcode in _PRODUCTS else 0
+    is_product = one.opcode in PRODUCTS or one.opcode == "custom-call"
+    flops = _product_flops(one, by_name) if is_product else 0
     if not flops:
         return Work(0, 0, accessed)
     inputs = {by_name[name].results[0].dtype for name in one.operand_names[:2]}
@@ -161,7 +162,6 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
     return Work(flops, 0, accessed, flops * int8, flops * fp8)
 
 
-_PRODUCTS = {"convolution", "custom-call", "dot", "ragged-dot"}
 _COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
 # What the compilers themselves call, to pass values on and to mark them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -113,7 +114,7 @@ def shard_batches(
     return ShardedBatches(batches, options)
 
 
-class ShardedBatches(Iterable[Any]):
+class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
     """The iterable that :func:`~nnx_sharding.placement.shard_batches` returns.
 
     Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
@@ -142,9 +143,6 @@ class ShardedBatches(Iterable[Any]):
         for iterator in list(self._open):
             iterator.close()
 
-    def __enter__(self) -> ShardedBatches:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -153,7 +151,7 @@ class ShardedBatches(Iterable[Any]):
         return f"shard_batches({type(self._batches).__name__}, {specs}, {uneven!r})"
 
 
-class BatchIterator(Iterator[Any]):
+class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
     """One iteration over a :class:`ShardedBatches`.
 
     Loading begins with the first ``next``. An error of the loader is raised in place of the
@@ -237,9 +235,6 @@ class BatchIterator(Iterator[Any]):
                 "iterators have get_state and set_state, such as one of Grain."
             )
         return getattr(self._source, name)
-
-    def __enter__(self) -> BatchIterator:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""Several processes of one program on this machine, each in a process group of its own.
+"""Several processes of one program on this machine, in one process group.
 
 Each of them runs this file as a script, which imports only the standard library: the program can
 still set the variables that JAX reads.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import runpy
 import signal
@@ -18,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -36,7 +36,7 @@ def launch(
 
     In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
     by line, after the number of the process. The first failure ends all of them, with what they
-    have started in their process groups.
+    have started in their process group.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
@@ -64,11 +64,10 @@ def launch(
     if not program or min(processes, devices_per_process) < 1:
         found = f"{processes} processes of {devices_per_process} devices"
         raise ValueError(f"expected a program, and a positive number of each, got {found}.")
-    ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # ranks and exit codes
     workers: list[Any] = []
     readers: list[threading.Thread] = []
     code, how, start = 0, "", time.monotonic()
-    with socket.socket() as port:
+    with socket.socket() as port, ThreadPoolExecutor(processes) as pool:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port.bind(("127.0.0.1", 0))
@@ -83,22 +82,20 @@ def launch(
                     stderr=subprocess.PIPE,
                     encoding="utf-8",
                     errors="backslashreplace",
-                    start_new_session=True,  # only the launcher receives Ctrl-C
+                    # That of the first; only the launcher receives Ctrl-C.
+                    process_group=workers[0].pid if workers else 0,
                 )
                 workers.append(process)
                 for pipe, shown in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     readers.append(_thread(_copy, rank, pipe, shown))
-                _thread(lambda rank, process: ends.put((rank, process.wait())), rank, process)
-            for _ in workers:
-                left = threading.TIMEOUT_MAX
-                if timeout is not None:
-                    left = min(left, max(0.0, start + timeout - time.monotonic()))
-                rank, code = ends.get(timeout=left)
-                if code:
+            # Only now: a group that has begun to be waited for may be gone.
+            ends = {pool.submit(process.wait): rank for rank, process in enumerate(workers)}
+            for end in as_completed(ends, timeout and min(timeout, threading.TIMEOUT_MAX)):
+                if code := end.result():
                     name = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else ""
-                    how = f"process {rank} failed with {name or f'exit code {code}'}"
+                    how = f"process {ends[end]} failed with {name or f'exit code {code}'}"
                     break
-        except queue.Empty:
+        except TimeoutError:
             code, how = 124, "timed out"  # as timeout(1)
         except KeyboardInterrupt:
             code, how = -signal.SIGINT, "ended by signal 2 (SIGINT)"
@@ -151,12 +148,11 @@ def _copy(rank: int, pipe: Any, shown: Any) -> None:
 
 
 def _end(workers: Sequence[Any], grace: float) -> None:
-    """Ends the process groups of the workers: asks them, then kills what is left."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """Ends the process group of the workers: asks it, then kills what is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL) if workers else ():
         deadline = time.monotonic() + grace
-        for process in workers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(workers[0].pid, number)
         for process in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -175,11 +171,8 @@ def _run(program: list[str]) -> None:
             runpy.run_path(program[0], run_name="__main__")
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if code:
-            # JAX's exit handler waits for the other processes, which wait for this one.
-            late = threading.Timer(1.0, os._exit, (code if isinstance(code, int) else 1,))
-            late.daemon = True
-            late.start()
+        if code:  # JAX's exit handler waits for the other processes, which wait for this one
+            _thread(_exit_late, code if isinstance(code, int) else 1)
         if isinstance(error, SystemExit):
             raise
         frames = error.__traceback__  # without those of this file
@@ -187,6 +180,11 @@ def _run(program: list[str]) -> None:
             frames = frames.tb_next
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         sys.exit(1)
+
+
+def _exit_late(code: int) -> None:
+    time.sleep(1.0)
+    os._exit(code)
 
 
 def _end_with(launcher: int) -> None:
