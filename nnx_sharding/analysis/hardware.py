@@ -41,6 +41,12 @@ class Hardware(JsonForm):
 
     Raises:
       ValueError: a figure is not positive, or ``torus_dimensions`` is none of 0, 2 and 3.
+
+    Example:
+      >>> from nnx_sharding.analysis import Hardware
+      >>> mine = Hardware("mine", 1e14, 16 * 2**30, 1e12, 1e11, torus_dimensions=2)
+      >>> mine.link_bandwidth  # four links
+      25000000000.0
     """
 
     name: str

@@ -235,6 +235,16 @@ def create_pattern_based_partition_spec(
     over both. Axes after a comma without an ``->`` belong to the rule before it. The first rule
     that is found decides, else ``default_spec`` or ``P()``. Specs are truncated to the rank of the
     array; the mesh, if given, must have their axes.
+
+    Raises:
+      ValueError: a rule has another form, or the mesh lacks an axis.
+
+    Example:
+      >>> import numpy as np
+      >>> from nnx_sharding.compat.eformer import create_pattern_based_partition_spec
+      >>> spec_of = create_pattern_based_partition_spec("up|gate->None.model, norm->None")
+      >>> spec_of("blocks/0/up", np.ones((2, 4)))
+      P(None, 'model')
     """
     rules: dict[str, list[Any]] = {}
     regex = ""

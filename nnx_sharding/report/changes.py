@@ -145,6 +145,9 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
       Different versions of JAX, Flax and Python are reported with them, but are not changes
       themselves.
 
+    Raises:
+      ValueError: one is a report and the other a comparison, or a file has none of this release.
+
     Example:
       >>> import jax
       >>> from jax.sharding import PartitionSpec as P

@@ -114,7 +114,11 @@ class Comparison(JsonForm):
         return None if peak is None else peak <= self.memory_limit
 
     def best(self, column: Column) -> str | None:
-        """The strategy that fits with the lowest of one of the ``figures``; None if none fits."""
+        """The strategy that fits with the lowest of one of the ``figures``; None if none fits.
+
+        Raises:
+          ValueError: there is no such figure.
+        """
         if column not in get_args(Column):
             raise ValueError(f"the column must be one of {get_args(Column)}, got {column!r}.")
         figures = self.figures

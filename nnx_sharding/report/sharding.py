@@ -156,6 +156,9 @@ def check_sharding(
       The report. Where no rule matches or a spec cannot be used, the array counts as replicated;
       likewise where a rule has None, unless the array is already on a mesh.
 
+    Raises:
+      NoMeshError: a ``PartitionSpec`` has no mesh. What is wrong with the sharding is reported.
+
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P

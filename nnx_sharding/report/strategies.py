@@ -38,6 +38,16 @@ class Strategy:
         the abstract arguments and with the mesh in context.
       mesh: the mesh of this strategy, as for :func:`compare`; None uses that of the comparison.
       out_shardings: as for :func:`~nnx_sharding.jit`.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.report import Strategy, compare
+      >>> meshes = {"4 × 2": {"a": 4, "b": 2}, "8": {"a": 8}}
+      >>> strategies = {name: Strategy(P("a"), mesh=mesh) for name, mesh in meshes.items()}
+      >>> x = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> compare(strategies, lambda x: x + 1, x).best("arguments")
+      '8'
     """
 
     in_shardings: Any
@@ -90,6 +100,10 @@ def compare(
       The comparison. Without a topology, the figures of a mesh larger than the machine are those of
       XLA for CPUs, which computes bfloat16 in float32: temporaries and the bytes sent are upper
       bounds.
+
+    Raises:
+      TypeError: an option is one that ``compare`` sets itself, such as ``in_shardings``, or
+        ``fun`` is wrapped by something else than ``jit``.
 
     Example:
       >>> import jax

@@ -36,6 +36,12 @@ class InOutSharding:
         in a layer with an ``output``.
       schedule: what strategies such as ``pipeline`` call in place of the method.
 
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import ActivationSharding, InOutSharding
+      >>> split = InOutSharding(P("data", "model"), input=P("data"))
+      >>> ActivationSharding({"up$": split}).shardings == (split,)
+      True
     """
 
     output: Any = None

@@ -116,6 +116,11 @@ class Paths(nnx.filterlib.PathIn):
     Args:
       paths: the paths, each the keys from the argument to a Variable.
       note: why they have their sharding, for reports.
+
+    Example:
+      >>> from nnx_sharding import filters
+      >>> filters.Paths([("blocks", 3, "up")])(("blocks", 3, "up"), None)
+      True
     """
 
     note: str

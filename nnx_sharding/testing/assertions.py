@@ -86,6 +86,11 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
       expected: the number of instructions for each kind and the mesh axes that it runs over, in any
         order: ``{("all-reduce", "model"): 2}``. One in a loop counts once.
 
+    Raises:
+      AssertionError: they differ.
+      ValueError: a kind is unknown, or the mesh has no such axis.
+      TypeError: ``expected`` has another form.
+
     Example:
       >>> import jax
       >>> from jax.sharding import PartitionSpec as P
@@ -127,6 +132,19 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       program: a compiled function, or its report.
       limit: bytes, or a text such as ``"1 GiB"``.
       axes: a mesh axis, or several: counts collectives over any of them. None for all.
+
+    Raises:
+      AssertionError: it sends more, or an unknown number of times.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.partition import make_mesh
+      >>> from nnx_sharding.testing import assert_bytes_sent_below
+      >>> fun = jit(lambda x: x.sum(1), in_shardings=P(None, "model"), mesh=make_mesh({"model": 8}))
+      >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
+      >>> assert_bytes_sent_below(compiled, 448)  # 2 · 256 · 7/8
     """
     most = read_bytes(limit)
     report, wanted, some = _collectives(program, axes)
@@ -145,6 +163,17 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
     Args:
       program: a compiled function, or its report.
       limit: bytes, or a text such as ``"2 GiB"``.
+
+    Raises:
+      AssertionError: it takes as much, or more.
+      ValueError: the backend does not report it.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.testing import assert_peak_below
+      >>> double = jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((64,), "float32")).compile()
+      >>> assert_peak_below(double, "1 KiB")
     """
     most, report = read_bytes(limit), _report(program)
     memory = report.memory
@@ -208,6 +237,9 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
     Args:
       program: a compiled function, or its report.
       layers: how many layers an iteration runs: the ``unroll`` of the stack.
+
+    Raises:
+      AssertionError: a gather depends on products, or nothing is gathered in a loop.
 
     Example:
       >>> import jax
@@ -299,6 +331,10 @@ def assert_sharded(
       allowed: regular expressions; an array may be replicated if one matches in its path.
       sharding: rules to check instead of the present shardings; the model may then be abstract.
       mesh: the mesh of these rules.
+
+    Raises:
+      AssertionError: more is replicated.
+      ValueError: the rules do not fit the model, or a pattern of ``allowed`` matches nothing.
 
     Example:
       >>> from flax import nnx

@@ -71,6 +71,11 @@ def accumulate_gradients(
     Returns:
       A function that returns ``(value, gradient)`` like that of ``value_and_grad``.
 
+    Raises:
+      TypeError: ``steps`` is not a positive integer. When called: auxiliary data are not arrays.
+      ValueError: when called, if no argument is a batch, ``batch`` names an unknown argument, or
+        the rows are not a multiple of the steps times the devices that shard them.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx

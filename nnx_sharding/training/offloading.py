@@ -43,6 +43,10 @@ def offload(
     Returns:
       The shardings.
 
+    Raises:
+      NoMeshError: there is no mesh.
+      ValueError: the filter matches no array that can be offloaded.
+
     Example:
       >>> import jax, optax
       >>> from flax import nnx
