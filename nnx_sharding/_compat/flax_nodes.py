@@ -12,7 +12,7 @@ from flax import nnx
 from flax.nnx import graphlib, pytreelib
 from flax.typing import HashableMapping as HashableMapping
 
-from .jax_names import private_name
+from .jax_names import identity, private_name
 
 _GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
@@ -78,7 +78,7 @@ def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
     own, statuses = get_dict(node) if has_own else {}, _untagged(getattr(node, STATUSES, {}))
     is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     names, in_own = (*own,), [*own.values()]
-    key = (type(node), *names, None, *is_data, *map(id, is_data.values()))
+    key = (type(node), *names, None, *is_data, *map(identity, is_data.values()))
     form = (forms.get(key) or _FORMS.get(key)) if has_own else None
     if form is not None:  # many times as fast as Flax
         values = [*map(in_own.__getitem__, form.order)]

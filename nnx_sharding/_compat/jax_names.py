@@ -22,6 +22,10 @@ from .._version import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# A number for an object, as `id` gives it. But `id` raises an audit event, and `filelock`, which
+# JAX imports where it is installed, has a hook in Python for these: they take seven times as long.
+identity: Callable[[Any], int] = object.__hash__
+
 
 def private_name(module: str, name: str, *, optional: bool = False) -> Any:
     """A private name; None for an optional one that is not in the installed release."""

@@ -55,11 +55,12 @@ def flatten(
     snapshot: Snapshot | None = None,
     recorder: WalkRecorder | None = None,
 ) -> Flat:
-    """Flattens a pytree of NNX objects, arrays and scalars; tree mode raises if it is not one.
+    """Flattens a pytree of NNX objects, arrays and scalars.
 
     Args:
       tree: any pytree; NNX objects in it may share references and form cycles.
-      graph: False for Flax's tree mode: no Variable is shared, each leaf of data is an array.
+      graph: False for Flax's tree mode: each leaf of data is an array, and a module that is met
+        again is another one. Whether it is a tree, `Structure.check_tree` tells.
       known: objects that get the first indices; None if ``tree`` is the input of a function.
       copied: the indices of known modules whose entries are None; new ones take their place.
       statics: static arguments.
@@ -81,8 +82,6 @@ def flatten(
     slots = tuple(flattener.slots), tuple(root_slots)
     entries, origins = tuple(flattener.entries), flattener.origins
     structure = Structure(entries, root, *slots, static_children, origins)
-    if not graph and known is None:
-        structure.check_tree()
     return Flat(structure, flattener.leaves, flattener.objects, recorder=flattener.recorder)
 
 
@@ -113,7 +112,7 @@ class _Flattener:
 
     def __post_init__(self) -> None:
         self.tracing = not _compat.trace_is_clean()
-        self.index = {id(obj): i for i, obj in enumerate(self.objects)}
+        self.index = {_compat.identity(obj): i for i, obj in enumerate(self.objects)}
         self.entries: list[Entry | None] = [None] * len(self.objects)
         self.slots: list[tuple[int, ...]] = [()] * len(self.objects)
         self.leaves: list[Any] = []
@@ -130,9 +129,9 @@ class _Flattener:
 
     def link(self, obj: Any, at: int = NOWHERE) -> int:
         """The index of an object, which will be described if this is the first link to it."""
-        index = self.index.get(id(obj))
+        index = self.index.get(_compat.identity(obj))
         if index is None or index in self.copied or (not self.graph and self._repeats(index)):
-            index = self.index[id(obj)] = len(self.objects)
+            index = self.index[_compat.identity(obj)] = len(self.objects)
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
@@ -208,7 +207,7 @@ class _Flattener:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""
         metadata = _compat.get_metadata(variable)
         names, values = (*metadata,), [*metadata.values()]
-        key = (*names, *map(id, values))
+        key = (*names, *map(_compat.identity, values))
         found: tuple[tuple[str, Child], ...] | None
         found, _, rules = self._metadata.get(key, (None, (), b""))
         places = self._open(Kind.METADATA, at, names, values, rules)
@@ -230,7 +229,7 @@ class _Flattener:
         if own is None:
             self.recorder = None
         statics = [*compress(values, form.is_static)]
-        row = self._rows.get(id(form))
+        row = self._rows.get(_compat.identity(form))
         if row is not None and all(map(operator.is_, statics, row.values)):
             rules, left, children = row.rules, form.others, [*row.children]
         else:
@@ -243,7 +242,7 @@ class _Flattener:
             new = bytearray(len(values))
             for i in compress(left, form.is_static):
                 new[form.order[i]] = rule_of(children[i])
-            self._rows[id(form)] = _Row(form, statics, children, bytes(new))
+            self._rows[_compat.identity(form)] = _Row(form, statics, children, bytes(new))
         return NodeEntry(type(obj), form.metadata, form.keys, tuple(children))
 
     def _open(
@@ -272,9 +271,9 @@ class _Flattener:
         kind = type(value)
         if kind is str or kind is int or kind is bool or value is None:
             child: Static | Group = Static.of(value)
-        elif (known := self._statics.get(id(value))) is not None:
+        elif (known := self._statics.get(_compat.identity(value))) is not None:
             child = known[0]
-        elif (index := self.index.get(id(value))) is not None:
+        elif (index := self.index.get(_compat.identity(value))) is not None:
             return self.link_index(index, at)
         else:
             child = Static.of(value, hold=self._holds(value))
@@ -284,7 +283,7 @@ class _Flattener:
             if content is not None:
                 child = Group(content.kind, self._parts(value, content, at))
             if content is None or at == NOWHERE:  # a recorder opens a group wherever it is
-                self._statics[id(value)] = child, value
+                self._statics[_compat.identity(value)] = child, value
         if at != NOWHERE and self.recorder is not None and isinstance(child, Static):
             self.recorder.add_static(at, value, child)
         return child
@@ -295,7 +294,7 @@ class _Flattener:
         return tuple(map(self.static, content.parts, places))
 
     def _holds(self, value: Any) -> bool:
-        return self.held and id(value) not in self.borrowed
+        return self.held and _compat.identity(value) not in self.borrowed
 
     def pytree(
         self,

@@ -71,6 +71,8 @@ def resolve_call(
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
+    if not graph:
+        structure.check_tree()
     prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
     positional = [signature.names[i] for i in signature.dynamic]
     option = f"{transform.name}: {transform.in_name}"

@@ -208,16 +208,18 @@ class Pure:
     def _flatten_after(self, out: Any, built: Built, carried: Set[int], before: Snapshot) -> Flat:
         """The graph after the call, with the objects of the arguments first."""
         if not self.graph:
-            flatten(out, graph=False)  # refuses objects that are shared within the output
+            flatten(out, graph=False).structure.check_tree()
         structure, updates, name = self.structure, self.updates, self.transform.name
-        borrowed = {id(static.value) for static in structure.identities()}
+        borrowed = {_compat.identity(static.value) for static in structure.identities()}
         nodes = {i for i, x in enumerate(structure.entries) if isinstance(x, NodeEntry)}
         after = flatten(
             out,
             graph=self.graph,
             known=built.objects,
             copied=frozenset() if updates else nodes - carried,
-            borrowed=borrowed.union(id(built.objects[i]) for i in structure.static_indices()),
+            borrowed=borrowed.union(
+                _compat.identity(built.objects[i]) for i in structure.static_indices()
+            ),
             snapshot=before,
         )
         check_objects(structure, after, self.targets, borrowed, name=name, updates=updates)
@@ -327,12 +329,12 @@ class Pure:
         )
         outputs: list[list[Any]] = [[] for _ in groups]
         labels: list[list[str]] = [[] for _ in groups]
-        inputs = {id(leaf): slot for slot, leaf in enumerate(leaves)}
+        inputs = {_compat.identity(leaf): slot for slot, leaf in enumerate(leaves)}
         refs = structure.slots_of(RefEntry)
         for slot, leaf in enumerate(after.leaves):
             is_ref = slot in refs and _compat.is_ref(leaf)
-            if is_ref and id(leaf) in inputs:
-                sources[slot] = (-1, inputs[id(leaf)])
+            if is_ref and _compat.identity(leaf) in inputs:
+                sources[slot] = (-1, inputs[_compat.identity(leaf)])
             elif slot not in sources:
                 number = numbers[specs[slot]]
                 sources[slot] = (number, len(outputs[number]))

@@ -67,7 +67,7 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
     if issubclass(kind, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
     if issubclass(kind, enum.Enum | type):
-        return kind, id(value)  # whoever holds the key also holds the value
+        return kind, _compat.identity(value)  # whoever holds the key also holds the value
     if issubclass(kind, np.generic) and not issubclass(kind, np.void):
         return kind, value.dtype, value.tobytes()
     if issubclass(kind, tuple | frozenset) and not has_state(kind):
@@ -119,7 +119,7 @@ class Static:
     def __init__(self, value: Any, hold: bool = True):
         key = value_key(value)
         self.by_identity = key is None
-        self._key = id(value) if key is None else key
+        self._key = _compat.identity(value) if key is None else key
         self._value, self._ref = value, None
         self.note: Any = None  # for diagnostics: a description of an object compared by identity
         if self.by_identity and not hold:
@@ -142,7 +142,7 @@ class Static:
     @property
     def identity(self) -> int:
         """A number for an object compared by identity, unique as long as this exists."""
-        return id(self._value if self._ref is None else self._ref)
+        return _compat.identity(self._value if self._ref is None else self._ref)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or self._key != other._key:

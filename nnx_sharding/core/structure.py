@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 
+from .. import _compat
 from ..errors import raise_listed
 from ..specs.paths import Item, Metadata, Path, accessor, path_string
 from .static_equality import Static
@@ -145,9 +146,11 @@ class Structure:
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
         # Variables share their metadata, and nodes of one kind most of their children.
-        entries = {id(x.metadata if is_leaf_variable(x) else x): x for x in self.entries}
+        entries = {
+            _compat.identity(x.metadata if is_leaf_variable(x) else x): x for x in self.entries
+        }
         groups = ((self.root, *self.statics), *map(children_of, entries.values()))
-        unique = {id(x): x for x in chain(*groups) if type(x) is not int}
+        unique = {_compat.identity(x): x for x in chain(*groups) if type(x) is not int}
         return identities_in(unique.values())
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:

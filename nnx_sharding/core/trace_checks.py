@@ -178,7 +178,7 @@ def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
             stack += [(path + key, part) for key, part in parts_of(child).items()]
         elif isinstance(child, Static):
             is_traced = isinstance(child.value, jax.core.Tracer)
-            if is_traced and id(child.value) not in borrowed:
+            if is_traced and _compat.identity(child.value) not in borrowed:
                 yield path
 
 

@@ -66,7 +66,8 @@ def unflatten(
         slots = structure.slots[index]
         arrays: Any = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(objects[index]):
-            if len(plain[id(entry.metadata)]) < len(entry.metadata):  # some of it links to objects
+            known = plain[_compat.identity(entry.metadata)]
+            if len(known) < len(entry.metadata):  # some of it links to objects
                 _compat.set_metadata(objects[index], _metadata(entry, objects))
             _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
         elif isinstance(entry, NodeEntry):
@@ -87,10 +88,10 @@ def _new_object(
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
     if isinstance(entry, VariableEntry):
-        settings = plain.get(id(entry.metadata))
+        settings = plain.get(_compat.identity(entry.metadata))
         if settings is None:
             pairs = ((name, x.value) for name, x in entry.metadata if isinstance(x, Static))
-            settings = plain[id(entry.metadata)] = dict(pairs)
+            settings = plain[_compat.identity(entry.metadata)] = dict(pairs)
         # Within a trace, hijax Variables are plain ones.
         if settings.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
             value = assemble(entry.value, (leaves[slot] for slot in slots), ())

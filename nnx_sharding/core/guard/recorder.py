@@ -70,7 +70,7 @@ class WalkRecorder:
         """Notes a static value that cannot change."""
         self._rules[position] = rule_of(static)
         if static.by_identity:
-            self.identities[id(value)] = value
+            self.identities[_compat.identity(value)] = value
 
     def add_object(self, position: int, index: int) -> None:
         """Notes a reference to the object with an index."""
@@ -81,7 +81,7 @@ class WalkRecorder:
     def fix(self, index: int, obj: Any) -> None:
         """Notes that an object is compared by identity."""
         self._fixed.add(index)
-        self.identities[id(obj)] = obj
+        self.identities[_compat.identity(obj)] = obj
 
     def open_variable(self, position: int, variable: Any, value: Any) -> int:
         """Adds the trace and the value of a Variable; returns the position of the value."""

@@ -303,7 +303,7 @@ class Guards:
             ]
             pick = self._pick_modules.setdefault(types, picker(positions))
             make_room(self._pick_modules, MAX_ARGUMENTS)
-        return types, (*map(id, pick(arguments)),)
+        return types, (*map(_compat.identity, pick(arguments)),)
 
 
 def make_room(table: dict[Any, V], limit: int) -> list[V]:

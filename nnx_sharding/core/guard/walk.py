@@ -134,9 +134,11 @@ class PythonWalk:
         if stream is None:
             return None
         frozen, traces = self._frozen(stream), self._traces(stream)
-        of_traces = {*map(id, traces)}
+        of_traces = {*map(_compat.identity, traces)}
         pairs = zip(frozen, pins.frozen, strict=True)
-        if not all(id(one) in of_traces or same_value(one, two) for one, two in pairs):
+        if not all(
+            _compat.identity(one) in of_traces or same_value(one, two) for one, two in pairs
+        ):
             return None
         mentions = ids_of(self._mentions(stream))
         ids, pinned = np.frombuffer(mentions, np.uint64), np.frombuffer(pins.mentions, np.uint64)
