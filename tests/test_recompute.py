@@ -242,6 +242,25 @@ class PolicyTest(parameterized.TestCase):
         sources = {x.source for x in saved_residuals(loss, Model(), X) if x.shape == (3, 8, 16)}
         assert sources == {"model.blocks.layers"}
 
+    @parameterized.parameters("jit", "remat", "vmap", "scan")
+    def test_a_trace_of_another_call_is_not_used_again(self, name):
+        """JAX has traced the inner function without filters, and for a block of another path."""
+        call = {
+            "jit": OURS.jit(MLP.__call__),
+            "remat": OURS.remat(MLP.__call__),
+            "vmap": OURS.vmap(MLP.__call__, in_axes=(None, 0)),
+            "scan": OURS.scan(MLP.__call__, in_axes=(None, 0), out_axes=0),
+        }[name]
+
+        def fun(m, x):
+            for block in m.blocks:
+                x = jnp.tanh(call(block, x))
+            return x.mean()
+
+        OURS.jit(fun)(deep(), X)
+        assert self.kept({"blocks/1/up": "save"}, fun).bytes() == KEPT_BY_UP
+        assert self.kept({"blocks/[12]/up": "save"}, fun).bytes() == 2 * KEPT_BY_UP
+
     def test_through_vmap_and_remat(self):
         def fun(m, x):
             inner = OURS.remat(lambda m, x: m(x), policy={"down": "save"})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -77,10 +78,25 @@ class _Used(dict[Any, set[tuple[int, int]]]):
 _TAGS = jax.make_user_context()
 
 
+class Known(dict[int, tuple[Path, Any]]):
+    """The modules known to a surrounding ``remat`` with filters: by id, path and module."""
+
+    def __init__(self, modules: Mapping[int, tuple[Path, Any]]):
+        super().__init__(modules)
+        self.trace = object()  # JAX keeps this, and so must not keep the modules
+
+
+KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
+
+
 def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
-    """A context in which JAX reuses no trace of a call for modules with other declarations."""
+    """A context in which JAX reuses no trace of a call for modules with other declarations.
+
+    Nor for modules that a surrounding ``remat`` knows by other paths.
+    """
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
-    return _TAGS(tags) if any(tags) else contextlib.nullcontext()
+    paths = tuple((x.trace, *(x.get(id(one), (None,))[0] for one in objects)) for x in KNOWN.get())
+    return _TAGS((tags, paths)) if paths or any(tags) else contextlib.nullcontext()
 
 
 def pass_tags(caller: Caller, built: Built) -> None:
@@ -90,12 +106,21 @@ def pass_tags(caller: Caller, built: Built) -> None:
             _compat.tag_node(new, tag)
 
 
+def pass_paths(caller: Caller, built: Built) -> None:
+    """Passes the paths of modules known to a surrounding ``remat`` on to an inner trace."""
+    for known in KNOWN.get():
+        for old, new in zip(caller.objects, built.objects, strict=True):
+            if id(old) in known:
+                known[id(new)] = known[id(old)][0], new
+
+
 @contextlib.contextmanager
 def sharded_activations(
     pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
 ) -> Iterator[Callable[..., Any]]:
     """Shards the activations of modules in a trace; yields what to call for the user's function."""
     assert isinstance(pure.transform, Sharded)
+    pass_paths(caller, built)
     scope = Scope(pure, pure.transform, built, leaves)
     if not scope.is_needed:
         pass_tags(caller, built)

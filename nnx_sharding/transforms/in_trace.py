@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 
 from .. import _compat
-from ..activations.tracing import inherited, pass_tags
+from ..activations.tracing import inherited, pass_paths, pass_tags
 from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat
@@ -26,14 +25,8 @@ from ..core.static_equality import Static
 from ..core.targets import PLAIN
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
-from ..specs.paths import Path
 from .lifted_function import LiftedFunction, P, R, unbind
 from .partial_sums import PARTIAL_SUMS
-
-# The modules known to a surrounding ``remat`` with filters: by id, path and module.
-Known: TypeAlias = dict[int, tuple[Path, Any]]
-KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
-
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -148,10 +141,7 @@ class InnerTransform(Transform):
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Function]:
         pass_tags(caller, built)
-        for known in KNOWN.get():
-            for old, new in zip(caller.objects, built.objects, strict=True):
-                if id(old) in known:
-                    known[id(new)] = known[id(old)][0], new
+        pass_paths(caller, built)
         return contextlib.nullcontext(self.wrapped(pure, caller, built))
 
     def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:

@@ -193,10 +193,9 @@ class Loop:
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _is_carried(leaves[slot])]
         fixed = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
-        # At top level JAX compiles the loop again for each new function, so it is kept, but must
-        # not keep the user's objects alive.
-        is_kept = _compat.trace_is_clean() and not self._has_refs
-        is_kept = is_kept and all(isinstance(leaves[s], PLAIN) for s, _ in fixed)
+        # JAX traces, and at top level compiles, the loop again for each new function, so it is
+        # kept, but must not keep the user's objects alive.
+        is_kept = not self._has_refs and all(isinstance(leaves[s], PLAIN) for s, _ in fixed)
         step = (self._kept_step if is_kept else self._step)(fixed)
         slots = [*self._carried, *others]
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
 from ..activations.intercept import handler_here, with_handler
+from ..activations.tracing import KNOWN, Known
 from ..core.call_context import Caller
 from ..core.known_faults import jaxprs_of
 from ..core.pure import Pure
@@ -22,7 +23,7 @@ from ..errors import raise_listed
 from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
-from .in_trace import KNOWN, Function, Inner, InnerTransform, Known, is_traced, of_slots
+from .in_trace import Function, Inner, InnerTransform, is_traced, of_slots
 from .lifted_function import lift
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
@@ -125,13 +126,15 @@ class _Remat(InnerTransform):
         if not isinstance(self.policy, _Rules):
             return super().wrapped(pure, caller, built)
         rules, outer = self.policy, handler_here()
-        known: Known = {
-            id(built.objects[index]): (path, built.objects[index])
-            for target in pure.targets
-            for part in target.parts
-            for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
-            if isinstance(pure.structure.entries[index], NodeEntry)
-        }
+        known = Known(
+            {
+                id(built.objects[index]): (path, built.objects[index])
+                for target in pure.targets
+                for part in target.parts
+                for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
+                if isinstance(pure.structure.entries[index], NodeEntry)
+            }
+        )
 
         def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
             if outer is None:
