@@ -44,7 +44,7 @@ class Watched:
         self.arguments = (*args, *kwargs.values())
         flat = self.lifted._split(args, kwargs, record=True)[1]
         self.flat = flat._replace(recorder=None)
-        guard = make_guard(flat, self.arguments)
+        guard = make_guard(flat, self.arguments, "f")
         self.guards = []
         if guard is not None:
             self.recipe = flat.recorder.recipe_and_pins()[0]

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +18,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from .. import _compat
 from ..analysis.memory import array_bytes
 from ..core import transfer as moves
-from ..core.flatten import Flat, flatten
-from ..core.guard.store import make_room
+from ..core.flatten import Flat
+from ..core.guard.store import KnownModels, make_room
 from ..core.interrupts import deferred
 from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
 from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..specs.fitting import axes_of_type
-from .names import NamedArray, filled, may_wrap, named_arrays, on_auto_axes, selected
+from .names import NamedArray, filled, is_key, may_wrap, named_arrays, on_auto_axes, selected
 from .safetensors import WEIGHTS
 from .tensor_files import Region
 from .tensor_rules import Placement, Rule, boxes, matched, read_rules
@@ -35,6 +35,7 @@ _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 # The plans of earlier calls, the last ones used at the end.
 _PLANS: dict[Any, list[_Step]] = {}
 _MOST_PLANS = 64
+_MODELS = KnownModels("transfer", 2 * _MOST_PLANS)
 
 # The bytes of memory that a program may always take.
 _SMALL = 2**24
@@ -105,7 +106,7 @@ def transfer(
       >>> server[0].kernel.sharding.spec
       P('model',)
     """
-    given, flat = flatten(source), flatten(target)
+    given, flat = map(_MODELS.flatten, (source, target))
     key: Any = None
     plan: list[_Step] | None = None
     signatures = [tuple(map(_signature, each.leaves)) for each in (given, flat)]
@@ -116,6 +117,10 @@ def transfer(
         plan = _PLANS.pop(key, None)
     except TypeError:  # a filter that is a list
         key = None
+    if plan is not None:
+        _MODELS.add(source, given)
+        _MODELS.add(target, flat)
+    flat = flat._replace(recorder=None)  # which holds the old values
     plan = plan or _plan(given, flat, _SAME if rules is None else rules, *options)
     if key is not None:
         _PLANS[key] = plan
@@ -141,11 +146,17 @@ class _Goal(NamedTuple):
     has_program: bool  # whether a program on the devices of the sources makes it
     place: Any  # its sharding there: that of the target if that is on the same devices
     is_copied: bool  # whether copies of parts shard it: on CPUs they are quicker than collectives
+    is_put: bool  # whether it is the source with its sharding, so one `jax.device_put` copies it
 
     @property
     def nbytes(self) -> int:
         """Its size."""
         return array_bytes(self.array.leaf.shape, self.array.leaf.dtype)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its program puts it where it belongs."""
+        return bool(self.place == self.sharding)
 
 
 class _Step(NamedTuple):
@@ -179,13 +190,15 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
             made = [g.build(*(source[i] for i in g.sources)) for g in step.goals]
         else:
             made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
-        if step.goals[0].is_copied:
+        if step.goals[0].is_put:
+            made = jax.device_put(made, shardings, may_alias=False)
+        elif step.goals[0].is_copied:
             finished_on_cpu(made)
-            made = [_copied(x, goal) for x, goal in zip(made, step.goals, strict=True)]
-            made = moves.transfer(made, shardings)
+            pairs = zip(made, shardings, strict=True)
+            made = [moves.assembled(x, sharding, alias=True) for x, sharding in pairs]
         elif step.program is None:
             made = moves.transfer(made, shardings, donate=len(free) == len(taken), alias=False)
-        elif any(goal.place != goal.sharding for goal in step.goals):
+        elif not all(goal.is_final for goal in step.goals):
             made = moves.transfer(finished_on_cpu(made), shardings)
             jax.block_until_ready(made)  # before the next program takes memory
         finished_on_cpu(made)
@@ -200,12 +213,6 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
 
 def _first(array: Any) -> Any:
     return array
-
-
-def _copied(array: Any, goal: _Goal) -> Any:
-    """An array in new memory, unless a program made it where it belongs."""
-    is_new = goal.has_program and array.sharding.is_equivalent_to(goal.sharding, array.ndim)
-    return array if is_new else moves.assembled(array, goal.sharding)
 
 
 def _plan(
@@ -278,8 +285,9 @@ def _goal(
         has_program = False
     elif is_copied := is_copied and not (is_ready or first.is_fully_replicated):
         place = None  # programs leave the parts where they are
+    is_put = is_same and is_ready and is_here and not (donate or is_key(leaf))
     slots = tuple(x.slot for x in sources)
-    return _Goal(array, slots, build, sharding, has_program, place, is_copied)
+    return _Goal(array, slots, build, sharding, has_program, place, is_copied, is_put)
 
 
 def _built(
@@ -356,25 +364,54 @@ def _devices(leaf: Any) -> Any:
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
     """One program for all arrays on the same devices; more where it would take memory."""
     sizes = [goal.nbytes for goal in goals]
-    simple = [goal for goal in goals if not goal.has_program]
-    steps = [_Step([x for x in simple if x.is_copied is each]) for each in (False, True)]
+    simple = _grouped(((x.is_put, x.is_copied), x) for x in goals if not x.has_program)
+    steps = [*map(_Step, simple.values())]
+    programs: list[_Goal] = []
+    groups = _grouped((_devices(leaves[x.sources[0]]), x) for x in goals if x.has_program)
+    for group in groups.values():
+        if all(goal.is_final for goal in group):
+            programs += group
+            continue
+        *_, compiled = _compiled(group, leaves)
+        for goal, found in zip(group, compiled.output_shardings, strict=True):
+            shape = goal.array.leaf.shape
+            if goal.is_copied and found.is_equivalent_to(goal.sharding, len(shape)):
+                goal = goal._replace(place=goal.sharding, is_copied=False)
+            programs.append(goal)
     bins: dict[Any, list[list[_Goal]]] = {}
-    for goal in (goal for goal in goals if goal.has_program):
-        is_final = goal.place == goal.sharding
-        key = _devices(leaves[goal.sources[0]]), is_final, goal.is_copied
+    for goal in programs:
+        key = _devices(leaves[goal.sources[0]]), goal.is_final, goal.is_copied
         each = bins.setdefault(key, [[]])
         # What one program copies is freed before the next one runs.
-        most = max(*sizes, sum(sizes) // 16, _SMALL) if donate or not is_final else math.inf
+        most = max(*sizes, sum(sizes) // 16, _SMALL) if donate or not goal.is_final else math.inf
         if each[-1] and sum(x.nbytes for x in (*each[-1], goal)) > most:
             each.append([])
         each[-1].append(goal)
     for part in itertools.chain(*bins.values()):
         steps += _programs(part, leaves, max(*sizes, _SMALL))
-    return [step for step in steps if step.goals]
+    return steps
+
+
+def _grouped(pairs: Iterable[tuple[Any, _Goal]]) -> dict[Any, list[_Goal]]:
+    """The goals of each key."""
+    groups: dict[Any, list[_Goal]] = {}
+    for key, goal in pairs:
+        groups.setdefault(key, []).append(goal)
+    return groups
 
 
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[_Step]:
     """Programs that make some arrays, each with at most so many bytes of temporary memory."""
+    slots, compiled = _compiled(goals, leaves)
+    memory = compiled.memory_analysis()
+    if len(goals) > 1 and memory is not None and memory.temp_size_in_bytes > most:
+        halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
+        return [step for half in halves for step in _programs(half, leaves, most)]
+    return [_Step(goals, slots, compiled)]
+
+
+def _compiled(goals: Sequence[_Goal], leaves: Sequence[Any]) -> tuple[list[int], Any]:
+    """A program that makes some arrays, and the slots of its arguments."""
     slots = sorted({slot for goal in goals for slot in goal.sources})
     inputs = [
         _on_auto_axes(
@@ -388,12 +425,7 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[
         return [goal.build(*(given[slot] for slot in goal.sources)) for goal in goals]
 
     places = [goal.place for goal in goals]
-    compiled = jax.jit(make, out_shardings=places).lower(*inputs).compile()
-    memory = compiled.memory_analysis()
-    if len(goals) > 1 and memory is not None and memory.temp_size_in_bytes > most:
-        halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
-        return [step for half in halves for step in _programs(half, leaves, most)]
-    return [_Step(goals, slots, compiled)]
+    return slots, jax.jit(make, out_shardings=places).lower(*inputs).compile()
 
 
 def _on_auto_axes(x: Any) -> Any:

@@ -253,13 +253,16 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> _Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def assembled(array: Any, goal: Sharding) -> Any:
-    """An array made of the parts that the devices of this process hold."""
+def assembled(array: Any, goal: Sharding, *, alias: bool = False) -> Any:
+    """An array made of the parts that the devices of this process hold.
+
+    With ``alias``, CPU devices may adopt memory of a ``jax.Array``, as by ``jax.device_put``.
+    """
     array = array if isinstance(array, jax.Array) else np.asarray(array)
     shape, dtype = array.shape, array.dtype
     devices: Any = goal.addressable_devices
     if _is_keys(array):
-        words = assembled(jax.random.key_data(array), goal)
+        words = assembled(jax.random.key_data(array), goal, alias=alias)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     part = array.__getitem__
     held = {tuple((0, size) for size in shape): array}
@@ -267,24 +270,33 @@ def assembled(array: Any, goal: Sharding) -> Any:
         held = {_bounds(shard.index, shape): shard.data for shard in array.addressable_shards}
     # A CPU device may alias the memory that it is given.
     if isinstance(array, jax.Array) or any(device.platform == "cpu" for device in devices):
-        part = functools.partial(_part, held, shape, dtype)
+        alias = alias and isinstance(array, jax.Array)
+        part = functools.partial(_part, held, shape, dtype, alias)
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.make_array_from_callback(shape, goal, part, dtype=dtype)
 
 
-def _part(held: Mapping[_Bounds, Any], shape: Sequence[int], dtype: Any, index: Any) -> Any:
-    """A part of an array in new memory, from the parts that are held."""
+def _part(
+    held: Mapping[_Bounds, Any], shape: Sequence[int], dtype: Any, alias: bool, index: Any
+) -> Any:
+    """A part of an array from the parts that are held; in new memory, or with ``alias`` in one."""
     wanted = _bounds(index, shape)
     lengths = [end - start for start, end in wanted]
+    if alias:
+        for bounds, data in held.items():
+            if all(c <= a and b <= d for (a, b), (c, d) in zip(wanted, bounds, strict=True)):
+                return np.asarray(data)[_within(wanted, bounds)]
     memory = np.empty(math.prod(lengths) * dtype.itemsize + _ALIGNMENT, np.uint8)
     offset = -memory.ctypes.data % _ALIGNMENT
     new = memory[offset : len(memory) - _ALIGNMENT + offset].view(dtype).reshape(lengths)
     for bounds, data in held.items():
-        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, bounds, strict=True)]
+        pairs = zip(wanted, bounds, strict=True)
+        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
         if all(start < end for start, end in common):
-            to, source = (
-                tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, outer, strict=True))
-                for outer in (wanted, bounds)
-            )
-            new[to] = np.asarray(data)[source]
+            new[_within(common, wanted)] = np.asarray(data)[_within(common, bounds)]
     return new
+
+
+def _within(part: _Bounds, outer: _Bounds) -> tuple[slice, ...]:
+    """The indices of a part of an array in a larger one."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, outer, strict=True))

@@ -129,13 +129,14 @@ class WalkRecorder:
     def open_tree(self, position: int, tree: Any, treedef: PyTreeDef) -> tuple[_Places, _Places]:
         """Adds what a pytree holds: the positions of its leaves, and of the data of its nodes.
 
-        If it is nowhere, it is the tree of all dynamic arguments.
+        If it is nowhere, it is the tree of all dynamic arguments, or the only one, a graph object.
         """
         leaves, aux = _Places(), _Places()
         if position != NOWHERE:
             self._open_tree(position, tree, treedef, leaves, aux)
             return leaves, aux
         own = [child for side in treedef.children() for child in side.children()]
+        own = [treedef] if is_leaf_treedef(treedef) else own
         for place, child in zip(self._dynamic, own, strict=True):
             self._open_tree(place, self._stream[place], child, leaves, aux)
         return leaves, aux

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from ... import _compat
-from ..flatten import Flat
+from ..flatten import Flat, flatten
 from ..plan import Plan
 from ..signature import Call
 from ..structure import Structure
@@ -91,15 +91,53 @@ class Guard(NamedTuple):
         return Flat(self.structure, leaves, objects, updatable=True), Pins(frozen, mentions)
 
 
-def make_guard(flat: Flat, arguments: tuple[Any, ...]) -> Guard | None:
+def make_guard(flat: Flat, arguments: tuple[Any, ...], name: str) -> Guard | None:
     """A guard for the arguments of a call that were flattened; None if they cannot be guarded."""
-    recorded = None if flat.recorder is None else flat.recorder.recipe_and_pins()
-    if recorded is None:
+    try:
+        recorded = None if flat.recorder is None else flat.recorder.recipe_and_pins()
+        if recorded is None:
+            return None
+        recipe, pins = recorded
+        guard = Guard.of(flat.structure, Walk(recipe), pins)
+        # The graph may have changed while it was flattened. What raises here would at each call.
+        return guard if guard.follow(arguments) is not None else None
+    except Exception:  # of the user's classes, or ours; the call needs no guard
+        _LOGGER.warning("%s is flattened at each call:", name, exc_info=True)
         return None
-    recipe, pins = recorded
-    guard = Guard.of(flat.structure, Walk(recipe), pins)
-    # The graph may have changed while it was flattened. What raises here would at each call.
-    return guard if guard.follow(arguments) is not None else None
+
+
+class KnownModels:
+    """Modules that are flattened again and again: while they are the same, they are only compared.
+
+    Holds none of them.
+    """
+
+    def __init__(self, caller: str, limit: int):
+        self._caller, self._limit = caller, limit
+        self._guards: dict[int, tuple[Guard, Sequence[Any]]] = {}
+
+    def flatten(self, tree: Any) -> Flat:
+        """What ``flatten`` returns; of a known model with the same structure, not an equal one."""
+        guard, _ = self._guards.get(id(tree), (None, ()))
+        found = None if guard is None else guard.check((tree,))
+        if found is not None:
+            return found
+        is_module = _compat.is_graph_object(tree) and type(tree).__weakrefoffset__
+        is_guarded = is_module and _compat.trace_is_clean()
+        recorder = WalkRecorder((tree,), [0], []) if is_guarded else None
+        return flatten(tree, held=recorder is None, recorder=recorder)
+
+    def add(self, tree: Any, flat: Flat) -> None:
+        """Remembers a model that was flattened here and has not changed since."""
+        if flat.recorder is None:
+            return
+        guards, key = self._guards, id(tree)
+        guard = make_guard(flat, (tree,), self._caller)
+        if guard is not None:
+            objects = (tree, *flat.recorder.identities.values())
+            references = tuple(_watch(objects, lambda _: guards.pop(key, None)))
+            guards[key] = guard, references
+            make_room(guards, self._limit)
 
 
 class _Entry(NamedTuple):
@@ -245,11 +283,7 @@ class Guards:
         if not record.missed(is_new=is_new):
             return
         shared = flat._replace(structure=plan.structure)  # equal, but there is only one
-        try:
-            guard = make_guard(shared, arguments)
-        except Exception:  # of the user's classes, or ours; the call needs no guard
-            _LOGGER.warning("%s is flattened at each call:", plan.fun_name, exc_info=True)
-            guard = None
+        guard = make_guard(shared, arguments, plan.fun_name)
         if guard is None or flat.recorder is None:
             record.misses += 2 * MAX_GUARDS
             return

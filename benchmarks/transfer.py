@@ -1,0 +1,135 @@
+"""What ``transfer`` between live models costs: ``python -m benchmarks.transfer [--megabytes 34]``.
+
+Each row is a second call with new values, on 8 virtual devices, against two floors: ``device_put``,
+which copies a tree like the target with the shardings of both, and, where values are computed, a
+jitted function that computes all of them, and nothing else. That is the fair floor of a cast, which
+reads other bytes than it writes, and of a transposition. All take turns, and the figures are minima
+of milliseconds and, in brackets, of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+DEVICES, LAYERS = 8, 8
+CASES = (
+    "same",
+    "replicated",
+    "rows to columns",
+    "rows to replicated",
+    "replicated to rows",
+    "to bfloat16",
+    "to float32",
+    "stack",
+    "unstack",
+    "transposed",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[34, 134], metavar="N")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE")
+    options = parser.parse_args()
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    for megabytes in options.megabytes:
+        print(f"{megabytes} MB{'':14}  transfer           device_put          program   ratios")
+        for case in options.cases:
+            measure(case, megabytes, options.rounds)
+
+
+def measure(case: str, megabytes: int, rounds: int) -> None:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from nnx_sharding.checkpoint import Tensor, transfer
+
+    mesh = jax.make_mesh((DEVICES,), ("x",), (jax.sharding.AxisType.Auto,))
+    width = round((megabytes * 1e6 / LAYERS / 4) ** 0.5) // 64 * 64
+
+    def put(arrays: Any, *spec: Any) -> list[Any]:
+        return jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def layers(dtype: Any) -> list[Any]:
+        return [jnp.full((width, width), i, dtype) for i in range(LAYERS)]
+
+    rows, down, f32 = ("x",), jnp.bfloat16, jnp.float32
+    kernels = put(layers(f32), *rows)
+    stacked = put([jnp.stack(layers(f32))], None, "x")
+    rules, reverse, compute = None, False, None
+    unstacking = {r"(\d+)": Tensor("0", "in out -> {0} in out")}
+    # The old arrays, the new ones, and what `device_put` reads: like the new ones, placed as the old.
+    if case in ("same", "to bfloat16", "to float32"):
+        dtypes = {"to bfloat16": (f32, down), "to float32": (down, f32)}.get(case, (f32, f32))
+        old, new = (put(layers(dtype), *rows) for dtype in dtypes)
+        peer = put(layers(dtypes[1]), *rows)
+        if dtypes[0] != dtypes[1]:
+            compute = lambda xs: [x.astype(dtypes[1]) for x in xs]  # noqa: E731
+    elif case == "stack":
+        old, new, peer, rules = kernels, stacked, put(stacked, None, "x"), unstacking
+        compute = lambda xs: [jnp.stack(xs)]  # noqa: E731
+    elif case == "unstack":
+        old, new, peer, rules, reverse = stacked, kernels, put(kernels, *rows), unstacking, True
+        compute = lambda xs: [xs[0][i] for i in range(LAYERS)]  # noqa: E731
+    elif case == "transposed":
+        old, new, peer = kernels, put(kernels, *rows), put(kernels, None, "x")
+        rules = {r"(\d+)": Tensor("{0}", "a b -> b a")}
+        compute = lambda xs: [x.T for x in xs]  # noqa: E731
+    else:
+        specs: dict[str, tuple[Any, ...]] = {"rows": rows, "columns": (None, "x"), "replicated": ()}
+        first, _, last = case.partition(" to ")
+        old, new = put(kernels, *specs[first]), put(kernels, *specs[last or first])
+        peer = old
+    source = nnx.List([nnx.Param(x) for x in old])
+    target = nnx.List([nnx.Param(jnp.copy(x)) for x in new])
+    shardings = [x.sharding for x in new]
+    program = jax.jit(compute, out_shardings=shardings) if compute else None
+    renewed = jax.jit(lambda arrays: [x + jnp.ones((), x.dtype) for x in arrays])
+    held: list[Any] = []
+
+    def keep(arrays: Any) -> None:
+        held.clear()
+        held.extend(arrays)
+        jax.block_until_ready(held)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "transfer": lambda: transfer(source, target, rules, reverse=reverse, cast=True),
+        "device_put": lambda: keep(jax.device_put(peer, shardings, may_alias=False)),
+    }
+    if program is not None:
+        ways["program"] = lambda: keep(program([x[...] for x in source]))
+    best = {name: [float("inf")] * 2 for name in ways}
+    for number in range(rounds + 2):
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            held.clear()
+            # New values: JAX keeps the copy on the host that it made of an array.
+            for variable, x in zip(source, renewed([x[...] for x in source]), strict=True):
+                variable[...] = x
+            peer = renewed(peer)
+            jax.block_until_ready((peer, [x[...] for x in source]))
+            start, cpu = time.perf_counter(), time.process_time()
+            ways[name]()
+            jax.block_until_ready([x[...] for x in target])
+            taken = time.perf_counter() - start, time.process_time() - cpu
+            if number > 1:  # the first call compiles, the second one remembers the models
+                best[name] = [*map(min, best[name], taken)]
+    cells = [f"{best[n][0] * 1e3:7.2f} ({best[n][1] * 1e3:6.2f})" if n in best else f"{'':16}"
+             for n in ("transfer", "device_put", "program")]  # fmt: skip
+    ratios = [
+        f"{name} {best['transfer'][0] / wall:.2f} ({best['transfer'][1] / cpu:.2f})"
+        for name, (wall, cpu) in best.items()
+        if name != "transfer"
+    ]
+    print(f"{case:20}", *cells, " ", ", ".join(ratios), flush=True)
+
+
+if __name__ == "__main__":
+    main()
