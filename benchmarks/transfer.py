@@ -109,7 +109,6 @@ def measure(case: str, megabytes: int, rounds: int) -> None:
     best = {name: [float("inf")] * 2 for name in ways}
     for number in range(rounds + 2):
         for name in list(ways)[:: 1 if number % 2 else -1]:
-            held.clear()
             # New values: JAX keeps the copy on the host that it made of an array.
             for variable, x in zip(source, renewed([x[...] for x in source]), strict=True):
                 variable[...] = x

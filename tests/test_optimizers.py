@@ -241,18 +241,12 @@ class AsOnOneDeviceTest(parameterized.TestCase):
 
 
 class MuonTest(parameterized.TestCase):
-    def check(self, strategy, kind):
-        """One all-to-all into the loop, one out of it, and nothing computed twice.
+    def check(self, strategy, make, mesh, matrices):
+        """One reshard into the loop, one out of it, and nothing computed twice.
 
-        The norms of the matrices are computed before.
+        The norms of the matrices are computed before. Returns the flops, in those of one device's
+        share, and the counts of collectives.
         """
-
-        def make():
-            model = stack(nnx.Linear, 8, 128, 256, use_bias=False, rngs=nnx.Rngs(0))
-            tx = contrib.muon(RATE, muon_weight_dimension_numbers=stacked_matrices)
-            return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        mesh = mesh_of((8,), ("data",), kind)
         model, optimizer = make()
         sharding = STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer, min_size=0)
         gradients = jax.tree.map(lambda x: jnp.cos(9 * x), nnx.state(model, nnx.Param))
@@ -260,26 +254,61 @@ class MuonTest(parameterized.TestCase):
         def update(model, optimizer, gradients):
             optimizer.update(model, gradients)
 
-        alone = jit(update).lower(model, optimizer, gradients).compile().cost().flops
+        alone = make()
+        whole = jit(update).lower(*alone, gradients).compile().cost().flops
+        jit(update)(*alone, gradients)
         arguments = place((model, optimizer, gradients), (sharding,) * 3, mesh)
         step = jit(update, in_shardings=(sharding,) * 3, mesh=mesh)
         compiled = step.lower(*arguments).compile()
         found = compiled.collectives()
-        self.assertEqual([x.bytes for x in found.of("all-reduce")], [8 * 4])
-        others = found.counts() | {"all-reduce": 0}
-        counts = {kind: count for kind, count in others.items() if count}
+        self.assertEqual(sum(x.bytes for x in found.of("all-reduce")), matrices * 4)
+        step(*arguments)
+        pairs = zip(jax.tree.leaves(nnx.state(arguments[0])), jax.tree.leaves(nnx.state(alone[0])))
+        for ours, theirs in pairs:
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+        counts = {kind: n for kind, n in found.counts().items() if n and kind != "all-reduce"}
+        return compiled.cost().flops / (whole / mesh.size), counts
+
+    def stacked(self):
+        model = stack(nnx.Linear, 8, 128, 256, use_bias=False, rngs=nnx.Rngs(0))
+        tx = contrib.muon(RATE, muon_weight_dimension_numbers=stacked_matrices)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def listed(self, count, tx):
+        """Of two shapes, of which the iteration transposes one."""
+        shapes = [(128, 256), (256, 128)] * count
+        layers = (nnx.Linear(*s, use_bias=False, rngs=nnx.Rngs(0)) for s in shapes[:count])
+        model = nnx.List(layers)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def check_stack(self, strategy, kind):
+        mesh = mesh_of((8,), ("data",), kind)
+        flops, counts = self.check(strategy, self.stacked, mesh, 8)
         into = {"all-to-all": 1}
         out_of = {"all-gather": 1, **into} if strategy == "zero1" else {"all-to-all": 2}
         self.assertEqual(counts, out_of)
-        self.assertLessEqual(compiled.cost().flops, 1.1 * alone / 8)
+        self.assertLessEqual(flops, 1.1)
 
     def test_one(self):
-        self.check("fsdp", random.choice(["auto", "explicit"]))
+        self.check_stack("fsdp", random.choice(["auto", "explicit"]))
 
     @parameterized.product(strategy=["fsdp", "zero1"], kind=["auto", "explicit"])
     @pytest.mark.slow
     def test_all(self, strategy, kind):
-        self.check(strategy, kind)
+        self.check_stack(strategy, kind)
+
+    @parameterized.product(strategy=["fsdp", "zero1"], count=[2, 8, 11])
+    @pytest.mark.slow
+    def test_lists(self, strategy, count):
+        """Matrices of one shape are stacked: as few as possible on each device."""
+        shape = random.choice([(8,), (2, 4)])
+        mesh = mesh_of(shape, ("data", "model")[: len(shape)], random.choice(["auto", "explicit"]))
+        tx = random.choice([contrib.muon(RATE), optax.chain(optax.clip(1e3), contrib.muon(RATE))])
+        make = functools.partial(self.listed, count, tx)
+        flops, counts = self.check(strategy, make, mesh, count)
+        print(strategy, count, shape, flops, counts)
+        self.assertLessEqual(flops, 1.1 * 8 * -(-count // 8) / count)
+        self.assertLessEqual(sum(counts.values()), 2 * len(shape) + 1)
 
 
 class UsersObjectTest(parameterized.TestCase):

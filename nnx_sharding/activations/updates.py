@@ -81,7 +81,9 @@ class _Partitioned:
             return self._tx.update(updates, state, params, **extra)
 
         arrays = [leaves[slot] for slot in slots]
-        if self._mesh is None or all(x.ndim < 3 for x in arrays):
+        # Tracing twice takes time: for single matrices, only with the state of `optax.contrib.muon`.
+        is_muon = any(map(_has_coefficients, jax.tree.leaves(arguments, is_leaf=_has_coefficients)))
+        if self._mesh is None or (all(x.ndim < 3 for x in arrays) and not is_muon):
             return update(*arrays)
         traced, shapes = jax.make_jaxpr(update, return_shape=True)(*arrays)
         new = _with_whole_matrices(traced, mesh_here(self._mesh), arrays)
@@ -103,34 +105,33 @@ def _typed_as(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
     return jax.tree.unflatten(treedef, map(typed, leaves, others))
 
 
+def _has_coefficients(state: Any) -> bool:
+    return hasattr(state, "ns_coeffs")
+
+
 def _with_whole_matrices(jaxpr: Any, mesh: Any, arrays: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr with whole matrices on each device in loops that multiply them.
 
     That is, in a Newton-Schulz iteration of a stack of matrices, which is then sharded over as many
-    devices as divide the number of matrices: where the loop begins, and where it ends.
+    devices as divide the number of matrices: where the loop begins, and where it ends. The loops of
+    single matrices of one shape run as one loop of a stack, with zeros if the devices need some.
     """
     if not _has_stacks(jaxpr.jaxpr):
         return [*jaxpr_as_fun(jaxpr)(*arrays)]
     inner = jaxpr.jaxpr
     values = dict(zip([*inner.constvars, *inner.invars], [*jaxpr.consts, *arrays], strict=True))
 
-    def constrained(x: Any, into: bool) -> Any:
-        axes = _dividing(x.shape[0], mesh)
-        order = range(1, len(axes) + 1)  # XLA reshards over one axis at a time without a gather
-        for count in order if into else reversed(order):
-            rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1) if count < len(axes) else []
-            sharding = NamedSharding(mesh, PartitionSpec(axes[:count], *rest))
-            x = jax.lax.with_sharding_constraint(x, sharding)
-        return x
-
     def read(x: Any) -> Any:
         return x.val if isinstance(x, Literal) else values[x]
 
-    for eqn in inner.eqns:
+    for eqn, *others in _grouped(inner.eqns):
+        invars = [*dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal))]
+        alone = inner.replace(constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn])
+        call = jaxpr_as_fun(jaxpr.replace(jaxpr=alone, consts=[]))
         stack = _stack(eqn)
-        if stack is not None:
-            values[stack] = constrained(values[stack], True)
-        if eqn.primitive.name in ("jit", "pjit"):
+        if others:
+            outputs = _as_one(call, [eqn, *others], invars, read, mesh)
+        elif eqn.primitive.name in ("jit", "pjit"):
             outputs = _with_whole_matrices(eqn.params["jaxpr"], mesh, [*map(read, eqn.invars)])
         elif eqn.primitive.name == "cond":
             index, *operands = map(read, eqn.invars)
@@ -139,14 +140,77 @@ def _with_whole_matrices(jaxpr: Any, mesh: Any, arrays: Sequence[Any]) -> list[A
                 for branch in eqn.params["branches"]
             ]
             outputs = jax.lax.switch(index, branches, operands)
+        elif stack is not None:
+            axes = _dividing(stack.aval.shape[0], mesh)
+            values[stack] = _constrained(values[stack], axes, mesh, into=True)
+            outputs = [
+                _constrained(x, axes, mesh, into=False) if x.shape == stack.aval.shape else x
+                for x in call(*map(read, invars))
+            ]
         else:
-            invars = [*dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal))]
-            alone = inner.replace(constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn])
-            outputs = jaxpr_as_fun(jaxpr.replace(jaxpr=alone, consts=[]))(*map(read, invars))
-        if stack is not None:
-            outputs = [constrained(x, False) if x.shape == stack.aval.shape else x for x in outputs]
-        values.update(zip(eqn.outvars, outputs, strict=True))
+            outputs = call(*map(read, invars))
+        outvars = [x for each in (eqn, *others) for x in each.outvars]
+        values.update(zip(outvars, outputs, strict=True))
     return [*map(read, inner.outvars)]
+
+
+def _grouped(eqns: Sequence[Any]) -> list[list[Any]]:
+    """The equations in an order in which they can run, with equal loops of single matrices in one.
+
+    After each loop, what depends on it is on the next level. Loops of one level are independent.
+    """
+    levels: dict[Any, int] = {}
+    groups: dict[Any, list[Any]] = {}
+    for number, eqn in enumerate(eqns):
+        known = [x for x in eqn.invars if not isinstance(x, Literal)]
+        level = max((levels.get(x, 0) for x in known), default=0)
+        stack = _stack(eqn)
+        is_single = stack is not None and stack.aval.shape[0] == 1
+        kind: Any = number
+        if is_single:
+            literals = [x.val if isinstance(x, Literal) else known.index(x) for x in eqn.invars]
+            types = [x.aval for x in (*known, *eqn.outvars)]
+            consts = [id(x) for value in eqn.params.values() for x in getattr(value, "consts", ())]
+            kind = str((eqn.primitive, eqn.params, literals, types, consts))
+        groups.setdefault((level, is_single, kind), []).append(eqn)
+        levels |= dict.fromkeys(eqn.outvars, level + is_single)
+    # Sorting is stable.
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
+
+
+def _as_one(
+    call: Callable[..., Any], eqns: Sequence[Any], invars: Sequence[Any], read: Any, mesh: Any
+) -> list[Any]:
+    """The outputs of equal loops, which run as one; ``call`` is the first, with these arguments."""
+    sizes = _sizes(mesh)
+    # As few matrices on each device as possible.
+    axes = min(sizes, key=lambda axes: (-(-len(eqns) // sizes[axes]), sizes[axes]))
+    missing = -len(eqns) % sizes[axes]
+    operands, mapped = [], []
+    for place in map(eqns[0].invars.index, invars):
+        own = [eqn.invars[place] for eqn in eqns]
+        x = read(own[0])
+        mapped.append(None if len(set(own)) == 1 else 0)
+        if mapped[-1] is not None:
+            x = jnp.stack([*map(read, own), *[jnp.zeros_like(x)] * missing])
+        operands.append(_constrained(x, axes, mesh, into=True) if x.ndim > 3 else x)
+    stacks = jax.vmap(call, mapped)(*operands)
+    for i, x in enumerate(stacks):
+        if x.ndim > 3:  # all of it is resharded before it is split
+            x = _constrained(x, axes, mesh, into=False)
+            spec = PartitionSpec(None, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+            stacks[i] = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return [x[i] for i in range(len(eqns)) for x in stacks]
+
+
+def _constrained(x: Any, axes: tuple[Any, ...], mesh: Any, *, into: bool) -> Any:
+    """A stack of matrices over some mesh axes, for a loop that begins or that has ended."""
+    order = range(1, len(axes) + 1)  # XLA reshards over one axis at a time without a gather
+    for count in order if into else reversed(order):
+        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1) if count < len(axes) else []
+        sharding = NamedSharding(mesh, PartitionSpec(axes[:count], *rest))
+        x = jax.lax.with_sharding_constraint(x, sharding)
+    return x
 
 
 def _has_stacks(jaxpr: Any) -> bool:
@@ -175,7 +239,12 @@ def _multiplies(jaxpr: Any) -> bool:
 
 def _dividing(size: int, mesh: Any) -> tuple[Any, ...]:
     """The mesh axes with the most devices in all that divide a dimension."""
+    sizes = _sizes(mesh)
+    return max((axes for axes in sizes if size % sizes[axes] == 0), key=lambda axes: sizes[axes])
+
+
+def _sizes(mesh: Any) -> dict[tuple[Any, ...], int]:
+    """The devices of each choice of mesh axes."""
     auto = [axis for axis in mesh.axis_names if axis in axes_of_type(mesh, AxisType.Auto)]
     choices = (x for count in range(len(auto) + 1) for x in itertools.combinations(auto, count))
-    sizes = {axes: math.prod(mesh.shape[axis] for axis in axes) for axes in choices}
-    return max((axes for axes in sizes if size % sizes[axes] == 0), key=lambda axes: sizes[axes])
+    return {axes: math.prod(mesh.shape[axis] for axis in axes) for axes in choices}

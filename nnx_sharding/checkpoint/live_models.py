@@ -146,7 +146,7 @@ class _Goal(NamedTuple):
     has_program: bool  # whether a program on the devices of the sources makes it
     place: Any  # its sharding there: that of the target if that is on the same devices
     is_copied: bool  # whether copies of parts shard it: on CPUs they are quicker than collectives
-    is_put: bool  # whether it is the source with its sharding, so one `jax.device_put` copies it
+    is_put: bool  # whether one `jax.device_put` of all such arrays is the quickest
 
     @property
     def nbytes(self) -> int:
@@ -279,13 +279,14 @@ def _goal(
     if has_program and is_same:  # as it is, unless its devices have to exchange parts first
         is_direct = sharding is None or set(devices) == sharding.device_set
         has_program = not (other_memory(first.sharding) or is_ready) and (is_here or not is_direct)
+    is_put = is_same and is_ready and is_here
     is_cpu = has_program and devices[0].platform == "cpu" and first.is_fully_addressable
     is_copied = is_cpu and is_here and not (is_weak or donate)
     if is_copied and is_same:
-        has_program = False
+        has_program, is_put = False, first.is_fully_replicated  # then it copies nothing on CPUs
     elif is_copied := is_copied and not (is_ready or first.is_fully_replicated):
         place = None  # programs leave the parts where they are
-    is_put = is_same and is_ready and is_here and not (donate or is_key(leaf))
+    is_put = is_put and not (donate or is_key(leaf))
     slots = tuple(x.slot for x in sources)
     return _Goal(array, slots, build, sharding, has_program, place, is_copied, is_put)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -90,12 +91,15 @@ def finished_on_cpu(arrays: list[Any], known: Sequence[Any] = ()) -> list[Any]:
     On CPUs, programs with collectives that run simultaneously compete for threads and may deadlock.
     """
     before = set(map(id, known))
-    for array in arrays:
-        if isinstance(array, jax.Array) and id(array) not in before:
-            devices: Any = array.sharding.device_set
-            if len(devices) > 1 and next(iter(devices)).platform == "cpu":
-                array.block_until_ready()
+    new = [x for x in arrays if isinstance(x, jax.Array) and id(x) not in before]
+    jax.block_until_ready([x for x in new if _is_on_cpus(x.sharding)])
     return arrays
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_on_cpus(sharding: Any) -> bool:
+    devices = sharding.device_set
+    return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 
 def _constrained(leaf: Any, sharding: Any) -> Any:
