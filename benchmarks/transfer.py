@@ -66,7 +66,7 @@ def measure(case: str, megabytes: int, rounds: int) -> None:
     stacked = put([jnp.stack(layers(f32))], None, "x")
     rules, reverse, compute = None, False, None
     unstacking = {r"(\d+)": Tensor("0", "in out -> {0} in out")}
-    # The old arrays, the new ones, and what `device_put` reads: like the new ones, placed as the old.
+    # Old arrays, new ones, and what `device_put` reads: like the new ones, placed as the old.
     if case in ("same", "to bfloat16", "to float32"):
         dtypes = {"to bfloat16": (f32, down), "to float32": (down, f32)}.get(case, (f32, f32))
         old, new = (put(layers(dtype), *rows) for dtype in dtypes)

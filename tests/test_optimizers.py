@@ -263,9 +263,9 @@ class MuonTest(parameterized.TestCase):
         found = compiled.collectives()
         self.assertEqual(sum(x.bytes for x in found.of("all-reduce")), matrices * 4)
         step(*arguments)
-        pairs = zip(jax.tree.leaves(nnx.state(arguments[0])), jax.tree.leaves(nnx.state(alone[0])))
-        for ours, theirs in pairs:
-            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+        ours, theirs = (jax.tree.leaves(nnx.state(model)) for model in (arguments[0], alone[0]))
+        for x, y in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-6)
         counts = {kind: n for kind, n in found.counts().items() if n and kind != "all-reduce"}
         return compiled.cost().flops / (whole / mesh.size), counts
 
@@ -306,7 +306,6 @@ class MuonTest(parameterized.TestCase):
         tx = random.choice([contrib.muon(RATE), optax.chain(optax.clip(1e3), contrib.muon(RATE))])
         make = functools.partial(self.listed, count, tx)
         flops, counts = self.check(strategy, make, mesh, count)
-        print(strategy, count, shape, flops, counts)
         self.assertLessEqual(flops, 1.1 * 8 * -(-count // 8) / count)
         self.assertLessEqual(sum(counts.values()), 2 * len(shape) + 1)
 

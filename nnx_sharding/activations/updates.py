@@ -81,7 +81,7 @@ class _Partitioned:
             return self._tx.update(updates, state, params, **extra)
 
         arrays = [leaves[slot] for slot in slots]
-        # Tracing twice takes time: for single matrices, only with the state of `optax.contrib.muon`.
+        # Tracing twice takes time: for single matrices, only if `optax.contrib.muon` has a state.
         is_muon = any(map(_has_coefficients, jax.tree.leaves(arguments, is_leaf=_has_coefficients)))
         if self._mesh is None or (all(x.ndim < 3 for x in arrays) and not is_muon):
             return update(*arrays)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -130,10 +131,15 @@ def transfer(
         return _run(plan, given.leaves, flat, donate)
 
 
+# What decides how an array is moved.
+_NAMES = "shape", "dtype", "weak_type", "sharding"
+_of_array = operator.attrgetter(*_NAMES)
+
+
 def _signature(leaf: Any) -> Any:
-    """What decides how an array is moved."""
-    names = "shape", "dtype", "weak_type", "sharding"
-    return type(leaf), *(getattr(leaf, name, None) for name in names)
+    if type(leaf) is _compat.ArrayImpl:
+        return _of_array(leaf)
+    return type(leaf), *(getattr(leaf, name, None) for name in _NAMES)
 
 
 class _Goal(NamedTuple):
@@ -179,15 +185,16 @@ def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
 
 def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool) -> Any:
     """Moves the arrays of the source into the target."""
-    uses = Counter(id(source[i]) for step in steps for goal in step.goals for i in goal.sources)
+    goals = [goal for step in steps for goal in step.goals]
+    uses = Counter(id(source[slot]) for goal in goals if donate for slot in goal.sources)
     values = []
     for step in steps:
         shardings = [goal.sharding for goal in step.goals]
-        taken = [source[i] for goal in step.goals for i in goal.sources]
+        taken = [source[slot] for goal in step.goals if donate for slot in goal.sources]
         uses.subtract(map(id, taken))
-        free = [x for x in taken if donate and isinstance(x, jax.Array) and not uses[id(x)]]
+        free = [x for x in taken if isinstance(x, jax.Array) and not uses[id(x)]]
         if step.program is None:
-            made = [g.build(*(source[i] for i in g.sources)) for g in step.goals]
+            made = [g.build(*(source[slot] for slot in g.sources)) for g in step.goals]
         else:
             made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
         if step.goals[0].is_put:
@@ -197,7 +204,8 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
             pairs = zip(made, shardings, strict=True)
             made = [moves.assembled(x, sharding, alias=True) for x, sharding in pairs]
         elif step.program is None:
-            made = moves.transfer(made, shardings, donate=len(free) == len(taken), alias=False)
+            is_free = donate and len(free) == len(taken)
+            made = moves.transfer(made, shardings, donate=is_free, alias=False)
         elif not all(goal.is_final for goal in step.goals):
             made = moves.transfer(finished_on_cpu(made), shardings)
             jax.block_until_ready(made)  # before the next program takes memory
