@@ -20,7 +20,8 @@ from .. import _compat
 from ..analysis.memory import array_bytes
 from ..core import transfer as moves
 from ..core.flatten import Flat
-from ..core.guard.store import KnownModels, make_room
+from ..core.guard.known_models import KnownModels
+from ..core.guard.store import make_room
 from ..core.interrupts import deferred
 from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
 from ..errors import raise_listed

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from ... import _compat
-from ..flatten import Flat, flatten
+from ..flatten import Flat
 from ..plan import Plan
 from ..signature import Call
 from ..structure import Structure
@@ -104,40 +104,6 @@ def make_guard(flat: Flat, arguments: tuple[Any, ...], name: str) -> Guard | Non
     except Exception:  # of the user's classes, or ours; the call needs no guard
         _LOGGER.warning("%s is flattened at each call:", name, exc_info=True)
         return None
-
-
-class KnownModels:
-    """Modules that are flattened again and again: while they are the same, they are only compared.
-
-    Holds none of them.
-    """
-
-    def __init__(self, caller: str, limit: int):
-        self._caller, self._limit = caller, limit
-        self._guards: dict[int, tuple[Guard, Sequence[Any]]] = {}
-
-    def flatten(self, tree: Any) -> Flat:
-        """What ``flatten`` returns; of a known model with the same structure, not an equal one."""
-        guard, _ = self._guards.get(id(tree), (None, ()))
-        found = None if guard is None else guard.check((tree,))
-        if found is not None:
-            return found
-        is_module = _compat.is_graph_object(tree) and type(tree).__weakrefoffset__
-        is_guarded = is_module and _compat.trace_is_clean()
-        recorder = WalkRecorder((tree,), [0], []) if is_guarded else None
-        return flatten(tree, held=recorder is None, recorder=recorder)
-
-    def add(self, tree: Any, flat: Flat) -> None:
-        """Remembers a model that was flattened here and has not changed since."""
-        if flat.recorder is None:
-            return
-        guards, key = self._guards, id(tree)
-        guard = make_guard(flat, (tree,), self._caller)
-        if guard is not None:
-            objects = (tree, *flat.recorder.identities.values())
-            references = tuple(_watch(objects, lambda _: guards.pop(key, None)))
-            guards[key] = guard, references
-            make_room(guards, self._limit)
 
 
 class _Entry(NamedTuple):
@@ -290,7 +256,7 @@ class Guards:
         identities = flat.recorder.identities.values()
         self._add(key, guard, plan, flat, identities)
         templates, types = self._templates, key[0]
-        references = tuple(_watch(identities, lambda _: templates.pop(types, None)))
+        references = tuple(watch(identities, lambda _: templates.pop(types, None)))
         template = guard._replace(follow=None)  # without the dicts of this model
         entry = _Entry(template, plan, self._key_of(flat.leaves), references)
         templates.setdefault(types, _Record()).add(entry)
@@ -306,7 +272,7 @@ class Guards:
             routes.clear()
             records.pop(key, None)
 
-        references = tuple(_watch(objects, forget))
+        references = tuple(watch(objects, forget))
         self._record(key).add(_Entry(guard, plan, self._key_of(flat.leaves), references))
 
     def _record(self, key: _Key) -> _Record:
@@ -351,7 +317,7 @@ def make_room(table: dict[Any, V], limit: int) -> list[V]:
     return removed
 
 
-def _watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]:
+def watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]:
     """References that call ``forget`` when an object is collected."""
     for x in objects:
         # No weak references: a Variable (only its metadata is held), or a static of the plan.
