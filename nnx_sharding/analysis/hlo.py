@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from .instructions import MAX_SIZE, Computation, Instruction, nesting
+from .instructions import ABBREVIATED, MAX_SIZE, Computation, Instruction, nesting, spell_out
 from .slices import with_exchanges
 from .trip_counts import trip_counts
 from .values import Values
@@ -250,6 +250,8 @@ def parse(text: str) -> Module:
             one.instructions[:] = with_exchanges(one.instructions)
     if instructions is not None and computations[-1].name:
         skipped.append(f"the end of {computations[-1].name}")
+    if any(f" {kind}-start(" in text for kind in ABBREVIATED):
+        computations += [made for one in [*computations] for made in spell_out(one)]
     before = "\n".join(head)
     title = re.search(r"^HloModule ([^\s,]+)", before, re.MULTILINE)
     return Module(title[1] if title else "", before, computations, tuple(skipped))

@@ -248,10 +248,13 @@ class Instruction(_Written):
 @functools.lru_cache(maxsize=1 << 14)
 def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
     shape = read_shape(shape_text)
-    # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...),
-    # a send (operand, ...), a recv (result, ...); other starts are (operand, result, ...).
-    is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
-    if (is_start or opcode in ("send", "recv")) and not isinstance(shape, Shape) and shape[1:]:
+    # An all-reduce-start has the shape of the result, from some compilers ((operand, ...), result);
+    # a copy-start is (result, operand, ...), a send (operand, ...), a recv (result, ...); other
+    # starts are (operand, result, ...).
+    has_operands = opcode.endswith("-start") or opcode in ("send", "recv")
+    if opcode == "all-reduce-start":
+        has_operands = not isinstance(shape, Shape) and not isinstance(shape[0], Shape)
+    if has_operands and not isinstance(shape, Shape) and shape[1:]:
         shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
     return tuple(arrays(shape))
 
@@ -262,6 +265,43 @@ class Computation(NamedTuple):
     name: str  # without the percent sign; empty for instructions outside of any
     is_entry: bool  # whether the program begins with it
     instructions: list[Instruction]
+
+
+def spell_out(computation: Computation) -> list[Computation]:
+    """Replaces asynchronous calls that XLA abbreviates, as ``fusion-start``, by ``async-start``.
+
+    Returns:
+      The computations with the one operation that they call.
+    """
+    made = []
+    for at, one in enumerate(computation.instructions):
+        kind = base(one.opcode)
+        if kind not in ABBREVIATED or kind == one.opcode:
+            continue
+        opcode, rest = f"async{one.opcode.removeprefix(kind)}", one.rest
+        if opcode == "async-start":
+            # ((operand, ...), result, context, ...)
+            (given, result, *_), _ = _split(one.shape_text, 1, ")")
+            shapes, _ = _split(given, 1, ")")
+            names = [f"{one.name}.operand.{number}" for number in range(len(shapes))]
+            inner = [
+                Instruction(name, "parameter", shape.strip(), f"{number})", False)
+                for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
+            ]
+            _, end = _split(rest, 0, ")")
+            operands = ", ".join(f"%{name}" for name in names)
+            called = Instruction(
+                f"{one.name}.call", kind, result.strip(), f"{operands}){rest[end:]}", True
+            )
+            made.append(Computation(f"{one.name}.async", False, [*inner, called]))
+            metadata = one.attributes.get("metadata")
+            rest = f"{rest[:end]}, calls=%{one.name}.async"
+            rest += f", metadata={metadata}" if metadata else ""
+        computation.instructions[at] = one._replace(opcode=opcode, rest=rest)
+    return made
+
+
+ABBREVIATED = ("call", "custom-call", "fusion")
 
 
 def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
-
-import numpy as np
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from .cost import Cost
 from .hlo import Module
 from .instructions import Instruction, Shape, total_bytes
-from .opcodes import ELEMENTWISE, FREE, PRODUCTS, SLICES, TRANSCENDENTAL, base
+from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
+from .products import ByName, is_library_call, made_by, product_flops, window_of
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 UNKNOWN_LENGTH = "those of unknown length once"
@@ -23,12 +21,8 @@ BRANCHES = "of conditionals the largest branch"
 CUSTOM_CALLS = "custom calls of unknown cost"
 MAIN_MEMORY = "bytes of the main memory"
 
-# Above this number of kernel positions, they are not examined one by one, and padding counts.
-_MAX_POSITIONS = 1 << 22
 _MOST = 1 << 100  # larger figures may overflow
 _HOST = 5  # the memory space of the host in layouts, as XLA numbers it
-
-_ByName: TypeAlias = Mapping[str, Instruction]  # the instructions of a computation
 
 
 class Work(NamedTuple):
@@ -47,7 +41,9 @@ class Work(NamedTuple):
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """A program's work in one call, where XLA has an estimate, which counts loop bodies once.
+    """A program's work in one call; XLA's estimate counts loop bodies once.
+
+    A figure that XLA does not know, as it writes it, is None here as well.
 
     A slice of an array counts with its own size, not that of the array. For TPUs, XLA also counts
     what stays in vector memory; here only bytes of main memory count. The name of the stage says
@@ -80,7 +76,7 @@ def _remarks(module: Module) -> list[str]:
         CUSTOM_CALLS: any(
             one.target not in _WITHOUT_WORK
             and _KNOWN.match(one.target) is None
-            and not _product_flops(one, module.within[home.name])
+            and product_flops(one, module.within[home.name]) is None
             and custom_work(one) is None
             for home, one in module.with_opcode("custom-call")
         ),
@@ -124,7 +120,7 @@ def _sum(parts: Iterable[Work]) -> Work:
     return Work(*map(sum, zip(Work(), *parts, strict=True)))
 
 
-def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
+def work_of(one: Instruction, by_name: ByName, module: Module | None) -> Work:
     """The work of an instruction itself, without the computations that it calls.
 
     Args:
@@ -145,7 +141,7 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
     if one.opcode in ("all-reduce", "all-reduce-start"):
         return Work(sum(math.prod(shape.dims) for shape in one.results), 0, accessed)
     if one.opcode == "sort" or (one.opcode == "custom-call" and _SORTS.match(one.target)):
-        elements = max([elements, *(_elements(_made(by_name, x)) for x in one.operand_names)])
+        elements = max([elements, *(_elements(made_by(by_name, x)) for x in one.operand_names)])
         return Work(elements * max(elements - 1, 0).bit_length(), 0, accessed)
     if one.opcode == "fft":
         lengths = re.findall(r"\d{1,9}", one.attributes.get("fft_length", ""))
@@ -153,9 +149,8 @@ def work_of(one: Instruction, by_name: _ByName, module: Module | None) -> Work:
         return Work(8 * elements * steps, 0, accessed)
     if one.opcode == "custom-call" and (estimate := custom_work(one)) is not None:
         return estimate
-    is_product = one.opcode in PRODUCTS or one.opcode == "custom-call"
-    flops = _product_flops(one, by_name) if is_product else 0
-    if not flops:
+    flops = product_flops(one, by_name)
+    if flops is None:
         return Work(0, 0, accessed)
     inputs = {by_name[name].results[0].dtype for name in one.operand_names[:2]}
     int8, fp8 = (all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
@@ -170,27 +165,27 @@ _WITHOUT_WORK |= {"AsyncCollectiveStart", "ConcatBitcast", "LayoutConstraint", "
 _WITHOUT_WORK |= {"MoveToHost", "PinToDevice", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 _WITHOUT_WORK |= {"Sharding", "SliceId", "X64Combine", "X64SplitHigh", "X64SplitLow"}
 _WITHOUT_WORK.add("annotate_device_placement")
-_SORTS = re.compile(r"TopK|__topk|__cub\$")
+_SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
 _KNOWN = re.compile(rf"{_SORTS.pattern}|xla_\w*python_\w*callback")  # which runs on the host
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
-def applications(one: Instruction, by_name: _ByName) -> int:
+def applications(one: Instruction, by_name: ByName) -> int:
     """How often an instruction applies a computation to elements, as a reduction does."""
     if one.opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return 0
     result = _elements(one.results)
-    operands = [_elements(_made(by_name, name)) for name in one.operand_names] or [0]
+    operands = [_elements(made_by(by_name, name)) for name in one.operand_names] or [0]
     if one.opcode == "reduce":
         return max(operands[0] - result, 0)
     if one.opcode == "reduce-window":
-        sizes, dims = _window(one).get("size", [1]), one.results[0].dims
+        sizes, dims = window_of(one).get("size", [1]), one.results[0].dims
         # Windows that cover all elements at any position: a reduction whose result is repeated.
         if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, dims, strict=False)):
             return operands[0]
         return (math.prod(sizes) - 1) * result
     if one.opcode == "select-and-scatter":
-        return math.prod(_window(one).get("size", [1])) * operands[min(1, len(operands) - 1)]
+        return math.prod(window_of(one).get("size", [1])) * operands[min(1, len(operands) - 1)]
     return operands[-1] if one.opcode == "scatter" else result
 
 
@@ -208,82 +203,9 @@ def _elements(shapes: Sequence[Shape]) -> int:
     return math.prod(shapes[0].dims) if shapes else 0
 
 
-def _product_flops(one: Instruction, by_name: _ByName) -> int:
-    """2·m·k·n for a matrix product, likewise for a convolution; 0 for other custom calls."""
-    operands = [_made(by_name, name) for name in one.operand_names[:2]]
-    results = one.results
-    if len(operands) < 2 or not results or not all(operands):
-        return 0
-    lhs, rhs, result = operands[0][0].dims, operands[1][0].dims, results[0].dims
-    attributes = one.attributes
-    if one.opcode == "convolution":
-        return 2 * _multiplications(one, lhs, rhs, result)
-    # The dimensions that a product sums over; for a library GEMM, they are in its configuration.
-    gemm = _GEMM.search(attributes.get("backend_config", ""))
-    text = attributes.get("lhs_contracting_dims", gemm[1] if gemm else None)
-    axes = [int(axis) for axis in re.findall(r"\d{1,3}", text or "")]
-    if (text is None and one.opcode == "custom-call") or any(axis >= len(lhs) for axis in axes):
-        return 0
-    return 2 * math.prod(result) * math.prod(lhs[axis] for axis in axes)
-
-
-_GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-
-
-def _multiplications(
-    one: Instruction, lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int]
-) -> int:
-    """The multiplications of a convolution, except with zeros of padding or between elements."""
-    labels = _LABELS.fullmatch(one.attributes.get("dim_labels", ""))
-    if labels is None:
-        return 0
-    dims = zip(labels.groups(), (lhs, rhs, result), strict=True)
-    inputs, kernel, outputs = (dict(zip(names, sizes, strict=False)) for names, sizes in dims)
-    window = _window(one)
-    count: int = kernel.get("i", 0) * outputs.get("b", 0) * outputs.get("f", 0)
-    for axis in filter(str.isdigit, kernel):
-        at = int(axis)
-        stride, low, dilation, spacing = (
-            window[key][at] if at < len(window.get(key, ())) else default
-            for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
-        )
-        count *= _positions(
-            inputs.get(axis, 0), kernel[axis], outputs.get(axis, 0), stride, low, dilation, spacing
-        )
-    return count
-
-
-@functools.lru_cache(maxsize=1024)
-def _positions(
-    size: int, kernel: int, outputs: int, stride: int, low: int, dilation: int, spacing: int
-) -> int:
-    """The number of elements in all windows of a kernel in one dimension, without padding."""
-    if kernel * outputs > _MAX_POSITIONS or not dilation:
-        return kernel * outputs
-    at = np.arange(outputs)[:, None] * stride + np.arange(kernel) * spacing - low
-    return int(((at >= 0) & (at % dilation == 0) & (at // dilation < size)).sum())
-
-
-_LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
-
-
-def _window(one: Instruction) -> dict[str, list[int]]:
-    """The numbers of a window by name; for paddings, which are pairs, the lower one."""
-    text = one.attributes.get("window", "")
-    return {
-        name: [int(number) for number in re.findall(r"(?:^|x)(-?\d{1,9})", numbers)]
-        for name, numbers in re.findall(r"(\w+)=([-\dx_]+)", text)
-    }
-
-
-def _made(by_name: _ByName, name: str) -> Sequence[Shape]:
-    """The arrays that an instruction makes; none for one that damaged text lacks."""
-    return by_name[name].results if name in by_name else ()
-
-
-def _host_bytes(one: Instruction, by_name: _ByName) -> int:
+def _host_bytes(one: Instruction, by_name: ByName) -> int:
     """The bytes that a copy moves between device and host."""
-    operands = [_made(by_name, name) for name in one.operand_names[:2]]
+    operands = [made_by(by_name, name) for name in one.operand_names[:2]]
     if one.opcode.endswith(("-done", "-update")) or not operands:
         return 0
     read = operands[0]
@@ -299,15 +221,17 @@ def _is_on_host(shapes: Sequence[Shape]) -> bool:
     return any(shape.memory_space == _HOST for shape in shapes)
 
 
-def _bytes(one: Instruction, by_name: _ByName, module: Module) -> int:
+def _bytes(one: Instruction, by_name: ByName, module: Module) -> int:
     """The bytes that one operation reads and writes; for TPUs, those of the main memory."""
     if one.opcode.endswith(("-done", "-update")):
         return 0
     total = 0
     parts = _read(one, module) if base(one.opcode) in _READ_PARTS else itertools.repeat(None)
     for name, part in zip(one.operand_names, parts, strict=False):
-        total += _least(_counted(_made(by_name, name), module), part)
+        total += _least(_counted(made_by(by_name, name), module), part)
     written = _written(one, by_name, module) if base(one.opcode) != "send" else []
+    if is_library_call(one):  # what they make last is memory to work in
+        written = written[:-1] or written
     return total + sum(_least(_counted([shape], module), part) for shape, part in written)
 
 
@@ -361,12 +285,12 @@ def _is_view(one: Instruction, module: Module) -> bool:
     return codes <= {"parameter", "bitcast"}
 
 
-def _written(one: Instruction, by_name: _ByName, module: Module) -> list[tuple[Shape, int | None]]:
+def _written(one: Instruction, by_name: ByName, module: Module) -> list[tuple[Shape, int | None]]:
     """The arrays that an operation makes, each with the bytes that it writes; None for all."""
     names = one.operand_names
     parts: list[int | None] = []
     if one.opcode == "dynamic-update-slice" and len(names) > 1:
-        parts = [total_bytes(_made(by_name, names[1]))]
+        parts = [total_bytes(made_by(by_name, names[1]))]
     elif callee := module.fused(one):
         inner, root = module.within[callee.name], module.roots.get(callee.name)
         names = (

@@ -381,8 +381,9 @@ class Compiled(Stage):
 
     @functools.cached_property
     def _cost(self) -> Cost | None:
-        cost = self.cost(loops=False)
-        return with_loops(cost, self._module) if cost else None
+        # Compilers for GPUs that are not at hand estimate nothing, but write the program.
+        cost = self.cost(loops=False) or Cost(0.0, 0.0, 0.0, COMPILED)
+        return with_loops(cost, self._module)
 
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable.

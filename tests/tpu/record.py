@@ -32,6 +32,7 @@ MESHES = {
 
 # What of the configuration of an instruction is read; the rest is most of the text.
 _KEPT = ("known_trip_count", "async_collective_fusion_config", "custom_call_config")
+_KEPT += ("gemm_backend_config", "cudnn_fmha_backend_config")  # for GPUs
 
 
 def compiled(name):

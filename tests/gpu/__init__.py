@@ -1,0 +1,1 @@
+"""The programs of ``tpu.programs`` as the compiler for GPUs writes them."""
