@@ -22,7 +22,7 @@ BENCH_ARGS ?=
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help install demo test coverage test-python test-guard test-modes test-oldest test-matrix
-.PHONY: test-tpu asan lint types docs links package wheels check nightly release-check bench clean
+.PHONY: install-oldest test-tpu asan lint types docs links package wheels check nightly release-check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,9 +92,12 @@ test-tpu:  ## compile for TPUs with their real compiler, which needs none, and t
 	JAX_ENABLE_COMPILATION_CACHE=0 NNX_SHARDING_TPU_COMPILER=1 $(TPU_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	  tests/test_tpu_programs.py tests/test_topologies.py
 
+NOX_OLDEST = $(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)"
+install-oldest: $(VENV)/.installed-matrix
+	$(NOX_OLDEST) --install-only
+
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
-	$(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)" -- -m "not slow or oldest" \
-	  $(PYTEST_ARGS) $(CORE_TESTS)
+	$(NOX_OLDEST) -- -m "not slow or oldest" $(PYTEST_ARGS) $(CORE_TESTS)
 
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
 	$(BIN)/nox --session tests -- $(PYTEST_ARGS)
