@@ -10,7 +10,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -38,12 +38,11 @@ def names_in(path: pathlib.Path) -> set[str]:
     return found
 
 
-class OnePackageTest(parameterized.TestCase):
-    @parameterized.named_parameters(
-        (str(path.relative_to(PACKAGE)).replace("/", "_"), path) for path in FILES
-    )
-    def test_no_private_names_elsewhere(self, path):
-        self.assertEqual([name for name in names_in(path) if PRIVATE.search(name)], [])
+class OnePackageTest(absltest.TestCase):
+    def test_no_private_names_elsewhere(self):
+        self.assertGreater(len(FILES), 100)
+        found = [(str(x), name) for x in FILES for name in names_in(x) if PRIVATE.search(name)]
+        self.assertEqual(found, [])
 
     def test_no_private_names_in_c(self):
         text = (PACKAGE / "core" / "guard" / "_walk.c").read_text(encoding="utf-8")
