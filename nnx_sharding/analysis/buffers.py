@@ -89,7 +89,8 @@ def read_buffers(folder: Path) -> Buffers | None:
         for name, index, first, last in _RANGE.findall(live)
     }
     allocations = []
-    for head, *lines in _blocks(assignments[0].read_text()):
+    for block in re.split(r"\n(?![ \t])", assignments[0].read_text()):  # one for each allocation
+        head, _, values_in_it = block.partition("\n")
         size = _ALLOCATION.match(head)
         # Other memory, such as a TPU's vector memory, has a colour. That of a thread is on a stack.
         if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
@@ -97,24 +98,13 @@ def read_buffers(folder: Path) -> Buffers | None:
         number = re.search(r", parameter (\d+),", head)
         found = [
             Buffer(name, _numbers(index), int(length), int(offset), *spans[name, index])
-            for name, index, length, offset in _VALUE.findall("\n".join(lines))
+            for name, index, length, offset in _VALUE.findall(values_in_it)
             if (name, index) in spans
         ]
         parameter, is_result = int(number[1]) if number else None, "maybe-live-out" in head
         values = tuple(_one_after_another(found))
         allocations.append(Allocation(int(size[1]), parameter, is_result, values))
     return Buffers(tuple(allocations), names) if allocations and names else None
-
-
-def _blocks(text: str) -> Iterator[list[str]]:
-    """The lines of each allocation."""
-    block: list[str] = []
-    for line in text.splitlines():
-        if not line.startswith((" ", "\t")):
-            yield from [block] if block else []
-            block = []
-        block.append(line)
-    yield from [block] if block else []
 
 
 def _one_after_another(values: Sequence[Buffer]) -> Iterator[Buffer]:

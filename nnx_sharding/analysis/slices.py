@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from .device_groups import Groups, number_lists
 from .instructions import Instruction
 from .meshes import MeshDescription
+from .values import reached
 
 Position: TypeAlias = "int | tuple[int, int]"  # the id of a device, or slice and number in it
 
@@ -62,11 +63,11 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 def _operation(one: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
     """The operation that made what is sent; exchanges themselves have none."""
-    seen: set[str] = set()
-    while one.operation is None and one.operand_names and one.name not in seen:
-        seen.add(one.name)
-        one = by_name.get(one.operand_names[0], one)
-    return one.operation
+
+    def sent(other: Instruction) -> list[Instruction]:
+        return [by_name[name] for name in other.operand_names[:1] if name in by_name]
+
+    return next(filter(None, (x.operation for x in reached(one, sent))), None)
 
 
 def positions_of(mesh: Any) -> dict[Position, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis import parameters
-from ..analysis.json_codec import as_data
+from ..analysis.json_codec import as_data, json_text
 from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
@@ -116,7 +115,7 @@ class ShardingReport(Pictured):
 
     def to_json(self) -> str:
         """:meth:`as_dict` as text, to store and compare."""
-        return json.dumps(self.as_dict(), indent=2)
+        return json_text(self.as_dict())
 
     def _pictures(self, width: int) -> Iterable[Any]:
         per_device = sum(row.bytes_per_device for row in self.rows)
