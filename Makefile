@@ -18,6 +18,9 @@ CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
+# Without bytecode each process compiles JAX again, for 3 seconds; pip writes none (--no-compile).
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
