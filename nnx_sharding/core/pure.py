@@ -207,8 +207,6 @@ class Pure:
 
     def _flatten_after(self, out: Any, built: Built, carried: Set[int], before: Snapshot) -> Flat:
         """The graph after the call, with the objects of the arguments first."""
-        if not self.graph:
-            flatten(out, graph=False).structure.check_tree()
         structure, updates, name = self.structure, self.updates, self.transform.name
         borrowed = {_compat.identity(static.value) for static in structure.identities()}
         nodes = {i for i, x in enumerate(structure.entries) if isinstance(x, NodeEntry)}
@@ -222,6 +220,8 @@ class Pure:
             ),
             snapshot=before,
         )
+        if not self.graph:
+            after.structure.check_tree()  # of the output
         check_objects(structure, after, self.targets, borrowed, name=name, updates=updates)
         if not updates:
             check_output(after, self.known, carried, name=name)

@@ -227,8 +227,8 @@ class Structure:
         paths = self.paths_to_objects(((name,), child) for name, child in starts)
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
-    def shared_objects(self, child: Child) -> set[int]:
-        """The modules, Variables and refs in ``child`` with more than one reference."""
+    def links(self, child: Child) -> Counter[int]:
+        """How many references there are to each object that is reachable from ``child``."""
         links: Counter[int] = Counter()
         pending: list[Sequence[Child]] = [(child,)]
         while pending:
@@ -237,9 +237,13 @@ class Structure:
                     links[part] += 1
                     if links[part] == 1:
                         pending.append(children_of(self.entries[part]))
-                elif isinstance(part, Container):
+                elif isinstance(part, Container | Group):
                     pending.append(part.children)
-        shared = (index for index, count in links.items() if count > 1)
+        return links
+
+    def shared_objects(self, child: Child) -> set[int]:
+        """The modules, Variables and refs in ``child`` with more than one reference."""
+        shared = (index for index, count in self.links(child).items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticEntry)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -164,6 +164,12 @@ class Target(NamedTuple):
     def objects_only(self) -> Target:
         """The target without arrays, which a function cannot change in place."""
         return Target(self.name, tuple(p for p in self.parts if isinstance(p.child, int)))
+
+
+def named_parts(targets: Iterable[Target]) -> list[tuple[str, Child]]:
+    """All parts of some targets, each with the expression for it."""
+    pairs = ((target, part) for target in targets for part in target.parts)
+    return [(accessor(target.name, part.keys), part.child) for target, part in pairs]
 
 
 def argument_targets(

@@ -28,7 +28,7 @@ from .structure import (
     identities_in,
     parts_of,
 )
-from .targets import Target
+from .targets import Target, named_parts
 
 
 class _Misuse(NamedTuple):
@@ -91,11 +91,7 @@ def check_objects(
     misuse = next((misuse for misuse, found in places.items() if found), None)
     if misuse is None:
         return
-    starts = [
-        (accessor(target.name, part.keys), part.child)
-        for target in targets
-        for part in target.parts
-    ]
+    starts = named_parts(targets)
     names = structure.names([*starts, ("output", structure.root)])
     names.update(before.names(starts))
     lines = [

@@ -17,10 +17,9 @@ from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup, union
 from ..core.pure import Pure
 from ..core.signature import Roles
-from ..core.targets import Specs
+from ..core.targets import Specs, named_parts
 from ..core.unflatten import Built, kept_places
 from ..errors import raise_listed
-from ..specs.paths import accessor
 from ..specs.state_sharding import BROADCAST, CARRY
 from .batching import options_of
 from .in_trace import (
@@ -156,11 +155,7 @@ class _Branches:
         labels = self._labels[first], self._labels[last]
         forms = self._forms[first], self._forms[last]
         found = [("output", *forms)] if forms[0] != forms[1] else []
-        starts = [
-            (accessor(target.name, part.keys), part.child)
-            for target in self._pure.targets
-            for part in target.parts
-        ]
+        starts = named_parts(self._pure.targets)
         sides = one.structure, other.structure
         names, others = (side.names([*starts, ("output", side.root)]) for side in sides)
         same = {index: name for index, name in names.items() if others.get(index) == name}
@@ -397,7 +392,7 @@ class _WhileLoop(Loop):
         raise_listed(
             ValueError,
             f"while_loop: the condition {fun_name} changes these, which only the body can do:",
-            [f"  {self._objects.get(index, 'an object')}" for index in sorted(set(changed))],
+            [f"  {name}" for name in self._names_of(sorted({*changed})).values()],
             "Change them in body_fun, or call a copy (nnx.clone) in cond_fun.",
         )
 

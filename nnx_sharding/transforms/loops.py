@@ -21,7 +21,7 @@ from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, Structure, VariableEntry, parts_of
-from ..core.targets import PLAIN
+from ..core.targets import PLAIN, named_parts
 from ..core.unflatten import Built
 from ..diagnostics.differences import show_child
 from ..errors import raise_listed, see
@@ -74,8 +74,8 @@ class Scan(Mapped):
         return spec.index is not None and spec.index >= 0
 
     def carried_objects(self, pure: Pure) -> frozenset[int]:  # noqa: D102
-        parts = [part for target in pure.targets for part in target.parts if part.spec is CARRY]
-        return frozenset(pure.structure.paths_to_objects([((), part.child) for part in parts]))
+        parts = (part for target in pure.targets for part in target.parts if part.spec is CARRY)
+        return frozenset().union(*(pure.structure.links(part.child) for part in parts))
 
     def applied(  # noqa: D102
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
@@ -177,16 +177,14 @@ class Loop:
         self._kept_step = functools.lru_cache(maxsize=64)(self._step)
         self._group_axes = [axis.index for axis in out_specs]
         self._carry_group = out_specs.index(CARRY) if CARRY in out_specs else None
-        # Each step gets the same structure, so none may change the structure of what it passes on.
-        self._fixed: set[int] = set()
-        self._objects: dict[int, str] = {}
-        stacked = {index for index in captures(structure) if not structure.slots[index]}
-        for target in pure.targets:
-            for part in target.parts:
-                paths = structure.paths_to_objects([(part.keys, part.child)])
-                if part.spec in (None, BROADCAST, CARRY):
-                    self._fixed |= paths.keys() - stacked
-                self._objects |= {i: accessor(target.name, path) for i, [path] in paths.items()}
+        # Each step gets the same structure, so none may change the structure of what it passes on:
+        # what is not mapped, and the object of each other carried array.
+        self._targets = pure.targets
+        parts = [part for target in pure.targets for part in target.parts]
+        passed = (x.child for x in parts if x.spec in (None, BROADCAST, CARRY))
+        self._fixed = set[int]().union(*map(structure.links, passed))
+        self._fixed -= {index for index in captures(structure) if not structure.slots[index]}
+        self._fixed |= {index for index, _ in self._places.values()}
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         """The outputs and the outcome of all steps, in the form that the function has for one."""
@@ -291,8 +289,9 @@ class Loop:
 
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
         """Checks that a step did not change the structure of what it passes on."""
-        own = {index for index, _ in self._places.values()} | self._fixed
-        names = {index: self._objects[index] for index in sorted(own)}
+        pairs = enumerate(zip(self._structure.entries, outcome.structure.entries, strict=False))
+        changed = [i for i, (old, new) in pairs if old != new and i in self._fixed]
+        names = self._names_of(changed)
         lines = [
             f"  {place}: is {f'{old} before, {new} after it' if old != new else 'replaced'}"
             for place, old, new in differences(names, self._structure, outcome.structure)
@@ -312,6 +311,11 @@ class Loop:
             lines,
             f"{self._remedy}ake the change outside of the loop.",
         )
+
+    def _names_of(self, indices: Sequence[int]) -> dict[int, str]:
+        """The expressions for some objects of the arguments."""
+        names = self._structure.names(named_parts(self._targets)) if indices else {}
+        return {index: names.get(index, "an object") for index in indices}
 
 
 def differences(
