@@ -66,8 +66,8 @@ LAST = (
     ),
     Stage("write-back", ("unflatten.py",)),
 )
-# Not on the way of a call: what is reported when something is wrong.
-BESIDE = ("problems.py", "failures.py")
+# Not on the way of a call: what is reported when something is wrong, and guards outside of calls.
+BESIDE = ("problems.py", "failures.py", "guard/known_models.py")
 
 # Narrow enough for the text to be legible on a phone.
 _WIDTH, _LEFT, _BOX, _GAP, _LINE = 620, 8, 470, 24, 17
