@@ -43,7 +43,7 @@ test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples
 	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
 
 coverage: $(VENV)/.installed-tests  ## run all tests and show which lines and branches they miss
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 # Only the walk differs, so these are the tests that it can break. Slow ones compare both walks.
 WALK_TESTS := guard graph_faults life memory modes references statics

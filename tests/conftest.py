@@ -21,8 +21,9 @@ from hypothesis import settings  # noqa: E402
 from jax._src.lru_cache import LRUCache  # noqa: E402
 
 # Compiling takes as long as it takes, so examples have no deadline. `ci` tries the same examples in
-# every run; `thorough` looks for new ones.
-settings.register_profile("ci", derandomize=True, deadline=None)
+# every run, `nightly` (`make coverage`) more of them; `thorough` looks for new ones.
+settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None)
+settings.register_profile("nightly", derandomize=True, deadline=None)
 settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -195,7 +195,7 @@ class AsOnOneDeviceTest(parameterized.TestCase):
 
     def test_some(self):
         strategy, kind = random.choice([("fsdp", "explicit"), ("zero1+tp", "auto")])
-        self.check(random.sample(sorted(OPTIMIZERS), 2), strategy, kind)
+        self.check([random.choice(sorted(OPTIMIZERS))], strategy, kind)
 
     def test_constants_in_the_state(self):
         """State that an update sets to a constant; there are loops over stacks beside it."""
