@@ -32,8 +32,7 @@ class Leaf:
     def __repr__(self) -> str:
         return "LEAF"
 
-    def __reduce__(self) -> str:
-        return "LEAF"
+    __reduce__ = __repr__  # pickled by name
 
 
 LEAF = Leaf()
@@ -227,23 +226,22 @@ class Structure:
         paths = self.paths_to_objects(((name,), child) for name, child in starts)
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
-    def links(self, child: Child) -> Counter[int]:
+    def _links(self, child: Child) -> Counter[int]:
         """How many references there are to each object that is reachable from ``child``."""
         links: Counter[int] = Counter()
         pending: list[Sequence[Child]] = [(child,)]
         while pending:
             for part in pending.pop():
                 if isinstance(part, int):
+                    pending += [] if part in links else [children_of(self.entries[part])]
                     links[part] += 1
-                    if links[part] == 1:
-                        pending.append(children_of(self.entries[part]))
                 elif isinstance(part, Container | Group):
                     pending.append(part.children)
         return links
 
     def shared_objects(self, child: Child) -> set[int]:
         """The modules, Variables and refs in ``child`` with more than one reference."""
-        shared = (index for index, count in self.links(child).items() if count > 1)
+        shared = (index for index, count in self._links(child).items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticEntry)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
@@ -318,10 +316,8 @@ def identities_in(children: Iterable[Any]) -> Iterator[Static]:
 
 def holds_objects(entry: VariableEntry) -> bool:
     """Whether there are Variables or modules in the value of a Variable."""
-    value = entry.value
-    if isinstance(value, Container):
-        return any(isinstance(child, int) for child in value.children)
-    return isinstance(value, int)
+    parts = entry.value.children if isinstance(entry.value, Container) else [entry.value]
+    return any(isinstance(part, int) for part in parts)
 
 
 def parts_of(x: Entry | Container | Group | None) -> dict[Path, Child]:

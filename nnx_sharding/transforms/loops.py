@@ -75,7 +75,7 @@ class Scan(Mapped):
 
     def carried_objects(self, pure: Pure) -> frozenset[int]:  # noqa: D102
         parts = (part for target in pure.targets for part in target.parts if part.spec is CARRY)
-        return frozenset().union(*(pure.structure.links(part.child) for part in parts))
+        return frozenset().union(*(pure.structure._links(part.child) for part in parts))
 
     def applied(  # noqa: D102
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
@@ -182,7 +182,7 @@ class Loop:
         self._targets = pure.targets
         parts = [part for target in pure.targets for part in target.parts]
         passed = (x.child for x in parts if x.spec in (None, BROADCAST, CARRY))
-        self._fixed = set[int]().union(*map(structure.links, passed))
+        self._fixed = set[int]().union(*map(structure._links, passed))
         self._fixed -= {index for index in captures(structure) if not structure.slots[index]}
         self._fixed |= {index for index, _ in self._places.values()}
 
