@@ -646,6 +646,7 @@ class SaveTest(FolderTest):
         for moment in (at_save, at_rename):
             with moment, self.assertRaises(KeyboardInterrupt):
                 save(self.path, MLP(nnx.Rngs(1)), overwrite=True)
+            self.assertEqual(os.listdir(self.folder), ["checkpoint"])
             self.assertEqual(contents_of(restore(self.path, MLP(nnx.Rngs(2)))), contents_of(model))
         save(self.path, MLP(nnx.Rngs(1)), overwrite=True)
         self.assertEqual(os.listdir(self.folder), ["checkpoint"])

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -186,6 +187,15 @@ class CommandTest(parameterized.TestCase):
         code, _, error = self.run_command("explain", "not-divisble")
         self.assertEqual(code, 2)
         self.assertIn("did you mean not-divisible?", error)
+
+    @pytest.mark.slow
+    def test_output_that_nobody_reads(self):
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "nnx_sharding", "explain"]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+        os.close(writing)
+        self.assertEqual((done.returncode, done.stderr), (128 + signal.SIGPIPE, b""))
 
     def reports(self):
         """Files with the report of the same program on 4 and on 32 devices."""

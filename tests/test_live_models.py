@@ -245,3 +245,64 @@ def test_layers_over_an_axis_to_a_list_with_different_shardings():
     rules = {r"(\d+)": Tensor("w", "a b -> {0} a b")}
     for found, layer in zip(transfer(source, target, rules, reverse=True), w, strict=True):
         np.testing.assert_array_equal(found, layer)
+
+
+class KnownModelsTest(parameterized.TestCase):
+    def test_changed_models_are_flattened_again(self):
+        """After each change a call reads and fills what there is then, as with new models."""
+        mesh = mesh_of((8,), ("data",), random.choice(["auto", "explicit"]))
+
+        def make(seed):
+            layers = [nnx.Linear(8, 16, rngs=nnx.Rngs(seed + i)) for i in range(3)]
+            return place(nnx.Dict(a=nnx.List(layers[:2]), b=layers[2]), P(), mesh)
+
+        def add(model, seed):
+            model.c = nnx.Param(jax.device_put(jnp.full(8, seed), NamedSharding(mesh, P("data"))))
+
+        def replace(model, seed):
+            model.a[0] = place(nnx.Linear(8, 8, rngs=nnx.Rngs(seed)), P("data"), mesh)
+
+        def remove(model, seed):
+            del model.b
+
+        def tie(model, seed):
+            model.a[1].kernel = model.a[0].kernel
+
+        def assign(model, seed):
+            model.a[0].bias[...] = jax.device_put(jnp.full(8, seed), NamedSharding(mesh, P()))
+
+        source, target = make(0), make(10)
+        changes = [add, replace, remove, tie, assign]
+        random.shuffle(changes)
+        for number, change in enumerate(changes):
+            for _ in range(3):  # a plan, a guard, and what the guard finds
+                renewed = jax.tree.map(lambda x: x * 2 + 1, nnx.state(source))
+                nnx.update(source, renewed)
+                transfer(source, target)
+            assert all(id(x) in live_models._MODELS._guards for x in (source, target))
+            change(source, number), change(target, 20 + number)
+            transfer(source, target)
+            ours, theirs = (nnx.to_flat_state(nnx.state(x)) for x in (target, source))
+            assert ours.paths == theirs.paths
+            for x, y in zip(ours.leaves, theirs.leaves, strict=True):
+                np.testing.assert_array_equal(x[...], y[...])
+
+    @parameterized.parameters("source", "target", "both")
+    def test_adopted_memory_survives_donation(self, donated):
+        """CPUs adopt parts of replicated arrays: later programs must not write into them."""
+        mesh = mesh_of((2, 4), ("data", "model"))
+        old = NamedSharding(mesh, random.choice([P(), P("data"), P("model")]))
+        values = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+        make = jax.jit(lambda x: x + 1, out_shardings=old)
+        source = {"x": make(values)}
+        target = {"x": jax.device_put(values * 0, NamedSharding(mesh, P(("data", "model"))))}
+        found = {"source": source, "target": transfer(source, target)}
+        negative = jax.jit(jnp.negative, donate_argnums=0)
+        for name, model in found.items():
+            if donated in (name, "both"):
+                model["x"] = negative(model["x"])
+        taken = [make(values * 7) for _ in range(4)]  # what memory is free
+        for name, model in found.items():
+            sign = -1 if donated in (name, "both") else 1
+            np.testing.assert_array_equal(model["x"], sign * (values + 1))
+        assert len(taken) == 4

@@ -72,6 +72,7 @@ def save(
       True
     """
     folder = as_folder(path)
+    together("save", folder, lambda: check_storable(tree), everywhere=True)
     with progress(f"checksums of {folder.name}"):
         args = _standard_args(ModelSave(tree, checksums))
     exists, reason = together("save", folder, lambda: _obstacle(folder, overwrite))
@@ -89,9 +90,15 @@ def save(
                 f"save: {folder} could not be written: {first_line(error)}"
             ) from error
 
-    together("save", folder, write, everywhere=True)
-    if exists:
-        together("save", folder, lambda: _replace(folder, new))
+    try:
+        together("save", folder, write, everywhere=True)
+        if exists:
+            together("save", folder, lambda: _replace(folder, new))
+    except BaseException:
+        if exists and jax.process_index() == 0:
+            for each in new.parent.glob(f"{new.name}*"):  # also what Orbax has begun
+                each.rmtree(missing_ok=True)
+        raise
 
 
 def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
@@ -254,8 +261,7 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 def _standard_args(args: ModelSave) -> Any:
     """The arguments for Orbax: nested dicts of arrays, and as metadata what it does not store."""
-    flat = flatten(args.tree)
-    arrays = check_storable(flat)
+    flat, arrays = check_storable(args.tree)
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
     summed = [None if unsummed(s) is s else unsummed(s) for s in shardings]
@@ -278,8 +284,9 @@ def _standard_args(args: ModelSave) -> Any:
     return ocp.args.StandardSave(nested, custom_metadata={MANIFEST: manifest})
 
 
-def check_storable(flat: Flat) -> list[NamedArray]:
-    """The arrays of a tree, all of which can be saved."""
+def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
+    """A tree and its arrays, all of which can be saved."""
+    flat = flatten(tree)
     arrays = named_arrays(flat)
     wrong, deleted = [], []
     for array in arrays:
@@ -299,7 +306,7 @@ def check_storable(flat: Flat) -> list[NamedArray]:
         same,
         "Rename a key.",
     )
-    return arrays
+    return flat, arrays
 
 
 def _content(leaf: Any) -> Any:

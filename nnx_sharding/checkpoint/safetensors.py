@@ -241,11 +241,16 @@ def save_safetensors(
     Example:
       See :func:`load_safetensors`.
     """
-    arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
-    wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
-    raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
-    tensors = _tensors(arrays, read_rules(_SAVE, rules))
-    folder, files = as_folder(path), _split(tensors, max_shard_size)
+    folder, tensors = as_folder(path), dict[str, NewTensor]()
+
+    def name() -> None:
+        arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
+        wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
+        raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
+        tensors.update(_tensors(arrays, read_rules(_SAVE, rules)))
+
+    together(_SAVE, folder, name, everywhere=True)
+    files = _split(tensors, max_shard_size)
     is_bucket = "://" in os.fspath(folder)
     if is_bucket and jax.process_count() > 1:
         raise ValueError(

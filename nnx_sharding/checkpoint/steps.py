@@ -109,11 +109,15 @@ class Checkpoints:
         newest = together("save", self.manager.directory, self.manager.latest_step)
         if newest != latest:
             self._check_is_next(step, newest, " Another job has saved it since this one started.")
+        items: dict[str, Any] = {MODEL: ModelSave(tree, checksums)}
+
+        def check() -> None:
+            check_storable(tree)
+            if data is not None:
+                items[DATA] = _DataArgs(_encoded(data))
+
         # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
-        check_storable(flatten(tree))
-        items = {MODEL: ModelSave(tree, checksums)}
-        if data is not None:
-            items[DATA] = _DataArgs(_encoded(data))
+        together("save", self.manager.directory, check, everywhere=True)
         args = ocp.args.Composite(**items)
         with progress(f"save step {step}"):
             return bool(self.manager.save(step, args=args, metrics=metrics, force=True))

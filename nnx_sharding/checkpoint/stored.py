@@ -140,12 +140,15 @@ def beside(folder: Any, what: str) -> Any:
 def together(caller: str, folder: Any, step: Callable[[], Any], *, everywhere: bool = False) -> Any:
     """Runs a step on the first process, or on all; if it fails on one of them, all fail.
 
-    The others might see a file system that has changed, so they get what the first one returns.
+    The others might see a file system that has changed, so they get what the first one returns, and
+    nothing if all run it.
     """
     result: Any = None
     error: Exception | None = None
     try:
-        if everywhere or jax.process_index() == 0:
+        if everywhere:
+            step()
+        elif jax.process_index() == 0:
             result = step()
     except OSError as caught:
         error = CheckpointError(f"{caller}: cannot use {folder}: {caught}.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,11 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser.parse_args(argv)
         try:
-            return int(arguments.run(arguments))
+            code = int(arguments.run(arguments))
+            sys.stdout.flush()
+            return code
         except UsageError as error:
             Parser.error(arguments.parser, str(error))
     except SystemExit as error:  # of argparse, also after --help
         return error.code if isinstance(error.code, int) else 2
+    except BrokenPipeError:  # who reads what is printed has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         if arguments.traceback:
             raise

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit
-from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
+from nnx_sharding.checkpoint import Checkpoints, contents, restore, save, save_safetensors
 from nnx_sharding.errors import CheckpointError
 from nnx_sharding.partition import abstract_init, sharded_init
 
@@ -116,6 +116,28 @@ def fail(folder):
             raise AssertionError("no error")
         model = Model(mesh_of((2, 4)), scale=3)
         assert_same(restore(folder, model), Model(mesh_of((2, 4))))
+
+
+def refuse_to_save(folder):
+    """If one process has what cannot be stored, all get an error, and nothing is written."""
+    last = jax.process_count() - 1
+    is_last = jax.process_index() == last
+    model = {"model": Model(mesh_of((2, 4))), "own": np.array("text" if is_last else 1)}
+    data = {"x": object() if is_last else 1}
+    for store in (
+        lambda: save(folder, model),
+        lambda: save_safetensors(folder, {"own": model["own"]}, {"(.+)": "{0}"}),
+        lambda: Checkpoints(folder).save(1, model["model"], data=data),
+    ):
+        try:
+            store()
+        except Exception as error:
+            expected = TypeError if is_last else CheckpointError
+            assert type(error) is expected, error
+            assert is_last or f"process {last} failed: TypeError" in str(error), error
+        else:
+            raise AssertionError("no error")
+    assert not [*folder.glob("*")]
 
 
 def read(folder):
@@ -220,6 +242,7 @@ if __name__ == "__main__":
         written = where / str(jax.process_count())
         write(written)
         fail(written)
+        refuse_to_save(where / f"refused{jax.process_count()}")
         for other in sys.argv[3:]:
             read(where / other)
         read(written)
