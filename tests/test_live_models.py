@@ -269,7 +269,8 @@ class KnownModelsTest(parameterized.TestCase):
             model.a[1].kernel = model.a[0].kernel
 
         def assign(model, seed):
-            model.a[0].bias[...] = jax.device_put(jnp.full(8, seed), NamedSharding(mesh, P()))
+            bias = model.a[0].bias
+            bias[...] = jax.device_put(jnp.full(bias.shape, seed + 0.5), bias.sharding)
 
         source, target = make(0), make(10)
         changes = [add, replace, remove, tie, assign]
