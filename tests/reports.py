@@ -91,6 +91,9 @@ def collective(kind, name, axes, size, **more):
         "flops_beside": 0,
         "bytes_beside": 0,
         "beside": [],
+        "scheduled_in": "main.9",
+        "flops_before": 0,
+        "bytes_before": 0,
         **more,
     }
 
@@ -139,7 +142,7 @@ def report(layers=3, **more):
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 6,
+        "version": 7,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -177,6 +180,7 @@ def report(layers=3, **more):
                 traffic(None, "DCN", None, 50, None),
             ],
             "hidden": None,
+            "exposed_s": 1.2e-7,
             "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
             "spread": 0.25,
         },

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 from jax import lax
@@ -491,11 +492,21 @@ class RooflineTest(parameterized.TestCase):
         sent = collectives_of(hlo)
         found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own)
         traffic = (Traffic(None, "all links", 1e10, 10**10, 1.0),)
-        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, (), {}, None)
+        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, (), 1.0, {}, None)
+        assert found.estimate == 5.0  # the device waits for it
         assert (found.seconds, found.seconds_without_overlap) == (4.0, 6.0)
         assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), sent, own).bound_by == "memory"
         assert roofline_of(None, sent, own).interconnect_s == 1.0
-        assert "bound by compute; 6.00 s without overlap" in str(found)
+        words = "bound by compute; 4.00 s if all communication is hidden, 6.00 s if none is"
+        assert str(found).startswith("5.00 s, at peak rates of own, as scheduled:")
+        assert str(found).endswith(words)
+        # A program for CPUs has not the schedule of an accelerator; measured figures are its own.
+        others = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own, platform="cpu")
+        assert (others.exposed_s, others.estimate) == (None, 4.0)
+        assert "own, as if all communication were hidden: compute" in str(others)
+        own = dataclasses.replace(own, spread=0.1)
+        measured = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own, platform="cpu")
+        assert (measured.exposed_s, measured.estimate) == (1.0, 5.0)
 
     @parameterized.product(
         form=["pair", "wrapped", "waits"], in_loop=[False, True], times=[0.5, 1.0, 2.0]
@@ -573,7 +584,11 @@ ENTRY %main (a: f32[128,128], b: f32[32,128]) -> f32[128,128] {{
         flops, sent = 2 * 128**3, 3 * 128 * 128 * 4 // 4  # of a product; of a gather of 4 parts
         # So that a gather takes so many times as long as the product.
         own = Hardware("own", flops, 2**30, 1e9, sent / times)
-        found = roofline_of(None, collectives_of(hlo, {"data": 4}), own)
+        cost = Cost(3 * runs * flops, 0.0, 0.0, "s")
+        found = roofline_of(cost, collectives_of(hlo, {"data": 4}), own)
+        waits = times if form == "waits" else max(0, times - 1)
+        assert found.exposed_s == pytest.approx(runs * waits)
+        assert found.estimate == pytest.approx(runs * (3 + waits))
         if form == "waits":
             assert found.hidden == () and found.hidden_share == 0
             return
@@ -604,6 +619,41 @@ ENTRY %main (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
         read = 3 * 128 * 128 * 4  # by the first sum, with what it writes
         found = collectives_of(hlo, {"data": 4})
         assert sorted(x.bytes_beside for x in found) == [0, read, read]
+
+    @parameterized.parameters(0.25, 0.5, 1.0, 2.0)
+    def test_collectives_share_links_and_what_they_hide_behind(self, seconds):
+        gather = "replica_groups=[1,4]<=[4], dimensions={0}, use_global_device_ids=true"
+        dot = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+        hlo = f"""HloModule test, is_scheduled=true, num_partitions=4
+
+ENTRY %main (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
+  %x = f32[128,128] parameter(0)
+  %k = f32[32,128] parameter(1)
+  %one = (f32[32,128], f32[128,128]) all-gather-start(%k), channel_id=1, {gather}
+  %y = f32[128,128] dot(%x, %x), {dot}
+  %other = (f32[32,128], f32[128,128]) all-gather-start(%k), channel_id=2, {gather}
+  %waits = f32[128,128] all-gather(%k), channel_id=3, {gather}
+  %u = f32[128,128] dot(%y, %waits), {dot}
+  %a = f32[128,128] all-gather-done(%one)
+  %b = f32[128,128] all-gather-done(%other)
+  ROOT %z = f32[128,128] dot(%a, %b), {dot}
+}}
+"""
+        product = 2 * 128**3
+        own = Hardware("own", product, 2**30, 1e9, 3 * 128 * 128 * 4 // 4 / seconds)
+
+        def waits(hlo):
+            found = roofline_of(None, collectives_of(hlo, {"data": 4}), own)
+            assert found.hidden is not None
+            return found.exposed_s
+
+        # The first is sent beside a product; the second and the third after it, and after that.
+        sent = max(seconds, 1) + 2 * seconds - 1
+        assert waits(hlo) == pytest.approx(sent)
+        # Without the third: what is left of the two after both products.
+        line = next(line for line in hlo.splitlines() if "%waits =" in line)
+        hlo = hlo.replace(f"{line}\n", "").replace("%y, %waits", "%y, %y")
+        assert waits(hlo) == pytest.approx(max(0, max(seconds, 1) + seconds - 2))
 
     def test_a_time_needs_all_its_figures(self):
         own = Hardware("own", 1e12, 2**30, 1e11, 1e10)
@@ -679,7 +729,7 @@ class ReportTest(parameterized.TestCase):
     def test_content(self):
         report = self.report
         data = json.loads(report.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.report", 6)
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 7)
         assert data["mesh"] == {
             "axes": {"data": 2, "model": 4},
             "axis_types": {"data": "Auto", "model": "Auto"},
@@ -714,10 +764,10 @@ class ReportTest(parameterized.TestCase):
         ('{"format": "x"}', "its format is 'x'"),
         (
             '{"format": "nnx_sharding.report", "version": 1}',
-            "has the version 1; .* version 6",
+            "has the version 1; .* version 7",
         ),
         ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
-        ('{"format": "nnx_sharding.report", "version": 6}', "name, .*by_module missing or unknown"),
+        ('{"format": "nnx_sharding.report", "version": 7}', "name, .*by_module missing or unknown"),
     )
     def test_other_text(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

@@ -23,7 +23,7 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
-from nnx_sharding.planning.candidates import Arguments, Axes, Candidate
+from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
 from nnx_sharding.planning.plan import Plan
 from nnx_sharding.planning.predictions import predict, work_of
 from nnx_sharding.report import Comparison, Strategy, compare
@@ -507,11 +507,26 @@ def test_a_pipeline_is_a_candidate_for_a_stack():
     [sent] = [x for x in report.collectives if x.kind == "collective-permute"]
     assert (sent.times, sent.bytes) == (ticks, rows // microbatches * width * 4)
 
+    class Listed(nnx.Module):
+        def __init__(self, count, rngs):
+            self.blocks = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(count)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
     dense = nnx.eval_shape(lambda: nnx.Linear(width, width, rngs=nnx.Rngs(0)))
-    for model, is_tried in ((blocks, True), (dense, False)):
+    listed, odd = (nnx.eval_shape(lambda n=n: Listed(n, nnx.Rngs(0))) for n in (layers, 3))
+    plan_ = found(listed, meshes=meshes, strategies="dp + pipeline", most=None)
+    assert name in plan_.comparison.compiled and "pipeline(m, mesh=mesh" in plan_.best.recipe
+    for bounds in plan_.predicted.values():
+        assert 0 < bounds[0] < bounds[1]
+    for model in (blocks, listed):
         by_default = found(model, meshes=meshes, most=1)
-        names = {*by_default.candidates, *by_default.ruled_out}
-        assert (name in names) == is_tried
+        assert name in {*by_default.candidates, *by_default.ruled_out}
+    assert not any("pipeline" in x for x in strategies_of(Arguments([dense], "m"), 4))
+    assert Arguments([odd], "m").stages == [3] and Arguments([odd], "m").layers == []
 
 
 def test_products_by_hand():

@@ -16,7 +16,7 @@ from .hlo import Module, parse
 from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
 from .names import operations
 from .opcodes import COLLECTIVES
-from .overlap import Overlap
+from .overlap import Overlap, Scheduled
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, uses_of
 from .slices import Position, groups_between, groups_within, positions_of
@@ -74,6 +74,9 @@ class Collective:
         compiler for TPUs chooses; 0 if the device waits for it.
       bytes_beside: what it reads and writes meanwhile.
       beside: the operations with most of these flops.
+      scheduled_in: the computation that runs it: of a fusion the one that it is in.
+      flops_before, bytes_before: what the device computes, reads and writes in one run of that
+        before this starts; 0 if no collective runs while the device computes.
     """
 
     kind: Kind
@@ -98,6 +101,9 @@ class Collective:
     flops_beside: int = 0
     bytes_beside: int = 0
     beside: tuple[str, ...] = ()
+    scheduled_in: str = ""
+    flops_before: int = 0
+    bytes_before: int = 0
 
     @property
     def total_bytes_sent(self) -> int:
@@ -334,10 +340,9 @@ def _collective(
         # A fusion that sums and keeps each device's part is a reduce-scatter.
         if total_bytes(parts) * size == larger:
             kind, results = "reduce-scatter", parts
-    beside, operations = Work(), tuple[str, ...]()
+    at = Scheduled(computation.name, Work(), Work(), ())
     if overlap is not None:
-        at = Value(computation.name, instruction.name)
-        beside, operations = overlap.scheduled_beside(at)
+        at = overlap.scheduled(Value(computation.name, instruction.name))
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -355,9 +360,12 @@ def _collective(
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
-        flops_beside=beside.flops,
-        bytes_beside=beside.bytes_accessed,
-        beside=operations,
+        flops_beside=at.beside.flops,
+        bytes_beside=at.beside.bytes_accessed,
+        beside=at.operations,
+        scheduled_in=at.home,
+        flops_before=at.before.flops,
+        bytes_before=at.before.bytes_accessed,
         **use._asdict(),
     )
 

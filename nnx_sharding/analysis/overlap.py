@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from .hlo import Module
 from .instructions import Computation, Instruction
@@ -19,6 +20,22 @@ _Contents: TypeAlias = Counter[str | None]
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
+class Scheduled(NamedTuple):
+    """When a collective runs.
+
+    Attributes:
+      home: the computation that runs it, of fusions the one around them.
+      before: what the device does before it starts, in one run of this computation.
+      beside: what it does from the start to the end.
+      operations: those with the most flops beside it.
+    """
+
+    home: str
+    before: Work
+    beside: Work
+    operations: tuple[str, ...]
+
+
 class Overlap:
     """What runs in a program, and beside what."""
 
@@ -26,15 +43,12 @@ class Overlap:
         self._module = module
         self._contents: Callable[[str], _Contents] = functools.cache(self._of_computation)
         self._work: Callable[[str], Work] = functools.cache(self._of_run)
+        self._until: Callable[[str], Sequence[Work]] = functools.cache(self._sums)
         every = (x for computation in module.computations for x in computation.instructions)
         self._every = Counter(map(_channel, filter(_is_collective, every)))
 
-    def scheduled_beside(self, collective: Value) -> tuple[Work, tuple[str, ...]]:
-        """What the device is scheduled to do from the start of a collective to its end.
-
-        Returns:
-          The work, in one run of the collective, and the operations in it with the most flops.
-        """
+    def scheduled(self, collective: Value) -> Scheduled:
+        """When a collective is scheduled to start and to end."""
         name = collective.computation
         for home, caller in self._module.around(name):
             if caller.opcode not in ("fusion", "async-start"):
@@ -50,12 +64,17 @@ class Overlap:
             if x.name in chain
             or (x.opcode.endswith("-done") and not chain.isdisjoint(x.operand_names))
         ]
-        between = instructions[at[0] + 1 : at[-1]] if at else []  # none in damaged text
-        done = [(x, self._work_of(name, x)) for x in between]
-        total = functools.reduce(Work.plus, (work for _, work in done), Work())
-        most = sorted((x for x in done if x[1].flops), key=lambda x: -x[1].flops)
+        start, end = (at[0] + 1, max(at[0] + 1, at[-1])) if at else (0, 0)  # none in damaged text
+        done = [(x, self._work_of(name, x).flops) for x in instructions[start:end]]
+        most = sorted((x for x in done if x[1]), key=lambda x: -x[1])
         operations = dict.fromkeys(x.operation for x, _ in most if x.operation)
-        return total, tuple(operations)[:3]
+        before, until = (self._until(name)[i] for i in (start, end))
+        return Scheduled(name, before, until.plus(before, -1), tuple(operations)[:3])
+
+    def _sums(self, name: str) -> Sequence[Work]:
+        """What is done before each instruction of a computation, and before its end."""
+        parts = (self._work_of(name, x) for x in self._module.by_name[name].instructions)
+        return [*itertools.accumulate(parts, Work.plus, initial=Work())]
 
     @functools.cached_property
     def _executed(self) -> Mapping[str, Mapping[str, Work]]:
@@ -73,10 +92,7 @@ class Overlap:
 
     def _of_run(self, name: str) -> Work:
         """The work of a computation; none of one that is applied to elements, or is not taken."""
-        if name not in self._executed:
-            return Work()
-        parts = (self._work_of(name, x) for x in self._module.by_name[name].instructions)
-        return functools.reduce(Work.plus, parts, Work())
+        return self._until(name)[-1] if name in self._executed else Work()
 
     def products_beside(self, collective: Value) -> tuple[int, int] | None:
         """How many matrix products of an iteration a collective can run beside, and of how many.

@@ -76,7 +76,7 @@ class ProgramReport(JsonForm):
     by_module: ModuleTable | None = None
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 6
+    _VERSION = 7
     _NOUN = "report of a program"
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
@@ -85,8 +85,8 @@ class ProgramReport(JsonForm):
         Args:
           hardware: the peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``.
         """
-        roofline = roofline_of(self.cost, self.collectives, hardware, self.mesh)
-        return dataclasses.replace(self, roofline=roofline)
+        found = roofline_of(self.cost, self.collectives, hardware, self.mesh, self.platform)
+        return dataclasses.replace(self, roofline=found)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"

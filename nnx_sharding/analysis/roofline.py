@@ -158,6 +158,42 @@ def _hidden(transfers: Sequence[_Transfer], hardware: Hardware) -> tuple[Hidden,
     return tuple(rows)
 
 
+def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None:
+    """The seconds in which a device only waits for collectives; None if one has an unknown time.
+
+    In each computation, collectives start and end where they are scheduled; those over the same
+    links are sent one after another, and the device waits where one ends too late.
+    """
+    computations: dict[str, dict[Collective, list[_Transfer]]] = {}
+    for each in transfers:
+        if each.seconds is None:
+            return None
+        some = computations.setdefault(each.one.scheduled_in, {})
+        some.setdefault(each.one, []).append(each)
+    total = 0.0
+    for some in computations.values():
+        events = []
+        for number, one in enumerate(some):
+            at = one.flops_before, one.bytes_before
+            end = at[0] + one.flops_beside, at[1] + one.bytes_beside
+            events += [(at, number, False, one), (end, number, True, one)]
+        now, here = 0.0, (0, 0)
+        ends, free = dict[Collective, float](), defaultdict[str, float](float)
+        for place, _, is_end, one in sorted(events, key=lambda event: event[:3]):
+            flops, accessed = place[0] - here[0], place[1] - here[1]
+            now += max(flops / hardware.flops, accessed / hardware.memory_bandwidth)
+            here, times = place, one.times or 1
+            if is_end:
+                total += times * max(ends[one] - now, 0.0)
+                now = max(ends[one], now)
+                continue
+            ends[one] = now
+            for part in some[one]:
+                start = max(ends[one], free[part.links])
+                ends[one] = free[part.links] = start + (part.seconds or 0.0) / times
+    return total
+
+
 def all_known(figures: Iterable[float | None]) -> list[float] | None:
     """The figures; None if one of them is unknown."""
     listed = [*figures]
@@ -323,10 +359,11 @@ class Roofline(Pictured):
     https://doi.org/10.1145/1498765.1498785) all parts of the device work simultaneously, so the
     largest of the three times counts. Compilers partly overlap collectives with computation
     (``async-start`` and ``async-done`` in the program): with these figures, a call takes between
-    ``seconds`` and ``seconds_without_overlap``. It is no bound of what is measured: a program
-    compiled for CPUs is not the one that a TPU runs, and conditionals take their largest branch. A
-    time is None if a figure that it needs is unknown. With figures that were measured by
-    :func:`~nnx_sharding.planning.calibrate`, ``seconds`` is an estimate, and ``spread`` its error.
+    ``seconds`` and ``seconds_without_overlap``; as this program is scheduled, ``estimate``. They
+    are no bounds of what is measured: a program compiled for CPUs is not the one that a TPU runs,
+    and conditionals take their largest branch. A time is None if a figure that it needs is unknown.
+    With figures that were measured by :func:`~nnx_sharding.planning.calibrate`, ``spread`` is the
+    error of ``estimate``.
 
     Attributes:
       hardware: the name of the hardware.
@@ -340,6 +377,9 @@ class Roofline(Pictured):
       hidden: the collectives that are in progress while the device computes, as the compiler has
         scheduled them; each alone, though several may share links and the compute behind which
         they hide. None if they, or the time for one, are unknown.
+      exposed_s: seconds in which the device only waits for collectives, as the compiler has
+        scheduled them: those over the same links one after another. None if the time for one is
+        unknown, or the program is one for CPUs and the figures are those of other hardware.
       sources: the page that each figure of the hardware is from.
       spread: the largest error of such estimates where they were measured, in parts of the
         estimate; None for peak figures.
@@ -353,6 +393,7 @@ class Roofline(Pictured):
     arithmetic_intensity: float | None
     traffic: tuple[Traffic, ...]
     hidden: tuple[Hidden, ...] | None
+    exposed_s: float | None
     sources: Mapping[str, str]
     spread: float | None
 
@@ -376,6 +417,16 @@ class Roofline(Pictured):
         return None if known is None or self.interconnect_s is None else sum(known)
 
     @property
+    def estimate(self) -> float | None:
+        """The time by which programs are ranked: that of compute or memory, and ``exposed_s``.
+
+        Without a known schedule ``seconds``, as if all communication were hidden.
+        """
+        if self.exposed_s is None or self.seconds is None:
+            return self.seconds
+        return max(self.seconds, max(self.compute_s or 0.0, self.memory_s or 0.0) + self.exposed_s)
+
+    @property
     def hidden_share(self) -> float | None:
         """The share of the bytes sent that can hide behind compute, as scheduled; each alone."""
         sent = sum(row.bytes_sent for row in self.traffic)
@@ -386,9 +437,13 @@ class Roofline(Pictured):
     @property
     def basis(self) -> str:
         """What the times are, in words: at peak rates, or an estimate with its error."""
-        if self.spread is None:
-            return f"at peak rates of {self.hardware}"
-        return f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
+        rates = f"at peak rates of {self.hardware}"
+        if self.spread is not None:
+            rates = f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
+        if not self.traffic:
+            return rates
+        hidden = "as if all communication were hidden"
+        return f"{rates}, {hidden if self.exposed_s is None else 'as scheduled'}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self)
@@ -402,12 +457,13 @@ class Roofline(Pictured):
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
-        most = f"{time_text(self.seconds_without_overlap)} without overlap"
+        bounds = f"{time_text(self.seconds)} if all communication is hidden"
+        bounds += f", {time_text(self.seconds_without_overlap)} if none is"
         hidden = f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide" * bool(
             self.hidden
         )
         return printable(
-            f"{time_text(self.seconds)}, {self.basis}: {times}; {bound}; {most}{hidden}"
+            f"{time_text(self.estimate)}, {self.basis}: {times}; {bound}; {bounds}{hidden}"
         )
 
 
@@ -416,6 +472,7 @@ def roofline_of(
     collectives: Collectives | None,
     hardware: Hardware | str,
     mesh: MeshDescription | None = None,
+    platform: str | None = None,
 ) -> Roofline:
     """The roofline of a program.
 
@@ -426,6 +483,8 @@ def roofline_of(
       mesh: where the devices are. If that is unknown, as for virtual CPU devices, a TPU is assumed
         to send everything over all its links, which takes the least time of any placement, and GPUs
         to be in nodes of ``Hardware.domain`` in the order of the mesh.
+      platform: that the program was compiled for. The schedule of one for CPUs is not that of
+        hardware whose peak figures are given.
 
     Example:
       >>> from nnx_sharding.analysis import Cost, collectives_of, roofline_of
@@ -438,6 +497,7 @@ def roofline_of(
     peak = hardware_of(hardware)
     accessed = None if cost is None else cost.bytes_accessed
     transfers = [] if collectives is None else [*_transfers(collectives, mesh, peak)]
+    has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
     traffic = _traffic(transfers)
     times: dict[Resource, float | None] = {
         "compute": None if cost is None else _compute_seconds(cost, peak),
@@ -454,6 +514,7 @@ def roofline_of(
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         hidden=None if collectives is None else _hidden(transfers, peak),
+        exposed_s=_exposed(transfers, peak) if has_schedule else None,
         sources=peak.sources,
         spread=peak.spread,
     )

@@ -161,9 +161,10 @@ _COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
 # What the compilers themselves call, to pass values on and to mark them.
 _WITHOUT_WORK = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}
-_WITHOUT_WORK |= {"AsyncCollectiveStart", "ConcatBitcast", "LayoutConstraint", "MoveToDevice"}
-_WITHOUT_WORK |= {"MoveToHost", "PinToDevice", "SPMDFullToShardShape", "SPMDShardToFullShape"}
-_WITHOUT_WORK |= {"Sharding", "SliceId", "X64Combine", "X64SplitHigh", "X64SplitLow"}
+_WITHOUT_WORK |= {"AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
+_WITHOUT_WORK |= {"LayoutConstraint", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding"}
+_WITHOUT_WORK |= {"SPMDFullToShardShape", "SPMDShardToFullShape", "SliceId", "X64Combine"}
+_WITHOUT_WORK |= {"X64SplitHigh", "X64SplitLow", "ZeroCrop"}
 _WITHOUT_WORK.add("annotate_device_placement")
 _SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
 _KNOWN = re.compile(rf"{_SORTS.pattern}|xla_\w*python_\w*callback")  # which runs on the host

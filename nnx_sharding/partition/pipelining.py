@@ -184,8 +184,8 @@ def pipeline(
     return with_optimizer(specs, model, optimizer, activations.extended(filters))
 
 
-def _stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
-    """The outermost stacks of a model by path, else its lists of equal blocks, checked."""
+def layers_of(model: Any) -> tuple[dict[Path, Any], list[str]]:
+    """The outermost stacks of a model by path, else its lists of equal blocks; why not others."""
     nodes, found, lines = dict(modules_in(model)), dict[Path, Any](), list[str]()
     for path, module in nodes.items():
         if isinstance(module, Stack) and not any(path[: len(x)] == x for x in found):
@@ -198,6 +198,12 @@ def _stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
             differences = _unequal([*map(_flat, blocks)], names.__getitem__)
             found |= {} if differences else {path: module}
             lines += differences
+    return found, lines
+
+
+def _stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
+    """What forms a pipeline, checked."""
+    found, lines = layers_of(model)
     if not found:
         head = "pipeline: the model has neither a Stack nor an nnx.List of equal blocks"
         raise ValueError(

@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
-from ..activations.variables import modules_in
 from ..errors import raise_listed
 from ..partition import (
     context_parallel,
@@ -25,6 +24,7 @@ from ..partition import (
     tensor_parallel,
     zero1,
 )
+from ..partition.pipelining import layers_of
 from ..partition.variables import variables
 from ..specs.fitting import axes_of, suggestion
 from ..training import offload
@@ -122,6 +122,7 @@ class Arguments:
       length: the second dimension of the largest of these; 1 if it has none.
       tokens: the number of feature vectors in it.
       layers: the numbers of layers of the outermost stacks.
+      stages: the numbers of layers that stages can divide: these, or those of lists of blocks.
       experts: the number of experts; 0 if there are none.
     """
 
@@ -141,8 +142,9 @@ class Arguments:
         self.length: int = (*shape, 1)[1]
         is_vectors = len(shape) > 1 and jax.numpy.issubdtype(largest.dtype, jax.numpy.inexact)
         self.tokens = math.prod(shape[:-1] if is_vectors else shape)
-        modules = [x for x in self.parts.values() if isinstance(x, nnx.Module)]
-        self.layers = sorted({x.length for module in modules for x in _stacks(module)})
+        layered = [x for model in self._models().values() for x in layers_of(model)[0].values()]
+        self.layers = sorted({x.length for x in layered if isinstance(x, Stack)})
+        self.stages = sorted({len(x) for x in layered})
         self.experts = next(filter(None, map(_experts, self._models().values())), 0)
 
     def _models(self) -> dict[str, Any]:
@@ -239,13 +241,6 @@ def _ends(path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     return (path[start:] for start in range(len(path)))
 
 
-def _stacks(model: Any) -> list[Stack]:
-    """The outermost stacks of a model."""
-    found = {path: x for path, x in modules_in(model) if isinstance(x, Stack)}
-    inner = {path for path in found for end in range(len(path)) if path[:end] in found}
-    return [x for path, x in found.items() if path not in inner]
-
-
 def _experts(model: Any) -> int:
     """The number of experts: of outputs of a router, and of matrices in a parameter of a class."""
     found = [x.shape[x.num_stacked :] for x in variables(model) if x.shape]
@@ -272,7 +267,7 @@ def strategies_of(arguments: Arguments, devices: int) -> list[str]:
     choices += [("", "expert")] * (arguments.experts > 0)
     # Without enough rows for all devices, some of them share a row.
     choices += [("", "context")] * (arguments.length > 1 and 0 < arguments.rows < devices)
-    choices += [("", "pipeline")] * bool(arguments.layers)
+    choices += [("", "pipeline")] * bool(arguments.stages)
     return [
         " + ".join([data, *[style for style in STYLES if style in styles]])
         for styles in sorted(itertools.product(*choices), key=lambda x: len(x) - x.count(""))
@@ -308,7 +303,7 @@ def mesh_sizes(
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
     divided = {
-        "stage": math.gcd(*arguments.layers),
+        "stage": math.gcd(*arguments.stages),
         "expert": arguments.experts,
         "context": arguments.length,
     }

@@ -59,11 +59,14 @@ class Plan(Pictured):
       least: a lower bound, in seconds, of the time of each candidate that may fit, but was not
         compiled, or whose time is unknown: the products of the step at the peak rate of all
         devices. Infinite if there is none; None if the hardware is unknown, or the products are.
+      predicted: the time of each candidate that may fit, compiled or not, as it was predicted from
+        shapes: in seconds, if all communication is hidden behind compute, and if none is.
     """
 
     comparison: Comparison
     candidates: Mapping[str, Candidate]
     least: float | None = None
+    predicted: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def best(self) -> Candidate | None:
@@ -232,9 +235,11 @@ def plan(
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
-      The candidates, ranked by the roofline, then by the bytes sent, then by memory; without
-      known hardware by the last two. Those that do not fit come last, the smallest peak first,
-      and those that failed. ``gap`` says how much faster others may be.
+      The candidates, ranked by the estimate of their roofline, then by the bytes sent, then by
+      memory; without known hardware by the last two. Those that do not fit come last, the smallest
+      peak first, and those that failed. ``gap`` says how much faster others may be. The estimate
+      contains the communication that a compiler for accelerators has not hidden behind compute; for
+      virtual CPU devices, all of it counts as hidden.
 
     Raises:
       ValueError: no candidate can fit or be lowered: each reason is listed once; or the arguments
@@ -307,7 +312,13 @@ def plan(
     least = min((bound or 0.0 for bound in bounds), default=math.inf)
     is_known = not maximize and peak is not None and None not in bounds
     ranked = dataclasses.replace(found, reports=reports, ruled_out=ruled_out)
-    return Plan(ranked, {name: candidates[name] for name in order}, least if is_known else None)
+    bounds = {
+        name: (max(entry.seconds.values()), sum(entry.seconds.values()))
+        for name, entry in chosen.entries.items()
+        if entry.least is not None  # the products and the hardware are known
+    }
+    in_order = {name: candidates[name] for name in order}
+    return Plan(ranked, in_order, least if is_known else None, bounds)
 
 
 def predicted(
@@ -519,12 +530,16 @@ class Search:
             entry = self.entries[name]
             alike = (ratios[x] for x in (entry.alike, entry.alike[:1], ()) if x in ratios)
             ratio = next(alike, {})
-            times = [s * ratio.get(key, 1.0) for key, s in entry.seconds.items()]
+            times = {key: s * ratio.get(key, 1.0) for key, s in entry.seconds.items()}
+            waits = times["interconnect"] * ratio.get("exposed", 0.0)
+            step = max(*times.values(), max(times["compute"], times["memory"]) + waits)
             held = entry.prediction.arguments
             least = held + excess.get(entry.alike[0], 0)
             exceeds = self.limit is not None and least > self.limit
             rows = entry.candidate.rows if self.maximize else 0
-            return (-rows, held) if by_memory else (-rows, exceeds, max(times), sum(times), held)
+            if by_memory:
+                return -rows, held
+            return -rows, exceeds, step, sum(times.values()), held
 
         return min(self.programs, key=order)
 
@@ -570,16 +585,25 @@ class Search:
             if memory and memory.peak is not None and memory.arguments is not None:
                 more, variant = memory.peak - memory.arguments, entry.alike[0]
                 excess[variant] = min(excess.get(variant, more), more)
-            for resource, seconds in (report.roofline.times if report.roofline else {}).items():
-                if seconds and entry.seconds[resource]:
-                    for count in range(len(entry.alike) + 1):
-                        of = ratios.setdefault(entry.alike[:count], {}).setdefault(resource, [])
-                        of.append(seconds / entry.seconds[resource])
+            roofline = report.roofline
+            off = {
+                resource: seconds / entry.seconds[resource]
+                for resource, seconds in (roofline.times if roofline else {}).items()
+                if seconds and entry.seconds[resource]
+            }
+            if roofline and roofline.interconnect_s and roofline.exposed_s is not None:
+                off["exposed"] = roofline.exposed_s / roofline.interconnect_s
+            for key, ratio in off.items():
+                for count in range(len(entry.alike) + 1):
+                    ratios.setdefault(entry.alike[:count], {}).setdefault(key, []).append(ratio)
         means = {
-            alike: {resource: statistics.geometric_mean(x) for resource, x in of.items()}
+            alike: {key: _MEANS.get(key, statistics.geometric_mean)(x) for key, x in of.items()}
             for alike, of in ratios.items()
         }
         return means, excess
+
+
+_MEANS: dict[str, Any] = {"exposed": statistics.fmean}  # shares, which may be 0
 
 
 def _check_counts(topology: str | None, **counts: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -129,7 +130,8 @@ class Prediction(NamedTuple):
         scattered, other gradients are summed, and so are the activations on both sides of each
         kernel that is sharded over the axis for layers. In a pipeline, activations go between
         stages with as many features as the smallest parameter of a layer; so do, around the ring,
-        keys and values of a context. Tokens go to two experts and back.
+        keys and values of a context. Parameters of blocks in a list move to their stages, and
+        gradients back. Tokens go to two experts and back.
       idle: how often a device computes, compared with one that is never idle.
       key: equal for candidates that shard everything alike.
     """
@@ -140,7 +142,7 @@ class Prediction(NamedTuple):
     key: Any
 
     def seconds(self, work: Work | None, devices: int, hardware: Hardware) -> dict[str, float]:
-        """Rough times of what bounds a step."""
+        """Rough times: the largest bounds a step if all is hidden, the sum if nothing is."""
         flops, accessed = (0.0, 0.0) if work is None else (work.flops, work.accessed)
         network = hardware.network_bandwidth or hardware.interconnect_bandwidth
         within, between = self.sent
@@ -204,7 +206,12 @@ class _Sums:
         declared = sharding.activations.shardings if sharding.activations else ()
         schedule = next((x.schedule for x in declared if isinstance(x.schedule, Schedule)), None)
         layered = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
-        per_layer = min((row.bytes_total / row.shape[0] for row in layered), default=0)
+        per_layer = min((row.bytes_total / row.shape[0] for row in layered), default=0.0)
+        if schedule is not None and not layered:  # blocks of a list
+            stages = {*self.axes.in_mesh(self.sizes, "stage")}
+            moved = [x.bytes_total for x in rows if stages & {*itertools.chain(*self._split(x))}]
+            per_layer = min(moved, default=0.0)
+            self.within += 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
         if schedule is not None:
             self.idle = schedule.ticks / schedule.microbatches
             # In each tick forward and backward; and what leaves the stages, and its gradient.

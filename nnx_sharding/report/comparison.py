@@ -76,7 +76,7 @@ class Comparison(JsonForm):
         """The figures of one device for each compiled strategy; None if not known.
 
         ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
-        ``roofline`` (the time at peak rates of the given hardware) and ``planning`` in seconds.
+        ``roofline`` (``Roofline.estimate`` for the given hardware) and ``planning`` in seconds.
         """
         return {
             name: {
@@ -84,7 +84,7 @@ class Comparison(JsonForm):
                 "arguments": getattr(report.memory, "arguments", None),
                 "bytes_sent": getattr(report.collectives, "bytes_sent", None),
                 "flops": getattr(report.cost, "flops", None),
-                "roofline": getattr(report.roofline, "seconds", None),
+                "roofline": getattr(report.roofline, "estimate", None),
                 "planning": self.seconds.get(name),
             }
             for name, report in self.compiled.items()

@@ -491,9 +491,11 @@ class Compiled(Stage):
           hardware: the peak figures of a device, or a key of
             :data:`nnx_sharding.analysis.HARDWARE`, such as ``"TPU v5e"``.
         """
-        mesh = mesh_of(self.shardings())
-        described = None if mesh is None else MeshDescription.of(mesh)
-        return roofline_of(self.cost(), self.collectives(), hardware, described)
+        mesh, cost, collectives = mesh_of(self.shardings()), self.cost(), self.collectives()
+        if mesh is None:
+            return roofline_of(cost, collectives, hardware)
+        platform = mesh.devices.flat[0].platform
+        return roofline_of(cost, collectives, hardware, MeshDescription.of(mesh), platform)
 
     def report(
         self,

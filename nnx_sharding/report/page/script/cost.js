@@ -23,13 +23,19 @@ const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.tim
 /** A figure of several, unknown if one of them is. */
 const combined = (combine, parts) => (parts.every(isNumber) ? combine(...parts) : null);
 const timesOf = (roofline) => RESOURCES.map((kind) => roofline[`${kind}_s`]);
+function estimateOf(roofline) {
+  const { compute_s, memory_s, exposed_s } = roofline;
+  const least = combined(Math.max, timesOf(roofline));
+  const isScheduled = isNumber(exposed_s) && isNumber(least);
+  return isScheduled ? Math.max(least, Math.max(compute_s, memory_s) + exposed_s) : least;
+}
 
 // The figures that matter most: key, label, format, and how they are read from a report.
 const FIGURES = [
   ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
   ["bytes_sent", "Bytes sent", bytes, ({ collectives }) => collectives && sum(collectives, bytesSent)],
   ["flops", "Flops", flops, ({ cost }) => cost?.flops],
-  ["roofline", "Roofline", time, ({ roofline }) => roofline && combined(Math.max, timesOf(roofline))],
+  ["roofline", "Roofline", time, ({ roofline }) => roofline && estimateOf(roofline)],
 ];
 
 function overview(report) {
@@ -107,7 +113,8 @@ function rooflineSection({ roofline, cost }) {
   const nodes = [
     bars(entries, time),
     trafficTable(traffic),
-    note("Without overlap, one after another: ", time(most), "."),
+    note("If all communication is hidden ", time(combined(Math.max, timesOf(roofline))), ", if none is ", time(most), "."),
+    isNumber(roofline.exposed_s) && note("Waits for communication, as scheduled: ", time(roofline.exposed_s), "."),
     isNumber(own) && note("The compiler's own estimate: ", time(own), ", with the bodies of loops counted once."),
     note("Arithmetic intensity ", intensity, " flops per byte."),
     links.length > 0 && note("Figures of the hardware:", links),
