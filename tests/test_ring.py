@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -230,3 +232,27 @@ def test_wrong_calls(shapes, options, text):
     arrays = [jnp.ones(shape) for shape in shapes]
     with pytest.raises(ValueError, match=text), jax.set_mesh(make_mesh({"context": 8})):
         ring_attention(*arrays, **options)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_masks_of_all_blocks_are_not_kept_for_a_loop_over_layers(remat):
+    """What depends on positions alone is the same in all layers, but may not be held for them."""
+    mesh, length = make_mesh({"context": 8}, AxisType.Auto), 1024
+
+    def layer(x):
+        heads = x.reshape(1, length, 4, 8)
+        out = ring_attention(heads, heads, heads, is_causal=True, window=300, mesh=mesh)
+        return x + out.reshape(x.shape)
+
+    def loss(x):
+        run = jax.checkpoint(layer) if remat else layer
+        return jax.lax.scan(lambda x, _: (run(x), None), x, None, 3)[0].sum()
+
+    x = jax.ShapeDtypeStruct((1, length, 32), jnp.float32)
+    text = jax.jit(jax.grad(loss)).lower(x).as_text()
+    shapes = {
+        tuple(map(int, shape.split("x"))) for shape in re.findall(r"tensor<(\d[\dx]*)x", text)
+    }
+    part = length // 8 // 2  # of the queries, or of the keys, of a device
+    blocks = [shape for shape in shapes if shape[-2:] == (part, part)]
+    assert blocks and max(map(math.prod, blocks)) == 4 * part * part  # one block, in each head

@@ -358,6 +358,7 @@ def _with_axis(mesh: Any, x: Any, spec: P) -> Any:
 
 def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> Any:
     """The outputs of the queries of a device, and the logarithms of their totals."""
+    query, key, value, seen = _together(query, key, value, seen)
     grouped, count = _grouped(query, key.shape[2]), _num_parts(seen)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     queries, seen_by = jnp.split(grouped, count, 1), seen.parts(count)
@@ -446,6 +447,15 @@ def _local_backward(
     )
     of_query = _ungrouped(jnp.concatenate(of_queries, 1)) * ring.scale
     return tuple(x.astype(query.dtype) for x in (of_query, of_key * ring.scale, of_value))
+
+
+def _together(*tree: Any) -> Any:
+    """The same arrays, each of which depends on all.
+
+    What depends on positions alone is the same in all layers: JAX would compute the masks of all
+    blocks before a loop over layers, and keep them.
+    """
+    return jax.lax.optimization_barrier(tree)
 
 
 def _num_parts(seen: _Visible) -> int:
