@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import parameterized
 from flax import nnx
 from flax.errors import ImmutableVariableError
@@ -13,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from libraries import named
+from libraries import Transforms, named, node
 from models import mesh_of
 from nnx_sharding import (
     Carry,
@@ -202,3 +205,94 @@ class AsPlainTest(parameterized.TestCase):
         expected, found = outcome(jax.jit(change)), outcome(jax.jit(lambda v: jit(change)(v)))
         assert type(found) is type(expected)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A matrix of 8-bit integers, with a scale for each row."""
+
+    values: jax.Array
+    scales: jax.Array
+
+
+def quantized_type():
+    """The type of these, and what makes arrays of them."""
+    hijax = pytest.importorskip("jax.experimental.hijax")
+    if not hasattr(hijax, "HiPrim"):
+        pytest.skip("this JAX has hijax types of another form")
+
+    @dataclasses.dataclass(frozen=True)
+    class Type(hijax.HiType):
+        shape: tuple[int, ...]
+
+        def lo_ty(self):
+            values = hijax.ShapedArray(self.shape, jnp.dtype("int8"))
+            return [values, hijax.ShapedArray(self.shape[:-1], jnp.dtype("float32"))]
+
+        def lower_val(self, x):
+            return [x.values, x.scales]
+
+        def raise_val(self, values, scales):
+            return Quantized(values, scales)
+
+        def to_tangent_aval(self):
+            return hijax.ShapedArray(self.shape, jnp.dtype("float32"))
+
+        to_ct_aval = to_tangent_aval
+
+    class Dense(hijax.HiPrim):
+        def __init__(self, aval):
+            self.in_avals, self.params = (aval,), {}
+            self.out_aval = hijax.ShapedArray(aval.shape, jnp.dtype("float32"))
+            super().__init__()
+
+        def expand(self, x):
+            return x.values.astype("float32") * x.scales[:, None]
+
+        def batch(self, axis, arguments, dimensions):
+            return Dense(jax.typeof(arguments[0]))(*arguments), *dimensions
+
+        def vjp_fwd(self, is_nonzero, x):
+            return self(x), None
+
+        def vjp_bwd_retval(self, residuals, cotangent):
+            return (cotangent,)
+
+    hijax.register_hitype(Quantized, lambda x: Type(x.values.shape))
+    return lambda x: Dense(jax.typeof(x))(x)
+
+
+@pytest.mark.parametrize("updates", (True, False))
+@pytest.mark.parametrize("graph", (True, False))
+def test_values_of_a_hijax_type(graph, updates):
+    """Quantized weights are a value of a type of the user's, with which JAX can compute."""
+    dense, t = quantized_type(), Transforms(nnx_sharding, graph=graph, graph_updates=updates)
+    weights = Quantized(jnp.arange(6, dtype="int8").reshape(2, 3), jnp.float32([0.5, 2]))
+    expected = np.ones((4, 2)) @ (np.arange(6).reshape(2, 3) * [[0.5], [2]])
+
+    def fun(m, x):
+        m.calls[...] += 1
+        return x @ dense(m.w.get_value())
+
+    def loop(m, x):
+        step = lambda i, carry: (carry[0], carry[1] + fun(carry[0], x))  # noqa: E731
+        return t.fori_loop(0, 2, step, (m, jnp.zeros((4, 3))))[1] / 2
+
+    def gradient(m, x):
+        total = lambda m, x: fun(m, x).sum()  # noqa: E731
+        return t.grad(total, argnums=1)(m, x)
+
+    programs = {
+        fun: expected,
+        t.remat(fun): expected,
+        t.vmap(lambda m, x: x @ dense(m.w.get_value()), in_axes=(None, 0)): expected,
+        t.scan(lambda m, x: x @ dense(m.w.get_value()), in_axes=(None, 0), out_axes=0): expected,
+        (lambda m, x: t.cond(x.sum() > 0, fun, lambda m, x: fun(m, x) * 2, m, x)): expected,
+        loop: expected,
+        gradient: np.broadcast_to((np.arange(6).reshape(2, 3) * [[0.5], [2]]).sum(1), (4, 2)),
+    }
+    for program, result in programs.items():
+        model = node(w=nnx.Variable(weights), calls=nnx.BatchStat(jnp.int32(0)))
+        for call in (program, t.jit(program)):
+            np.testing.assert_allclose(call(model, jnp.ones((4, 2))), result)
+            assert model.w.get_value() is weights or isinstance(model.w.get_value(), Quantized)

@@ -89,6 +89,7 @@ def replaced_values(values: Iterable[tuple[Any, Any]]) -> Iterator[None]:
 def resharded(value: Any, like: Any) -> Any:
     """An array with the sharding in the type of another one of its rank, if that is on a mesh."""
     new, old = jax.typeof(value), jax.typeof(like)
-    is_other = new.sharding != old.sharding and new.shape == old.shape
-    is_other = is_other and not old.sharding.mesh.empty
-    return jax.sharding.reshard(value, old.sharding) if is_other else value
+    sharding = getattr(old, "sharding", None)  # values of a hijax type have none
+    if sharding is None or sharding.mesh.empty or new.shape != old.shape:
+        return value
+    return value if new.sharding == sharding else jax.sharding.reshard(value, sharding)

@@ -118,7 +118,12 @@ class _Branches:
                 for slot, old in kept:  # as elsewhere, with the sharding of the old array
                     if is_traced(every[old]) and not _compat.is_ref(every[old]):
                         results[slot] = resharded(results[slot], every[old])
-            results = [x if is_traced(x) and not _compat.is_ref(x) else None for x in results]
+            # JAX cannot pass on refs, nor values of a hijax type.
+            kept = [x for x in operands if not _compat.is_plain_array(x)]
+            results = [
+                None if not is_traced(x) or _compat.is_ref(x) or any(x is y for y in kept) else x
+                for x in results
+            ]
             labels = [*(group.names for group in groups), self._pure.names]
             self._types[number] = [
                 (labels[group][position], None if x is None else jax.typeof(x))
