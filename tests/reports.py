@@ -140,6 +140,7 @@ def report(layers=3, **more):
     host = {f"host_{name}": 0 for name in (*sizes, "generated_code")}
     cost = {"flops": 4.2e6, "bytes_accessed": 1.5e6, "transcendentals": None}
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
+    cost["operations"] = []
     return {
         "format": "nnx_sharding.report",
         "version": 7,
@@ -180,6 +181,7 @@ def report(layers=3, **more):
                 traffic(None, "DCN", None, 50, None),
             ],
             "hidden": None,
+            "busy_s": 1.81e-6,
             "exposed_s": 1.2e-7,
             "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
             "spread": 0.25,

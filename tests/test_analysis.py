@@ -492,18 +492,20 @@ class RooflineTest(parameterized.TestCase):
         sent = collectives_of(hlo)
         found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own)
         traffic = (Traffic(None, "all links", 1e10, 10**10, 1.0),)
-        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, (), 1.0, {}, None)
+        assert found == Roofline(
+            "own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, (), None, 1.0, {}, None
+        )
         assert found.estimate == 5.0  # the device waits for it
         assert (found.seconds, found.seconds_without_overlap) == (4.0, 6.0)
         assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), sent, own).bound_by == "memory"
         assert roofline_of(None, sent, own).interconnect_s == 1.0
-        words = "bound by compute; 4.00 s if all communication is hidden, 6.00 s if none is"
+        words = "bound by compute; 4.00 s if all of it overlaps, 6.00 s if nothing does"
         assert str(found).startswith("5.00 s, at peak rates of own, as scheduled:")
         assert str(found).endswith(words)
         # A program for CPUs has not the schedule of an accelerator; measured figures are its own.
         others = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own, platform="cpu")
         assert (others.exposed_s, others.estimate) == (None, 4.0)
-        assert "own, as if all communication were hidden: compute" in str(others)
+        assert "own, as if all of it overlapped: compute" in str(others)
         own = dataclasses.replace(own, spread=0.1)
         measured = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own, platform="cpu")
         assert (measured.exposed_s, measured.estimate) == (1.0, 5.0)

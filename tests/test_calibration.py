@@ -52,13 +52,15 @@ def test_every_collective_takes_the_latency():
     mine = Hardware("mine", 1e12, 2**30, 1e11, 1e6, latency=1e-3, spread=0.25)
     found = roofline_of(Cost(1e9, 0.0, 0.0, ""), sent, mine)
     assert found.interconnect_s == pytest.approx(2 * (1e-3 + 700 / 1e6))
-    assert str(found).startswith("3.40 ms, estimate ± 25 % by the figures of mine: compute 1.00 ms")
+    assert str(found).startswith(
+        "4.40 ms, estimate ± 25 % by the figures of mine, as scheduled: comp"
+    )
     unknown = dataclasses.replace(mine, latency=None, spread=None)
     found = roofline_of(Cost(1e9, 0.0, 0.0, ""), sent, unknown)
     assert found.interconnect_s == pytest.approx(2 * 700 / 1e6)
-    assert str(found).startswith("1.40 ms, at peak rates of mine: ")
+    assert str(found).startswith("2.40 ms, at peak rates of mine, as scheduled: ")
     assert all(one.spread is None for one in HARDWARE.values())
     # One hop of a TPU is the least for each of two.
     found = roofline_of(Cost(1e9, 0.0, 0.0, ""), sent, "TPU v5e")
     assert found.interconnect_s == pytest.approx(2 * (1e-6 + 700 / 200e9))
-    assert str(found).startswith("5.08 µs, at peak rates of TPU v5e: compute")
+    assert str(found).startswith("7.08 µs, at peak rates of TPU v5e, as scheduled: compute")

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from gpu.record import FOLDER, NAMES, recorded
-from nnx_sharding.analysis import Cost, collectives_of
+from nnx_sharding.analysis import Cost, Hardware, collectives_of, roofline_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.work import CUSTOM_CALLS, with_loops
 from test_tpu_programs import F32, FLOPS, HIDDEN, KERNEL_PATHS, KERNELS, MESH, MIB, WIDTH, near
@@ -92,6 +92,35 @@ def test_groups_of_every_form():
         part = MIB * (size - 1) // size
         sums = {"reduce-scatter": part, "all-gather": part, "all-to-all": 2 * part}
         assert found.of(None, axis).by_kind() == {**sums, "all-reduce": 2 * part}
+
+
+OWN = Hardware("own", 1e9, 2**30, 1e9, 1e9)  # one flop takes as long as one byte
+
+
+def test_operations_take_the_larger_of_their_times_one_after_the_other():
+    """A product that computes more than it reads, and a sum that reads more than it computes."""
+    text = """HloModule two
+
+ENTRY %main (x: f32[64,64]) -> f32[64,64] {
+  %x = f32[64,64]{1,0} parameter(0)
+  %product = f32[64,64]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %sum = f32[64,64]{1,0} add(%product, %x)
+}
+"""
+    module = parse(text)
+    found = roofline_of(with_loops(KNOWN, module), collectives_of(module), OWN, platform="cuda")
+    product, array = 2 * 64**3, 64 * 64 * F32
+    assert found.busy_s == pytest.approx((product + 3 * array) / 1e9)
+    assert found.seconds == pytest.approx((product + 64 * 64) / 1e9)
+    assert found.estimate == found.busy_s
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_estimate_lies_between_the_bounds(name):
+    module, cost = on_gpu(name)
+    for peak in (OWN, "H200", "TPU v5e"):
+        found = roofline_of(cost, collectives_of(module, MESH), peak, platform="cuda")
+        assert found.seconds <= found.estimate <= 1.001 * found.seconds_without_overlap
 
 
 START = """HloModule start, is_scheduled=true, num_partitions=8

@@ -392,7 +392,7 @@ def test_roofline(browser, tmp_path):
         ):
             assert all(word in line for word in words), line
         text = page.tab.locator("#roofline").inner_text()
-        assert "if none is –." in text  # the network is unknown  # noqa: RUF001
+        assert "if nothing does –." in text  # the network is unknown  # noqa: RUF001
         assert "The compiler's own estimate: 1.90 µs" in text and "a book" in text
         assert page.tab.locator("#roofline a").all_inner_texts() == ["https://example.org/v5e"]
 

@@ -15,6 +15,16 @@ COMPILED = "after optimisation, one device"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What operations of one kind compute and access."""
+
+    flops: float
+    bytes_accessed: float
+    int8_flops: float
+    fp8_flops: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Cost(Pictured):
     """Estimates of XLA; a figure that it does not know is None.
 
@@ -36,6 +46,8 @@ class Cost(Pictured):
         they run; None before that is known.
       int8_flops, fp8_flops: those of ``flops`` that are products of integers, or of floats, of
         8 bits or less, with loops counted as often as they run; None before that is known.
+      operations: the same of the operations that the device runs one after the other; those with a
+        similar ratio of flops and bytes are one. Empty before that is known.
     """
 
     flops: float | None
@@ -46,6 +58,7 @@ class Cost(Pictured):
     host_bytes: float | None = None
     int8_flops: float | None = None
     fp8_flops: float | None = None
+    operations: tuple[Operation, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def arithmetic_intensity(self) -> float | None:

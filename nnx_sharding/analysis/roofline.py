@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from .collectives import Collective, Collectives, MeshAxes, axes_text
-from .cost import Cost
+from .cost import Cost, Operation
 from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
 from .tables import Pictured, table, text
@@ -377,6 +377,8 @@ class Roofline(Pictured):
       hidden: the collectives that are in progress while the device computes, as the compiler has
         scheduled them; each alone, though several may share links and the compute behind which
         they hide. None if they, or the time for one, are unknown.
+      busy_s: seconds in which the device computes or accesses memory: of each operation the larger
+        of both times, one after the other. None as ``exposed_s``, or if they are unknown.
       exposed_s: seconds in which the device only waits for collectives, as the compiler has
         scheduled them: those over the same links one after another. None if the time for one is
         unknown, or the program is one for CPUs and the figures are those of other hardware.
@@ -393,6 +395,7 @@ class Roofline(Pictured):
     arithmetic_intensity: float | None
     traffic: tuple[Traffic, ...]
     hidden: tuple[Hidden, ...] | None
+    busy_s: float | None
     exposed_s: float | None
     sources: Mapping[str, str]
     spread: float | None
@@ -418,13 +421,14 @@ class Roofline(Pictured):
 
     @property
     def estimate(self) -> float | None:
-        """The time by which programs are ranked: that of compute or memory, and ``exposed_s``.
+        """The time by which programs are ranked: ``busy_s`` and ``exposed_s``.
 
-        Without a known schedule ``seconds``, as if all communication were hidden.
+        Without a known schedule ``seconds``, as if all parts of the device worked simultaneously.
         """
         if self.exposed_s is None or self.seconds is None:
             return self.seconds
-        return max(self.seconds, max(self.compute_s or 0.0, self.memory_s or 0.0) + self.exposed_s)
+        busy = max(self.busy_s or 0.0, self.compute_s or 0.0, self.memory_s or 0.0)
+        return max(self.seconds, busy + self.exposed_s)
 
     @property
     def hidden_share(self) -> float | None:
@@ -440,9 +444,9 @@ class Roofline(Pictured):
         rates = f"at peak rates of {self.hardware}"
         if self.spread is not None:
             rates = f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
-        if not self.traffic:
+        if not self.traffic and self.busy_s is None:
             return rates
-        hidden = "as if all communication were hidden"
+        hidden = "as if all of it overlapped"
         return f"{rates}, {hidden if self.exposed_s is None else 'as scheduled'}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -457,8 +461,8 @@ class Roofline(Pictured):
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
-        bounds = f"{time_text(self.seconds)} if all communication is hidden"
-        bounds += f", {time_text(self.seconds_without_overlap)} if none is"
+        bounds = f"{time_text(self.seconds)} if all of it overlaps"
+        bounds += f", {time_text(self.seconds_without_overlap)} if nothing does"
         hidden = f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide" * bool(
             self.hidden
         )
@@ -514,13 +518,23 @@ def roofline_of(
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         hidden=None if collectives is None else _hidden(transfers, peak),
+        busy_s=_busy_seconds(cost, peak) if has_schedule else None,
         exposed_s=_exposed(transfers, peak) if has_schedule else None,
         sources=peak.sources,
         spread=peak.spread,
     )
 
 
-def _compute_seconds(cost: Cost, peak: Hardware) -> float | None:
+def _busy_seconds(cost: Cost | None, peak: Hardware) -> float | None:
+    if cost is None or not cost.operations:
+        return None
+    return sum(
+        max(_compute_seconds(one, peak) or 0.0, one.bytes_accessed / peak.memory_bandwidth)
+        for one in cost.operations
+    )
+
+
+def _compute_seconds(cost: Cost | Operation, peak: Hardware) -> float | None:
     if cost.flops is None:
         return None
     int8, fp8 = cost.int8_flops or 0.0, cost.fp8_flops or 0.0

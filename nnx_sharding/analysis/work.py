@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .cost import Cost
+from .cost import Cost, Operation
 from .hlo import Module
 from .instructions import Instruction, Shape, total_bytes
 from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
@@ -51,8 +51,9 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     """
     if module.unread:
         return None
+    found = executed_work(module)
     executed = Work()
-    for name, parts in executed_work(module).items():
+    for name, parts in found.items():
         executed = executed.plus(_sum(own for _, own in parts), module.runs[name].least)
     figures: dict[str, float | None] = {
         name: float(min(figure, _MOST)) for name, figure in executed._asdict().items()
@@ -62,7 +63,35 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
         is_open = name != "bytes_accessed" and CUSTOM_CALLS in remarks
         if is_open or getattr(cost, name) is None:
             figures[name] = None
-    return dataclasses.replace(cost, **figures, stage=", ".join([WITH_LOOPS, *remarks]))
+    operations = () if None in figures.values() else _operations(module, found)
+    stage = ", ".join([WITH_LOOPS, *remarks])
+    return dataclasses.replace(cost, **figures, stage=stage, operations=operations)
+
+
+def _operations(
+    module: Module, found: Mapping[str, list[tuple[Instruction, Work]]]
+) -> tuple[Operation, ...]:
+    """What the device does one after the other, without what it copies or sends beside."""
+    fused: dict[str, Work] = {}  # what a run of a computation takes
+    sums: dict[tuple[int, bool, bool], Work] = {}
+    for name in module.callees_first or ():
+        own = {one.name: work for one, work in found.get(name, ())}
+        runs, total = module.runs[name], Work()
+        for one in module.by_name[name].instructions if name in found else ():
+            inside = [fused[callee] for _, callee in one.calls if module.fused(one)]
+            work = _sum([own.get(one.name, Work()), *inside])
+            total = total.plus(work)
+            is_beside = one.collective or one.opcode.endswith(("-start", "-done"))
+            if runs.is_fused or is_beside or not work.flops + work.bytes_accessed:
+                continue
+            ratio = math.log2((work.flops + 1) / (work.bytes_accessed + 1))
+            kind = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0
+            sums[kind] = sums.get(kind, Work()).plus(work, runs.least)
+        fused[name] = total
+    names = [field.name for field in dataclasses.fields(Operation)]
+    return tuple(
+        Operation(*(float(getattr(work, name)) for name in names)) for work in sums.values()
+    )
 
 
 def _remarks(module: Module) -> list[str]:

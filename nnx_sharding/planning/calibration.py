@@ -20,6 +20,7 @@ from ..analysis.hardware import HARDWARE, Hardware
 from ..transforms.jit import jit
 
 _REPEATS = 7
+_CALLS = 8  # in flight, as in training: waiting for each takes a GPU longer than a small program
 _CHAIN = 8  # matrix products in one program
 
 
@@ -41,7 +42,7 @@ def calibrate(
     Args:
       devices: the devices to measure, all of one kind; None for all. They should be idle.
       dtype: of the products; for programs in float32, that.
-      side: of the matrices; the memory that is needed on a device is about 40 ``side ** 2`` bytes.
+      side: of the matrices; the memory that is needed on a device is about 160 ``side ** 2`` bytes.
 
     Returns:
       The figures, with the name of the kind of device and the date. Those that cannot be measured
@@ -89,13 +90,15 @@ def calibrate(
 
 
 def _seconds(fun: Callable[..., Any], *args: Any) -> float:
-    """The median time of a call, after one that compiles."""
+    """The median time of a call among others in flight, after one that compiles."""
     jax.block_until_ready(fun(*args))
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        jax.block_until_ready(fun(*args))
-        times.append(time.perf_counter() - start)
+        for _ in range(_CALLS):
+            result = fun(*args)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / _CALLS)
     return float(np.median(times))
 
 
@@ -150,6 +153,6 @@ def _steps(mesh: Mesh, side: int, dtype: Any, measured: Hardware) -> Iterator[tu
         weights = [jnp.ones(shape, dtype) for shape in ((width, 2 * width), (2 * width, width))]
         args = jax.device_put((weights, jnp.ones((width * mesh.size, width), dtype)), shardings)
         program = compiled.lower(*args).compile()
-        estimate = program.roofline(measured).seconds
+        estimate = program.roofline(measured).estimate
         if estimate:  # None if the compiler does not say what the program costs
             yield _seconds(program, *args), estimate

@@ -24,10 +24,10 @@ const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.tim
 const combined = (combine, parts) => (parts.every(isNumber) ? combine(...parts) : null);
 const timesOf = (roofline) => RESOURCES.map((kind) => roofline[`${kind}_s`]);
 function estimateOf(roofline) {
-  const { compute_s, memory_s, exposed_s } = roofline;
+  const { busy_s, compute_s, memory_s, exposed_s } = roofline;
   const least = combined(Math.max, timesOf(roofline));
   const isScheduled = isNumber(exposed_s) && isNumber(least);
-  return isScheduled ? Math.max(least, Math.max(compute_s, memory_s) + exposed_s) : least;
+  return isScheduled ? Math.max(least, Math.max(busy_s ?? 0, compute_s, memory_s) + exposed_s) : least;
 }
 
 // The figures that matter most: key, label, format, and how they are read from a report.
@@ -113,7 +113,8 @@ function rooflineSection({ roofline, cost }) {
   const nodes = [
     bars(entries, time),
     trafficTable(traffic),
-    note("If all communication is hidden ", time(combined(Math.max, timesOf(roofline))), ", if none is ", time(most), "."),
+    note("If all of it overlaps ", time(combined(Math.max, timesOf(roofline))), ", if nothing does ", time(most), "."),
+    isNumber(roofline.busy_s) && note("One operation after the other: ", time(roofline.busy_s), "."),
     isNumber(roofline.exposed_s) && note("Waits for communication, as scheduled: ", time(roofline.exposed_s), "."),
     isNumber(own) && note("The compiler's own estimate: ", time(own), ", with the bodies of loops counted once."),
     note("Arithmetic intensity ", intensity, " flops per byte."),
