@@ -1,9 +1,5 @@
 """The memory that placing a model takes: ``python -m benchmarks.placing [--megabytes 256]``.
 
-The last rows are the time of a second ``transfer`` of new values to another model, relative to
-``jax.device_put`` of arrays like those of the target (before a transposition, to its rows), the
-median of pairs that take turns.
-
 Each case runs in a process of its own, on 8 virtual devices. The memory of these is that of the
 host, so what the process holds is what host and devices hold together: the old arrays, the new
 ones, and whatever is in between. All figures are multiples of the size of the model.
@@ -16,16 +12,13 @@ import gc
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 DEVICES, ARRAYS = 8, 16
-TRANSPOSED, LIST_TO_STACK, STACK_TO_LIST = "transposed", "stack", "list, from a stack"
 
 
 class Case(NamedTuple):
@@ -61,12 +54,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placing", description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="the size of the model")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file as well")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        is_time = not options.case.isdecimal()
-        found = time_transfer if is_time else lambda case, n: measure(CASES[int(case)], n)
-        print(json.dumps(found(options.case, options.megabytes)))
+        print(json.dumps(measure(CASES[options.case], options.megabytes)))
         return
     rows = [child(number, options.megabytes) for number in range(len(CASES))]
     width = max(len(row["case"]) for row in rows)
@@ -77,14 +68,11 @@ def main() -> None:
             f"{row['case']:{width}}  {row['old']:4.2f}  {row['new']:4.2f}  {row['peak']:4.2f}"
             f"  {between:10.2f}  {row['after']:10.2f}"
         )
-    for goal in ("columns", "rows", "half the devices", TRANSPOSED, LIST_TO_STACK, STACK_TO_LIST):
-        ratio = child(goal, options.megabytes)["ratio"]
-        print(f"transfer, rows → {goal}: {ratio:.2f} × device_put")
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2), encoding="utf-8")
 
 
-def child(case: int | str, megabytes: int) -> dict[str, Any]:
+def child(case: int, megabytes: int) -> dict[str, Any]:
     """The figures of one case, from a process of its own."""
     flag = f"--xla_force_host_platform_device_count={DEVICES}"
     environment = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
@@ -130,64 +118,6 @@ def measure(case: Case, megabytes: int) -> dict[str, Any]:
         "peak": (resident("VmHWM") - before) / size,
         "after": (resident("VmRSS") - before) / size,
     }
-
-
-def time_transfer(case: str, megabytes: int) -> dict[str, float]:
-    import jax
-    from flax import nnx
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from nnx_sharding.checkpoint import Tensor, transfer
-
-    # Values are new in each round: JAX keeps the copy on the host that it made of an array.
-    renewed = jax.jit(lambda arrays: [x + 1 for x in arrays])
-    rows, columns = (goals()[name] for name in ("rows", "columns"))
-    arrays = source("rows", megabytes * 2**20 // (ARRAYS * 4 * 1024))
-    rules: Any = None
-    is_to_list = case == STACK_TO_LIST
-    stacked = NamedSharding(rows.mesh, PartitionSpec(None, "x"))
-    layers = {"layers": nnx.Param(jax.device_put(jax.numpy.stack(arrays), stacked))}
-    target: Any = nnx.List([nnx.Param(x) for x in arrays])
-    model: Any = nnx.List([nnx.Param(x) for x in arrays])
-    peers = arrays
-    if case in goals():
-        put = [goals()[case]] * ARRAYS
-        target = nnx.List([nnx.Param(x) for x in jax.device_put(arrays, put)])
-    elif case == TRANSPOSED:
-        rules = {r"(\d+)": Tensor("{0}", "a b -> b a")}
-        peers = jax.device_put([x.T for x in arrays], columns)
-        put = [rows] * ARRAYS
-        target = nnx.List([nnx.Param(x) for x in jax.device_put(peers, put)])
-    else:
-        rules = {r"(\d+)": Tensor("layers", "a b -> {0} a b")}
-        model, target = (layers, target) if is_to_list else (model, layers)
-        peers = arrays if is_to_list else [layers["layers"][...]]
-        put = [rows] * ARRAYS if is_to_list else [stacked]
-
-    def by_device_put() -> None:
-        held.clear()
-        held.extend(jax.block_until_ready(jax.device_put(peers, put, may_alias=False)))
-
-    def by_transfer() -> None:
-        transfer(model, target, rules, reverse=is_to_list)
-        jax.block_until_ready(jax.tree.leaves(nnx.state(target)))
-
-    held: list[Any] = []
-    ratios = []
-    for number in range(14):
-        state = nnx.state(model)
-        leaves, treedef = jax.tree.flatten(state)
-        nnx.update(model, jax.tree.unflatten(treedef, renewed(leaves)))
-        peers = jax.block_until_ready(renewed(peers))
-        jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-        seconds = {}
-        for function in (by_device_put, by_transfer)[:: 1 if number % 2 else -1]:
-            start = time.perf_counter()
-            function()
-            seconds[function] = time.perf_counter() - start
-        if number > 1:  # after compiling
-            ratios.append(seconds[by_transfer] / seconds[by_device_put])
-    return {"ratio": statistics.median(ratios)}
 
 
 def source(name: str, rows: int) -> list[Any]:

@@ -70,7 +70,8 @@ def transfer(
     Args:
       source: a model, an ``nnx.State``, or a pytree of arrays.
       target: what to fill, with arrays or abstract (:func:`~nnx_sharding.partition.abstract_init`).
-        Modules and Variables are changed in place. It shares no memory with ``source``.
+        Modules and Variables are changed in place. Whatever is done to either model later, the
+        other keeps its values; devices that are CPUs may share parts of arrays to copy less.
       rules: where each array of the source belongs, as for :func:`load_safetensors`, with the paths
         of the source in the place of the names of tensors. None: the paths are the same.
       reverse: whether the rules lead from ``target`` to ``source``. So one table serves both

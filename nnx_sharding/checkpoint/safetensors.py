@@ -242,6 +242,12 @@ def save_safetensors(
       See :func:`load_safetensors`.
     """
     folder, tensors = as_folder(path), dict[str, NewTensor]()
+    is_bucket = "://" in os.fspath(folder)
+    if is_bucket and jax.process_count() > 1:
+        raise ValueError(
+            f"{_SAVE}: several processes cannot write one file of {folder}. Save to a file system "
+            "that they share, and upload the files."
+        )
 
     def name() -> None:
         arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
@@ -251,12 +257,6 @@ def save_safetensors(
 
     together(_SAVE, folder, name, everywhere=True)
     files = _split(tensors, max_shard_size)
-    is_bucket = "://" in os.fspath(folder)
-    if is_bucket and jax.process_count() > 1:
-        raise ValueError(
-            f"{_SAVE}: several processes cannot write one file of {folder}. Save to a file system "
-            "that they share, and upload the files."
-        )
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
