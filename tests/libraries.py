@@ -24,7 +24,7 @@ class Transforms:
     def __init__(self, library: Any, **modes: bool):
         self.Carry, self.StateAxes, self.modes = library.Carry, library.StateAxes, modes
         names = ["grad", "value_and_grad", "vmap", "scan", "remat", "jit", "cond", "switch"]
-        names += ["while_loop", "fori_loop", "vjp", "jvp", "linearize", "checkify"]
+        names += ["while_loop", "fori_loop", "vjp", "jvp", "linearize", "checkify", "custom_jvp"]
         for name in names:
             if hasattr(library, name):  # Flax has no linearize
                 setattr(self, name, functools.partial(getattr(library, name), **modes))

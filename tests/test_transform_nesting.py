@@ -219,6 +219,12 @@ def checkify(t, fun):
     return lambda m, x: t.checkify(fun)(m, x)[1]
 
 
+def custom_jvp(t, fun):
+    run = t.custom_jvp(fun)
+    run.defjvp(lambda primals, tangents: t.jvp(fun, primals, tangents))
+    return run
+
+
 def flax_jit(t, fun):
     return nnx.jit(fun, **t.modes)
 
@@ -336,6 +342,7 @@ TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
     jit: same,
     remat: same,
     checkify: same,
+    custom_jvp: same,
     flax_jit: same,
     flax_remat: same,
     grad: eager_grad,
