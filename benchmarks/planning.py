@@ -76,7 +76,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         inputs = self.query(x), self.key(x), self.value(x)
         if self.ring and "context" in jax.sharding.get_abstract_mesh().axis_names:
-            return self.out(ring_attention(*inputs, is_causal=True))
+            return self.out(ring_attention(*inputs, is_causal=True, balanced=True))
         return self.out(jax.nn.dot_product_attention(*inputs, is_causal=True))
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import jit, stack, value_and_grad
 from nnx_sharding.partition import balanced_order, fsdp, make_mesh, ring_attention
 from nnx_sharding.partition.ring import _is_needed, _Ring
+from nnx_sharding.planning.predictions import _work
 
 BATCH, LENGTH, HEADS, SIZE = 4, 48, 4, 8
 MESHES = {"all": {"data": 2, "context": 2, "model": 2}, "one": {"context": 8}}
@@ -188,7 +189,7 @@ def test_balanced_order(length, shards):
 
 def test_devices_have_equal_work_in_the_balanced_order():
     shards, length = 8, 64
-    ring = _Ring(None, "context", shards, True, None, 1.0, None, frozenset())
+    ring = _Ring(None, "context", shards, True, None, 1.0, None, frozenset(), False)
 
     def blocks(order):
         """How many halves of blocks the halves of each device's queries attend to."""
@@ -256,3 +257,24 @@ def test_masks_of_all_blocks_are_not_kept_for_a_loop_over_layers(remat):
     part = length // 8 // 2  # of the queries, or of the keys, of a device
     blocks = [shape for shape in shapes if shape[-2:] == (part, part)]
     assert blocks and max(map(math.prod, blocks)) == 4 * part * part  # one block, in each head
+
+
+@pytest.mark.parametrize("kind", ["moved", "by the user", "in order"])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_causal_products_by_hand(kind, with_gradients):
+    shards, length, heads, size = 8, 256, 2, 8
+    mesh = make_mesh({"context": shards}, AxisType.Auto)
+    order = {"input_positions": balanced_order(length, shards)} if kind == "by the user" else {}
+
+    def attend(query, key, value):
+        return ring_attention(
+            query, key, value, is_causal=True, balanced=kind == "moved", mesh=mesh, **order
+        ).sum()
+
+    x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.float32)
+    run = jax.grad(attend, (0, 1, 2)) if with_gradients else attend
+    product = 2 * heads * (length // shards // 2) ** 2 * size  # of halves of two blocks
+    # Of its own keys three halves, of all others two; in order, the last device needs all.
+    halves = 4 * shards if kind == "in order" else 3 + 2 * (shards - 1)
+    products = 2 + 5 * with_gradients  # backward again the scores, and four more
+    assert _work(jax.make_jaxpr(run)(x, x, x).eqns).flops == halves * products * product

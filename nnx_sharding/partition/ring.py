@@ -173,13 +173,16 @@ def ring_attention(
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     manual, length = _compat.spmd_axes() | {axis}, query.shape[1]
-    ring = _Ring(mesh, axis, size, is_causal, window, scale, precision, manual)
     moves = balanced and is_causal and input_positions is None and mask is None
     moves = moves and size > 1 and length % (2 * size) == 0
-    positions = None
+    own, positions, is_even = input_positions, None, False
     if is_causal or window:
-        own = balanced_order(length, size) if moves else np.arange(length)
-        positions = jnp.asarray(own if input_positions is None else input_positions, jnp.int32)
+        if own is None:
+            own = balanced_order(length, size) if moves else np.arange(length)
+        if is_causal and not window and isinstance(own, np.ndarray) and length % (2 * size) == 0:
+            is_even = size > 1 and np.array_equal(own, balanced_order(length, size))
+        positions = jnp.asarray(own, jnp.int32)
+    ring = _Ring(mesh, axis, size, is_causal, window, scale, precision, manual, is_even)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], length, key.shape[1]))
     if moves:
@@ -252,6 +255,7 @@ class _Ring(NamedTuple):
     scale: float
     precision: Any
     manual: frozenset[Any]  # axes over which the functions for each device are mapped
+    is_even: bool  # causal, in the balanced order
 
     def mapped(self, fun: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         """The function for each device of the ring, with specs of its own axis."""
@@ -374,14 +378,13 @@ def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible
         return new_peak, total * kept + weights.sum(-1), out * kept[..., None] + products
 
     def add(states: Any, moving: _Block, step: Any) -> Any:
-        states = [*states]
-        for j, block in enumerate(moving.parts(count)):
-            for i, own in enumerate(seen_by):
-                run = functools.partial(
-                    added, query=queries[i], block=block, seen=own, column=(step, j)
-                )
-                states[i] = _unless_hidden(ring, own, block, run, states[i])
-        return states
+        blocks = moving.parts(count)
+
+        def one(i: int, j: int, states: Any) -> Any:
+            new = added(states[i], queries[i], blocks[j], seen_by[i], (step, j))
+            return [*states[:i], new, *states[i + 1 :]]
+
+        return _each(ring, step, seen_by, blocks, one, states)
 
     states = []
     for each in queries:
@@ -428,17 +431,18 @@ def _local_backward(
 
     def add(of_queries: Any, moving: Any, step: Any) -> Any:
         moved, *cotangents = moving
-        of_queries = [*of_queries]
-        of_keys, of_values = ([*x] for x in zip(*_split(count, cotangents, (1, 1)), strict=True))
-        for j, block in enumerate(moved.parts(count)):
-            for i, own in enumerate(seen_by):
-                run = functools.partial(
-                    added, own=queries[i], block=block, seen=own, column=(step, j)
-                )
-                state = of_queries[i], of_keys[j], of_values[j]
-                found = _unless_hidden(ring, own, block, run, state)
-                of_queries[i], of_keys[j], of_values[j] = found
-        return of_queries, (moved, *(jnp.concatenate(x, 1) for x in (of_keys, of_values)))
+        blocks = moved.parts(count)
+
+        def one(i: int, j: int, states: Any) -> Any:
+            of_queries, of_keys, of_values = map(list, states)
+            state = of_queries[i], of_keys[j], of_values[j]
+            found = added(state, queries[i], blocks[j], seen_by[i], (step, j))
+            of_queries[i], of_keys[j], of_values[j] = found
+            return of_queries, of_keys, of_values
+
+        parts = (jnp.split(x, count, 1) for x in cotangents)
+        of_queries, *found = _each(ring, step, seen_by, blocks, one, (of_queries, *parts))
+        return of_queries, (moved, *(jnp.concatenate(x, 1) for x in found))
 
     zeros = [jnp.zeros_like(x, wide) for x in (grouped, key, value)]
     moving = _Block(key, value, *seen[:2]), *zeros[1:]
@@ -488,14 +492,33 @@ def _around(
     return (carry[0], ring.next(carry[1])) if home else carry
 
 
-def _unless_hidden(
-    ring: _Ring, seen: _Visible, block: _Block, added: Callable[..., Any], state: Any
+def _each(
+    ring: _Ring,
+    step: Any,
+    seen_by: list[_Visible],
+    blocks: list[_Block],
+    one: Callable[..., Any],
+    state: Any,
 ) -> Any:
-    """The state with a block added, unless positions say that no query attends to it."""
-    if seen.positions is None or seen.positions.ndim > 1:
-        return added(state)
-    is_needed = _is_needed(ring, seen.positions, block.positions)
-    return jax.lax.cond(is_needed, added, lambda state: state, state)
+    """The state with each block added for each part of the queries that may attend to it."""
+    run = {
+        (i, j): functools.partial(one, i, j)
+        for j in range(len(blocks))
+        for i in range(len(seen_by))
+    }
+    if ring.is_even and isinstance(step, int):  # its own keys
+        return run[1, 1](run[1, 0](run[0, 0](state)))
+    if ring.is_even:  # two of four halves, as many as each device has to add
+        is_before = blocks[0].positions[0] < seen_by[0].positions[0]
+        return jax.lax.cond(is_before, run[0, 0], run[1, 1], run[1, 0](state))
+    for (i, j), add in run.items():
+        mine, theirs = seen_by[i].positions, blocks[j].positions
+        if mine is None or mine.ndim > 1:
+            state = add(state)
+        else:
+            is_needed = _is_needed(ring, mine, theirs)
+            state = jax.lax.cond(is_needed, add, lambda state: state, state)
+    return state
 
 
 def _is_needed(ring: _Ring, mine: Any, theirs: Any) -> Any:
