@@ -312,13 +312,13 @@ def plan(
     least = min((bound or 0.0 for bound in bounds), default=math.inf)
     is_known = not maximize and peak is not None and None not in bounds
     ranked = dataclasses.replace(found, reports=reports, ruled_out=ruled_out)
-    bounds = {
-        name: (max(entry.seconds.values()), sum(entry.seconds.values()))
+    predicted_seconds = {
+        name: (max(entry.seconds.values()), float(sum(entry.seconds.values())))
         for name, entry in chosen.entries.items()
         if entry.least is not None  # the products and the hardware are known
     }
     in_order = {name: candidates[name] for name in order}
-    return Plan(ranked, in_order, least if is_known else None, bounds)
+    return Plan(ranked, in_order, least if is_known else None, predicted_seconds)
 
 
 def predicted(
@@ -586,7 +586,7 @@ class Search:
                 more, variant = memory.peak - memory.arguments, entry.alike[0]
                 excess[variant] = min(excess.get(variant, more), more)
             roofline = report.roofline
-            off = {
+            off: dict[str, float] = {
                 resource: seconds / entry.seconds[resource]
                 for resource, seconds in (roofline.times if roofline else {}).items()
                 if seconds and entry.seconds[resource]
