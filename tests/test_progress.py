@@ -94,7 +94,7 @@ def test_work_inside_of_other_work_shows_nothing_of_its_own(open_terminal):
     assert "afterwards" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("why", ["quiet", "environment", "process", "file", "none"])
+@pytest.mark.parametrize("why", ["quiet", "environment", "process", "file", "dumb", "none"])
 def test_nothing_is_shown(why, open_terminal, monkeypatch):
     terminal = open_terminal()
     if why == "environment":
@@ -104,6 +104,8 @@ def test_nothing_is_shown(why, open_terminal, monkeypatch):
     elif why == "file":
         monkeypatch.setattr(terminal, "isatty", lambda: False)
         monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    elif why == "dumb":
+        monkeypatch.setenv("TERM", "dumb")
     elif why == "none":
         monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
     with progress.progress("work", 2, quiet=why == "quiet") as advance:
@@ -123,6 +125,7 @@ def test_notebooks_need_ipywidgets(name, open_terminal, monkeypatch):
 
 def test_short_work_shows_nothing(monkeypatch):
     monkeypatch.delenv(progress.QUIET, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert progress._is_shown()
     with progress.progress("work"):

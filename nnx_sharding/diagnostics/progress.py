@@ -57,10 +57,14 @@ def progress(
         _BAR.release()
 
 
+_WITHOUT_CURSOR = ("dumb", "unknown")  # as rich knows them, which then writes empty lines
+
+
 def _is_shown() -> bool:
     """Whether stderr is shown to a user who wants to see progress."""
     if os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0:
         return False
     if "ipykernel" in sys.modules:  # no terminal; rich draws by ipywidgets, and warns without
         return importlib.util.find_spec("ipywidgets") is not None
-    return sys.stderr is not None and sys.stderr.isatty()
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal and os.environ.get("TERM") not in _WITHOUT_CURSOR
