@@ -380,9 +380,9 @@ def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible
     def add(states: Any, moving: _Block, step: Any) -> Any:
         blocks = moving.parts(count)
 
-        def one(i: int, j: int, states: Any) -> Any:
-            new = added(states[i], queries[i], blocks[j], seen_by[i], (step, j))
-            return [*states[:i], new, *states[i + 1 :]]
+        def one(i: Any, j: Any, states: Any) -> Any:
+            given = _part(queries, i), _part(blocks, j), _part(seen_by, i), (step, _number(j))
+            return _with_part(states, i, added(_part(states, i), *given))
 
         return _each(ring, step, seen_by, blocks, one, states)
 
@@ -433,12 +433,11 @@ def _local_backward(
         moved, *cotangents = moving
         blocks = moved.parts(count)
 
-        def one(i: int, j: int, states: Any) -> Any:
-            of_queries, of_keys, of_values = map(list, states)
-            state = of_queries[i], of_keys[j], of_values[j]
-            found = added(state, queries[i], blocks[j], seen_by[i], (step, j))
-            of_queries[i], of_keys[j], of_values[j] = found
-            return of_queries, of_keys, of_values
+        def one(i: Any, j: Any, states: Any) -> Any:
+            places = i, j, j
+            given = _part(queries, i), _part(blocks, j), _part(seen_by, i), (step, _number(j))
+            found = added(tuple(map(_part, states, places)), *given)
+            return tuple(map(_with_part, states, places, found))
 
         parts = (jnp.split(x, count, 1) for x in cotangents)
         of_queries, *found = _each(ring, step, seen_by, blocks, one, (of_queries, *parts))
@@ -510,7 +509,7 @@ def _each(
         return run[1, 1](run[1, 0](run[0, 0](state)))
     if ring.is_even:  # two of four halves, as many as each device has to add
         is_before = blocks[0].positions[0] < seen_by[0].positions[0]
-        return jax.lax.cond(is_before, run[0, 0], run[1, 1], run[1, 0](state))
+        return one(is_before, is_before, run[1, 0](state))
     for (i, j), add in run.items():
         mine, theirs = seen_by[i].positions, blocks[j].positions
         if mine is None or mine.ndim > 1:
@@ -519,6 +518,25 @@ def _each(
             is_needed = _is_needed(ring, mine, theirs)
             state = jax.lax.cond(is_needed, add, lambda state: state, state)
     return state
+
+
+# A part is given by its number, or by whether it is the first of two. With a conditional in place
+# of this choice, the compiler for TPUs fails on long sequences (jax 0.12, "overlaps with").
+def _part(parts: Any, at: Any) -> Any:
+    if isinstance(at, int):
+        return parts[at]
+    return jax.tree.map(functools.partial(jnp.where, at), *parts)
+
+
+def _with_part(parts: Any, at: Any, new: Any) -> list[Any]:
+    if isinstance(at, int):
+        return [*parts[:at], new, *parts[at + 1 :]]
+    first, second = parts
+    return [_part((new, first), at), _part((second, new), at)]
+
+
+def _number(at: Any) -> Any:
+    return at if isinstance(at, int) else jnp.where(at, 0, 1)
 
 
 def _is_needed(ring: _Ring, mine: Any, theirs: Any) -> Any:
