@@ -194,6 +194,19 @@ def test_abbreviated_asynchronous_calls():
     assert (again.flops, again.bytes_accessed) == (cost.flops, cost.bytes_accessed + 2 * row)
 
 
+@pytest.mark.parametrize(
+    "shape", ["f32[1,64]{1,0}", "()", "((f32[8,64]{1,0}, s32[]))", "(f32[2], u32[])"]
+)
+def test_abbreviated_calls_of_another_form_are_not_understood(shape):
+    start = "((f32[8,64]{1,0}, s32[]), f32[1,64]{1,0}, u32[])"
+    module = parse(CALLS.replace(start, shape))
+    assert module.unread != [] and with_loops(KNOWN, module) is None
+
+
+def test_an_empty_all_reduce_that_starts():
+    assert collectives_of(START.replace("SHAPE", "()"), MESH).bytes_sent == 0
+
+
 def call(target, result, operands, rest):
     """A program of one library call."""
     given = [f"%p{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]

@@ -201,7 +201,7 @@ class Instruction(_Written):
         kind, rest = self.opcode, self.rest
         if kind not in OPCODES and (kind := base(kind)) not in OPCODES:
             return False
-        if not is_shape(self.shape_text):
+        if not is_shape(self.shape_text) or (kind in ABBREVIATED and kind != self.opcode):
             return False
         if kind in COLLECTIVES and self.collective is not None:
             return self.replica_groups is not None
@@ -251,11 +251,12 @@ def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
     # An all-reduce-start has the shape of the result, from some compilers ((operand, ...), result);
     # a copy-start is (result, operand, ...), a send (operand, ...), a recv (result, ...); other
     # starts are (operand, result, ...).
-    has_operands = opcode.endswith("-start") or opcode in ("send", "recv")
-    if opcode == "all-reduce-start":
-        has_operands = not isinstance(shape, Shape) and not isinstance(shape[0], Shape)
-    if has_operands and not isinstance(shape, Shape) and shape[1:]:
-        shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
+    if not isinstance(shape, Shape) and len(shape) > 1:
+        has_operands = opcode.endswith("-start") or opcode in ("send", "recv")
+        if opcode == "all-reduce-start":
+            has_operands = not isinstance(shape[0], Shape)
+        if has_operands:
+            shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
     return tuple(arrays(shape))
 
 
@@ -281,7 +282,10 @@ def spell_out(computation: Computation) -> list[Computation]:
         opcode, rest = f"async{one.opcode.removeprefix(kind)}", one.rest
         if opcode == "async-start":
             # ((operand, ...), result, context, ...)
-            (given, result, *_), _ = _split(one.shape_text, 1, ")")
+            (given, *others), _ = _split(one.shape_text, 1, ")")
+            if not given.startswith("(") or not others:
+                continue  # not understood
+            result = others[0]
             shapes, _ = _split(given, 1, ")")
             names = [f"{one.name}.operand.{number}" for number in range(len(shapes))]
             inner = [

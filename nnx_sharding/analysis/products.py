@@ -73,7 +73,9 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
     *batch, queries, keys = (int(size) for size in re.findall(r"\d{1,18}", scores))
     width = int(window or keys) or keys
     if mask == "CAUSAL":
-        positions = sum(min(at + 1, width, keys) for at in range(queries))
+        most = min(width, keys)  # of the keys of one query
+        growing = min(queries, most)
+        positions = growing * (growing + 1) // 2 + (queries - growing) * most
     elif mask in ("NO_MASK", "ALIBI") and width == keys:
         positions = queries * keys
     else:
