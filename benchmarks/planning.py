@@ -328,7 +328,7 @@ def predict(name: str, one: Published) -> None:
     """Prints the fastest candidates by prediction, and their figures by hand."""
     args, cpu = one.case.arguments(), time.process_time()
     where: dict[str, Any] = {"topology": one.topology, "num_slices": one.num_slices}
-    found, _ = predicted(train_step, args, strategies=one.strategies, options={}, **where)
+    found, _ = predicted(train_step, args, {}, strategies=one.strategies, **where)
     cpu, parameters = time.process_time() - cpu, parameter_count(args[0])
 
     def order(each: Any) -> tuple[float, float]:

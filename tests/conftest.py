@@ -29,7 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 import configurations  # noqa: E402
 import schedule  # noqa: E402
-from nnx_sharding.report.compiler_process import CompilerProcess  # noqa: E402
+from nnx_sharding.report.compiling import CompilerProcess  # noqa: E402
 
 _put = LRUCache.put
 

@@ -23,7 +23,7 @@ from nnx_sharding.activations import calls as record
 from nnx_sharding.analysis import collectives_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.names import module_of, operations
-from nnx_sharding.analysis.origins import Origins
+from nnx_sharding.analysis.purposes import Origins
 from nnx_sharding.analysis.values import Value
 from nnx_sharding.partition import fsdp, tensor_parallel, with_sharding_constraint, zero1
 from nnx_sharding.report import ProgramReport

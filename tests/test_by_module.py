@@ -114,7 +114,7 @@ def test_printing_says_what_holds_the_peak(mlp, table):
     assert "the backward pass of model.blocks[2].down" in str(table)
     assert "memory over time" in str(mlp.memory_over_time())
     assert "memory over time" in mlp.memory_over_time()._repr_html_()
-    data = json.loads(json.dumps(table.to_dict()))
+    data = json.loads(json.dumps(table.as_dict()))
     assert data["peak"] == table.peak and len(data["rows"]) == len(table.rows)
 
 

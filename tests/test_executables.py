@@ -257,7 +257,7 @@ def test_what_cannot_be_saved(tmp_path):
 def test_the_manifest_can_be_read_with_any_tool(saved):
     with zipfile.ZipFile(saved) as archive:
         manifest = json.loads(archive.read("manifest.json"))
-    assert manifest["function"] == "train" and manifest["mesh"] == "data=2, model=4"
+    assert manifest["function"] == "train" and manifest["mesh"] == "data 2 × model 4"
     assert manifest["inputs"]["model.up.kernel"] == "float32[4,16] P(None, 'model')"
     assert manifest["devices"] == list(range(8)) and manifest["machine"]["platform"] == "cpu"
 

@@ -218,7 +218,8 @@ class RoundTripTest(Case):
         output = loaded.call({"kernel": np.ones((4, 8), np.float32)}, X).output
         self.assertEqual(jax.typeof(output), jax.typeof(expected))
         np.testing.assert_allclose(output, expected, rtol=1e-6)
-        self.assertEqual(loaded.manifest.meshes[0].types, ("Explicit", "Explicit"))
+        kinds = loaded.manifest.meshes[0].axis_types
+        self.assertEqual(kinds, dict.fromkeys(("data", "model"), "Explicit"))
 
     def test_mesh_in_context_selects_the_devices(self):
         loaded = self.export(forward(), MLP(), X)
@@ -399,7 +400,7 @@ class LargerMachineTest(Case):
         kernel = model["up"]["kernel"]
         self.assertEqual(kernel.sharding, NamedSharding(mesh, P(None, "model")))
         with self.assertRaisesRegex(
-            errors.ExportError, r"256 devices \(mesh data=16, model=16\); here there are 8 of cpu"
+            errors.ExportError, r"256 devices \(mesh data 16 × model 16\); here there are 8 of cpu"
         ):
             loaded.call(MLP(), np.ones((32, 4), np.float32))
 
@@ -412,7 +413,7 @@ class LargerMachineTest(Case):
         loaded = self.export(forward(), MLP(), X)
         with (
             jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))),
-            self.assertRaisesRegex(errors.ExportError, "data=2, model=4.*is data=4, model=2"),
+            self.assertRaisesRegex(errors.ExportError, "data 2 × model 4.*is data 4 × model 2"),
         ):
             loaded.call(MLP(), X)
 
@@ -424,9 +425,8 @@ class ManifestTest(Case):
         self.assertEqual(manifest.function, "apply")
         self.assertEqual((manifest.devices, manifest.platforms), (8, ("cpu",)))
         (mesh,) = manifest.meshes
-        self.assertEqual(
-            (mesh.names, mesh.sizes, mesh.types[0]), (("data", "model"), (2, 4), "Auto")
-        )
+        self.assertEqual(mesh.axes, {"data": 2, "model": 4})
+        self.assertEqual(mesh.axis_types["data"], "Auto")
         specs = {info.name: (info.shape, info.dtype, info.spec) for info in manifest.inputs}
         expected = {
             "model.down.kernel": ((16, 4), "float32", P("model", None)),
@@ -435,7 +435,7 @@ class ManifestTest(Case):
         }
         self.assertEqual(specs, expected)
         self.assertEqual(manifest.versions["jax"], jax.__version__)
-        for text in ("apply", "data=2, model=4", "model.up.kernel", "P(None, 'model')", "result"):
+        for text in ("apply", "data 2 × model 4", "model.up.kernel", "P(None, 'model')", "result"):
             self.assertIn(text, str(loaded))
         self.assertIn("apply", repr(loaded))
 
@@ -446,7 +446,7 @@ class ManifestTest(Case):
             data = json.loads(archive.read("manifest.json"))
             program = archive.read("program.bin")
         self.assertEqual(data["program"]["sha256"], hashlib.sha256(program).hexdigest())
-        self.assertEqual((data["format"], data["version"]), ("nnx_sharding export", 1))
+        self.assertEqual((data["format"], data["version"]), ("nnx_sharding export", 2))
 
     def test_same_function_same_bytes(self):
         def elsewhere():
@@ -653,8 +653,8 @@ class FileTest(Case):
             assert text.replace("\n", "").isprintable() and "hacked" in text
 
     def test_versions(self):
-        for version in (0, 2, "1", None):
-            self.refuse(self.forged({"version": version}), "reads format 1")
+        for version in (1, 3, "2", None):
+            self.refuse(self.forged({"version": version}), "reads format 2")
         oldest = jax.export.minimum_supported_calling_convention_version
         newest = jax.export.maximum_supported_calling_convention_version
         for convention in (oldest - 1, newest + 1):

@@ -32,7 +32,6 @@ ONE_LINE = {
     "Instruction",
     "Leaf",
     "MeshDescription",
-    "MeshInfo",
     "Misfit",
     "Retrace",
     "ShardingRow",

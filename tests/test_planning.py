@@ -27,8 +27,7 @@ from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strateg
 from nnx_sharding.planning.plan import Plan
 from nnx_sharding.planning.predictions import predict, work_of
 from nnx_sharding.report import Comparison, Strategy, compare
-from nnx_sharding.report.compiler_process import CompilerCrash, CompilerProcess
-from nnx_sharding.report.compiling import fingerprint
+from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, fingerprint
 from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients, fetched, offload
 from nnx_sharding.transforms.stages import Compiled

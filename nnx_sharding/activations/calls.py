@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis.activation_table import ChosenBy
+from ..analysis.parameters import ChosenBy
 from ..core.call_context import Caller, called_by
 from ..core.flatten import Flat
 from ..core.placing import abstract, is_committed

@@ -48,13 +48,7 @@ _MOVES.add("all-gather")
 
 
 class Attribution:
-    """Finds the modules of the instructions and arrays of a program.
-
-    Args:
-      module: the program.
-      rows: its arguments.
-      paths: the modules that were called, besides those with arguments.
-    """
+    """Finds the modules, those of arguments or in ``paths``, of instructions and arrays."""
 
     def __init__(self, module: Module, rows: Iterable[ParameterRow], paths: Iterable[str]):
         self._module = module
@@ -119,14 +113,7 @@ class Attribution:
     def owner(
         self, value: Buffer, allocation: Allocation, backward: Sequence[int], end: int
     ) -> Owner:
-        """What an array in memory counts as.
-
-        Args:
-          value: the array.
-          allocation: where it is.
-          backward: the positions of the backward pass in the schedule.
-          end: the number of positions.
-        """
+        """What an array counts as; ``backward`` are positions among the ``end`` of the schedule."""
         is_result = allocation.is_result and value.last >= end - 1
         if is_result and allocation.parameter is not None:
             return self.argument(allocation.parameter)
@@ -151,13 +138,9 @@ class Attribution:
         return Owner(place, "activations" if is_kept and not place.backward else "temporaries")
 
     def _maker(self, value: Value, *, through_moves: bool = False) -> Value:
-        """The value of which one consists, where an instruction makes it.
-
-        What an operation without a name copies, slices or passes on is followed to what makes it;
-        with ``through_moves`` this holds for those with names, too. What a loop carries is what its
-        body computes or, where that is what it gets, the initial value.
-        """
-        returned: set[Value] = set()  # by bodies of loops
+        """The value that is copied, sliced or passed on, by unnamed operations or by all moves."""
+        # What a loop carries is what its body computes; where that is what it gets, the initial.
+        returned: set[Value] = set()
         for _ in range(_MAX_STEPS):
             before = self._before(value, through_moves)
             if len(before) > 1:
@@ -200,11 +183,7 @@ class Attribution:
         return one.number if one is not None and is_argument else None
 
     def _of_parameter(self, value: Value, dims: tuple[int, ...]) -> Place | None:
-        """The place of what an operation outside of modules computes from arrays of the same shape.
-
-        That is the place of a parameter of this shape: an accumulated gradient, a step of the
-        optimizer.
-        """
+        """The place of a parameter of this shape, of which an optimizer's step is computed, say."""
         pending, seen, found = [value], {value.name}, None
         while pending and dims and len(seen) < _MAX_STEPS:
             value = pending.pop(0)
@@ -240,10 +219,7 @@ _KEY = re.compile(r"[^.\[\]'\"]+")
 
 
 def _arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
-    """What each argument counts as.
-
-    The state of an optimizer is that of the parameter with whose path its own ends.
-    """
+    """What each argument counts as; the state of an optimizer belongs where its path ends."""
     keys = [tuple(_KEY.findall(row.path)) for row in rows]
     ends: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     whole = set()
@@ -285,18 +261,7 @@ def module_table(
     hardware: Hardware | None = None,
     mesh: MeshDescription | None = None,
 ) -> ModuleTable:
-    """Memory and cost by module.
-
-    Args:
-      module: the program, with the modules in the names of its operations.
-      buffers: its memory; None if the compiler does not tell.
-      rows: its arguments.
-      paths: the modules that were called.
-      required: what has to be free for a call; None for the sum of the buffers.
-      collectives: what the devices exchange; None if that is unknown.
-      hardware: for the roofline; None leaves it unknown.
-      mesh: where the devices are.
-    """
+    """Memory and cost by module; ``required`` is what has to be free, None for all buffers."""
     attribution = Attribution(module, rows, paths)
     work = None if module.unread else _work(module, attribution)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)

@@ -1,8 +1,4 @@
-"""What the compiler keeps in memory, and when, from the files that it writes with ``xla_dump_to``.
-
-They are made by ``BufferAssignment::ToVerboseString`` and ``HloLiveRange::ToString`` in XLA, and
-have no specification.
-"""
+"""What the compiler keeps in memory, and when: the files that it writes with ``xla_dump_to``."""
 
 from __future__ import annotations
 
@@ -16,44 +12,29 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
-    """An array in memory: what an instruction made, or the part of its result at an index.
-
-    It is live from position ``first`` to position ``last`` of the schedule.
-    """
+    """An array in memory: what an instruction made, or the part of its result at an index."""
 
     name: str
     index: tuple[int, ...]
     size: int
     offset: int  # in its allocation
-    first: int
+    first: int  # position of the schedule at which it is live
     last: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """A block of the main memory of a device, which several values use one after another.
-
-    ``parameter`` is the number of the argument that it holds; ``is_result`` says whether the
-    program returns it. Other allocations are temporary.
-    """
+    """A block of the main memory of a device, which several values use one after another."""
 
     size: int
-    parameter: int | None
+    parameter: int | None  # the number of the argument that it holds
     is_result: bool
     values: tuple[Buffer, ...]
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it is held for the whole call."""
-        return self.parameter is not None or self.is_result
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """The allocations of a program, and the names of its instructions in the order of the schedule.
-
-    Instructions of loops and branches are between those of their callers.
-    """
+    """The allocations of a program, and the names of its instructions as scheduled."""
 
     allocations: tuple[Allocation, ...]
     schedule: tuple[str, ...]
@@ -67,7 +48,7 @@ class Buffers:
         """The bytes in use at each position: those of live values, and all that is held."""
         changes = [0] * (len(self.schedule) + 1)
         for one in self.allocations:
-            if one.is_held:
+            if one.is_result or one.parameter is not None:
                 changes[0] += one.size
                 continue
             for value in one.values:
@@ -101,9 +82,8 @@ def read_buffers(folder: Path) -> Buffers | None:
             for name, index, length, offset in _VALUE.findall(values_in_it)
             if (name, index) in spans
         ]
-        parameter, is_result = int(number[1]) if number else None, "maybe-live-out" in head
-        values = tuple(_one_after_another(found))
-        allocations.append(Allocation(int(size[1]), parameter, is_result, values))
+        parameter, values = int(number[1]) if number else None, tuple(_one_after_another(found))
+        allocations.append(Allocation(int(size[1]), parameter, "maybe-live-out" in head, values))
     return Buffers(tuple(allocations), names) if allocations and names else None
 
 
@@ -123,6 +103,7 @@ def _numbers(index: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, index.split(","))))
 
 
+# As BufferAssignment::ToVerboseString and HloLiveRange::ToString write them, without a format.
 _STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)")

@@ -163,7 +163,7 @@ class ModuleTable(Pictured):
         """The same with the first rows only."""
         return dataclasses.replace(self, rows=self.rows[:most])
 
-    def to_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """All of it as data for JSON."""
         data: dict[str, Any] = as_data(self)
         return data

@@ -6,18 +6,19 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
-from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
+from .instructions import OP_NAME, Computation, Instruction, arrays, total_bytes
 from .names import operations
 from .opcodes import COLLECTIVES
 from .overlap import Overlap, Scheduled
 from .parameters import ParameterRow
+from .products import made_by
 from .purposes import Purpose, Use, uses_of
 from .slices import Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
@@ -294,10 +295,8 @@ def collectives_of(
         sent: Counter[str] = Counter()
         for one in every:
             sent[one.computation] += one.bytes_sent
-        taken = module.taken(sent)
-        every = [
-            one if one.computation in taken else dataclasses.replace(one, times=0) for one in every
-        ]
+        skipped = {one.computation for one in every} - module.taken(sent)
+        every = [dataclasses.replace(x, times=0) if x.computation in skipped else x for x in every]
     return Collectives(every)
 
 
@@ -332,11 +331,10 @@ def _collective(
     size = max(map(len, groups), default=1)
     larger = total_bytes(results) * (size if kind == "reduce-scatter" else 1)
     if kind == "ragged-all-to-all":
-        larger = total_bytes(_made(computation, instruction.operand_names[:1])) or larger
+        operands = module.within[computation.name]
+        larger = total_bytes(made_by(operands, instruction.operand_names[0])) or larger
     if kind == "all-reduce" and runs.is_fused and size > 1:
-        parts = tuple(
-            s for one in computation.instructions if one.is_root for s in arrays(one.shape)
-        )
+        parts = tuple(arrays(module.roots[computation.name].shape))
         # A fusion that sums and keeps each device's part is a reduce-scatter.
         if total_bytes(parts) * size == larger:
             kind, results = "reduce-scatter", parts
@@ -379,11 +377,6 @@ def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
     return -(-larger * (2 if kind == "all-reduce" else 1) * (size - 1) // size)
 
 
-def _made(computation: Computation, names: Collection[str]) -> list[Shape]:
-    """The arrays that some instructions make."""
-    return [s for one in computation.instructions if one.name in names for s in one.results]
-
-
 def _groups(instruction: Instruction, count: int) -> Groups:
     groups, attributes = instruction.replica_groups or (), instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
@@ -403,11 +396,7 @@ def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
 
 
 def _with_metadata(one: Instruction, computation: Computation, module: Module) -> Instruction:
-    """An instruction, with the metadata that the TPU compiler leaves out.
-
-    In a fusion or a loop it is that of the caller. For several arrays the compiler names the
-    operation of one; each operand has its own.
-    """
+    """An instruction with the metadata that the TPU compiler leaves out: of callers or operands."""
     places = [(computation, one), *module.around(computation.name)]
     home, caller = next((x for x in places if x[1].operation is not None), places[-1])
     names, operands = [caller.operation], {*caller.operand_names}
@@ -424,10 +413,7 @@ def _with_metadata(one: Instruction, computation: Computation, module: Module) -
 
 
 def _repeated_in_fusions(module: Module) -> set[str]:
-    """Collectives that are repeated in fusions that run while they are in progress.
-
-    The TPU compiler writes one in the fusion that starts it, and again in each that continues it.
-    """
+    """Collectives that the TPU compiler repeats in each fusion that carries on the first one."""
     starts: dict[str, str | None] = {}
     others: dict[str, str | None] = {}
     for computation in module.computations:

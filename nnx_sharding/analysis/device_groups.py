@@ -18,16 +18,11 @@ _MAX_DEVICES = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def read_groups(text: str) -> Groups | None:
-    """Reads groups of devices in all forms that XLA writes.
-
-    These are ``{{0,1},{2,3}}``, ``[2,4]<=[8]``, ``[4,2]<=[2,4]T(1,0)``, and
-    ``mesh['data'=2,'model'=4] {'model'}``, with ``device_ids=(...)`` and parts of axes such as
-    ``'z':(2)4``. Empty groups mean all devices; None means that the text is not understood.
-    """
+    """Reads groups in all forms of XLA; empty ones mean all devices, None other text."""
     try:
-        if text.startswith("mesh["):
+        if text.startswith("mesh["):  # mesh['data'=2,'model'=4] {'model'}
             return _mesh_groups(text)
-        if "<=" in text:
+        if "<=" in text:  # [4,2]<=[2,4]T(1,0)
             sizes, _, devices = text.partition("<=")
             return _tuples(_iota(devices).reshape(_sizes(sizes)))
         return number_lists(text)
@@ -90,10 +85,7 @@ def _tuples(groups: np.ndarray) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """The mesh axes over which groups of devices run, without those of size 1; None if none do.
-
-    A group may have some of the positions along an axis.
-    """
+    """The mesh axes over which, or over parts of which, groups run; None if there are none."""
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None

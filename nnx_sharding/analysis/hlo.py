@@ -1,10 +1,6 @@
-"""A reader of HLO text: computations, instructions, and how often each computation runs.
+"""A reader of HLO text, as ``HloModule::ToString`` writes it, and how often computations run.
 
-Lines are split into name, shape, opcode and the rest when the text is read; the parts are parsed on
-access. So ten megabytes take about a second, and nothing unknown can stop the reader: what is not
-understood is listed, and then the behaviour of the program counts as unknown.
-
-The format is that of ``HloModule::ToString`` in XLA; it has no specification.
+Parts are parsed on access, and what is not understood is listed: then the program is unknown.
 """
 
 from __future__ import annotations
@@ -25,10 +21,7 @@ from .values import Values
 
 
 class Runs(NamedTuple):
-    """How often a computation runs in one call of the program.
-
-    Each branch of a conditional counts as taken.
-    """
+    """How often a computation runs in one call, if each branch of a conditional is taken."""
 
     times: int | None = 1  # None if it is unknown
     least: int = 1  # with loops of unknown length once
@@ -145,11 +138,7 @@ class Module(Values):
         )
 
     def taken(self, weights: Mapping[str, int]) -> set[str]:
-        """The computations that run if each conditional takes the branch with the most weight.
-
-        Args:
-          weights: those of one run of computations, without what they call.
-        """
+        """The computations that run, if conditionals take the branch with the most weight."""
         if not self.with_opcode("conditional"):
             return {*self.calls}
         sums = Counter(weights)

@@ -16,19 +16,12 @@ MAX_SIZE = 1 << 62
 
 
 class Shape(NamedTuple):
-    """The shape of one array.
+    """The shape of one array."""
 
-    Attributes:
-      dtype: as HLO writes it, such as ``f32`` or ``bf16``.
-      dims: the sizes of its dimensions; the upper bound of a dynamic one.
-      bytes: the bytes of its elements, without padding.
-      memory_space: the number of the memory that it is in; 5 is the memory of the host.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-    bytes: int
-    memory_space: int = 0
+    dtype: str  # as HLO writes it, such as `bf16`
+    dims: tuple[int, ...]  # the upper bound of a dynamic one
+    bytes: int  # without padding
+    memory_space: int = 0  # 5 is the memory of the host
 
 
 Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
@@ -269,11 +262,7 @@ class Computation(NamedTuple):
 
 
 def spell_out(computation: Computation) -> list[Computation]:
-    """Replaces asynchronous calls that XLA abbreviates, as ``fusion-start``, by ``async-start``.
-
-    Returns:
-      The computations with the one operation that they call.
-    """
+    """Writes abbreviated ``fusion-start`` as ``async-start``, and returns what these call."""
     made = []
     for at, one in enumerate(computation.instructions):
         kind = base(one.opcode)

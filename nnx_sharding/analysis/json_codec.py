@@ -36,12 +36,7 @@ def json_text(data: Any) -> str:
 
 
 def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """A dataclass, or the value of a field, as dicts and lists.
-
-    A ``PartitionSpec`` becomes a list with one entry per dimension; with unreduced or reduced axes
-    it becomes a dict, which has this list as ``partitions``. Other values are converted
-    by ``other``.
-    """
+    """A dataclass, or the value of a field, as dicts and lists; ``other`` converts what is none."""
     if value is None or isinstance(value, str | int | float):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -50,7 +45,11 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
         return {str(key): as_data(part, other) for key, part in value.items()}
     if isinstance(value, PartitionSpec):
         sums = {kind: sorted(map(str, getattr(value, kind))) for kind in ("unreduced", "reduced")}
-        entries = [_entry(entry) for entry in value.partitions]
+        # One for each dimension.
+        entries = [
+            [*map(str, x)] if isinstance(x, tuple) else x if x is None else str(x)
+            for x in value.partitions
+        ]
         kind = getattr(getattr(value, "unreduced_kind", None), "name", "sum")
         others = {} if kind == "sum" else {"unreduced_kind": kind}
         return {"partitions": entries, **sums, **others} if any(sums.values()) else entries
@@ -60,23 +59,13 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def read(kind: type[T], data: Any, what: str, **made: Any) -> T:
-    """Makes a dataclass, called ``what`` in messages, from the data that :func:`as_data` returned.
-
-    Strings and numbers are taken as they are: the caller has checked the version of the data. The
-    fields in ``made`` are given. A ValueError if the data has another form.
-    """
-    try:
+    """Makes a dataclass, ``what`` in messages, from what :func:`as_data` returned, and ``made``."""
+    try:  # strings and numbers are taken as they are: the caller has checked the version
         return typing.cast(T, _made(kind, data, made))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"not a valid {what}: {error}. It may be damaged, or written by another program."
         ) from None
-
-
-def _entry(entry: Any) -> Any:
-    if entry is None or isinstance(entry, str):
-        return entry
-    return list(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
 
 def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
@@ -94,10 +83,11 @@ def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType
         if wrong := [name for name in fields | given if (name in fields) != (name in given)]:
             raise ValueError(f"{', '.join(wrong)} missing or unknown")
         return kind(**made, **{name: _made(fields[name], value) for name, value in data.items()})
-    part = _part_of(kind)
-    if part is not None:
-        parts = tuple(_made(part, one) for one in data)
-        return parts if origin is tuple else kind(parts)
+    # `tuple[X, ...]`, or a class with the base `Sequence[X]`.
+    for base in (kind, *getattr(kind, "__orig_bases__", ())):
+        if typing.get_origin(base) in (tuple, Sequence):
+            parts = tuple(_made(typing.get_args(base)[0], one) for one in data)
+            return parts if origin is tuple else kind(parts)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {key: _made(arguments[1], value) for key, value in data.items()}
     return float(data) if kind is float else data
@@ -113,14 +103,6 @@ def _made_spec(data: Any) -> PartitionSpec:
         parts["unreduced_kind"] = jax.sharding.UnreducedKind[str(kind)]
     sums = {name: {*parts.pop(name)} for name in ("unreduced", "reduced") if name in parts}
     return PartitionSpec(*entries, **sums, **parts)
-
-
-def _part_of(kind: Any) -> Any:
-    """The type of the parts of ``tuple[X, ...]``, or of a class with the base ``Sequence[X]``."""
-    for base in (kind, *getattr(kind, "__orig_bases__", ())):
-        if typing.get_origin(base) in (tuple, Sequence):
-            return typing.get_args(base)[0]
-    return None
 
 
 @functools.cache

@@ -21,19 +21,12 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 class Scheduled(NamedTuple):
-    """When a collective runs.
+    """When a collective runs."""
 
-    Attributes:
-      home: the computation that runs it, of fusions the one around them.
-      before: what the device does before it starts, in one run of this computation.
-      beside: what it does from the start to the end.
-      operations: those with the most flops beside it.
-    """
-
-    home: str
-    before: Work
-    beside: Work
-    operations: tuple[str, ...]
+    home: str  # the computation that runs it, of fusions the one around them
+    before: Work  # what the device does before it starts, in one run of this computation
+    beside: Work  # from the start to the end
+    operations: tuple[str, ...]  # those with the most flops beside it
 
 
 class Overlap:
@@ -95,12 +88,9 @@ class Overlap:
         return self._until(name)[-1] if name in self._executed else Work()
 
     def products_beside(self, collective: Value) -> tuple[int, int] | None:
-        """How many matrix products of an iteration a collective can run beside, and of how many.
-
-        These do not need its result, and it does not need theirs. For TPUs the compiler may write
-        one as several instructions: the first starts it, some products carry it on, the last waits.
-        None if it is in no loop, or only has what a loop in that one starts with.
-        """
+        """How many independent matrix products an iteration has, of how many; None if no loop."""
+        # For TPUs the compiler may write one collective as several instructions: the first starts
+        # it, some products carry it on, the last waits.
         instruction = self._module.maker(collective)
         body = None if instruction is None else self._body(_channel(instruction))
         if instruction is None or body is None:
@@ -117,7 +107,7 @@ class Overlap:
         loops = {x.name for x in body.instructions if x.opcode == "while"}
         rest = {name: used for name, used in users.items() if name not in products - chain}
         first = set.union(*(_reached(rest, name) for name in chain)) & products - chain
-        if first and first <= loops:
+        if first and first <= loops:  # it only has what a loop in that one starts with
             return None
         return len(products - start - end - (chain if len(chain) == 1 else set())), len(products)
 

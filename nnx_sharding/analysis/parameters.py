@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -14,7 +14,7 @@ from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, Structure, VariableEntry
 from ..core.treedefs import container_keys
 from ..errors import raise_listed
-from ..specs.fitting import axes_of
+from ..specs.fitting import axes_of, padded, with_entries
 from ..specs.paths import Path, path_string
 from .json_codec import UNWRITTEN
 from .memory import array_bytes
@@ -97,7 +97,8 @@ class ParameterTable(list[ParameterRow], Pictured):
         yield rows_table(self, width)
 
     def __str__(self) -> str:
-        footer = ("total", "", "", "", "", *map(str, _sums(self)))
+        sums = sum(row.bytes_per_device for row in self), sum(row.bytes_total for row in self)
+        footer = ("total", "", "", "", "", *map(str, sums))
         return drawn(table(HEADER, map(cells, self), numbers=2, footer=footer))
 
 
@@ -160,14 +161,11 @@ def shape_text(shape: Sequence[int]) -> str:
     return f"({','.join(map(str, shape))})"
 
 
-def _sums(rows: Iterable[ParameterRow]) -> tuple[int, int]:
-    return sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows)
-
-
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any:
     """The table for consoles: coloured axes, units for bytes; without shard shapes if narrow."""
     styles = spec_styles(rows)
-    lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, _sums(rows))]]
+    sums = sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows)
+    lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, sums)]]
     for row in rows:
         path, shape, dtype, spec, shard_shape, *_ = cells(row)
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
@@ -180,13 +178,13 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
 
 def spec_styles(rows: Iterable[Any]) -> dict[str, str]:
     """A colour for each mesh axis, as the specs of the rows write it."""
-    styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
+    styles = axis_styles(axis for row in rows for axis in axes_in(row.spec))
     return {repr(axis): style for axis, style in styles.items()}
 
 
-def spec_axes(spec: PartitionSpec | str | None) -> tuple[str, ...]:
-    """The mesh axes that partition an array, major first."""
-    entries: Iterable[Any] = spec.partitions if isinstance(spec, PartitionSpec) else ()
+def axes_in(spec: PartitionSpec | str | None) -> tuple[str, ...]:
+    """The mesh axes that partition an array, major first, as text."""
+    entries = spec.partitions if isinstance(spec, PartitionSpec) else ()
     return tuple(str(axis) for entry in entries for axis in axes_of(entry))
 
 
@@ -237,10 +235,7 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
 
 
 def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -> ParameterRow:
-    """The row of an argument of a program, from its ``jax.stages.ArgInfo``.
-
-    The spec has an entry for each dimension, so that equal shardings have equal specs.
-    """
+    """The row of an argument of a program, with an entry of the spec for each dimension."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=full_spec(sharding.spec, len(info.shape)))
     return row_of(ParameterRow, path, info, sharding, donated=bool(info.donated), **more)
@@ -248,9 +243,7 @@ def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -
 
 def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
     """The spec with an entry for each dimension."""
-    rest = (None,) * (rank - len(spec.partitions))
-    full: PartitionSpec = spec.update(partitions=(*spec.partitions, *rest))
-    return full
+    return with_entries(spec, padded(spec, rank))
 
 
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
@@ -274,3 +267,88 @@ def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
             devices: set[Any] = sharding.device_set
             held.update({device.id: size for device in devices})
     return dict(sorted(held.items()))
+
+
+ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ActivationRow:
+    """How one array that a module returns is sharded.
+
+    Attributes:
+      path: the module, such as ``model.blocks[0].up``.
+      module: the name of its class.
+      method: the method that returned the array.
+      output: where the array is in the output of the method, such as ``[0]``; empty if it is all of
+        the output.
+      shape: the shape of the array in the call; without mapped dimensions under ``vmap``.
+      dtype: its dtype.
+      spec: its ``PartitionSpec``, with one entry per dimension; None if the compiler chooses.
+      shard_shape: the shape of the shard of one device; None if the compiler chooses.
+      bytes_per_device: the size of that shard.
+      bytes_total: the size of the array.
+      chosen_by: ``user`` if the transform was given the spec; ``strategy`` if it came with the
+        shardings of an argument, or was inferred for them; ``types`` if it follows from the types
+        of arrays on Explicit axes; ``compiler`` if none of these says how the array is sharded.
+    """
+
+    path: str
+    module: str
+    method: str
+    output: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec | None
+    shard_shape: tuple[int, ...] | None
+    bytes_per_device: int | None
+    bytes_total: int
+    chosen_by: ChosenBy
+
+    @property
+    def name(self) -> str:
+        """The path, the method unless it is ``__call__``, and the array's place in the output."""
+        return self.path + f".{self.method}()" * (self.method != "__call__") + self.output
+
+
+class ActivationTable(list[ActivationRow], Pictured):
+    """Rows of activations; ``print`` and notebooks show them as a table."""
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        yield activations_table(self)
+
+
+def activation_rows(calls: Iterable[Any]) -> ActivationTable:
+    """The rows of recorded calls of modules, without duplicates, as from a loop traced twice."""
+    return ActivationTable(dict.fromkeys(map(_row, calls)))
+
+
+def _row(call: Any) -> ActivationRow:
+    spec = shard_shape = bytes_per_device = None
+    if call.sharding is not None:
+        spec, shard_shape = call.sharding.spec, tuple(call.sharding.shard_shape(call.shape))
+        spec = full_spec(spec, len(call.shape))
+        bytes_per_device = array_bytes(shard_shape, call.dtype)
+    dtype, total = str(call.dtype), array_bytes(call.shape, call.dtype)
+    return ActivationRow(
+        *(call.path, call.module, call.method, call.output, tuple(call.shape), dtype, spec),
+        *(shard_shape, bytes_per_device, total, call.chosen_by),
+    )
+
+
+_HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes/device", "bytes")
+
+
+def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
+    """The table for consoles, with coloured axes, and units for bytes."""
+    rows = list(rows)
+    styles = spec_styles(rows)
+    lines = (
+        (
+            *(row.name, row.module, shape_text(row.shape), row.dtype),
+            *(text(spec_text(row.spec), styles=styles), row.chosen_by),
+            *(bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)),
+        )
+        for row in rows
+    )
+    return table(_HEADER, lines, numbers=2, most=most)

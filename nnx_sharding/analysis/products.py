@@ -20,11 +20,7 @@ _MAX_POSITIONS = 1 << 22
 
 
 def product_flops(one: Instruction, by_name: ByName) -> int | None:
-    """The flops of a product: two for each multiplication; None for other instructions.
-
-    Attention in cuDNN counts the positions that its mask leaves, and in its backward pass the
-    scores that it computes again; None if the mask depends on values.
-    """
+    """The flops of a product; None for other instructions, and for masks that depend on values."""
     operands = [made_by(by_name, name) for name in one.operand_names]
     if len(operands) < 2 or not one.results or not all(operands[:2]):
         return None
@@ -65,7 +61,7 @@ def made_by(by_name: ByName, name: str) -> Sequence[Shape]:
 
 
 def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | None:
-    """Two products forward; four backward, and the scores once more."""
+    """Two products forward, four backward and the scores again, where the mask leaves them."""
     found = [pattern.search(config) for pattern in _ATTENTION]
     scores, mask, window = (match[1] if match else "" for match in found)
     if not scores or len(operands) < 3 or not all(operands) or _PAGED in config:
@@ -113,14 +109,14 @@ def _convolution_flops(
             window[key][at] if at < len(window.get(key, ())) else default
             for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
         )
-        count *= _positions(
+        count *= positions(
             inputs.get(axis, 0), kernel[axis], outputs.get(axis, 0), stride, low, dilation, spacing
         )
     return 2 * count
 
 
 @functools.lru_cache(maxsize=1024)
-def _positions(
+def positions(
     size: int, kernel: int, outputs: int, stride: int, low: int, dilation: int, spacing: int
 ) -> int:
     """The number of elements in all windows of a kernel in one dimension, without padding."""

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import Sharding
 
 from .._version import __version__
-from .activation_table import ActivationRow, activations_table
 from .by_module import ModuleTable
 from .collectives import Collectives, axes_text
 from .cost import Cost
@@ -20,7 +19,7 @@ from .hardware import HARDWARE, Hardware
 from .json_codec import JsonForm
 from .memory import Memory
 from .meshes import MeshDescription
-from .parameters import ParameterRow, mesh_of, rows_table
+from .parameters import ActivationRow, ParameterRow, activations_table, mesh_of, rows_table
 from .roofline import Roofline, roofline_of
 from .tables import axis_styles, table, text
 from .units import bytes_text, time_text

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from .hlo import Module
 from .instructions import Computation, Instruction, arrays
 from .names import around, common, module_of, operations
-from .opcodes import ELEMENTWISE, TRANSCENDENTAL
-from .origins import Origins
+from .opcodes import ELEMENTWISE, PRODUCTS, TRANSCENDENTAL
 from .parameters import ParameterRow
-from .values import Value
+from .values import Value, reached
 
 Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", "reshard"]
 
@@ -31,10 +30,7 @@ def uses_of(
     rows: Iterable[ParameterRow],
     updated: Sequence[str | None] = (),
 ) -> dict[str, Use]:
-    """What each collective of a program with these arguments is for, by name.
-
-    ``updated`` has the path of the Variable that each array of the result updates.
-    """
+    """What collectives are for, by name; ``updated`` are the Variables that results update."""
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
     entry = module.entry.instructions if module.entry else ()
@@ -64,10 +60,7 @@ def _operations_of_arrays(one: Instruction, computation: Computation) -> list[li
 
 
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
-    """The parameters of a program in the order of rows; empty if the rows are in another order.
-
-    The TPU compiler gives some arguments the names of operations that use them.
-    """
+    """The parameters of a program, if they are in the order of rows; TPU's may be renamed."""
     entry, paths = module.entry, {row.path for row in rows}
     inputs = [one for one in entry.instructions if one.opcode == "parameter"] if entry else []
     by_number = {one.number: one for one in inputs}
@@ -103,11 +96,8 @@ class _Variables:
     def with_part(
         self, modules: Iterable[str | None], dims: Sequence[int], lengths: Collection[int | None]
     ) -> set[str]:
-        """The Variables of modules that can have a part of this shape, no smaller than a shard.
-
-        In a loop over layers, a stack of them has lost its first dimension. The gradient of a
-        product may be transposed.
-        """
+        """The Variables of modules that can have a part of this shape, no smaller than a shard."""
+        # Gradients of products may be transposed, and in a loop over layers a dimension is gone.
         orders = itertools.permutations(dims) if 1 < len(dims) < 5 else [tuple(dims)]
         every = [row for module in modules for row in self._rows.get(module, ())]
         for order in orders if dims else ():
@@ -173,10 +163,7 @@ def _use(
 
 
 def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[str, ...]]:
-    """The instructions whose values the program returns unchanged, with the Variables updated.
-
-    An update that is added to a Variable, element by element, belongs to the new value.
-    """
+    """The instructions whose values are returned, unchanged or added to the Variables updated."""
     entry = module.entry
     by_name = {x.name: x for x in entry.instructions} if entry is not None else {}
     codes = {x.name: {i.opcode for i in x.instructions} for x in module.computations}
@@ -209,3 +196,90 @@ def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[s
 _SAME = {"tuple", "get-tuple-element", "copy", "bitcast", "reshape", "transpose", "convert"}
 _SAME.add("parameter")
 _BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
+
+
+_MAX_STEPS = 64  # from the initial value of a loop to constants
+
+
+class Origins:
+    """Finds the arguments, of which some are parameters, from which values are computed."""
+
+    def __init__(self, module: Module, arguments: Mapping[int, str], parameters: Collection[str]):
+        self._module = module
+        self._arguments, self._parameters = arguments, parameters
+        self._others: dict[Value, str] = {}  # known to be computed from this, which is no parameter
+
+    def of(self, value: Value) -> frozenset[str]:
+        """The names of the arguments from which a value is computed; of non-parameters, one."""
+        found: set[str] = set()
+        users: dict[Value, Value | None] = {value: None}  # by what they are computed from
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            name = self._others.get(value) or self._argument(value)
+            if name is not None and name not in self._parameters:
+                user: Value | None = value
+                while user is not None:
+                    self._others[user], user = name, users[user]
+                return frozenset([name])
+            found.update([name] if name else ())
+            for operand in self._before(value):
+                if operand not in users:
+                    users[operand] = value
+                    pending.append(operand)
+        return frozenset(found)
+
+    def is_weighted(self, value: Value) -> bool:
+        """Whether it is a partial result: of a product with a parameter, with no product after."""
+
+        def is_one_of(x: Value, *opcodes: str) -> bool:
+            one = self._module.maker(x)
+            return one is not None and one.opcode in opcodes
+
+        def before(x: Value) -> list[Value]:
+            return [] if is_one_of(x, "reduce", *PRODUCTS) else self._before(x)
+
+        return any(
+            is_one_of(x, *PRODUCTS)
+            and any(self.are_parameters(self.of(y)) for y in self._module.operands(x))
+            for x in reached(value, before)
+        )
+
+    def are_parameters(self, names: frozenset[str]) -> bool:
+        """Whether something is computed from parameters only, and from some."""
+        return bool(names) and names <= {*self._parameters}
+
+    def _argument(self, value: Value) -> str | None:
+        """The name of the argument that a value is; None for others."""
+        one, entry = self._module.maker(value), self._module.entry
+        if one is None or entry is None or value.computation != entry.name:
+            return None
+        return None if one.number is None else self._arguments.get(one.number, one.name)
+
+    def _before(self, value: Value) -> list[Value]:
+        """What a value is computed from."""
+        one, passed = self._module.maker(value), self._module.passed(value)
+        if one is None:
+            return []
+        callers = self._module.callers.get(value.computation, [])
+        # A loop carry is its initial value, or what the loop computes if that is a constant.
+        if one.opcode == "parameter" and passed and callers[0][1].opcode == "while":
+            initial, *after = passed
+            return after if self._is_constant(initial) else [initial]
+        if passed or not value.index:
+            return passed or self._module.operands(value)
+        # A collective of several arrays returns one for each.
+        operands = self._module.operands(value)
+        is_each = len(operands) > 1 and len(operands) == len(one.results)
+        return operands[value.index[0] :][:1] if is_each else operands
+
+    def _is_constant(self, value: Value) -> bool:
+        """Whether it is computed from constants only, in few steps."""
+
+        def before(x: Value) -> list[Value]:
+            return self._module.passed(x) or self._module.operands(x)
+
+        found = [*itertools.islice(reached(value, before), _MAX_STEPS)]
+        makers = filter(None, map(self._module.maker, found))
+        is_fixed = all(one.opcode not in ("parameter", "while") for one in makers)
+        return is_fixed and len(found) < _MAX_STEPS

@@ -159,11 +159,7 @@ def _hidden(transfers: Sequence[_Transfer], hardware: Hardware) -> tuple[Hidden,
 
 
 def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None:
-    """The seconds in which a device only waits for collectives; None if one has an unknown time.
-
-    In each computation, collectives start and end where they are scheduled; those over the same
-    links are sent one after another, and the device waits where one ends too late.
-    """
+    """The seconds in which a device waits for collectives that end too late, as scheduled."""
     computations: dict[str, dict[Collective, list[_Transfer]]] = {}
     for each in transfers:
         if each.seconds is None:
@@ -202,10 +198,7 @@ def all_known(figures: Iterable[float | None]) -> list[float] | None:
 
 
 def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
-    """The time for all traffic: in sequence over the same links, else in parallel.
-
-    None if the time for some of it is unknown.
-    """
+    """The time for all traffic, if known: in sequence over the same links, else in parallel."""
     times: defaultdict[str, float] = defaultdict(float)
     sent = 0
     for row in traffic:
@@ -216,25 +209,6 @@ def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> floa
     return max(sent / hardware.interconnect_bandwidth, *times.values(), 0.0)
 
 
-def traffic_table(traffic: Iterable[Traffic]) -> Any:
-    """A table of traffic."""
-    rows = []
-    for row in traffic:
-        speed = UNKNOWN if row.bandwidth is None else f"{count_text(row.bandwidth)}B/s"
-        figures = speed, bytes_text(row.bytes_sent), time_text(row.seconds)
-        rows.append((row.links, axes_text(row.axes), *figures))
-    return table(("links", "axes", "bandwidth", "sent", "time"), rows, numbers=3)
-
-
-def _hidden_table(hidden: Iterable[Hidden]) -> Any:
-    rows = []
-    for row in hidden:
-        behind = ", ".join("/".join(name.split("/")[-2:]) for name in row.behind)
-        times = time_text(row.seconds), time_text(row.compute_s), f"{100 * row.share:.0f} %"
-        rows.append((row.kind, row.of, behind, *times))
-    return table(("hidden", "of", "behind", "sent in", "compute", "share"), rows, numbers=3)
-
-
 def _network(hardware: Hardware) -> str:
     return "DCN" if hardware.torus_dimensions else "network"
 
@@ -242,11 +216,8 @@ def _network(hardware: Hardware) -> str:
 def _parts(
     one: Collective, route: _Route, mesh: MeshDescription | None, hardware: Hardware
 ) -> list[tuple[float, float]]:
-    """What a device sends in one call within its slice, between slices, and within its chip.
-
-    Each is a pair: the bytes, and the bytes that take as long if all links are used evenly. What
-    several devices of a slice or chip need enters it once, which is a lower bound.
-    """
+    """The bytes, as they are and as if spread evenly, within the slice, between, within a chip."""
+    # What several devices of a slice or chip need enters it once, which is a lower bound.
     devices, chips, slices = route[1:4]
     others, sent, factor = devices - 1, one.total_bytes_sent, 1.0
     if one.kind == "collective-permute":
@@ -320,11 +291,8 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> 
 
 
 def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
-    """Whether links close a dimension of a slice to a ring.
-
-    In two dimensions, if it is as long as a pod; in three, if the slice consists of full cubes:
-    https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
-    """
+    """Whether links close a dimension to a ring: it is as long as a pod, or consists of cubes."""
+    # https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
     if hardware.torus_dimensions == 2:
         return extents[dimension] == 16
     return all(extent % 4 == 0 for extent in extents)
@@ -446,29 +414,36 @@ class Roofline(Pictured):
             rates = f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
         if not self.traffic and self.busy_s is None:
             return rates
-        hidden = "as if all of it overlapped"
-        return f"{rates}, {hidden if self.exposed_s is None else 'as scheduled'}"
+        is_scheduled = self.exposed_s is not None
+        return f"{rates}, as {'scheduled' if is_scheduled else 'if all of it overlapped'}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self)
-        if self.traffic:
-            yield from ("", traffic_table(self.traffic))
-        if self.hidden:
+        rows: list[Any] = []
+        for one in self.traffic:
+            speed = UNKNOWN if one.bandwidth is None else f"{count_text(one.bandwidth)}B/s"
+            figures = speed, bytes_text(one.bytes_sent), time_text(one.seconds)
+            rows.append((one.links, axes_text(one.axes), *figures))
+        if rows:
+            yield from ("", table(("links", "axes", "bandwidth", "sent", "time"), rows, numbers=3))
+        rows = []
+        for each in self.hidden or ():
+            behind = ", ".join("/".join(name.split("/")[-2:]) for name in each.behind)
+            times = time_text(each.seconds), time_text(each.compute_s), f"{100 * each.share:.0f} %"
+            rows.append((each.kind, each.of, behind, *times))
+        if rows:
             share = f"{100 * (self.hidden_share or 0):.0f} % of the bytes sent"
-            head = text(f"{share} can hide behind compute, each collective alone:")
-            yield from ("", head, _hidden_table(self.hidden))
+            yield from ("", text(f"{share} can hide behind compute, each collective alone:"))
+            yield table(("hidden", "of", "behind", "sent in", "compute", "share"), rows, numbers=3)
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
         bounds = f"{time_text(self.seconds)} if all of it overlaps"
         bounds += f", {time_text(self.seconds_without_overlap)} if nothing does"
-        hidden = f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide" * bool(
-            self.hidden
-        )
-        return printable(
-            f"{time_text(self.estimate)}, {self.basis}: {times}; {bound}; {bounds}{hidden}"
-        )
+        if self.hidden:
+            bounds += f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide"
+        return printable(f"{time_text(self.estimate)}, {self.basis}: {times}; {bound}; {bounds}")
 
 
 def roofline_of(

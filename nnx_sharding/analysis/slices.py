@@ -1,8 +1,6 @@
 """Collectives between slices of TPUs, which the compiler writes as exchanges with the hosts.
 
-The program is that of one slice: other collectives number the devices of a slice in the order of
-the mesh. A host exchange has the kind of the collective and its groups in its frontend attributes:
-``{1,2}x{0:3}`` for each of the devices 0 to 3 of the slices 1 and 2, or ids of devices.
+The program is that of one slice, of which other collectives number the devices, as in the mesh.
 """
 
 from __future__ import annotations
@@ -84,10 +82,8 @@ def positions_of(mesh: Any) -> dict[Position, int]:
 
 
 def groups_between(text: str, positions: Mapping[Position, int]) -> tuple[Groups, bool]:
-    """The groups, or pairs of a permutation, in an exchange, and whether the mesh has all of them.
-
-    Without, the devices have other numbers than their positions in the mesh.
-    """
+    """The groups, or pairs of a permutation, in an exchange, and whether the mesh has them all."""
+    # `{1,2}x{0:3}` for each of the devices 0 to 3 of the slices 1 and 2; or ids of devices.
     slices, _, places = text.partition("x")
     keys: list[list[Any]] = [list(group) for group in number_lists(text.replace("->", ","))]
     if places:

@@ -84,10 +84,7 @@ def table(
     footer: Sequence[Any] | None = None,
     most: int | None = None,
 ) -> Table:
-    """A table of texts, whose last columns may be numbers; only the first column is wrapped.
-
-    Of more rows than ``most``, it says how many there are.
-    """
+    """A table of texts, whose last columns may be numbers, with the first ``most`` rows."""
     from rich.box import Box
     from rich.table import Table
 

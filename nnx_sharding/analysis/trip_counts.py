@@ -1,7 +1,6 @@
 """Trip counts of loops for which XLA records none, as its TPU compiler does not.
 
-The condition of such a loop compares a counter with a number, and its body adds a number to it.
-Both are found by following these values to the constants that they begin with.
+Their conditions compare a counter with a number; values are followed to initial constants.
 """
 
 from __future__ import annotations
@@ -120,13 +119,7 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
 def _runs(left: int, step: int, direction: str) -> int | None:
-    """How often a counter is increased before it is no longer less than a limit, say.
-
-    Args:
-      left: the limit, less the first value of the counter.
-      step: what is added to it each time.
-      direction: the comparison of the counter with the limit, such as ``LT``.
-    """
+    """How often a counter that is ``left`` less than a limit takes a step before it passes it."""
     if not step:
         return None
     if step < 0:

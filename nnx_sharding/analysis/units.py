@@ -49,19 +49,12 @@ _SIZE = re.compile(
 def printable(
     text: Any, kept: str = "", escape: Callable[[str], str] = lambda c: ascii(c)[1:-1]
 ) -> str:
-    """Text with control characters escaped, so that printing it is safe for terminals.
-
-    Everything that is printed passes through here: names of modules, axes, files and functions may
-    contain anything. The characters in ``kept`` are kept, such as newlines.
-    """
+    """Text with control characters escaped, but those ``kept``: names may contain anything."""
 
     def shown(char: re.Match[str]) -> str:
         return char[0] if char[0] in kept or char[0].isprintable() else escape(char[0])
 
-    return _NOT_ASCII.sub(shown, str(text))
-
-
-_NOT_ASCII = re.compile(r"[^ -~]")
+    return re.sub(r"[^ -~]", shown, str(text))
 
 
 def _scaled(n: float, units: Sequence[str], base: int) -> str:

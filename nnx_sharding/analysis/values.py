@@ -92,25 +92,18 @@ class Values:
         return [Value(value.computation, name) for name in one.operand_names] if one else []
 
     def passed(self, value: Value) -> list[Value]:
-        """The values that one is passed on from unchanged; none if its instruction makes it.
-
-        For what a loop carries, these are the initial value and what its body returns.
-        """
+        """The values that one is passed on from unchanged; of a loop, the initial and the last."""
         one, (home, _, index) = self.maker(value), value
         if one is None:
             return []
         if one.opcode == "parameter":
-            callers = self.callers.get(home, ())
-            return [
-                v for c, caller in callers for v in self._given(c.name, caller, home, one, index)
-            ]
+            pairs = self.callers.get(home, ())
+            return [v for c, by in pairs for v in self._given(c.name, by, home, one, index)]
         operands, opcode = self.operands(value), one.opcode
+        if opcode == "tuple" and index:
+            return [x._replace(index=index[1:]) for x in operands[index[0] :][:1]]
         if opcode == "tuple":
-            return (
-                [x._replace(index=index[1:]) for x in operands[index[0] :][:1]]
-                if index
-                else operands
-            )
+            return operands
         if opcode in ("get-tuple-element", "opt-barrier", "optimization-barrier"):
             place = () if one.tuple_index is None else (one.tuple_index,)
             return [operand._replace(index=(*place, *index)) for operand in operands[:1]]

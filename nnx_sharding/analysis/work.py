@@ -41,14 +41,8 @@ class Work(NamedTuple):
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """A program's work in one call; XLA's estimate counts loop bodies once.
-
-    A figure that XLA does not know, as it writes it, is None here as well.
-
-    A slice of an array counts with its own size, not that of the array. For TPUs, XLA also counts
-    what stays in vector memory; here only bytes of main memory count. The name of the stage says
-    what the figures leave open. None if the program is not understood.
-    """
+    """A program's work in one call, of which XLA does not know loops; None if it is not read."""
+    # Slices count with their own size; for TPUs, only bytes of the main memory count.
     if module.unread:
         return None
     found = executed_work(module)
@@ -114,12 +108,8 @@ def _remarks(module: Module) -> list[str]:
 
 
 def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
-    """The instructions of each computation that runs, with their work in one run.
-
-    Of the branches of a conditional, only that which does most is taken to run. What is applied to
-    elements, and the bytes of what is fused, are part of the work of their callers. Instructions
-    without work are left out.
-    """
+    """The instructions that do work in each computation that runs, and that work in one run."""
+    # What is applied to elements, and the bytes of what is fused, are the work of their callers.
     found: dict[str, list[tuple[Instruction, Work]]] = {}
     inside: dict[str, Work] = {}  # what an application of a computation takes
     for name in module.callees_first or ():
@@ -150,13 +140,7 @@ def _sum(parts: Iterable[Work]) -> Work:
 
 
 def work_of(one: Instruction, by_name: ByName, module: Module | None) -> Work:
-    """The work of an instruction itself, without the computations that it calls.
-
-    Args:
-      one: the instruction.
-      by_name: those of its computation.
-      module: the program; without it, bytes are not counted.
-    """
+    """The work of an instruction itself, without what it calls; without a module, no bytes."""
     if one.opcode in _NO_WORK or (one.opcode == "custom-call" and one.target in _WITHOUT_WORK):
         return Work()
     elements = _elements(one.results)
@@ -258,18 +242,15 @@ def _bytes(one: Instruction, by_name: ByName, module: Module) -> int:
     total = 0
     parts = _read(one, module) if base(one.opcode) in _READ_PARTS else itertools.repeat(None)
     for name, part in zip(one.operand_names, parts, strict=False):
-        total += _least(_counted(made_by(by_name, name), module), part)
+        total += _counted(made_by(by_name, name), module, part)
     written = _written(one, by_name, module) if base(one.opcode) != "send" else []
     if is_library_call(one):  # what they make last is memory to work in
         written = written[:-1] or written
-    return total + sum(_least(_counted([shape], module), part) for shape, part in written)
+    return total + sum(_counted([shape], module, part) for shape, part in written)
 
 
-def _counted(shapes: Iterable[Shape], module: Module) -> int:
-    return sum([s.bytes for s in shapes if not (s.memory_space and module.is_for_tpu)])
-
-
-def _least(size: int, part: int | None) -> int:
+def _counted(shapes: Iterable[Shape], module: Module, part: int | None) -> int:
+    size = sum([s.bytes for s in shapes if not (s.memory_space and module.is_for_tpu)])
     return size if part is None else min(size, part)
 
 

@@ -23,12 +23,7 @@ _BAR = threading.Lock()
 def progress(
     title: str, total: int | None = None, *, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
-    """Shows a bar on stderr once the block has taken two seconds, and removes it at its end.
-
-    With several processes only the first shows one; with ``NNX_SHARDING_QUIET=1`` in the
-    environment, none. Yields a function to call after each step, with a name to show next to the
-    title.
-    """
+    """Shows a bar on stderr once the block has taken two seconds; yields what to call each step."""
     if quiet or not _is_shown() or not _BAR.acquire(blocking=False):
         yield lambda _: None
         return

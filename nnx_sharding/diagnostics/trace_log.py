@@ -23,11 +23,10 @@ MAX_TRACES = 256  # recorded for each function
 
 
 class TraceLog:
-    """The latest traces and compilations of one function.
+    """The latest traces and compilations of one function."""
 
-    Threads share it without a lock, because finalizers may call the function at any point: every
-    change is a single operation of a dict or deque.
-    """
+    # Without a lock, because finalizers may call the function at any point: every change is a
+    # single operation of a dict or deque.
 
     def __init__(self) -> None:
         self.clear()

@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding
 
 from .. import _compat
 from .._version import __version__
+from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import spec_text
 from ..core.plan import Plan
 from ..errors import ExportError, raise_listed
 from ..transforms.stages import Compiled, Lowered
 from . import files
-from .manifest import MeshInfo, meshes_of
+from .manifest import meshes_of
 
 # How the machine code of Linux and of macOS begins.
 _CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
@@ -171,7 +172,7 @@ def _manifest(lowered: Any, plan: Plan, devices: Sequence[Any]) -> dict[str, Any
     return {
         "function": plan.fun_name,
         "inputs": dict(zip(plan.names, map("{}{}".format, avals, specs), strict=True)),
-        "mesh": "; ".join(str(MeshInfo.of(mesh)) for mesh in meshes_of(named)) or "none",
+        "mesh": "; ".join(str(MeshDescription.of(mesh)) for mesh in meshes_of(named)) or "none",
         "stablehlo": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
         "machine": machine,
         "devices": [device.id for device in devices],

@@ -12,6 +12,7 @@ import jax
 
 from .. import _compat
 from .._version import __version__
+from ..analysis.meshes import MeshDescription
 from ..core.failures import explained
 from ..core.outcome import Outcome
 from ..core.placing import abstract, is_committed
@@ -36,7 +37,6 @@ from .manifest import (
     Argument,
     ArrayInfo,
     Manifest,
-    MeshInfo,
     Tree,
     leaves_of,
     meshes_of,
@@ -210,7 +210,7 @@ def _manifest(
         result=result,
         updates=updates,
         devices=program.nr_devices,
-        meshes=tuple(map(MeshInfo.of, meshes)),
+        meshes=tuple(map(MeshDescription.of, meshes)),
         platforms=tuple(program.platforms),
         calling_convention=program.calling_convention_version,
         versions={

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis import json_codec
+from ..analysis.meshes import MeshDescription
 from ..analysis.tables import Pictured
 from ..analysis.units import printable
 from ..core.flatten import flatten
@@ -24,7 +25,7 @@ from ..errors import ExportError, by_kind, raise_listed
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, accessor, path_string
 from . import files
-from .manifest import ArrayInfo, Manifest, MeshInfo, build, leaves_of, meshes_of, tree_of
+from .manifest import ArrayInfo, Manifest, build, leaves_of, meshes_of, tree_of
 
 # Puts arrays by path into the form in which an argument was passed.
 Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
@@ -334,10 +335,7 @@ def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
 
 
 def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
-    """A mesh like the exported one; None for a program of one device.
-
-    It has the devices of the mesh in context, if there is one, else the first devices.
-    """
+    """A mesh like the exported one, of devices in context or the first; None for one device."""
     context = _compat.context_mesh()
     mesh = context if isinstance(context, Mesh) and manifest.devices > 1 else None
     is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
@@ -353,7 +351,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     inputs, outputs = _compat.exported_shardings(program)
     like = next(iter(meshes_of((*inputs, *outputs))), None)
     exported = f"{manifest.function} was exported for {manifest.devices} devices"
-    exported += "" if like is None else f" (mesh {MeshInfo.of(like)})"
+    exported += "" if like is None else f" (mesh {MeshDescription.of(like)})"
     if mesh is None:
         devices = jax.devices()
         if len(devices) < manifest.devices:
@@ -370,7 +368,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
         else (mesh.axis_names, mesh.axis_sizes) != (like.axis_names, like.axis_sizes)
     ):
         raise ExportError(
-            f"{exported}; the mesh in context is {MeshInfo.of(mesh)}. Call it within `with "
+            f"{exported}; the mesh in context is {MeshDescription.of(mesh)}. Call it within `with "
             "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
             "it again for this one."
         )

@@ -17,7 +17,7 @@ from ..analysis.json_codec import file_path
 from ..errors import ExportError
 
 EXPORT, EXECUTABLE = "nnx_sharding export", "nnx_sharding executable"
-VERSION = 1
+VERSION = 2
 _READERS = {EXPORT: "load", EXECUTABLE: "load_executable"}
 
 _MANIFEST, _PROGRAM = "manifest.json", "program.bin"

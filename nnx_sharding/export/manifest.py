@@ -21,16 +21,11 @@ from typing import Any, NamedTuple, TypeAlias
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import spec_text
 from ..analysis.tables import Pictured, text
 from ..analysis.units import printable
-from ..core.structure import (
-    LEAF,
-    Child,
-    Container,
-    Structure,
-    VariableEntry,
-)
+from ..core.structure import LEAF, Child, Container, Structure, VariableEntry
 from ..core.treedefs import PyTreeDef, container_keys, is_leaf_treedef
 from ..specs.paths import Path, accessor, path_string, plain_key
 
@@ -78,30 +73,6 @@ class ArrayInfo:
         return self.type if self.spec is None else f"{self.type} {spec_text(self.spec)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshInfo:
-    """A mesh that a program runs on.
-
-    Attributes:
-      names: the names of its axes.
-      sizes: their sizes.
-      types: their types: ``"Auto"``, ``"Explicit"`` or ``"Manual"``.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    types: tuple[str, ...]
-
-    @classmethod
-    def of(cls, mesh: Any) -> MeshInfo:
-        """Describes a mesh."""
-        types = tuple(kind.name for kind in mesh.axis_types)
-        return cls(tuple(map(str, mesh.axis_names)), tuple(mesh.axis_sizes), types)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{n}={size}" for n, size in zip(self.names, self.sizes, strict=True))
-
-
 def meshes_of(shardings: Iterable[NamedSharding | None]) -> list[Any]:
     """The meshes of shardings, each once."""
     meshes = (sharding.mesh for sharding in shardings if sharding is not None)
@@ -109,13 +80,7 @@ def meshes_of(shardings: Iterable[NamedSharding | None]) -> list[Any]:
 
 
 class LeafInfo(NamedTuple):
-    """One array of an argument.
-
-    Attributes:
-      path: its path in the argument.
-      name: the same in Python syntax: ``model.up.kernel``.
-      position: its position in ``Manifest.inputs``.
-    """
+    """One array of an argument: its path, that in Python syntax, and its position as an input."""
 
     path: Path
     name: str
@@ -185,7 +150,7 @@ class Manifest(Pictured):
     result: Tree
     updates: dict[str, Tree]
     devices: int
-    meshes: tuple[MeshInfo, ...]
+    meshes: tuple[MeshDescription, ...]
     platforms: tuple[str, ...]
     calling_convention: int
     versions: dict[str, str]

@@ -76,11 +76,12 @@ def calibrate(
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     of_device = host if known is None else known.memory_bytes
     made_with = f"calibrate, jax {jax.__version__}, {len(devices)} devices"
+    large = _on_all(mesh, (4 * side, side), jnp.float32)
     measured = Hardware(
         f"{kind if known is None else known.name}, measured {datetime.date.today()}",
         _flops(mesh, side, dtype),
         (devices[0].memory_stats() or {}).get("bytes_limit", of_device),
-        _memory_bandwidth(mesh, side),
+        2 * large.nbytes / mesh.size / _seconds(jax.jit(lambda x: x + 1), large),
         interconnect,
         sources=dict.fromkeys(("flops", "memory_bandwidth", "latency"), made_with),
         latency=latency,
@@ -115,11 +116,6 @@ def _flops(mesh: Mesh, side: int, dtype: Any) -> float:
         return y
 
     return _CHAIN * 2 * side**3 / _seconds(jax.jit(chain), _on_all(mesh, (side, side), dtype))
-
-
-def _memory_bandwidth(mesh: Mesh, side: int) -> float:
-    x = _on_all(mesh, (4 * side, side), jnp.float32)
-    return 2 * x.nbytes / mesh.size / _seconds(jax.jit(lambda x: x + 1), x)
 
 
 def _interconnect(mesh: Mesh, side: int) -> tuple[float | None, float]:

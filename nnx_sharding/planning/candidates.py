@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
+from ..analysis.parameters import spec_text
 from ..errors import raise_listed
 from ..partition import (
     context_parallel,
@@ -113,38 +114,29 @@ class Candidate:
 
 
 class Arguments:
-    """The arguments of a step: its models, their optimizers, and the batch.
-
-    Attributes:
-      parts: modules and other leaves, with the expressions that name them.
-      rows: the batch consists of the arrays outside of modules that have the most frequent first
-        dimension, of several the largest; 0 without arrays.
-      length: the second dimension of the largest of these; 1 if it has none.
-      tokens: the number of feature vectors in it.
-      layers: the numbers of layers of the outermost stacks.
-      stages: the numbers of layers that stages can divide: these, or those of lists of blocks.
-      experts: the number of experts; 0 if there are none.
-    """
+    """The arguments of a step: its models, their optimizers, and the batch."""
 
     def __init__(self, args: Sequence[Any], names: Sequence[str]):
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(
             tuple(args), is_leaf=_compat.is_graph_object
         )
+        # Modules and other leaves, by the expressions that name them.
         self.parts = {
             f"{names[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}": x for keys, x in leaves
         }
+        # Arrays with the most frequent first dimension, of several the largest, are the batch.
         arrays = [x for x in self.parts.values() if not _compat.is_graph_object(x)]
         counts = Counter(filter(None, map(_rows, arrays)))
         self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
         batch = [x for x in arrays if self.rows and _rows(x) == self.rows]
         largest: Any = max(batch, key=lambda x: math.prod(x.shape), default=None)
         shape = (1,) if largest is None else largest.shape
-        self.length: int = (*shape, 1)[1]
+        self.length: int = (*shape, 1)[1]  # the second dimension
         is_vectors = len(shape) > 1 and jax.numpy.issubdtype(largest.dtype, jax.numpy.inexact)
-        self.tokens = math.prod(shape[:-1] if is_vectors else shape)
+        self.tokens = math.prod(shape[:-1] if is_vectors else shape)  # feature vectors
         layered = [x for model in self._models().values() for x in layers_of(model)[0].values()]
         self.layers = sorted({x.length for x in layered if isinstance(x, Stack)})
-        self.stages = sorted({len(x) for x in layered})
+        self.stages = sorted({len(x) for x in layered})  # lists of blocks as well
         self.experts = next(filter(None, map(_experts, self._models().values())), 0)
 
     def _models(self) -> dict[str, Any]:
@@ -156,7 +148,7 @@ class Arguments:
         optimizer, order = self.parts[name], [*self.parts]
         if hasattr(optimizer, "model"):
             return f"{name}.model"
-        states = {(path, x.shape) for x in variables(optimizer) for path in _ends(x.path)}
+        states = {(x.path[i:], x.shape) for x in variables(optimizer) for i in range(len(x.path))}
         models = self._models()
         if not models:
             raise ValueError("expected the model of its optimizer among the arguments, got none")
@@ -199,7 +191,8 @@ class Arguments:
                 lines.append(f"{texts[part]} = offload({variable}, {part}, mesh=mesh)")
         spec = {name: self._spec(x, rows) for name, x in self.parts.items()}
         found = [made[texts[name]] if name in texts else spec[name] for name in self.parts]
-        written = [_Text(texts.get(name, _spec_text(spec[name]))) for name in self.parts]
+        texts = {name: "None" if x is None else spec_text(x) for name, x in spec.items()} | texts
+        written = [_Text(texts[name]) for name in self.parts]
         shardings = jax.tree_util.tree_unflatten(self._tree, found)
         return shardings, lines, repr(jax.tree_util.tree_unflatten(self._tree, written))
 
@@ -212,33 +205,23 @@ class Arguments:
 
     def with_rows(self, rows: int) -> tuple[Any, ...]:
         """The same arguments with another number of rows."""
-        resized = [
+        resized = (
             jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if _rows(x) == self.rows else x
             for x in self.parts.values()
-        ]
-        found: tuple[Any, ...] = jax.tree_util.tree_unflatten(self._tree, resized)
-        return found
+        )
+        return tuple(jax.tree_util.tree_unflatten(self._tree, resized))
 
 
 class _Text(str):
     """An expression, which is its own representation."""
 
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _spec_text(spec: Any) -> str:
-    return "None" if spec is None else f"P({', '.join(map(repr, spec))})"
+    __repr__ = str.__str__
 
 
 def _rows(x: Any) -> int:
     """The first dimension of an array; 0 for a scalar, a module and what is not an array."""
     shape = () if _compat.is_graph_object(x) else getattr(x, "shape", ())
     return int(shape[0]) if shape else 0
-
-
-def _ends(path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    return (path[start:] for start in range(len(path)))
 
 
 def _experts(model: Any) -> int:
@@ -296,10 +279,7 @@ def checked_strategies(names: Sequence[str]) -> list[str]:
 def mesh_sizes(
     count: int, num_slices: int, axes: Axes, strategy: str, arguments: Arguments
 ) -> Iterator[dict[str, int]]:
-    """The sizes of the meshes of this many devices that have the axes of a strategy.
-
-    The slices are along the axis for replicas, or along the stages of a pipeline.
-    """
+    """The sizes of meshes that have a strategy's axes; slices are along replicas or stages."""
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
     divided = {

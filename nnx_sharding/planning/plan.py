@@ -261,23 +261,10 @@ def plan(
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh)
     """
     start = time.monotonic()
-    chosen, compiled_for = predicted(
-        step,
-        args,
-        devices=devices,
-        topology=topology,
-        num_slices=num_slices,
-        axes=axes,
-        meshes=meshes,
-        strategies=strategies,
-        variants=variants,
-        maximize=maximize,
-        memory_limit=memory_limit,
-        hardware=hardware,
-        most=most,
-        quiet=quiet,
-        options=options,
-    )
+    where = {"devices": devices, "topology": topology, "num_slices": num_slices}
+    tried = {"axes": axes, "meshes": meshes, "strategies": strategies, "variants": variants}
+    aim = {"maximize": maximize, "memory_limit": memory_limit, "hardware": hardware, "most": most}
+    chosen, compiled_for = predicted(step, args, options, **where, **tried, **aim, quiet=quiet)
     time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
     limit, peak = chosen.limit, chosen.hardware
     compiler = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
@@ -324,20 +311,20 @@ def plan(
 def predicted(
     step: Any,
     args: Sequence[Any],
+    options: Mapping[str, Any],
     *,
-    devices: int | None = None,
-    topology: str | None = None,
-    num_slices: int = 1,
+    devices: Any = None,
+    topology: Any = None,
+    num_slices: Any = 1,
     axes: Any = ("data", "model"),
     meshes: Any = None,
     strategies: Any = None,
     variants: Any = None,
-    maximize: str | None = None,
-    memory_limit: int | str | None = None,
-    hardware: Hardware | str | None = None,
-    most: int | None = None,
+    maximize: Any = None,
+    memory_limit: Any = None,
+    hardware: Any = None,
+    most: Any = None,
     quiet: bool = False,
-    options: Mapping[str, Any],
 ) -> tuple[Search, Any]:
     """The candidates with their predictions, and the devices to compile for; as for ``plan``."""
     _check_counts(topology, devices=devices, num_slices=num_slices, most=most)
@@ -347,8 +334,7 @@ def predicted(
     functions = _strategies(strategies)
     with on_topology(topology, num_slices):
         on = DEFAULT.get()
-        count = jax.device_count() if on is None else len(topology_devices(*on))
-        count = devices or count
+        count = devices or (jax.device_count() if on is None else len(topology_devices(*on)))
         arguments = Arguments(every[0].args, every[0].names)
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         pairs: list[tuple[str, Mesh]] = []
@@ -357,12 +343,10 @@ def predicted(
             given = [*meshes]
             sizes_of = [x.shape if isinstance(x, Mesh | AbstractMesh) else x for x in given]
             check_meshes(sizes_of, devices, named, are_ours=None in functions.values())
-            built = [planning_mesh(mesh) for mesh in given]
-            pairs = [*itertools.product(functions, built)]
+            pairs = [*itertools.product(functions, map(planning_mesh, given))]
         for strategy, function in functions.items() if meshes is None else ():
             # A function of the user may use the axes of both.
-            names = [strategy] if function is None else ["dp", "dp + tensor"]
-            for each in names:
+            for each in [strategy] if function is None else ["dp", "dp + tensor"]:
                 for sizes in mesh_sizes(count, num_slices, named, each, arguments):
                     key = tuple(sizes.items())
                     made[key] = mesh = made.get(key) or planning_mesh(sizes)
@@ -451,9 +435,7 @@ class Search:
             else:
                 work, peak = self._work_of(index), self.hardware
                 work = work and work.times(rows / given if rows else 1)
-                bound = (
-                    None if work is None or peak is None else work.least_seconds(mesh.size, peak)
-                )
+                bound = work and peak and work.least_seconds(mesh.size, peak)
                 seconds = prediction.seconds(work, mesh.size, peak or HARDWARE["TPU v5e"])
                 alike = (variant.name, strategy)
                 self.entries[name] = _Entry(candidate, prediction, seconds, bound, lower, alike)
@@ -537,17 +519,12 @@ class Search:
             least = held + excess.get(entry.alike[0], 0)
             exceeds = self.limit is not None and least > self.limit
             rows = entry.candidate.rows if self.maximize else 0
-            if by_memory:
-                return -rows, held
-            return -rows, exceeds, step, sum(times.values()), held
+            return (-rows, held) if by_memory else (-rows, exceeds, step, sum(times.values()), held)
 
         return min(self.programs, key=order)
 
     def _resize(self, found: Comparison) -> None:
-        """Adds larger batches of candidates that fit, smaller ones while none does.
-
-        A candidate that a batch does not fit is taken not to fit a larger one.
-        """
+        """Adds larger batches of candidates that fit one, smaller ones while none does."""
         fitting = {*found.fitting}
         best = max((self.entries[name].candidate.rows for name in fitting), default=0)
         for family, sizes in [*self._families.items()]:

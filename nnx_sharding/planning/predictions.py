@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.hardware import Hardware
+from ..analysis.products import positions
 from ..partition.mesh import make_mesh
 from ..partition.pipelining import Schedule
 from ..report.sharding import ShardingRow, check_sharding
@@ -24,19 +24,12 @@ from .candidates import SHARDING, Arguments, Axes, Candidate, split_name
 
 
 class Work(NamedTuple):
-    """The matrix products and convolutions of a step, on all devices together.
+    """The matrix products and convolutions of a step, on all devices together."""
 
-    Attributes:
-      flops: their additions and multiplications, of a conditional those of the largest branch.
-      accessed: the bytes of their operands and results, likewise.
-      least: their additions and multiplications, of a conditional those of the smallest branch.
-      is_narrow: whether some are of 8-bit numbers.
-    """
-
-    flops: float = 0.0
-    accessed: float = 0.0
-    least: float = 0.0
-    is_narrow: bool = False
+    flops: float = 0.0  # of a conditional those of the largest branch
+    accessed: float = 0.0  # the bytes of their operands and results, likewise
+    least: float = 0.0  # the flops, of a conditional those of the smallest branch
+    is_narrow: bool = False  # whether some are of 8-bit numbers
 
     def times(self, count: float) -> Work:
         """The products of so many runs."""
@@ -52,10 +45,7 @@ class Work(NamedTuple):
 def work_of(
     fun: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], axes: Axes
 ) -> Work | None:
-    """The products of a step, without those whose results are not used; None if it has no trace.
-
-    It is traced for one device. Of a loop of unknown length, one iteration counts.
-    """
+    """The products of a step traced for one device, of which the results are used, if it can be."""
     for kind in (AxisType.Auto, AxisType.Explicit):  # the step may only be written for one
         mesh = make_mesh({name: 1 for of in axes for name in of}, kind, devices=jax.devices()[:1])
         try:
@@ -102,14 +92,11 @@ def _product_flops(name: str, params: Mapping[str, Any], shapes: Sequence[Any]) 
         lhs, rhs, out = (x.shape for x in shapes)
         numbers = params["dimension_numbers"]
         outer = out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
-        for i, (stride, (low, _)) in enumerate(
-            zip(params["window_strides"], params["padding"], strict=True)
-        ):
-            spread = params["lhs_dilation"][i]  # with zeros in between, which count as padding
-            at = np.arange(out[numbers.out_spec[i + 2]])[:, None] * stride - low
-            at = at + np.arange(rhs[numbers.rhs_spec[i + 2]]) * params["rhs_dilation"][i]
-            last = (lhs[numbers.lhs_spec[i + 2]] - 1) * spread
-            outer *= int(((at >= 0) & (at <= last) & (at % spread == 0)).sum())
+        for i, stride in enumerate(params["window_strides"]):
+            sides = (lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec), (out, numbers.out_spec)
+            sizes = [shape[spec[i + 2]] for shape, spec in sides]
+            dilations = params["lhs_dilation"][i], params["rhs_dilation"][i]
+            outer *= positions(*sizes, stride, params["padding"][i][0], *dilations)
         return 2.0 * outer
     if name.startswith("ragged_dot"):
         (summed, _), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
@@ -121,25 +108,18 @@ def _product_flops(name: str, params: Mapping[str, Any], shapes: Sequence[Any]) 
 
 
 class Prediction(NamedTuple):
-    """What a candidate needs on one device.
+    """What a candidate needs on one device."""
 
-    Attributes:
-      arguments: the bytes of the arguments on the device, without the padding of tiles.
-      sent: the bytes that a training step sends within a slice and between slices, roughly: each
-        parameter that is sharded over axes of the batch is gathered twice and its gradient
-        scattered, other gradients are summed, and so are the activations on both sides of each
-        kernel that is sharded over the axis for layers. In a pipeline, activations go between
-        stages with as many features as the smallest parameter of a layer; so do, around the ring,
-        keys and values of a context. Parameters of blocks in a list move to their stages, and
-        gradients back. Tokens go to two experts and back.
-      idle: how often a device computes, compared with one that is never idle.
-      key: equal for candidates that shard everything alike.
-    """
-
-    arguments: int
+    arguments: int  # bytes, without the padding of tiles
+    # By a training step within a slice and between slices, roughly: each parameter that is sharded
+    # over axes of the batch is gathered twice and its gradient scattered, other gradients are
+    # summed, and so are the activations on both sides of each kernel that is sharded over the axis
+    # for layers. In a pipeline, activations go between stages with as many features as the smallest
+    # parameter of a layer; so do, around the ring, keys and values of a context. Parameters of
+    # blocks in a list move to their stages, and gradients back. Tokens go to two experts and back.
     sent: tuple[float, float]
-    idle: float
-    key: Any
+    idle: float  # how often a device computes, compared with one that is never idle
+    key: Any  # equal for candidates that shard everything alike
 
     def seconds(self, work: Work | None, devices: int, hardware: Hardware) -> dict[str, float]:
         """Rough times: the largest bounds a step if all is hidden, the sum if nothing is."""

@@ -1,10 +1,9 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
 from ..analysis.program import ProgramReport
-from .activation_checks import check_activations
 from .changes import diff
 from .comparison import Comparison
-from .sharding import check_sharding
+from .sharding import check_activations, check_sharding
 from .strategies import Strategy, compare
 
 __all__ = [

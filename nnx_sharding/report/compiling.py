@@ -7,6 +7,12 @@ import hashlib
 import importlib.metadata
 import math
 import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
@@ -16,15 +22,16 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 from jax.sharding import Mesh
 
+from .. import _compat
 from .._version import __version__
 from ..analysis.hardware import Hardware
 from ..analysis.json_codec import file_path
 from ..analysis.meshes import MeshDescription
 from ..analysis.program import ProgramReport
 from ..diagnostics.progress import progress
-from ..transforms.stages import Lowered
+from ..partition.topology import topology_devices
+from ..transforms.stages import Compiled, Lowered
 from .comparison import Comparison, Failure
-from .compiler_process import CompilerProcess, Devices
 
 T = TypeVar("T")
 Lower: TypeAlias = Callable[[], tuple[Lowered, Mesh | None]]
@@ -47,13 +54,7 @@ def search(
     by_module: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Compiles programs, each of which is taken out of ``programs``, in the order of ``pick``.
-
-    They are compiled in threads, or with ``devices`` in processes for these devices. They are
-    traced and lowered in the thread of the caller, because what a function depends on, such as
-    ``jax.default_matmul_precision``, holds for one thread only. After ``time_limit`` seconds, no
-    more are started, and those that still run are given up.
-    """
+    """Takes programs, in the order of ``pick``, and compiles them in threads, or in processes."""
     running: dict[concurrent.futures.Future[_Finished], str] = {}
     started: list[str] = []
     reports: dict[str, ProgramReport | Failure] = {}
@@ -82,6 +83,7 @@ def search(
                 if len(running) < _WORKERS and (most is None or len(started) < most):
                     name = pick(reports) if pick else next(iter(programs), None)
                     if name is not None:
+                        # Here, as `jax.default_matmul_precision` and its like hold for one thread.
                         started.append(name)
                         start = time.perf_counter()
                         program = attempt(programs.pop(name))
@@ -170,3 +172,89 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
         lowered.as_text(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+# A number of virtual CPU devices, or a TPU topology and its number of slices.
+Devices: TypeAlias = int | tuple[str, int]
+
+
+class CompilerCrash(jax.errors.JaxRuntimeError):  # type: ignore[misc]
+    """A compiler ended its process."""
+
+
+class CompilerProcess:
+    """A process that compiles one program after another."""
+
+    def __init__(self, devices: Devices):
+        self._devices = devices
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
+        """Compiles a program for its figures; it cannot be called."""
+
+        def compile_with(stage: Any, more: Mapping[str, Any]) -> Any:
+            return _compat.compile_elsewhere(stage, {**(options or {}), **more}, self._ask)
+
+        return lowered._compiled_to(compile_with(lowered._stage, {}), compile_with)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._errors.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def _ask(self, *request: Any) -> dict[str, Any]:
+        process = self._process = self._process or self._started()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            answer: dict[str, Any] | str = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError):
+            self._process = None
+            raise CompilerCrash(self._last_words(process)) from None
+        if isinstance(answer, str):
+            raise jax.errors.JaxRuntimeError(answer)
+        return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        kept = [flag for flag in flags if "force_host_platform_device_count" not in flag]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve({self._devices!r})"]
+        pipe, errors = subprocess.PIPE, self._errors
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment)
+
+    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+        """How the process ended, with the check that failed in XLA or the error of Python."""
+        process.communicate()
+        self._errors.seek(0)
+        printed = self._errors.read().decode(errors="replace")
+        self._errors.truncate(self._errors.seek(0))
+        if process.returncode >= 0:
+            return f"the compiler could not start:\n{printed[-2000:]}"
+        name = signal.Signals(-process.returncode).name
+        return "\n".join([f"the compiler crashed with {name}", *re.findall(_CHECK, printed)])
+
+
+_CHECK = re.compile(r"^F\d{4} .*", re.MULTILINE)
+
+
+def serve(devices: Devices) -> None:
+    """Compiles the programs requested on standard input, until that ends."""
+    requests: Any = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries also print to standard output
+    if isinstance(devices, int):
+        jax.config.update("jax_num_cpu_devices", devices)
+    found = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
+    by_id = {device.id: device for device in found}
+    while requests.peek(1):
+        try:
+            answer: Any = _compat.compile_module(by_id, *pickle.load(requests))
+        except Exception as error:
+            answer = str(error)
+        pickle.dump(answer, answers)
+        answers.flush()

@@ -146,10 +146,7 @@ def compare(
 def unwrapped(
     name: str, fun: Any, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A function, and the options of ``jit`` for it, checked before anything is traced.
-
-    Of one that is wrapped by ``jit``, all options but the shardings and the mesh are kept.
-    """
+    """A function, and the options of ``jit``: its own, but shardings and mesh, and those given."""
     if taken := {"in_shardings", "mesh", "device", "backend"} & options.keys():
         raise TypeError(
             f"{name} places the arguments itself; leave out {'=..., '.join(sorted(taken))}=..."

@@ -105,11 +105,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
 
 
 def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
-    """The ids of the devices that hold each slice of an array, in the order of the slices.
-
-    On an abstract mesh they are positions, such as ``data=0``. A ValueError if the sharding does
-    not divide the shape.
-    """
+    """The ids of the devices, or positions such as ``data=0``, that hold each slice of an array."""
     if isinstance(sharding, NamedSharding):
         fit = fit_sharding(sharding, None, shape)
         if fit.problems:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from .. import errors
-from ..analysis.activation_table import ActivationRow
 from ..analysis.collectives import Collective, Collectives, Kind
 from ..analysis.hlo import parse
 from ..analysis.overlap import Overlap
-from ..analysis.parameters import ParameterRow, parameter_table, spec_axes, spec_text
+from ..analysis.parameters import ActivationRow, ParameterRow, axes_in, parameter_table, spec_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..analysis.values import Value
@@ -292,7 +291,7 @@ def assert_gathers_weights(
         for row in report.parameters
         if row.used
         and row.variable is not None
-        and (spec_axes(row.spec) if wanted is None else wanted.intersection(spec_axes(row.spec)))
+        and (axes_in(row.spec) if wanted is None else wanted.intersection(axes_in(row.spec)))
         and any(row.path.startswith((f"{path}.", f"{path}[")) for path in modules)
     ]
     if not weights:

@@ -1,7 +1,6 @@
 """Several processes of one program on this machine, in one process group.
 
-Each of them runs this file as a script, which imports only the standard library: the program can
-still set the variables that JAX reads.
+Each runs this file, which does not import JAX: the program can still set variables that JAX reads.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
-
-_DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
 def launch(
@@ -64,9 +61,8 @@ def launch(
     if not program or min(processes, devices_per_process) < 1:
         found = f"{processes} processes of {devices_per_process} devices"
         raise ValueError(f"expected a program, and a positive number of each, got {found}.")
-    workers: list[Any] = []
-    readers: list[threading.Thread] = []
-    code, how, start = 0, "", time.monotonic()
+    workers, readers = list[Any](), list[threading.Thread]()
+    code, how, start = 0, "timed out", time.monotonic()
     with socket.socket() as port, ThreadPoolExecutor(processes) as pool:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -74,20 +70,17 @@ def launch(
         address = f"127.0.0.1:{port.getsockname()[1]}"
         try:
             for rank in range(processes):
+                # The worker ends when its standard input is closed.
+                pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
                 process = subprocess.Popen(
                     [sys.executable, __file__, *program],
                     env=_environment(rank, processes, devices_per_process, platform, address),
-                    stdin=subprocess.PIPE,  # the worker ends when it is closed
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    encoding="utf-8",
-                    errors="backslashreplace",
-                    # That of the first; only the launcher receives Ctrl-C.
-                    process_group=workers[0].pid if workers else 0,
+                    process_group=workers[0].pid if workers else 0,  # only we receive Ctrl-C
+                    **(pipes | {"encoding": "utf-8", "errors": "backslashreplace"}),
                 )
                 workers.append(process)
-                for pipe, shown in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                    readers.append(_thread(_copy, rank, pipe, shown))
+                readers.append(_thread(_copy, rank, process.stdout, sys.stdout))
+                readers.append(_thread(_copy, rank, process.stderr, sys.stderr))
             # Only now: a group that has begun to be waited for may be gone.
             ends = {pool.submit(process.wait): rank for rank, process in enumerate(workers)}
             for end in as_completed(ends, timeout and min(timeout, threading.TIMEOUT_MAX)):
@@ -96,7 +89,7 @@ def launch(
                     how = f"process {ends[end]} failed with {name or f'exit code {code}'}"
                     break
         except TimeoutError:
-            code, how = 124, "timed out"  # as timeout(1)
+            code = 124  # as timeout(1)
         except KeyboardInterrupt:
             code, how = -signal.SIGINT, "ended by signal 2 (SIGINT)"
         finally:
@@ -114,7 +107,8 @@ def _environment(rank: int, processes: int, devices: int, platform: str, at: str
     # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    flags = re.sub(rf"{_DEVICE_COUNT}=\S*", "", kept.get("XLA_FLAGS", ""))
+    option = "--xla_force_host_platform_device_count"
+    flags = re.sub(rf"{option}=\S*", "", kept.get("XLA_FLAGS", ""))
     return {"SLURM_JOB_ID": "0", **kept} | {
         "JAX_COORDINATOR_ADDRESS": at,
         "JAX_COORDINATOR_BIND_ADDRESS": at,  # without it, JAX listens on all interfaces
@@ -125,7 +119,7 @@ def _environment(rank: int, processes: int, devices: int, platform: str, at: str
         "SLURM_NTASKS": str(processes),
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NODELIST": "localhost",
-        "XLA_FLAGS": f"{flags} {_DEVICE_COUNT}={devices}",
+        "XLA_FLAGS": f"{flags} {option}={devices}",
     }
 
 
@@ -137,14 +131,13 @@ def _thread(function: Any, *args: Any) -> threading.Thread:
 
 def _copy(rank: int, pipe: Any, shown: Any) -> None:
     """Shows each line with the number of its process; very long ones in parts."""
-    with pipe:
-        while line := pipe.readline(1 << 20):
-            text = line.removesuffix("\n")
-            try:
+    try:
+        with pipe:  # closing it makes the process fail as well
+            while line := pipe.readline(1 << 20):
+                text = line.removesuffix("\n")
                 print(f"[{rank}] {text}\n", end="", file=shown, flush=True)
-            except BrokenPipeError:  # closing the pipe makes the process fail as well
-                os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
-                return
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
 
 
 def _end(workers: Sequence[Any], grace: float) -> None:
@@ -172,7 +165,9 @@ def _run(program: list[str]) -> None:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code:  # JAX's exit handler waits for the other processes, which wait for this one
-            _thread(_exit_late, code if isinstance(code, int) else 1)
+            late = threading.Timer(1.0, os._exit, [code if isinstance(code, int) else 1])
+            late.daemon = True
+            late.start()
         if isinstance(error, SystemExit):
             raise
         frames = error.__traceback__  # without those of this file
@@ -180,11 +175,6 @@ def _run(program: list[str]) -> None:
             frames = frames.tb_next
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         sys.exit(1)
-
-
-def _exit_late(code: int) -> None:
-    time.sleep(1.0)
-    os._exit(code)
 
 
 def _end_with(launcher: int) -> None:

@@ -319,11 +319,9 @@ _CHANCE = 1e-6  # up to which masks with different keys are not the same by chan
 
 
 def _error_of_shards(x: Any, shards: Any) -> float | None:
-    """How much shards, with leading dimensions for axes, differ from an array in the best layout.
-
-    Along an axis they are replicas (-1), or slices of a dimension. None if their shapes do not fit.
-    """
+    """How much shards, with leading dimensions for axes, differ from an array, at best."""
     count, errors = shards.ndim - x.ndim, []
+    # Along an axis they are replicas (-1), or slices of a dimension.
     for layout in itertools.product(range(-1, x.ndim), repeat=count):
         whole = shards
         for i, dimension in reversed([*enumerate(layout)]):  # the last axis is the innermost one

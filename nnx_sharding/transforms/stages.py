@@ -19,7 +19,6 @@ import jax
 
 from .. import _compat
 from ..activations.calls import Recorder
-from ..analysis.activation_table import ActivationTable, activation_rows
 from ..analysis.by_module import MemoryOverTime, ModuleTable
 from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
@@ -28,7 +27,7 @@ from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterTable, mesh_of
+from ..analysis.parameters import ActivationTable, ParameterTable, activation_rows, mesh_of
 from ..analysis.program import ProgramReport, describe
 from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of

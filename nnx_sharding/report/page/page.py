@@ -94,10 +94,8 @@ def _hash(text: str) -> str:
 
 
 def _script_data(data: Any) -> str:
-    """JSON for a script element: ASCII, null for NaN and infinities, nothing that ends the element.
-
-    See https://html.spec.whatwg.org/multipage/scripting.html#restrictions-for-contents-of-script-elements
-    """
+    """JSON for a script element: ASCII, null for NaN and infinities, nothing that ends it."""
+    # https://html.spec.whatwg.org/multipage/scripting.html#restrictions-for-contents-of-script-elements
     finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
     text = json.dumps(finite, separators=(",", ":"), allow_nan=False)
     return text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&"})
