@@ -36,24 +36,9 @@ class CheckpointProcessesTest(absltest.TestCase):
 
     @pytest.mark.gate
     def test_one_process_and_two(self):
-        self.exchange(2)
-
-    def test_one_process_and_four(self):
-        self.exchange(4)
-
-    def exchange(self, processes):
-        """One process and several read what the others wrote."""
-        checkpoint.write(self.folder / "1")
-        checkpoint.read(self.folder / "1")
-        shutil.copytree(self.folder / "1", self.folder / "damaged")
-        checkpoint.damage(self.folder / "damaged")
-        checkpoint.refuse(self.folder / "damaged")
-        self.launch(processes, "exchange", self.folder, "1")
-        checkpoint.read(self.folder / str(processes))
-
-    def test_a_killed_training_run_resumes(self):
+        """At the end one is killed while it trains; two others resume the run."""
         complete, killed = self.folder / "complete", self.folder / "killed"
-        self.launch(2, "die", killed, code=128 + signal.SIGKILL)
+        self.exchange(2, killed, code=128 + signal.SIGKILL)
         self.assertRegex(self.err, r"process 1 failed with signal 9 \(SIGKILL\), after ")
         out = self.launch(2, "train", complete, killed)
         (first, want), (start, losses) = map(json.loads, re.findall(r"^\[0\] (\[.*\])$", out, re.M))
@@ -61,10 +46,23 @@ class CheckpointProcessesTest(absltest.TestCase):
         self.assertIn(start, (3, 4))
         self.assertEqual(losses, want[start:])
 
+    def test_one_process_and_four(self):
+        self.exchange(4)
+
     @pytest.mark.oldest
     def test_a_hundred_arrays_of_three(self):
         many = {"worker": WORKER.with_name("many.py"), "devices": 6}
         self.assertIn("[1] ok", self.launch(3, self.folder, **many))
+
+    def exchange(self, processes, *words, code=0):
+        """One process and several read what the others wrote."""
+        checkpoint.write(self.folder / "1")
+        checkpoint.read(self.folder / "1")
+        shutil.copytree(self.folder / "1", self.folder / "damaged")
+        checkpoint.damage(self.folder / "damaged")
+        checkpoint.refuse(self.folder / "damaged")
+        self.launch(processes, "exchange", self.folder, *words, code=code)
+        checkpoint.read(self.folder / str(processes))
 
 
 if __name__ == "__main__":

@@ -78,19 +78,30 @@ class Case(parameterized.TestCase):
 
 
 class LaunchTest(Case):
-    def test_program_runs_as_with_python(self):
-        """A module; the other tests launch scripts."""
+    def test_program_runs_as_with_python_until_one_fails(self):
+        """A module; the other tests launch scripts. The first failure ends all."""
         text = r"""
             if __name__ == "__main__":
-                import beside
-                print(beside.__name__, os.path.basename(sys.argv[0]), sys.argv[1:])
+                import atexit, beside
+                print(beside.__name__, os.path.basename(sys.argv[0]), sys.argv[2:])
                 print(os.path.samefile(sys.path[0], os.getcwd()), "jax" in sys.modules)
                 print(os.environ["JAX_PLATFORMS"], sys.stdin.read() == "")
                 sys.stdout.write("in two "); sys.stdout.flush(); time.sleep(0.05); print("parts")
                 sys.stdout.write("10%\r20%\r\n")
                 sys.stdout.buffer.write("a".encode() * (3 << 20) + b"\xff\n")
-                sys.stderr.write("no end é")
+                sys.stdout.flush()
                 subprocess.Popen(["sleep", os.environ["MARK"]])  # ends with the launch
+                if rank == 1:
+                    atexit.register(print, "handler of", rank)
+                    while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+                    atexit.register(time.sleep, 100); sys.exit('no data')
+                sys.stderr.write("no end é")
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))
+                open(sys.argv[1], "x").close()
+                try:
+                    time.sleep(100)
+                finally:
+                    print("end", rank)
             """
         mark = f"100.{os.getpid()}"
         self.monkeypatch.setenv("MARK", mark)
@@ -100,48 +111,22 @@ class LaunchTest(Case):
             file.touch()
         self.monkeypatch.chdir(self.folder)
         self.script(text, "package_of_test/tool.py")
-        words = "--platform", "cuda", "-m", "package_of_test.tool", "a", "--processes", "5"
-        code, out, err = self.launch(*words)
-        assert code == 0, err
-        assert sorted(err.splitlines()) == ["[0] no end é", "[1] no end é"]
+        options, start = ("--platform", "cuda", "--grace", "inf"), time.monotonic()
+        words = "-m", "package_of_test.tool", "ready", "a", "--processes", "5"
+        code, out, err = self.launch(*options, *words)
+        assert code == 1 and time.monotonic() - start < QUICK, err
+        *first, last = sorted(err.splitlines())
+        assert first == ["[0] no end é", "[1] no data"]  # without frames of the launcher
+        assert last.startswith("launch: process 1 failed with exit code 1, after ")
+        assert last.endswith("; all processes were ended")
         for rank in "01":
             own = [line[4:] for line in out.splitlines() if line.startswith(f"[{rank}] ")]
-            first = ["beside tool.py ['a', '--processes', '5']", "True False", "cuda True"]
-            assert own[:6] == [*first, "in two parts", "10%", "20%"]
-            assert "".join(own[6:]) == "a" * (3 << 20) + r"\xff" and len(own[6:]) == 4
-        assert ended(mark, 1)
-
-    def test_first_failure_ends_all(self):
-        folder = self.folder / "folder"
-        folder.mkdir()
-        script = self.script(
-            """
-            import atexit, beside
-            if rank == 1:
-                print("before", file=sys.stderr)
-                atexit.register(print, "handler of", rank)
-                while not os.path.exists(sys.argv[1]): time.sleep(0.01)
-                atexit.register(time.sleep, 100); sys.exit('no data')
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))
-            open(sys.argv[1], "x").close()
-            try:
-                time.sleep(100)
-            finally:
-                print("end", rank)
-            """,
-            "folder/script.py",
-        )
-        (folder / "beside.py").touch()
-        start = time.monotonic()
-        code, out, err = self.launch("--grace", "inf", script, str(self.folder / "ready"))
-        assert code == 1
-        assert time.monotonic() - start < QUICK
-        assert "launch: process 1 failed with exit code 1, after " in err
-        assert "; all processes were ended" in err and "[1] before" in err and "[1] no data" in err
-        assert "launcher.py" not in err and "runpy" not in err
-        assert "[0] end" in out
-        assert "[1] handler of 1" not in out  # the program did not end by itself
-        assert ended(script)
+            start = ["beside tool.py ['a', '--processes', '5']", "True False", "cuda True"]
+            assert own[:6] == [*start, "in two parts", "10%", "20%"]
+            assert "".join(own[6:10]) == "a" * (3 << 20) + r"\xff"
+            # The program that failed did not end by itself.
+            assert own[10:] == (["end 0"] if rank == "0" else [])
+        assert ended(mark, 1) and ended("package_of_test.tool")
 
     def test_timeout(self):
         """Also of programs that ignore the request, and while a line does not end."""

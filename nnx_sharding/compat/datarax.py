@@ -43,12 +43,13 @@ class SharderModuleConfig:
     sharding_rules: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        if self.batch_stats_fn is not None and self.precomputed_stats is not None:
+        function, stats = self.batch_stats_fn, self.precomputed_stats
+        if function is not None and stats is not None:
             raise ValueError("batch_stats_fn and precomputed_stats are both given: leave one out.")
-        if self.batch_stats_fn is not None and not callable(self.batch_stats_fn):
-            raise TypeError(f"batch_stats_fn must be a function, got {self.batch_stats_fn!r}.")
-        if self.precomputed_stats is not None:
-            object.__setattr__(self, "precomputed_stats", _statistics(self.precomputed_stats))
+        if function is not None and not callable(function):
+            raise TypeError(f"batch_stats_fn must be a function, got {function!r}.")
+        if stats is not None:
+            object.__setattr__(self, "precomputed_stats", _statistics(stats))
         if self.sharding_rules is not None:
             object.__setattr__(self, "sharding_rules", LogicalRules(self.sharding_rules).rules)
 
@@ -104,9 +105,7 @@ class ArraySharder(nnx.Module):
 
     def shard(self, batch: Any, sharding: Any) -> Any:
         """Shards the arrays of a batch by a sharding, or a pytree prefix of shardings."""
-        result = self.shard_static(batch, sharding)
-        self._count(batch)
-        return result
+        return self._counted(batch, self.shard_static(batch, sharding))
 
     @staticmethod
     def shard_static(batch: Any, sharding: Any) -> Any:
@@ -123,9 +122,7 @@ class ArraySharder(nnx.Module):
         also has ``bytes_per_device``, by the id of the device (in a trace: the position in the
         mesh).
         """
-        result = self.shard_with_info_static(batch, sharding, info)
-        self._count(batch)
-        return result
+        return self._counted(batch, self.shard_with_info_static(batch, sharding, info))
 
     @staticmethod
     def shard_with_info_static(
@@ -161,9 +158,7 @@ class ArraySharder(nnx.Module):
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
         apply = shard_map(transform_fn, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
-        result = apply(batch)
-        self._count(batch)
-        return result
+        return self._counted(batch, apply(batch))
 
     parallel_transform = apply_parallel_transform
 
@@ -184,14 +179,12 @@ class ArraySharder(nnx.Module):
         if self.rngs is None:
             text = "draws from a random stream: make the sharder with rngs=nnx.Rngs(0)."
             raise ValueError(f"create_sharded_param {text}")
-        make, shape = init_fn, tuple(shape)
-        shardings: list[Any] = [None]
+        make, shape, shardings = init_fn, tuple(shape), list[Any]([None])
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
         onto = _compat.context_mesh() if mesh is None else mesh
         if onto is not None:
-            spec = self.get_partition_spec(logical_spec)
-            abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
-            shardings = shardings_for(abstract, spec, onto, "create_sharded_param")
+            spec, x = self.get_partition_spec(logical_spec), jax.ShapeDtypeStruct(shape, "float32")
+            shardings = shardings_for(x, spec, onto, "create_sharded_param")
             if isinstance(shardings[0].mesh, Mesh):
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=shardings[0])
             metadata["mesh"] = onto
@@ -219,10 +212,8 @@ class ArraySharder(nnx.Module):
 
     def get_operation_stats(self) -> dict[str, Any]:
         """Returns the number of batches that were sharded, and of those that had no array."""
-        counts = {
-            "applied_count": self._applied_count[...],
-            "skipped_count": self._skipped_count[...],
-        }
+        names = "applied_count", "skipped_count"
+        counts = {name: getattr(self, f"_{name}")[...] for name in names}
         return {n: x if isinstance(x, jax.core.Tracer) else int(x) for n, x in counts.items()}
 
     def reset_operation_stats(self) -> None:
@@ -230,13 +221,11 @@ class ArraySharder(nnx.Module):
         self._applied_count[...] *= 0  # on the same devices, to avoid retraces
         self._skipped_count[...] *= 0
 
-    def _count(self, batch: Any) -> None:
-        counter = (
-            self._applied_count
-            if any(map(is_array, flatten(batch).leaves))
-            else self._skipped_count
-        )
+    def _counted(self, batch: Any, result: Any) -> Any:
+        has_arrays = any(map(is_array, flatten(batch).leaves))
+        counter = self._applied_count if has_arrays else self._skipped_count
         counter[...] += 1
+        return result
 
     def compute_statistics(self, data: Any) -> Any:
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``."""

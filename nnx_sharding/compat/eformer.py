@@ -1,7 +1,6 @@
 """The names of ``eformer.escale.partition.constraints`` (0.0.101), on top of this library.
 
-``mesh=None`` always means the mesh in context, by ``jax.set_mesh`` or by the older ``with mesh:``.
-Functions that need one raise a :class:`NoContextMeshError` without one.
+``mesh=None`` is the mesh in context, of ``jax.set_mesh`` or the older ``with mesh:``.
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
     """
     mesh = _compat.context_mesh()
     if mesh is None and raise_error:
-        raise NoContextMeshError(
-            "no mesh in context. Use `with jax.set_mesh(mesh):`, or pass mesh=..."
-        )
+        text = "no mesh in context. Use `with jax.set_mesh(mesh):`, or pass mesh=..."
+        raise NoContextMeshError(text)
     return Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
 
 
@@ -86,11 +84,12 @@ def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
 def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
     """The product of the sizes of some axes of a mesh; a KeyError if it does not have them."""
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
-    unknown = [f"{n!r}{suggestion(n, shape)}" for n in _axes(axis_names) if n not in shape]
+    names = _axes(axis_names)
+    unknown = [f"{n!r}{suggestion(n, shape)}" for n in names if n not in shape]
     if unknown:
         axes = ", ".join(map(repr, shape))
         raise KeyError(f"the mesh has no axis {', '.join(unknown)} (its axes are {axes})")
-    return math.prod(shape[name] for name in _axes(axis_names))
+    return math.prod(shape[name] for name in names)
 
 
 def get_mesh_axis_size(axis_names: AxisNames) -> int:

@@ -435,7 +435,7 @@ class Search:
             else:
                 work, peak = self._work_of(index), self.hardware
                 work = work and work.times(rows / given if rows else 1)
-                bound = work and peak and work.least_seconds(mesh.size, peak)
+                bound = work.least_seconds(mesh.size, peak) if work and peak else None
                 seconds = prediction.seconds(work, mesh.size, peak or HARDWARE["TPU v5e"])
                 alike = (variant.name, strategy)
                 self.entries[name] = _Entry(candidate, prediction, seconds, bound, lower, alike)

@@ -243,12 +243,11 @@ if __name__ == "__main__":
         write(written)
         fail(written)
         refuse_to_save(where / f"refused{jax.process_count()}")
-        for other in sys.argv[3:]:
-            read(where / other)
+        read(where / "1")
         read(written)
         refuse(where / "damaged")
+        for folder in sys.argv[3:]:
+            train(Path(folder), killed_at=4)
     if what == "train":
         for folder in where, *sys.argv[3:]:
             show(train(folder))
-    if what == "die":
-        train(where, killed_at=4)
