@@ -60,21 +60,16 @@ def search(
     reports: dict[str, ProgramReport | Failure] = {}
     took: dict[str, float] = {}
     processes = [] if devices is None else [CompilerProcess(devices) for _ in range(_WORKERS)]
-    free = processes.copy()  # as many as threads
+    free: list[CompilerProcess | None] = [*processes] or [None] * _WORKERS  # as many as threads
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
 
-    def compiled(program: tuple[Lowered, Mesh | None]) -> ProgramReport:
-        process = free.pop() if processes else None
-        try:
-            return _report(*program, process, cache, by_module=by_module)
-        finally:
-            free.extend([process] if process else [])
-
-    def run(program: tuple[Lowered, Mesh | None] | Failure, seconds: float) -> _Finished:
-        start = time.perf_counter()
-        report = program if isinstance(program, Failure) else attempt(lambda: compiled(program))
-        return report, seconds + time.perf_counter() - start
+    def run(program: Any, seconds: float) -> _Finished:
+        start, process = time.perf_counter(), free.pop()
+        if not isinstance(program, Failure):
+            program = attempt(partial(_report, *program, process, cache, by_module=by_module))
+        free.append(process)
+        return program, seconds + time.perf_counter() - start
 
     executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
     try:
@@ -92,10 +87,8 @@ def search(
                         continue
                 if not running:
                     break
-                wait: Any = {} if left == math.inf else {"timeout": left}
-                for one in concurrent.futures.wait(
-                    running, return_when="FIRST_COMPLETED", **wait
-                ).done:
+                timeout = None if left == math.inf else left
+                for one in concurrent.futures.wait(running, timeout, "FIRST_COMPLETED").done:
                     name = running.pop(one)
                     report, seconds = one.result()
                     if hardware is not None and isinstance(report, ProgramReport):
@@ -235,11 +228,11 @@ class CompilerProcess:
         self._errors.truncate(self._errors.seek(0))
         if process.returncode >= 0:
             return f"the compiler could not start:\n{printed[-2000:]}"
-        name = signal.Signals(-process.returncode).name
-        return "\n".join([f"the compiler crashed with {name}", *re.findall(_CHECK, printed)])
-
-
-_CHECK = re.compile(r"^F\d{4} .*", re.MULTILINE)
+        name, checks = (
+            signal.Signals(-process.returncode).name,
+            re.findall(r"(?m)^F\d{4} .*", printed),
+        )
+        return "\n".join([f"the compiler crashed with {name}", *checks])
 
 
 def serve(devices: Devices) -> None:
