@@ -182,7 +182,15 @@ class ModuleTable(Pictured):
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self.summary())
         header = ("module", "at the peak", "mostly", "flops", "bytes", "sent", "at least")
-        yield table(header, map(_cells, self.rows), numbers=4, most=40)
+        lines = []
+        for row in self.rows:
+            held = row.at_peak or {}
+            size = None if row.at_peak is None else sum(held.values())
+            mostly = max(held, key=held.__getitem__, default="")
+            figures = bytes_text(row.bytes_accessed), bytes_text(row.bytes_sent)
+            cells = count_text(row.flops), *figures, time_text(row.seconds)
+            lines.append((_pass(row.path, row.backward), bytes_text(size), mostly, *cells))
+        yield table(header, lines, numbers=4, most=40)
 
 
 _ITEM = re.compile(r"(.*?)\[\d+\]")
@@ -200,15 +208,6 @@ def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
 def _pass(path: str, backward: bool | None) -> str:
     name = path or "what is outside of modules"
     return f"the backward pass of {name}" if backward else name
-
-
-def _cells(row: ModuleRow) -> tuple[str, ...]:
-    held = row.at_peak or {}
-    size = None if row.at_peak is None else sum(held.values())
-    mostly = max(held, key=held.__getitem__, default="")
-    figures = count_text(row.flops), bytes_text(row.bytes_accessed), bytes_text(row.bytes_sent)
-    name = _pass(row.path, row.backward)
-    return name, bytes_text(size), mostly, *figures, time_text(row.seconds)
 
 
 def _sum(path: str, backward: bool | None, rows: Sequence[ModuleRow]) -> ModuleRow:

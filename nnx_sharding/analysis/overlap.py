@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -35,7 +35,6 @@ class Overlap:
     def __init__(self, module: Module):
         self._module = module
         self._contents: Callable[[str], _Contents] = functools.cache(self._of_computation)
-        self._work: Callable[[str], Work] = functools.cache(self._of_run)
         self._until: Callable[[str], Sequence[Work]] = functools.cache(self._sums)
         every = (x for computation in module.computations for x in computation.instructions)
         self._every = Counter(map(_channel, filter(_is_collective, every)))
@@ -80,12 +79,10 @@ class Overlap:
             return Work()
         total = self._executed.get(computation, {}).get(one.name, Work())
         for _, callee in one.calls:
-            total = total.plus(self._work(callee), self._module.trip_counts.get(one.name, 1))
+            if callee in self._executed:  # others are applied to elements, or not taken
+                times = self._module.trip_counts.get(one.name, 1)
+                total = total.plus(self._until(callee)[-1], times)
         return total
-
-    def _of_run(self, name: str) -> Work:
-        """The work of a computation; none of one that is applied to elements, or is not taken."""
-        return self._until(name)[-1] if name in self._executed else Work()
 
     def products_beside(self, collective: Value) -> tuple[int, int] | None:
         """How many independent matrix products an iteration has, of how many; None if no loop."""
@@ -99,7 +96,10 @@ class Overlap:
         products = {name for name, contents in parts if contents[None]}
         chain = {name for name, contents in parts if contents[_channel(instruction)]}
         operands = {x.name: x.operand_names for x in body.instructions}
-        users = _reversed(operands)
+        users: defaultdict[str, list[str]] = defaultdict(list)
+        for name, used in operands.items():
+            for operand in used:
+                users[operand].append(name)
         before = [_reached(operands, name) for name in chain]
         after = [_reached(users, name) for name in chain]
         start = next(x for x in before if not x & chain)
@@ -145,14 +145,6 @@ def _is_collective(one: Instruction) -> bool:
 def _channel(one: Instruction) -> str:
     found = _CHANNEL.search(one.rest)
     return one.name if found is None else found[1]
-
-
-def _reversed(edges: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    users: dict[str, list[str]] = {}
-    for name, operands in edges.items():
-        for operand in operands:
-            users.setdefault(operand, []).append(name)
-    return users
 
 
 def _reached(edges: Mapping[str, Iterable[str]], start: str) -> set[str]:

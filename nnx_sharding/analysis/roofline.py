@@ -483,6 +483,10 @@ def roofline_of(
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
         "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
     }
+    busy = [
+        max(_compute_seconds(one, peak) or 0.0, one.bytes_accessed / peak.memory_bandwidth)
+        for one in (() if cost is None else cost.operations)
+    ]
     known = all_known(times.values())
     return Roofline(
         hardware=peak.name,
@@ -493,19 +497,10 @@ def roofline_of(
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         hidden=None if collectives is None else _hidden(transfers, peak),
-        busy_s=_busy_seconds(cost, peak) if has_schedule else None,
+        busy_s=sum(busy) if has_schedule and busy else None,
         exposed_s=_exposed(transfers, peak) if has_schedule else None,
         sources=peak.sources,
         spread=peak.spread,
-    )
-
-
-def _busy_seconds(cost: Cost | None, peak: Hardware) -> float | None:
-    if cost is None or not cost.operations:
-        return None
-    return sum(
-        max(_compute_seconds(one, peak) or 0.0, one.bytes_accessed / peak.memory_bandwidth)
-        for one in cost.operations
     )
 
 

@@ -196,14 +196,11 @@ class _Sums:
             self.idle = schedule.ticks / schedule.microbatches
             # In each tick forward and backward; and what leaves the stages, and its gradient.
             self.within += 2 * self.tokens * per_layer * (self.idle + 1)
-        if (ring := math.prod(self._of("context"))) > 1:
+        if (ring := math.prod(self.sizes[x] for x in self.axes.in_mesh(self.sizes, "context"))) > 1:
             blocks = 3 * (ring - 1) * sum(self.arguments.layers[-1:])
             self.within += 2 * self.tokens * per_layer * blocks
         for row in rows:
             self._add_row(row)
-
-    def _of(self, *roles: str) -> list[int]:
-        return [self.sizes[axis] for axis in self.axes.in_mesh(self.sizes, *roles)]
 
     def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """The axes that shard each dimension, without those of size 1."""
