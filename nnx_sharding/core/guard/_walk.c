@@ -33,7 +33,7 @@
 #define DIRECT(X) X(routes) X(bound) X(fun) X(observer)
 #define UPDATE(X) X(written) X(returned) X(unflatten)
 /* Names of attributes. */
-#define NAMES(X) X(_direct) X(_flattened) X(_failed) X(fields) X(update) X(sharding) X(aval) X(num_devices)
+#define NAMES(X) X(_mapping) X(_direct) X(_flattened) X(_failed) X(fields) X(update) X(sharding) X(aval) X(num_devices)
 
 #define AS_TEXT(name) " " #name
 #define AS_STRING(name) #name,
@@ -126,6 +126,10 @@ static inline PyObject *slot_of(PyObject *object, enum kind slot) {
     return *(PyObject **)((char *)object + offsets[slot]);
 }
 
+static PyObject *attribute(PyObject *object, int name) {
+    return PyObject_GetAttr(object, interned[name]);
+}
+
 /* The dict that is the only attribute of an object, borrowed; NULL for other objects. */
 static PyObject *only_dict_in(PyObject *object) {
     PyObject *attributes = PyObject_GenericGetDict(object, NULL), *key, *value = NULL;
@@ -139,20 +143,31 @@ static PyObject *only_dict_in(PyObject *object) {
     return is_one && PyDict_CheckExact(value) ? value : NULL;
 }
 
-/* Whether two mappings have the same objects under the same strings. */
-static int are_same_mappings(PyObject *one, PyObject *two) {
-    PyObject *first = only_dict_in(one), *second = only_dict_in(two), *key, *value;
-    if (first == NULL || second == NULL || PyDict_GET_SIZE(first) != PyDict_GET_SIZE(second)) {
-        return 0;
-    }
-    Py_ssize_t position = 0;
-    while (PyDict_Next(first, &position, &key, &value)) {
-        if (!PyUnicode_CheckExact(key) || PyDict_GetItemWithError(second, key) != value) {
+/* Whether two dicts have the same objects under the same strings. */
+static int are_same_dicts(PyObject *one, PyObject *two) {
+    PyObject *key, *value, *other = NULL, *content = NULL;
+    if (!PyDict_CheckExact(one) || !PyDict_CheckExact(two)) return 0;
+    if (PyDict_GET_SIZE(one) != PyDict_GET_SIZE(two)) return 0;
+    Py_ssize_t position = 0, place = 0;
+    while (PyDict_Next(one, &position, &key, &value)) {
+        PyDict_Next(two, &place, &other, &content); /* mostly in the same order */
+        if (key == other && value == content && PyUnicode_CheckExact(key)) continue;
+        if (!PyUnicode_CheckExact(key) || PyDict_GetItemWithError(two, key) != value) {
             PyErr_Clear();
             return 0;
         }
     }
     return 1;
+}
+
+/* The same for mappings of Flax. */
+static int are_same_mappings(PyObject *one, PyObject *two) {
+    PyObject *first = attribute(one, NAME__mapping), *second = attribute(two, NAME__mapping);
+    const int same = first != NULL && second != NULL && are_same_dicts(first, second);
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    PyErr_Clear();
+    return same;
 }
 
 /* Whether two statics are equal, if that can be decided without Python code. */
@@ -355,16 +370,11 @@ static PyObject *pick(const Stream *stream, Positions wanted) {
     return picked;
 }
 
-/* Whether the arrays have the types of the recipe: no step that opens them compares these. */
-static int have_types(const Stream *stream, Positions wanted) {
-    for (Py_ssize_t i = 0; i < wanted.count; i++) {
-        const int32_t position = wanted.positions[i];
-        if (position < stream->length && stream->walk->rules[position] & TYPED &&
-            (PyObject *)Py_TYPE(stream->items[position]) != stream->walk->types[position]) {
-            return 0;
-        }
-    }
-    return 1;
+/* Takes the steps that run no Python code. Returns 1, or 0 for a change. */
+static int read_plain(Stream *stream) {
+    const Walk *walk = stream->walk;
+    return take_steps(stream, 0, walk->num_plain_steps) == 1 &&
+           stream->length == walk->num_plain_items;
 }
 
 /* What a walk found, as tuples. */
@@ -640,9 +650,7 @@ static int read_all(Follower *follower, Stream *stream, PyObject *const *argumen
     const Walk *walk = follower->walk;
     follower->is_noted = 0;
     stream->length = stream->num_unequal = 0;
-    if (!append_all(stream, arguments, walk->num_arguments)) return 0;
-    if (take_steps(stream, 0, walk->num_plain_steps) != 1) return 0;
-    if (stream->length != walk->num_plain_items || !have_types(stream, walk->leaves)) return 0;
+    if (!append_all(stream, arguments, walk->num_arguments) || !read_plain(stream)) return 0;
     const uint64_t number = ++follower->num_walks;
     if (number <= NUM_NOTED || number % 16 == 0) follower->is_noted = note_all(follower);
     return 1;
@@ -656,24 +664,26 @@ static Stream stream_of(Walk *walk, PyObject *pins) {
     };
 }
 
+/* Takes the other steps, and picks what was found, unless `same` says otherwise. Turns the garbage
+ * collector on before it runs Python code. Returns 1, 0 for a change, or -1 with an error set. */
+static int conclude(Stream *stream, int same, int collects, Found *found) {
+    const Walk *walk = stream->walk;
+    const int runs_python = walk->num_plain_steps < walk->num_steps || stream->num_unequal;
+    if (same == 1) same = runs_python ? own_items(stream) : pick_found(stream, found);
+    if (collects) PyGC_Enable();
+    if (same == 1 && runs_python) same = finish(stream, walk->num_plain_steps);
+    return same == 1 && runs_python ? pick_found(stream, found) : same;
+}
+
 /* Walks from the arguments of a call. Returns 1, 0 for a change, or -1 with an error set. */
 static int follow(Follower *follower, PyObject *const *arguments, Py_ssize_t count, Found *found) {
-    const Walk *walk = follower->walk;
     Stream stream = stream_of(follower->walk, follower->pins);
     stream.items = follower->items;
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
-    int same = count == walk->num_arguments ? read_noted(follower, &stream, arguments) : 0;
+    int same = count == stream.walk->num_arguments ? read_noted(follower, &stream, arguments) : 0;
     if (same < 0) same = read_all(follower, &stream, arguments);
-    if (same == 1 && (walk->num_plain_steps < walk->num_steps || stream.num_unequal)) {
-        same = own_items(&stream);
-        if (collects) PyGC_Enable();
-        if (same == 1) same = finish(&stream, walk->num_plain_steps);
-        if (same == 1) same = pick_found(&stream, found);
-    } else {
-        if (same == 1) same = pick_found(&stream, found);
-        if (collects) PyGC_Enable();
-    }
+    same = conclude(&stream, same, collects, found);
     release_items(&stream);
     if (same == 0) PyErr_Clear();
     return same;
@@ -739,6 +749,24 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
     return follow;
 }
 
+/* Whether no object comes twice. */
+static int are_distinct(PyObject *objects) {
+    int bits = 4;
+    while (((Py_ssize_t)1 << bits) < 2 * PyTuple_GET_SIZE(objects)) bits++;
+    const size_t last = ((size_t)1 << bits) - 1;
+    PyObject **table = PyMem_Calloc(last + 1, sizeof(*table)); /* with open addressing */
+    int distinct = table != NULL;
+    for (Py_ssize_t i = 0; distinct && i < PyTuple_GET_SIZE(objects); i++) {
+        PyObject *own = PyTuple_GET_ITEM(objects, i);
+        size_t place = (uint64_t)(uintptr_t)own * UINT64_C(0x9E3779B97F4A7C15) >> (64 - bits);
+        while (table[place] != NULL && table[place] != own) place = (place + 1) & last;
+        distinct = table[place] == NULL;
+        table[place] = own;
+    }
+    PyMem_Free(table);
+    return distinct;
+}
+
 static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Walk *walk = (Walk *)self;
     if (count != 2) {
@@ -751,20 +779,25 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
         (const char *)stream.mentions, walk->mentions.count * (Py_ssize_t)sizeof(uint64_t));
     if (mentions == NULL) return NULL;
     stream.mentions = (uint64_t *)PyBytes_AS_STRING(mentions);
+    PyObject **items = stream.items = PyMem_Malloc((walk->size + 1) * sizeof(*items));
     PyObject *result = NULL;
     Found found = {0};
-    int same = own_items(&stream);
-    if (same == 1) same = append_sequence(&stream, args[1], walk->num_arguments);
-    if (same == 1) same = finish(&stream, 0);
-    if (same == 1 && pick_found(&stream, &found) == 1) {
-        result = Py_BuildValue("(NNNON)", found.leaves, found.objects, pick(&stream, walk->frozen),
+    const int collects = PyGC_Disable();
+    int same = items == NULL ? -1 : append_sequence(&stream, args[1], walk->num_arguments);
+    if (same == 1) same = conclude(&stream, read_plain(&stream), 0, &found);
+    if (same == 1) same = are_distinct(found.objects);
+    if (same == 1) {
+        result = Py_BuildValue("(OOOON)", found.leaves, found.objects, pick(&stream, walk->frozen),
                                mentions, pick(&stream, walk->traces));
     } else if (same == 0) {
         PyErr_Clear();
         result = Py_NewRef(Py_None);
     }
+    if (collects) PyGC_Enable();
+    drop_found(&found);
     Py_DECREF(mentions);
     release_items(&stream);
+    PyMem_Free(items);
     return result;
 }
 
@@ -847,10 +880,6 @@ static PyTypeObject WalkType = {
  * `call` does what `LiftedFunction` and `run` in call.py do where a guard holds, no array has to be
  * placed, and only arrays of Variables change. Otherwise it leaves all, or the rest, to them. No
  * Python code runs between the program and the write-back, so no signal can come in between. */
-
-static PyObject *attribute(PyObject *object, int name) {
-    return PyObject_GetAttr(object, interned[name]);
-}
 
 /* Whether a call has the keyword arguments of a route, in their order. */
 static int has_names(PyObject *names, PyObject *kwnames) {

@@ -9,8 +9,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
-
 from ... import _compat
 from ..flatten import Flat
 from ..plan import Plan
@@ -20,7 +18,7 @@ from ..transform import Transform
 from ..unflatten import picker
 from .recipe import Pins, Route, packed
 from .recorder import WalkRecorder
-from .walk import Walk, ids_of
+from .walk import Walk
 
 V = TypeVar("V")
 
@@ -83,9 +81,6 @@ class Guard(NamedTuple):
         if match is None:
             return None
         leaves, objects, frozen, mentions, traces = match
-        # Sorted: regular addresses collide in a set.
-        if np.unique(np.frombuffer(ids_of(objects), np.uintp)).size != len(objects):
-            return None
         if not _compat.are_current(traces):
             return None
         return Flat(self.structure, leaves, objects, updatable=True), Pins(frozen, mentions)

@@ -128,7 +128,7 @@ class PythonWalk:
         """Another graph with the same path; None, or any error, if there is another.
 
         Its arrays, its objects, its frozen statics and mentions, and its traces, for the caller to
-        compare. Objects that were distinct may be the same in it.
+        compare.
         """
         stream = self._stream(arguments)
         if stream is None:
@@ -144,7 +144,11 @@ class PythonWalk:
         ids, pinned = np.frombuffer(mentions, np.uint64), np.frombuffer(pins.mentions, np.uint64)
         if not np.array_equal(ids, np.where(self._first < 0, pinned, ids[self._first])):
             return None
-        return self._leaves(stream), self._objects(stream), tuple(frozen), mentions, traces
+        objects = self._objects(stream)
+        # Sorted: regular addresses collide in a set.
+        if np.unique(np.frombuffer(ids_of(objects), np.uintp)).size != len(objects):
+            return None
+        return self._leaves(stream), objects, tuple(frozen), mentions, traces
 
     def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
         """All items; None if one differs in names, length or type."""
