@@ -136,6 +136,26 @@ def test_rows_stay_where_jit_has_them(names, kind):
     assert kinds - {"all-gather"} == {"all-reduce"}
 
 
+class Normalized(Moe):
+    """Its experts have no gradient at zero."""
+
+    def experts(self, rows, matmul):
+        return super().experts(rows / jnp.linalg.norm(rows, axis=-1, keepdims=True), matmul)
+
+
+@pytest.mark.parametrize("mesh", [None, *MESHES])
+@pytest.mark.parametrize("capacity", [None, 1, 2 * TOKENS])
+def test_unused_places_have_no_part_in_gradients(capacity, mesh):
+    model, x = Normalized(2, capacity, rngs=nnx.Rngs(0)), tokens()
+    x /= jnp.linalg.norm(x, axis=-1, keepdims=True)  # so `dense` computes the same
+    expected = value_and_grad(dense_loss, has_aux=True)(model, x)[1]
+    step = value_and_grad(loss, has_aux=True)
+    step = step if mesh is None else sharded(model, make_mesh(MESHES[mesh]), step)
+    grads = step(model, x)[1]
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_equals_a_loop_over_all_experts_in_float64():
     with jax.enable_x64(True):
         model = Moe(rngs=nnx.Rngs(0))
@@ -365,6 +385,8 @@ def test_models_without_such_weights():
         ({"num_experts": 6}, "6 experts: 'expert' of size 4 does not divide them"),
         ({"x": jnp.ones((6, 6, 4)), "indices": jnp.ones((6, 6, 2), int),
           "weights": jnp.ones((6, 6, 2))}, "6 groups: 8 shards over data, expert"),
+        ({"experts": lambda rows, matmul: rows[:3], "mesh": None}, r"float32\[3,4\] for 96 rows"),
+        ({"experts": lambda rows, matmul: rows[0], "mesh": None}, r"float32\[4\] for 96 rows"),
     ],
 )  # fmt: skip
 def test_mistakes(change, message):

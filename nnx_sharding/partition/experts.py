@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -248,40 +248,31 @@ def dispatch_to_experts(
         batch_axes = [name for name in names if name in of_rows and name != axis]
     axes = (*batch_axes, axis)
     problems = _wrong_shapes(x, weights, indices, logits, num_experts, capacity)
-    sizes: Any = None if mesh is None else mesh.shape
-    for each in axes if mesh is not None else ():
-        if each not in sizes:
-            known = ", ".join(map(repr, sizes))
-            problems.append(f"axis {each!r}{suggestion(each, sizes)}: the mesh has {known}")
-    if mesh is not None and not problems:
-        if num_experts % mesh.shape[axis]:
-            problems.append(f"{num_experts} experts: {axis!r} of size {mesh.shape[axis]}")
-        shards = math.prod(mesh.shape[each] for each in axes)
-        if x.shape[0] % shards:
-            problems.append(f"{x.shape[0]} groups: {shards} shards over {', '.join(axes)}")
-        problems = [f"{line} does not divide them" for line in problems]
+    sizes: Mapping[str, int] = {} if mesh is None else mesh.shape
+    problems += [
+        f"axis {each!r}{suggestion(each, sizes)}: the mesh has {', '.join(map(repr, sizes))}"
+        for each in axes
+        if mesh is not None and each not in sizes
+    ]
+    size, shards = sizes.get(axis, 1), math.prod(sizes.get(each, 1) for each in axes)
+    if num_experts % size:
+        problems.append(f"{num_experts} experts: {axis!r} of size {size} does not divide them")
+    if x.shape and x.shape[0] % shards:
+        over = f"{shards} shards over {', '.join(axes)}"
+        problems.append(f"{x.shape[0]} groups: {over} do not divide them")
     raise_listed(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
     layout = _Layout(mesh, axis, axes, num_experts, capacity)
     last = layout.last_entry(x)
-    rows, sent, tokens, dropped = layout.run(
-        layout.send,
-        (layout.rows(3, last), layout.rows(3)),
-        (layout.rows(2, last), layout.sent(), P(), P()),
-        x,
-        indices,
-    )
-    rows = experts(rows, functools.partial(layout.matmul, sent.sizes))
-    if rows.ndim != 2:
-        raise ValueError(f"dispatch_to_experts: experts returned {jax.typeof(rows)}, not rows.")
+    own = P(axes)  # the first dimension of all that a device knows
+    in_specs, out_specs = (P(axes, None, last), own), (P(axes, last), own, P(), P())
+    rows, sent, tokens, dropped = layout.run(layout.send, in_specs, out_specs, x, indices)
+    count, rows = len(rows), experts(rows, functools.partial(layout.matmul, sent.sizes))
+    if rows.ndim != 2 or len(rows) != count:
+        found = jax.typeof(rows)
+        raise ValueError(f"dispatch_to_experts: experts returned {found} for {count} rows.")
     last = layout.last_entry(rows)
-    output = layout.run(
-        layout.receive,
-        (layout.rows(2, last), layout.sent(), layout.rows(3)),
-        layout.rows(3, last),
-        rows,
-        sent,
-        weights,
-    )
+    in_specs, out_spec = (P(axes, last), own, own), P(axes, None, last)
+    output = layout.run(layout.receive, in_specs, out_spec, rows, sent, weights)
     return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens))
 
 
@@ -315,19 +306,16 @@ def _losses(logits: Any, tokens: jax.Array) -> tuple[Any, Any]:
 
 
 class _Sent(NamedTuple):
-    """What a device knows of the rows it has sent, and of those it got.
-
-    With a capacity, each of its groups of tokens is sent alone; else all of them as one.
-    """
+    """What a device knows of its rows; with a capacity, each group of tokens is sent alone."""
 
     order: jax.Array  # (groups, choices): of the choices, sorted by expert
     experts: jax.Array  # (groups, choices): those of the sorted choices
     ranks: jax.Array  # (groups, choices): their places among those of the same expert
-    # Without a capacity:
-    counts: jax.Array  # (1, experts): how often each is chosen
-    places: jax.Array  # (1, rows): of the rows that it got, where they are sorted by expert
-    received: jax.Array  # (1, devices of the axis, own experts): rows from each device
     sizes: jax.Array  # (1, own experts): rows of each of its experts
+    # Without a capacity:
+    counts: Any = None  # (1, experts): how often each is chosen
+    places: Any = None  # (1, rows): of the rows that it got, where they are sorted by expert
+    received: Any = None  # (1, devices of the axis, own experts): rows from each device
 
 
 class _Layout(NamedTuple):
@@ -343,15 +331,6 @@ class _Layout(NamedTuple):
     def size(self) -> int:
         """The number of devices over which the experts are sharded."""
         return 1 if self.mesh is None else self.mesh.shape[self.axis]
-
-    def rows(self, ndim: int, last: Any = None) -> P:
-        """The spec of tokens or rows, with that of their features."""
-        return P(self.axes, *[None] * (ndim - 2), last)
-
-    def sent(self) -> _Sent:
-        """The specs of what a device knows."""
-        specs: Any = [P(self.axes)] * len(_Sent._fields)
-        return _Sent(*specs)
 
     def explicit(self) -> set[str]:
         """The Explicit axes of the mesh in context."""
@@ -370,10 +349,12 @@ class _Layout(NamedTuple):
         if self.mesh is None:
             return fun(*args)
         mesh, explicit = mesh_here(self.mesh), self.explicit()
-        if explicit:
-            args = jax.tree.map(
-                lambda x, p: retyped(x, mesh, only_axes(p, explicit)), args, in_specs
-            )
+
+        def typed(x: Any, spec: P) -> Any:
+            part = only_axes(spec, explicit)
+            return jax.tree.map(lambda leaf: retyped(leaf, mesh, part), x)
+
+        args = tuple(map(typed, args, in_specs)) if explicit else args
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         names = explicit.union(self.axes, _compat.spmd_axes())
         return jax.shard_map(fun, mesh=mesh, axis_names=names, check_vma=False, **specs)(*args)
@@ -401,13 +382,12 @@ class _Layout(NamedTuple):
         rows = jnp.take_along_axis(x, (order % x.shape[1])[:, :, None], 1)
         own = self.num_experts // self.size
         if self.capacity is not None:
-            blocks = jax.vmap(functools.partial(_to_blocks, width=self.capacity))(
-                rows, starts, counts
-            )  # (groups, experts, capacity, features)
+            # In unused places other tokens: where all is zero, the experts may have no gradient.
+            places = starts[:, :, None] + jnp.arange(self.capacity)
+            blocks = jax.vmap(lambda rows, at: rows.at[at].get(mode="clip"))(rows, places)
             blocks = self.exchange(blocks.swapaxes(0, 1), 0, 1)
-            nothing = jnp.zeros((1, 0), jnp.int32)
             sizes = jnp.full((1, own), blocks.shape[1] * self.capacity, jnp.int32)
-            sent = _Sent(order, experts, ranks, nothing, nothing, nothing[:, :, None], sizes)
+            sent = _Sent(order, experts, ranks, sizes)
             dropped = jnp.maximum(counts - self.capacity, 0).sum()
             return blocks.reshape(-1, x.shape[-1]), sent, self.sum(counts.sum(0)), self.sum(dropped)
         received = self.exchange(counts.reshape(self.size, own), 0, 0)
@@ -417,7 +397,7 @@ class _Layout(NamedTuple):
         own_expert = (jnp.arange(rows.shape[1]) >= ends).sum(1).ravel()  # of rows in the blocks
         places = jnp.argsort(own_expert, stable=True)
         sizes = received.sum(0)
-        sent = _Sent(order, experts, ranks, counts, places[None], received[None], sizes[None])
+        sent = _Sent(order, experts, ranks, sizes[None], counts, places[None], received[None])
         return blocks[places], sent, self.sum(counts[0]), jnp.zeros((), jnp.int32)
 
     def receive(self, rows: jax.Array, sent: _Sent, weights: jax.Array) -> jax.Array:
@@ -448,23 +428,16 @@ class _Layout(NamedTuple):
             problems.append(f"  bias: shape {bias.shape}, expected {expected}")
         raise_listed(ValueError, "matmul of dispatch_to_experts:", problems)
         inner, outer = self.last_entry(kernel, 1), self.last_entry(kernel, 2)
-        biases = () if bias is None else (bias,)
-        return self.run(
-            functools.partial(self.multiply, inner),
-            (
-                P(self.axes),
-                self.rows(2, inner),
-                P(self.axis, inner, outer),
-                *[P(self.axis, outer)] * len(biases),
-            ),
-            self.rows(2, outer),
-            sizes,
-            rows,
-            kernel,
-            *biases,
+        in_specs = (
+            P(self.axes),
+            P(self.axes, inner),
+            P(self.axis, inner, outer),
+            P(self.axis, outer),
         )
+        multiply = functools.partial(self.multiply, inner)
+        return self.run(multiply, in_specs, P(self.axes, outer), sizes, rows, kernel, bias)
 
-    def multiply(self, inner: Any, sizes: Any, rows: Any, kernel: Any, *biases: Any) -> jax.Array:
+    def multiply(self, inner: Any, sizes: Any, rows: Any, kernel: Any, bias: Any) -> jax.Array:
         """The same for the experts of one device; ``inner`` shards the inner dimension."""
         if self.capacity is None:
             product = jax.lax.ragged_dot(rows, kernel, sizes[0])
@@ -473,7 +446,7 @@ class _Layout(NamedTuple):
             product = jnp.einsum("erf,efo->ero", grouped, kernel).reshape(len(rows), -1)
         if inner:
             product = jax.lax.psum(product, inner)
-        for bias in biases:
+        if bias is not None:
             expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
             product += bias.at[expert].get(mode="fill", fill_value=0)
         return product
@@ -494,8 +467,10 @@ def _to_experts(layout: _Layout, rows: Any, sizes: Any, received: Any) -> Any:
         return jax.lax.ragged_all_to_all(rows, space, *where, axis_name=layout.axis)
 
     def padded(rows: Any) -> Any:
-        blocks = layout.exchange(_to_blocks(rows, starts, sizes, width), 0, 0)
-        return blocks.reshape(-1, rows.shape[-1])
+        places = jnp.arange(width)
+        blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
+        blocks = jnp.where((places < sizes[:, None])[:, :, None], blocks, 0)
+        return layout.exchange(blocks, 0, 0).reshape(-1, rows.shape[-1])
 
     return jax.lax.platform_dependent(rows, tpu=ragged, default=padded)
 
@@ -534,13 +509,6 @@ def _undone(inverse: Any, layout: _Layout, sizes: Any, rows: Any) -> Any:
 # Each is the transpose of the other: rows that no device sent are zeros.
 for _one, _other in (_to_experts, _from_experts), (_from_experts, _to_experts):
     _one.defvjp(functools.partial(_keeping_sizes, _one), functools.partial(_undone, _other))
-
-
-def _to_blocks(rows: jax.Array, starts: jax.Array, sizes: jax.Array, width: int) -> Any:
-    """Blocks of rows, each from where it starts; zeros after its last row."""
-    places = jnp.arange(width)
-    blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
-    return jnp.where((places < sizes[:, None])[:, :, None], blocks, 0)
 
 
 def _from_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> Any:
