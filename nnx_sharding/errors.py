@@ -112,11 +112,7 @@ def message(head: str, items: Iterable[str], remedy: str = "") -> str:
 
 
 def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
-    """The lines of a list in a message, where some items have several lines.
-
-    If they are too many, items are merged that differ only in the numbers in their paths, as the
-    layers of a model do; then the first ones are kept, and the number of the others.
-    """
+    """The lines of a list; if too many, items that differ in numbers are merged, then cut."""
     texts = [*items]
     blocks = [*map(_wrapped, texts)]
     if sum(map(len, blocks)) > most:

@@ -393,7 +393,7 @@ class ErrorTest(TestCase):
             with self.assertRaisesRegex(error, text):
                 padded(*args, **options)
 
-        refused(NoMeshError, "no mesh", [], P("data"))
+        refused(NoMeshError, "needs a mesh", [], P("data"))
         refused(ValueError, "abstract", [], P("data"), AbstractMesh((4,), ("data",)))
         refused(TypeError, "mesh must be a Mesh", [], P("data"), "mesh")
         refused(TypeError, r"write P\('data'\)", [], "data", MESH)
@@ -720,7 +720,7 @@ class ProcessRowsTest(TestCase):
             with self.assertRaisesRegex(error, text):
                 process_rows(*args, **options)
 
-        refused(NoMeshError, "no mesh", P("data"), 8)
+        refused(NoMeshError, "needs a mesh", P("data"), 8)
         refused(
             ValueError, r"6 rows .* 4 equal parts \('data' \(4\)\). Use 8", P("data"), 6, mesh=MESH
         )

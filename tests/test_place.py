@@ -391,12 +391,17 @@ class MistakesTest(parameterized.TestCase):
         both = StateSharding({nnx.PathContains("up"): P("modle"), ...: P("data", ("data",))})
         self.unchanged(
             ValueError,
-            ("place: these specs do not fit the mesh", "did you mean 'model'", "'data' is used 2"),
+            ("place: these specs cannot be used", "'data' is used 2", "did you mean 'model'"),
             both,
         )
         self.unchanged(
             ValueError,
-            ("place: the specs", "tree.down.kernel, shape (16, 6)", "of size 6", "tree.up.kernel"),
+            (
+                "place: these specs",
+                "tree.down.kernel, shape (16, 6)",
+                "of size 6",
+                "tree.up.kernel",
+            ),
             StateSharding({nnx.PathContains("up"): P("model"), ...: P(None, "model")}),
         )
         self.unchanged(ValueError, ("3 entries, the array 2 dimensions",), P(None, None, "data"))
@@ -418,7 +423,7 @@ class MistakesTest(parameterized.TestCase):
     def test_meshes(self):
         self.unchanged(
             NoMeshError,
-            ("no mesh", "tree.down.kernel: P()", "tree.up.kernel: P()", "mesh=..."),
+            ("needs a mesh", "mesh=...", "tree.down.kernel: P()", "tree.up.kernel: P()"),
             P(),
             None,
         )

@@ -10,35 +10,28 @@ import jax
 import jax.extend
 from flax import nnx
 from flax.errors import TraceContextError as TraceContextError
-from flax.nnx import extract, graphlib, pytreelib, variablelib
-from flax.typing import HashableMapping as HashableMapping
+from flax.nnx import extract, pytreelib, variablelib
 
-from .flax_nodes import STATE, initializing, is_setup
+from .flax_nodes import GRAPH_NODE_TYPES, STATE, initializing, is_setup
 from .jax_names import ArrayImpl, private_name, trace_is_clean
 
 # Without this, `nnx.cached_partial` has no cache.
 _graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
 
 
-_GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
-
-
 def is_node(x: Any) -> bool:
     """Whether ``x`` is a module or another object registered as an NNX graph node."""
-    return type(x) in _GRAPH_NODE_TYPES
+    return type(x) in GRAPH_NODE_TYPES
 
 
 def is_variable(x: Any) -> bool:
-    """Whether ``x`` is a Variable whose value lives in the Python object.
-
-    A Variable made with ``hijax=True`` is a JAX value of its own type.
-    """
+    """Whether ``x`` is a Variable whose value lives in the Python object, not a hijax one."""
     return nnx.Variable in type(x).__mro__
 
 
 def is_graph_object(x: Any) -> bool:
     """Whether ``x`` has an identity that the graph keeps: a node or a Variable."""
-    return type(x) in _GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__
+    return type(x) in GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__
 
 
 def is_plain_array(x: Any) -> bool:
@@ -67,29 +60,13 @@ def plain_variable(x: Any) -> Any:
     return variable
 
 
-def new_hijax_variable(variable_type: Any, metadata: dict[str, Any], value: Any) -> Any:
-    """A Variable that is a JAX value of its own type, as ``metadata`` says."""
-    return variable_type.from_metadata(value, metadata)
-
-
-def set_hijax(variable: Any, what: str, new: Any) -> None:
-    """Sets the ``raw_value`` or the ``metadata`` of a Variable made with ``hijax=True``."""
-    getattr(variable, f"set_{what}")(new)
-
-
 def prefix_state(x: Any) -> tuple[Any, Any] | None:
-    """The function of (path, value) and the State in what ``nnx.prefix(..., graph=True)`` returns.
-
-    The State has the prefix at every path. None for anything else.
-    """
+    """The function of (path, value) and the State of ``nnx.prefix(..., graph=True)``, or None."""
     return (x.prefix_fn.value, x.state) if isinstance(x, extract.TreeState) else None
 
 
 def new_variable(variable_type: type, metadata: dict[str, Any], trace_state: Any = None) -> Any:
-    """A plain Variable with ``metadata`` and no value yet, even where that says ``hijax``.
-
-    Variables may share the state of their trace, which takes most of the time to make.
-    """
+    """A plain Variable without a value; several may share the state of their trace, for speed."""
     variable: Any = object.__new__(variable_type)
     _trace.__set__(variable, trace_state or new_trace_state())
     set_metadata(variable, dict(metadata))
@@ -147,10 +124,7 @@ def get_mapping(state: Any) -> Any:
 
 
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
-    """The items of a pytree, if they are its children to JAX: a mapping by key, or a sequence.
-
-    None for a pytree whose class decides what its children are.
-    """
+    """The items of a pytree, a mapping or a sequence; None if its class decides on its children."""
     level = jax.tree_util.default_registry.flatten_one_level(tree)
     if level is None:
         return None

@@ -14,7 +14,7 @@ from flax.typing import HashableMapping as HashableMapping
 
 from .jax_names import identity, private_name
 
-_GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
+GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
 # The attributes in which a Pytree keeps which of its attributes are data, and its trace.
 STATUSES = "_pytree__nodes"
@@ -52,11 +52,7 @@ class NodeItems(NamedTuple):
 
 
 def node_items(node: Any, forms: dict[Any, NodeForm], *, tracing: bool) -> NodeItems:
-    """The attributes of a node; ``tracing`` says whether JAX is tracing.
-
-    Every array among them is data, even if ``nnx.eval_shape`` left a tracer in its place. Nodes
-    that are read with the same ``forms`` share them.
-    """
+    """The attributes of a node; what is read with the same ``forms`` shares them."""
     if tracing:
         _adopt_tracers(node)
         return _own_items(node, forms)
@@ -117,11 +113,7 @@ _MAX_FORMS = 4096
 
 
 class _Tagged(HashableMapping[Any, Any]):
-    """The statuses of a node with a tag, which Flax copies along with the node.
-
-    Equal to the same statuses without a tag, so that graphs have the same structure, but not to
-    those with another tag, for which JAX must not use the same trace.
-    """
+    """The statuses of a node with a tag: equal to those without one, not to another tag."""
 
     def __init__(self, mapping: Any, tag: Any):
         super().__init__(mapping, copy=False)
@@ -182,11 +174,7 @@ def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _adopt_tracers(node: Any) -> None:
-    """Marks traced arrays in attributes as data, as Flax does for concrete arrays.
-
-    ``nnx.is_data`` does not recognise tracers, so Flax would keep them as static attributes,
-    and they would leak out of the trace.
-    """
+    """Marks traced arrays in attributes as data, or Flax would keep and leak them as static."""
     statuses = getattr(node, STATUSES, None)
     if statuses is None or not is_pytree_type(type(node)):
         return
@@ -250,12 +238,12 @@ def node_flags(state: Any) -> tuple[bool, bool]:
 
 def new_node(node_type: type, metadata: Any) -> Any:
     """An object of ``node_type`` with no attributes yet."""
-    return _GRAPH_NODE_TYPES[node_type].create_empty(metadata)
+    return GRAPH_NODE_TYPES[node_type].create_empty(metadata)
 
 
 def fill_node(node: Any, attributes: Iterable[tuple[Any, Any]]) -> None:
     """Gives a new, empty node its attributes."""
-    _GRAPH_NODE_TYPES[type(node)].init(node, attributes)
+    GRAPH_NODE_TYPES[type(node)].init(node, attributes)
 
 
 def node_operations(
@@ -264,12 +252,9 @@ def node_operations(
     removed: Sequence[Any],
     attributes: Callable[[], list[tuple[Any, Any]]],
 ) -> list[tuple[Any, ...]]:
-    """The operations that change some attributes of an existing node: functions with arguments.
-
-    ``attributes`` makes the complete list, for node types that can only be rewritten as one.
-    """
+    """Functions with arguments that change a node; ``attributes`` makes all, to rewrite it."""
     if not isinstance(node, nnx.Pytree):
-        impl = _GRAPH_NODE_TYPES[type(node)]
+        impl = GRAPH_NODE_TYPES[type(node)]
         return [(impl.clear, node), (impl.init, node, attributes())]
     own = vars(node)
     operations: list[tuple[Any, ...]] = [(dict.pop, own, str(key), None) for key in removed]

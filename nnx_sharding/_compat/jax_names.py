@@ -162,10 +162,7 @@ _axis_env: Any = private_name("jax._src.core", "get_axis_env")
 
 
 def spmd_axes() -> frozenset[Any]:
-    """The mesh axes that shard what surrounding ``vmap`` map over (``spmd_axis_name``).
-
-    A ``shard_map`` in such a ``vmap`` has to be manual over them as well, or JAX cannot lower it.
-    """
+    """The ``spmd_axis_name`` of surrounding ``vmap``, over which a ``shard_map`` is manual, too."""
     axes: frozenset[Any] = _axis_env().spmd_axis_names
     return axes
 
@@ -187,10 +184,7 @@ def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
 def in_order_of(
     sharding: Any, other: jax.sharding.NamedSharding
 ) -> jax.sharding.NamedSharding | None:
-    """A sharding with its devices listed in the order of another one with the same devices.
-
-    None if a release of JAX, or the kind of sharding, cannot express it.
-    """
+    """A sharding with its devices in the order of another one; None if JAX cannot express it."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
     order = {device: i for i, device in enumerate(other.mesh.devices.flat)}
@@ -219,10 +213,7 @@ def trace_constants() -> list[Any]:
 
 
 def operations_on_constants() -> dict[int, set[str]]:
-    """The operations on each array that the current trace has captured, by the id of the array.
-
-    Those on a resharded array count for it.
-    """
+    """The operations on each array, resharded or not, that the trace has captured, by its id."""
     frame, found = _frame(), dict[int, set[str]]()
     for variable, value in getattr(frame, "constvar_to_val", {}).items():
         same = {id(variable)}
@@ -263,26 +254,15 @@ def direct_form(stage: Any) -> Any:
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mesh axes along which a value inside ``shard_map`` is not known to be equal.
-
-    Also empty if a release of JAX does not show them; JAX then checks them itself.
-    """
+    """The mesh axes along which a value in ``shard_map`` may differ; none if JAX shows none."""
     aval = jax.typeof(x)
     kind = getattr(aval, "mat", None)
     found: frozenset[Any] = getattr(kind, "vur", getattr(aval, "vma", frozenset()))
     return found
 
 
-def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
-    """The axes of a mesh over which an enclosing ``shard_map`` is mapped."""
-    return tuple(getattr(mesh, "manual_axes", ()))
-
-
 def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The shardings of the inputs and outputs of an exported program; None for open ones.
-
-    Each is a ``NamedSharding`` on its own abstract mesh, which is empty for one device.
-    """
+    """Of inputs and outputs of an exported program: on abstract meshes, None for open ones."""
     no_mesh: Any = None  # keeps the meshes unchanged; JAX does not document it
     return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
 

@@ -24,10 +24,7 @@ def with_auto_axes(
     axes: frozenset[Any],
     leave: Callable[[jax.Array], jax.Array],
 ) -> Any:
-    """Calls a function of a tree with some Explicit axes Auto.
-
-    ``leave`` gives an array that the function returns the type that it has outside.
-    """
+    """Calls a function of a tree with some Explicit axes Auto; ``leave`` types what it returns."""
     mesh = jax.sharding.get_abstract_mesh()
     retyping = Retyping.of(mesh, axes, AxisType.Auto, name="activation_shardings")
     if retyping is None:
@@ -46,10 +43,9 @@ def with_auto_axes(
 
 
 def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:
-    """How an output is sharded that leaves a call with Auto axes.
+    """How an output is sharded that leaves a call with Auto axes: by ``spec``, as far as it says.
 
-    Where ``spec``, what is declared or known of it, leaves this open, it is sharded like the
-    leading dimensions of the first input, or like all of it if both have the same shape.
+    The rest is like the leading dimensions of the first input; all of it, for the same shape.
     """
     count = x.ndim if x.shape == first.shape and spec is None else max(x.ndim - 1, 0)
     entries = jax.typeof(first).sharding.spec.partitions
@@ -92,9 +88,8 @@ def with_right_gradient(
 ) -> Callable[..., Any]:
     """A method of a module, in which a grouped convolution has the right gradient.
 
-    XLA multiplies the gradient of the kernel by the size of each mesh axis over which the rows are
-    not sharded. Over these axes, the convolution is therefore computed in a ``shard_map``. Where no
-    axis is Explicit, ``batch_axes`` are those that shard the rows.
+    XLA multiplies that of the kernel by the size of each axis that does not shard the rows, so the
+    convolution is mapped over these. Without Explicit axes, ``batch_axes`` shard the rows.
     """
     grouped = isinstance(module, nnx.Conv) and module.feature_group_count > 1
     if not grouped or module.conv_general_dilated is not jax.lax.conv_general_dilated:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis.parameters import ChosenBy
+from ..analysis.parameters import ActivationRow, ChosenBy, activation_row
 from ..core.call_context import Caller, called_by
 from ..core.flatten import Flat
 from ..core.placing import abstract, is_committed
@@ -24,21 +24,8 @@ from ..specs.paths import Path, accessor
 Shape: TypeAlias = tuple[int, ...]
 
 
-class Call(NamedTuple):
-    """One array that a call of a module returned."""
-
-    path: str  # the module as an expression, such as ``model.blocks[0].up``
-    module: str  # the name of its class
-    method: str
-    output: str  # where the array is in the output; empty if it is all of it
-    shape: Shape
-    dtype: Any
-    sharding: NamedSharding | None  # by its type or by choice; None if neither determines it
-    chosen_by: ChosenBy  # what decided that
-
-
-class Calls(list[Call]):
-    """The calls during one trace."""
+class Calls(list[ActivationRow]):
+    """What calls of modules returned during one trace."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
@@ -72,18 +59,13 @@ class Tag(NamedTuple):
 
 
 class Frame:
-    """One call of a module that has not returned yet.
-
-    Attributes:
-      chosen_by: whose specs are for this call.
-      is_strict: whether it is an error if they do not fit.
-      is_by_strategy: whether a strategy chose the types of the output.
-    """
+    """One call of a module that has not returned yet."""
 
     def __init__(self, tag: Tag, module: Any, method: str):
         self.tag, self.module, self.method = tag, module, method
-        self.chosen_by: ChosenBy = "compiler"
-        self.is_strict = self.is_by_strategy = False
+        self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
+        self.is_strict = False  # whether it is an error if they do not fit
+        self.is_by_strategy = False  # whether a strategy chose the types of the output
         self._calls: Calls | None = RECORD.value
         self._constrained: list[tuple[Any, NamedSharding]] = []
 
@@ -104,7 +86,7 @@ class Frame:
         for keys, x in leaves:
             if isinstance(x, jax.Array):
                 where = path, name, self.method, jax.tree_util.keystr(keys)
-                self._calls.append(Call(*where, x.shape, x.dtype, *self._sharding(x)))
+                self._calls.append(activation_row(where, x, *self._sharding(x)))
 
     def _sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
         if (sharding := self.sharding_of(x)) is not None:
@@ -117,11 +99,7 @@ class Frame:
 
 @contextlib.contextmanager
 def in_call(frame: Frame) -> Iterator[Frame]:
-    """Adds the path of a module to the names of what is traced within the block.
-
-    A call within another one adds only the rest of its path below that one's, or, without one,
-    the name of the method.
-    """
+    """Adds the path of a module, below that of the call around it, to names in the program."""
     outer, path = FRAME.get(), frame.tag.accessor
     inside = path if outer is None else path.removeprefix(outer.tag.accessor)
     name = (inside.lstrip(".") or frame.method) if inside[:1] in ("", ".", "[") else path

@@ -1,7 +1,6 @@
 """Passes the calls of modules to a handler while a function is traced.
 
-Each method is replaced once, for good, by a descriptor in the class that defines it. Without a
-handler in the current context, the descriptor gives what the method itself would give.
+Each method is replaced for good by a descriptor, which gives the method itself without a handler.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ def with_handler(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls a function, and passes the calls of modules in it to a handler, in this thread only.
-
-    ``named`` are the methods to intercept besides ``__call__`` and the public ones.
-    """
+    """Calls a function, and passes calls of modules, ``named`` methods too, to a handler."""
     outer = _CURRENT.get()
     named = frozenset(named) if outer is None else outer.named.union(named)
     for kind in _module_types():

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
+from ..core.flatten import Flat
 from ..core.problems import no_mesh
 from ..core.pure import Pure
 from ..core.resharding import apply_shardings, in_context, mesh_here, without_unconstrained
@@ -90,18 +91,15 @@ KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN
 
 
 def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
-    """A context in which JAX reuses no trace of a call for modules with other declarations.
-
-    Nor for modules that a surrounding ``remat`` knows by other paths.
-    """
+    """Where JAX reuses no trace of modules with other tags, or other paths in a ``remat``."""
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
     paths = tuple((x.trace, *(x.get(id(one), (None,))[0] for one in objects)) for x in KNOWN.get())
     return _TAGS((tags, paths)) if paths or any(tags) else contextlib.nullcontext()
 
 
-def pass_tags(caller: Caller, built: Built) -> None:
-    """Passes the surrounding trace's declarations for modules on to an inner trace."""
-    for old, new in zip(caller.objects, built.objects, strict=True):
+def pass_tags(known: Caller | Flat, built: Built | Flat) -> None:
+    """Passes the declarations for modules on to copies of them, such as in an inner trace."""
+    for old, new in zip(known.objects, built.objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(new, tag)
 
@@ -344,11 +342,7 @@ class Scope:
     def _auto_axes(
         self, frame: Frame, chosen: InOutSharding, explicit: frozenset[Any], inputs: Any
     ) -> frozenset[Any]:
-        """The Explicit axes that are Auto while a method runs.
-
-        All of them if it is declared so, if a strategy infers, or for a layer with a declared
-        output. None in modules that are declared to be Explicit, and those that hold such modules.
-        """
+        """The Explicit axes that are Auto in a method: declared so, inferred, or of a layer."""
         if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
             return frozenset()
         if chosen.axis_types is not None:
@@ -537,10 +531,7 @@ def _exactly(path: Path) -> str:
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
-    """The spec of an array in a loop over layers, where some dimensions of its shape are gone.
-
-    If several can be, unsharded and first ones are preferred.
-    """
+    """The spec of an array without some dimensions; if several fit, unsharded, first ones go."""
     choices = [
         kept
         for kept in itertools.combinations(range(len(shape)), len(inner))

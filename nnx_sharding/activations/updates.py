@@ -1,7 +1,6 @@
 """Updates of an ``nnx.Optimizer`` in a trace, whose transformation of Optax runs with Auto axes.
 
-The updates leave the transformation with the types of the parameters, its new state like the old
-one. So the compiler may choose everything in between.
+Updates leave it with the types of the parameters, new state with those of the old one.
 """
 
 from __future__ import annotations
@@ -110,11 +109,10 @@ def _has_coefficients(state: Any) -> bool:
 
 
 def _with_whole_matrices(jaxpr: Any, mesh: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr with whole matrices on each device in loops that multiply them.
+    """Evaluates a jaxpr with whole matrices on each device in Newton-Schulz iterations.
 
-    That is, in a Newton-Schulz iteration of a stack of matrices, which is then sharded over as many
-    devices as divide the number of matrices: where the loop begins, and where it ends. The loops of
-    single matrices of one shape run as one loop of a stack, with zeros if the devices need some.
+    Stacks of matrices are sharded over as many devices as divide their number within such a loop;
+    loops of single matrices of one shape run as one, with zeros if the devices need some.
     """
     if not _has_stacks(jaxpr.jaxpr):
         return [*jaxpr_as_fun(jaxpr)(*arrays)]
@@ -155,10 +153,7 @@ def _with_whole_matrices(jaxpr: Any, mesh: Any, arrays: Sequence[Any]) -> list[A
 
 
 def _grouped(eqns: Sequence[Any]) -> list[list[Any]]:
-    """The equations in an order in which they can run, with equal loops of single matrices in one.
-
-    After each loop, what depends on it is on the next level. Loops of one level are independent.
-    """
+    """Equations in an order in which they can run, with equal loops of one matrix together."""
     levels: dict[Any, int] = {}
     groups: dict[Any, list[Any]] = {}
     for number, eqn in enumerate(eqns):

@@ -71,10 +71,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def replaced_values(values: Iterable[tuple[Any, Any]]) -> Iterator[None]:
-    """Replaces values of Variables within the block.
-
-    After it they have the old ones; values set meanwhile are kept, with the old sharding.
-    """
+    """Replaces values of Variables within the block; what is set in it is kept, resharded."""
     before = [(variable, _compat.get_value(variable), new) for variable, new in values]
     for variable, _, new in before:
         _compat.set_value(variable, new)

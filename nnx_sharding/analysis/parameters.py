@@ -318,22 +318,17 @@ class ActivationTable(list[ActivationRow], Pictured):
         yield activations_table(self)
 
 
-def activation_rows(calls: Iterable[Any]) -> ActivationTable:
-    """The rows of recorded calls of modules, without duplicates, as from a loop traced twice."""
-    return ActivationTable(dict.fromkeys(map(_row, calls)))
-
-
-def _row(call: Any) -> ActivationRow:
+def activation_row(
+    where: tuple[str, str, str, str], x: Any, sharding: Any, chosen_by: ChosenBy
+) -> ActivationRow:
+    """The row of an array that a module returned; ``where`` is the row's path to output."""
     spec = shard_shape = bytes_per_device = None
-    if call.sharding is not None:
-        spec, shard_shape = call.sharding.spec, tuple(call.sharding.shard_shape(call.shape))
-        spec = full_spec(spec, len(call.shape))
-        bytes_per_device = array_bytes(shard_shape, call.dtype)
-    dtype, total = str(call.dtype), array_bytes(call.shape, call.dtype)
-    return ActivationRow(
-        *(call.path, call.module, call.method, call.output, tuple(call.shape), dtype, spec),
-        *(shard_shape, bytes_per_device, total, call.chosen_by),
-    )
+    if sharding is not None:
+        shard_shape = tuple(sharding.shard_shape(x.shape))
+        spec = full_spec(sharding.spec, x.ndim)
+        bytes_per_device = array_bytes(shard_shape, x.dtype)
+    sizes = shard_shape, bytes_per_device, array_bytes(x.shape, x.dtype)
+    return ActivationRow(*where, tuple(x.shape), str(x.dtype), spec, *sizes, chosen_by)
 
 
 _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes/device", "bytes")

@@ -58,10 +58,7 @@ def _on_devices(x: jax.Array) -> jax.Array:
 
 
 def _mixed(words: Any, index: Any) -> Any:
-    """A hash of each word with its index, one to one in the word.
-
-    The steps are those of MurmurHash3 (fmix32), https://github.com/aappleby/smhasher.
-    """
+    """A hash of each word with its index, one to one in the word, by the steps of MurmurHash3."""
     x = words ^ (index * np.uint32(0x9E3779B9))
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)

@@ -208,7 +208,7 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
 
     def restore(self, directory: Any, args: Any) -> Any:
         """Restores a :class:`ModelRestore`."""
-        return restore_into(directory, **vars(args))
+        return restore_into(directory, args)
 
 
 @ocp.args.register_with_handler(ModelHandler, for_save=True)

@@ -1,8 +1,4 @@
-"""Reading a checkpoint into a tree: all of it or, after an error, nothing.
-
-An array is found by its path, after the rules of ``rename``. A ``Stack`` is also found as the list
-of its layers (``blocks/layers/kernel`` as ``blocks/0/kernel``, …), and a list as a ``Stack``.
-"""
+"""Reading a checkpoint into a tree: all of it or, after an error, nothing."""
 
 from __future__ import annotations
 
@@ -51,25 +47,17 @@ _LAYERS = "layers"  # the attribute of a `Stack` in the place of the index into 
 _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
 
 
-def restore_into(
-    folder: Any,
-    tree: Any,
-    sharding: Any,
-    mesh: Any,
-    only: Any,
-    cast: bool,
-    rename: Mapping[str, str] | None,
-) -> Any:
-    """Reads and checks everything, then fills the tree and returns it."""
-    flat = flatten(tree)
+def restore_into(folder: Any, given: Any) -> Any:
+    """Reads and checks everything, then fills the tree of a ``ModelRestore`` and returns it."""
+    flat = flatten(given.tree)
     if not _compat.trace_is_clean():
         raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
-    arrays = selected("restore", named_arrays(flat), only, is_storable)
-    shardings = _shardings(tree, flat, arrays, sharding, mesh)
+    arrays = selected("restore", named_arrays(flat), given.only, is_storable)
+    shardings = _shardings(given.tree, flat, arrays, given.sharding, given.mesh)
     stored = opened("restore", folder)
-    finder = _Finder(stored, rename)
+    finder = _Finder(stored, given.rename)
     targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
-    _check_fit(stored, targets, is_part=only is not None, cast=cast)
+    _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
     values = load("restore", stored, _wanted(stored, targets))
     return filled(flat, _converted(targets, values), "restore")
 
@@ -126,25 +114,24 @@ class _Finder:
     """Finds the arrays of a checkpoint under the paths that they have in a model."""
 
     def __init__(self, stored: Stored, rename: Mapping[str, str] | None):
-        self._entries = stored.entries
-        self._names: dict[Name, Name] = {}
+        self._entries, self._names = stored.entries, dict[Name, Name]()
+        rename, used = rename or {}, set[str]()
         paths: dict[str, list[str]] = {}
-        unused = set(rename or ())
         for name, entry in stored.entries.items():
             path = entry.array.path
-            rule = next((rule for rule in rename or () if re.search(rule, path)), None)
-            if rename is None or rule is None:
+            rule = next((rule for rule in rename if re.search(rule, path)), None)
+            if rule is None:
                 self._names[name] = name
                 self._names.setdefault(entry.plain_name, name)
             else:
-                unused.discard(rule)
+                used.add(rule)
                 path = re.sub(rule, rename[rule], path, count=1)
                 self._names[tuple(path.split("/"))] = name
-            if rename:
-                paths.setdefault(path, []).append(entry.array.path)
-        same = [f"  {path}: {', '.join(old)}" for path, old in paths.items() if len(old) > 1]
+            paths.setdefault(path, []).append(entry.array.path)
+        pairs = paths.items() if rename else ()
+        same = [f"  {path}: {', '.join(old)}" for path, old in pairs if len(old) > 1]
         raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
-        lines = [f"  {rule!r}" for rule in rename or () if rule in unused]
+        lines = [f"  {rule!r}" for rule in rename if rule not in used]
         head = f"restore: these rules of rename match no path in {stored.folder}:"
         raise_listed(ValueError, head, lines)
 
@@ -160,7 +147,7 @@ class _Finder:
         for place in (i for i, key in enumerate(name) if key == _LAYERS):
             # One layer stands for what all of them may share.
             count = leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
-            layers = [_with(name, place, str(i)) for i in range(count)]
+            layers = [(*name[:place], str(i), *name[place + 1 :]) for i in range(count)]
             found = [self._find(layer, leaf, levels + 1) for layer in layers]
             one = next(filter(None, found), None)
             if one is None:
@@ -172,9 +159,7 @@ class _Finder:
         digits = [i for i, key in enumerate(name) if key.isdecimal()]
         for count in range(1, len(digits) + 1):
             for places in itertools.combinations(digits, count):
-                stack = name
-                for place in places:
-                    stack = _with(stack, place, _LAYERS)
+                stack = tuple(_LAYERS if i in places else key for i, key in enumerate(name))
                 if stack in self._names:
                     piece = _Piece(self._names[stack], tuple(int(name[i]) for i in places))
                     is_shared = self._extra(piece, leaf, levels) < 0
@@ -186,10 +171,6 @@ class _Finder:
         entry = self._entries[piece.name]
         shape, _ = _type_of(leaf, entry)
         return len(entry.array.shape) - len(piece.layer) - len(shape[levels:])
-
-
-def _with(name: Name, place: int, key: str) -> Name:
-    return (*name[:place], key, *name[place + 1 :])
 
 
 def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], Any]:
@@ -206,9 +187,8 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], Any]:
 def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
     """Raises an error if the arrays of the checkpoint differ from those to restore."""
     entries = stored.entries
-    missing: dict[str, str] = {}
+    missing, shapes, dtypes = dict[str, str](), [], []
     layers: dict[Name, set[tuple[int, ...]]] = {}
-    shapes, dtypes = [], []
     for target in targets:
         levels = len(target.source.stacked)
         for piece in target.source.pieces:
@@ -222,12 +202,11 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
             layers.setdefault(piece.name, set()).add(piece.layer)
             shape, dtype = _type_of(target.array.leaf, entry)
             there, here = entry.array.shape[len(piece.layer) :], shape[levels:]
-            line = f"  {path}: "
             if there != here:
-                shapes.append(f"{line}{there} in the checkpoint, {here} in the model")
-            elif not _is_same_dtype(entry.array.dtype, dtype, cast):
+                shapes.append(f"  {path}: {there} in the checkpoint, {here} in the model")
+            elif not _is_same_dtype(there := entry.array.dtype, dtype, cast):
                 text = dtype.__name__ if isinstance(dtype, type) else dtype
-                dtypes.append(f"{line}{entry.array.dtype} in the checkpoint, {text} in the model")
+                dtypes.append(f"  {path}: {there} in the checkpoint, {text} in the model")
     unknown = [entry.array.path or "the root" for x, entry in entries.items() if x not in layers]
     for name, indices in layers.items():
         shape = entries[name].array.shape[: len(min(indices))]
@@ -235,11 +214,10 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
             counts = f"{math.prod(shape)} layers in the checkpoint, {len(indices)} in the model"
             shapes.append(f"  {entries[name].array.path}: {counts}")
     near = suggestions(len(missing) + len(unknown))
+    others = [] if is_part else [f"  {path}{near(path, missing)}" for path in unknown]
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
-        "Not in the model": []
-        if is_part
-        else [f"  {path}{near(path, missing)}" for path in unknown],
+        "Not in the model": others,
         "Of another shape": shapes,
         OF_ANOTHER_DTYPE: dtypes,
     }
@@ -256,9 +234,7 @@ def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> st
     if top is not None:
         key = int(top) if top.isdecimal() else top
         part = f"{{{key!r}: model}}" if key else "(model,)"
-        return (
-            f"The checkpoint has the model below {top}/: pass {part}, with only=... for it alone."
-        )
+        return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
     if is_part or missing or not unknown:
         return ""
     return "To restore only what the model has, pass only=... or another filter."

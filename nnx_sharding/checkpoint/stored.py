@@ -124,10 +124,7 @@ def opened(caller: str, folder: Any) -> Stored:
 
 
 def as_folder(path: str | os.PathLike[str]) -> Any:
-    """A path as Orbax takes it: absolute, without links, on this machine or in a bucket (``gs://``).
-
-    What a link names is replaced, not the link.
-    """
+    """A path as Orbax takes it: absolute, here or in a bucket, and what a link names."""
     text = os.fspath(path)
     return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 
@@ -138,34 +135,26 @@ def beside(folder: Any, what: str) -> Any:
 
 
 def together(caller: str, folder: Any, step: Callable[[], Any], *, everywhere: bool = False) -> Any:
-    """Runs a step on the first process, or on all; if it fails on one of them, all fail.
-
-    The others might see a file system that has changed, so they get what the first one returns, and
-    nothing if all run it.
-    """
+    """Runs a step on the first process, whose result all get, or on all; all fail if one does."""
     result: Any = None
     error: Exception | None = None
     try:
-        if everywhere:
-            step()
-        elif jax.process_index() == 0:
+        if everywhere or jax.process_index() == 0:
             result = step()
-    except OSError as caught:
-        error = CheckpointError(f"{caller}: cannot use {folder}: {caught}.")
-        error.__cause__ = caught
     except Exception as caught:
         error = caught
+        if isinstance(caught, OSError):
+            error = CheckpointError(f"{caller}: cannot use {folder}: {caught}.")
+            error.__cause__ = caught
     if jax.process_count() > 1:
-        text = json.dumps([result, None if error is None else first_line(error)])
+        text = json.dumps([None if everywhere else result, error and first_line(error)])
         sent = np.frombuffer(text.encode().ljust(_MESSAGE_BYTES), np.uint8)
         received = np.asarray(multihost_utils.process_allgather(sent))
         answers = [json.loads(bytes(row)) for row in received.reshape(-1, _MESSAGE_BYTES)]
         result = answers[0][0]
-        failed = [
-            f"{caller}: process {i} failed: {text}" for i, (_, text) in enumerate(answers) if text
-        ]
-        if failed and error is None:
-            error = CheckpointError(failed[0])
+        failed = next((i for i, (_, text) in enumerate(answers) if text), None)
+        if failed is not None and error is None:
+            error = CheckpointError(f"{caller}: process {failed} failed: {answers[failed][1]}")
     if error is not None:
         raise error
     return result
@@ -238,10 +227,10 @@ def _entries(metadata: Any) -> dict[Name, Entry]:
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
         nbytes, is_number = array_bytes(shape, dtype), isinstance(leaf, ocp.metadata.ScalarMetadata)
         if joined in keys:
-            shape, dtype = shape[:-1], _key_dtype(keys[joined])
+            shape, dtype = shape[:-1], _key_dtypes()[keys[joined]][1]
         entries[name] = entry(name, shape, dtype, nbytes, position, is_number, sums.get(joined))
     for name, (shape, text) in empty.items():
-        dtype = _key_dtype(text) if text.startswith("key<") else jax.numpy.dtype(text)
+        dtype = _key_dtypes()[text][1] if text.startswith("key<") else jax.numpy.dtype(text)
         entries[name] = entry(name, shape, dtype, 0)
     return entries
 
@@ -256,23 +245,16 @@ def _variables(names: Iterable[Name]) -> set[Name]:
 
 
 @functools.cache
-def _key_dtypes() -> dict[str, Any]:
-    """The kinds of PRNG keys, as ``jax.random`` calls them, with their dtypes."""
+def _key_dtypes() -> dict[str, tuple[str, Any]]:
+    """By the name of the dtype, such as ``key<fry>``, what ``jax.random`` calls it, and itself."""
     kinds = ("threefry2x32", "rbg", "unsafe_rbg")
-    return {
-        kind: jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)).dtype
-        for kind in kinds
-    }
-
-
-def _key_dtype(name: str) -> Any:
-    """The dtype of PRNG keys with this name, such as ``key<fry>``."""
-    return {str(dtype): dtype for dtype in _key_dtypes().values()}[name]
+    keys = (jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)) for kind in kinds)
+    return {str(key.dtype): (kind, key.dtype) for kind, key in zip(kinds, keys, strict=True)}
 
 
 def key_kind(dtype: Any) -> str:
     """What ``jax.random`` calls the kind of PRNG keys with this dtype."""
-    return next(kind for kind, other in _key_dtypes().items() if other == dtype)
+    return _key_dtypes()[str(dtype)][0]
 
 
 def key_words(keys: Any) -> Any:

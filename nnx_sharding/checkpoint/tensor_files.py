@@ -1,9 +1,7 @@
 """Files in the format of safetensors: their tensors, and the bytes of a region of one.
 
-The ``safetensors`` library reads a complete tensor for a slice of its columns, and has no NumPy
-dtype for float8. Orbax's layout makes one array of each tensor, with its dimensions, and holds the
-shards of a file in host memory; rules split, stack and transpose tensors. So the ranges are read
-here. The format is a length of 8 bytes, a JSON header of that length, and the tensors.
+The ``safetensors`` library reads complete tensors for slices of their columns, and Orbax's layout
+keeps the dimensions of tensors, which rules split, stack and transpose. So ranges are read here.
 """
 
 from __future__ import annotations
@@ -145,10 +143,7 @@ def create(path: Any, tensors: Mapping[str, Any]) -> None:
 
 
 class Elements:
-    """Elements of a tensor, arranged as a box: read and written in runs of adjacent ones.
-
-    Where an element is in the tensor is the sum of one offset for each dimension of the box.
-    """
+    """Elements of a tensor, as a box whose offsets are sums of one for each dimension."""
 
     def __init__(self, offsets: Sequence[_Ints]):
         orders = [_order(each) for each in offsets]

@@ -351,19 +351,8 @@ def matched(
 ) -> dict[str, list[tuple[Placement, str]]]:
     """What fills each array, or in reverse each tensor; an error lists all that does not fit.
 
-    Args:
-      head: the first line of the error.
-      rules: where the tensors belong.
-      tensors: their shapes and dtypes, by name.
-      arrays: those of the arrays, by path.
-      everything: the paths of these and of other arrays, whose tensors are ignored.
-      cast: whether dtypes may differ within a kind.
-      reverse: whether the arrays are read and the tensors are filled.
-      nouns: what is read, and what is filled.
-
-    Returns:
-      For each array the placements of its tensors, with their names; in reverse for each tensor the
-      places of arrays in it, with their paths.
+    Of ``tensors`` by name and ``arrays`` by path, shapes and dtypes count. Tensors of other paths
+    in ``everything`` are ignored. ``nouns`` are what is read and what is filled, for messages.
     """
     sources, goals = (arrays, tensors) if reverse else (tensors, arrays)
     filled: dict[str, list[tuple[Placement, str]]] = {
@@ -428,17 +417,14 @@ def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> dict[str, t
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
             found = list(_written(rules, pattern, tensor, path, shape))
+            pairs = (zip(found[0].region, x.region, strict=True) for x in kept if found)
             # If the same array can be read from several names, the first is written.
-            if found and not any(_overlap(found[0].region, other.region) for other in kept):
+            if found and not any(all(a < d and c < b for (a, b), (c, d) in x) for x in pairs):
                 kept.append(found[0])
                 names |= {placement.name: placement.tensor_shape for placement in found}
     if not names:
         raise ValueError("no rule has this path")
     return names
-
-
-def _overlap(one: Region, other: Region) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _written(

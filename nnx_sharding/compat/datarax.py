@@ -17,9 +17,9 @@ from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, rebuilt, sharding_of
 from ..errors import raise_listed
-from ..partition.constrain import is_array
+from ..partition.constrain import assign, is_array
 from ..partition.logical import LogicalRules
-from ..placement.place import shardings_for, trimmed
+from ..placement.place import trimmed
 from ..transforms.shard_map import shard_map
 
 __all__ = ["ArraySharder", "SharderModuleConfig"]
@@ -111,7 +111,7 @@ class ArraySharder(nnx.Module):
     def shard_static(batch: Any, sharding: Any) -> Any:
         """Does the same as :meth:`shard` without a sharder, and is not counted."""
         name, flat = "ArraySharder.shard", flatten(batch)
-        shardings = shardings_for(batch, sharding, None, name, flat=flat, adapt=trimmed)
+        _, shardings = assign(batch, flat, sharding, caller=name, whole=True, adapt=trimmed)
         return rebuilt(flat, apply_shardings(flat.leaves, shardings), name)
 
     def shard_with_info(self, batch: Any, sharding: Any, info: dict[str, Any] | None = None) -> Any:
@@ -184,7 +184,8 @@ class ArraySharder(nnx.Module):
         onto = _compat.context_mesh() if mesh is None else mesh
         if onto is not None:
             spec, x = self.get_partition_spec(logical_spec), jax.ShapeDtypeStruct(shape, "float32")
-            shardings = shardings_for(x, spec, onto, "create_sharded_param")
+            options: Any = {"mesh": onto, "caller": "create_sharded_param", "whole": True}
+            _, shardings = assign(x, flatten(x), spec, **options)
             if isinstance(shardings[0].mesh, Mesh):
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=shardings[0])
             metadata["mesh"] = onto

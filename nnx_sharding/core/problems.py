@@ -66,13 +66,13 @@ def arguments_not_arrays(names: Sequence[str], leaves: Sequence[Any]) -> Excepti
     )
 
 
-def no_mesh(name: str) -> NoMeshError:
-    """The error for a ``PartitionSpec`` without a mesh."""
+def no_mesh(name: str, places: Sequence[str] = ()) -> NoMeshError:
+    """The error for a ``PartitionSpec`` without a mesh, with lines for where it is."""
     text = (
         f"{name}: a PartitionSpec needs a mesh, and none is in context. Pass mesh=..., call within "
         "`with jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec)."
     )
-    return see(NoMeshError(message(text, [])), anchor="no-mesh")
+    return see(NoMeshError(message(text, places)), anchor="no-mesh")
 
 
 def committed_elsewhere(name: str, found: Iterable[tuple[str, Any, Sharding]]) -> Exception | None:

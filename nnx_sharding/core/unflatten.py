@@ -95,7 +95,7 @@ def _new_object(
         # Within a trace, hijax Variables are plain ones.
         if settings.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
             value = assemble(entry.value, (leaves[slot] for slot in slots), ())
-            return _compat.new_hijax_variable(entry.type, settings, value)
+            return entry.type.from_metadata(value, settings)
         return _compat.new_variable(entry.type, settings, trace_state)
     if isinstance(entry, StaticEntry):
         return make_empty(entry.kind)
@@ -316,7 +316,7 @@ def update(
 def _setter(variable: Any, what: str, new: Any, plain: Callable[[Any, Any], None]) -> Operation:
     if _compat.is_variable(variable):
         return (plain, variable, new)
-    return (_compat.set_hijax, variable, what, new)
+    return (getattr(variable, f"set_{what}"), new)
 
 
 def perform(operations: Iterable[Operation]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from ..core.resharding import (
     rebuilt,
     without_unconstrained,
 )
-from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
+from ..core.resolve import Resolved, check_filters, locate, resolve, slot_names
 from ..core.targets import Specs, check_specs, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, message, raise_listed, report
@@ -100,7 +100,7 @@ def reshard(tree: Any, out_shardings: Any) -> Any:
     specs = Specs(out_shardings)
     check_specs("reshard", (PartitionSpec, NamedSharding), out_shardings=specs)
     flat = flatten(tree)
-    _, shardings = assign(tree, flat, specs.tree, caller="reshard", explicit=True)
+    _, shardings = assign(tree, flat, specs, caller="reshard", explicit=True)
     return rebuilt(flat, apply_shardings(flat.leaves, shardings), "reshard")
 
 
@@ -111,11 +111,17 @@ def assign(
     *,
     mesh: Any = None,
     caller: str = "with_sharding_constraint",
+    name: str = "tree",
     **options: Any,
 ) -> tuple[list[str], list[Any]]:
     """The name and the sharding of each array of a tree; options are those of :func:`fitted`."""
-    mesh = given_mesh(caller, mesh)
-    names, resolved, _ = resolved_prefix(caller, "tree", tree, flat, Specs(sharding))
+    mesh, specs = given_mesh(caller, mesh), sharding
+    specs = specs if isinstance(specs, Specs) else Specs(specs)
+    check_specs(caller, sharding=specs)
+    argument = target(name, specs.tree, tree, flat.structure.root, caller)
+    locations = locate(flat.structure, [argument])
+    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
+    names = slot_names(len(flat.leaves), locations)
     return names, fitted(caller, names, flat.leaves, resolved, mesh, places=True, **options)
 
 
@@ -129,42 +135,60 @@ def fitted(
     on_indivisible: OnIndivisible = "error",
     explicit: bool = False,
     places: bool = False,
+    whole: bool = False,
     lenient: bool = False,
     strict: bool = False,
+    adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec,
 ) -> list[Any]:
     """The sharding of each array, from its resolved spec; None to change nothing.
 
     Specs may name Explicit axes only if ``explicit``. The arrays get the shardings here if
-    ``places``; outside of a trace, by moving them. ``lenient`` corrects specs, and changes nothing
-    without a mesh. ``strict`` makes errors of warnings.
+    ``places``; outside of a trace, by moving them. With ``whole``, specs decide on all dimensions,
+    and on arrays and numbers only. ``lenient`` corrects specs, and changes nothing without a mesh.
+    ``strict`` makes errors of warnings. ``adapt`` changes a spec for its array first.
     """
-    shardings: list[Any] = []
-    corrected, refused = [], []
+    shardings: list[Any] = [None] * len(leaves)
+    corrected, refused, others, without_mesh = [], [], [], []
+    moves = places and _compat.trace_is_clean()
+    options: Any = {"unconstrained": not (explicit or whole), "lenient": lenient}
     for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
-        parts = spec_and_mesh(spec, mesh)
-        if parts is None and isinstance(spec, PartitionSpec) and not lenient:
-            raise no_mesh(caller)
-        if parts is None or not is_array(leaf):
-            is_final = isinstance(spec, Sharding | Format) and is_array(leaf)
-            shardings.append(spec if is_final else None)
+        spec = adapt(spec, leaf)
+        if not is_array(leaf) and not (whole and isinstance(leaf, bool | int | float | complex)):
+            others += [f"  {name}: a {type(leaf).__name__}"] if whole and spec is not None else []
             continue
-        here = mesh_here(parts[1]) if places else parts[1]
-        options: Any = {"unconstrained": not explicit, "lenient": lenient}
+        of_mesh = spec.sharding if isinstance(spec, Format) else spec
+        parts = spec_and_mesh(of_mesh, mesh)
+        if parts is None and isinstance(spec, PartitionSpec):
+            without_mesh.append(f"  {name}: {spec}")
+            continue
+        here = mesh if parts is None else mesh_here(parts[1]) if places else parts[1]
         action = resolved.on_indivisible.get(slot, "drop" if lenient else on_indivisible)
-        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=action, **options)
-        if explicit and not fit.problems:
+        wanted = of_mesh if parts is None else parts[0]
+        fit = fit_sharding(wanted, here, np.shape(leaf), on_indivisible=action, **options)
+        if explicit and parts is not None and not fit.problems:
             fit = fit.refuse(_not_explicit(parts[0], here))
-        if places and _compat.trace_is_clean() and not isinstance(leaf, jax.ShapeDtypeStruct):
-            fit = fit.refuse(obstacle(leaf, NamedSharding(here, PartitionSpec())))
+        goal = of_mesh if parts is None else NamedSharding(here, PartitionSpec())
+        if moves and isinstance(goal, Sharding) and not isinstance(leaf, jax.ShapeDtypeStruct):
+            fit = fit.refuse(obstacle(leaf, goal))
         if fit.problems:
             refused.append(fit.line(name))
             continue
         if fit.corrections:
             corrected.append(fit.line(name))
-        # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
-        is_known = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in here.axis_types
-        final = fit.sharding if is_known else without_unconstrained(fit.sharding, leaf, here)
-        shardings.append(NamedSharding(here, final, memory_kind=other_memory(spec)))
+        shardings[slot] = spec
+        if parts is not None and of_mesh is spec:
+            # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
+            is_known = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in here.axis_types
+            final = fit.sharding if is_known else without_unconstrained(fit.sharding, leaf, here)
+            shardings[slot] = NamedSharding(here, final, memory_kind=other_memory(spec))
+    if without_mesh and not lenient:
+        raise no_mesh(caller, without_mesh)
+    raise_listed(
+        TypeError,
+        f"{caller}: these leaves have a sharding, but are not arrays:",
+        others,
+        "Give them the sharding None, or keep them out of the tree.",
+    )
     raise_listed(ValueError, f"{caller}: these specs cannot be used:", refused)
     check_filters(resolved.uses, name=caller, strict=strict)
     report_corrections(caller, corrected, strict=strict)
@@ -178,17 +202,6 @@ def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
         return None
     listed = ", ".join(f"{axis!r} is of type {kinds[axis].name}" for axis in others)
     return f"{listed}; only Explicit axes are part of a type"
-
-
-def resolved_prefix(
-    caller: str, name: str, tree: Any, flat: Flat, specs: Specs
-) -> tuple[list[str], Resolved, list[NamedLocation]]:
-    """The names, specs (from a prefix of the tree) and locations of the arrays of a tree."""
-    check_specs(caller, sharding=specs)
-    argument = target(name, specs.tree, tree, flat.structure.root, caller)
-    locations = locate(flat.structure, [argument])
-    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
-    return slot_names(len(flat.leaves), locations), resolved, locations
 
 
 def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:

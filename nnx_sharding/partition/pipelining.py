@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..activations.calls import Tag
+from ..activations.tracing import pass_tags
 from ..activations.variables import modules_in
 from ..core.flatten import Flat
 from ..core.resharding import mesh_here
@@ -190,7 +192,9 @@ def layers_of(model: Any) -> tuple[dict[Path, Any], list[str]]:
     for path, module in nodes.items():
         if isinstance(module, Stack) and not any(path[: len(x)] == x for x in found):
             found[path] = module
-    for path, module in nodes.items() if not found else ():
+    if found:
+        return found, lines
+    for path, module in nodes.items():
         is_inside = any(path[: len(x)] == x for x in found)
         blocks = [*module] if isinstance(module, nnx.List) and not is_inside else []
         if len(blocks) > 1 and all(isinstance(x, nnx.Module) and callable(x) for x in blocks):
@@ -256,12 +260,10 @@ def _is_in_layers(path: Path, outer: Path, layers: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Runs a ``Stack`` in stages over a mesh axis.
+    """Runs a ``Stack`` in stages over a mesh axis: at tick t, stage s computes item t - s.
 
-    At tick t, stage s computes item t - s, if there is one: item i is microbatch i mod M in repeat
-    i div M. After each tick, the results move on to the next stage, and those of the last one to
-    the first, which keeps them in place of the microbatches that it has read, as inputs of the next
-    repeat and as outputs.
+    Item i is microbatch i mod M in repeat i div M. After a tick, results move on to the next stage,
+    and those of the last to the first, which keeps them in place of the microbatches that it read.
     """
 
     axis: str
@@ -283,12 +285,7 @@ class Schedule:
         return _RUNNING.get()
 
     def entered(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
-        """What is called for a call of a stack, or of a block of a list.
-
-        Returns:
-          The tag, the module and the arguments. All blocks are called with the last one; until
-          then, there is no module, and the call returns what is in place of the arguments.
-        """
+        """What is called for that of a stack or a block: no module before the last block."""
         if not self.blocks:
             return tag, module, args
         *where, number = tag.path
@@ -334,14 +331,20 @@ class Schedule:
                 if not self.blocks:
                     return self._run(module, x, args, kwargs, here, rows)
                 layers = stack([*module])
-                _pass_tags(_flat(module[0]), layers.layers)
-                before = dict(enumerate(_flat(layers.layers).leaves))
+                flat = _flat(layers.layers)
+                pass_tags(_flat(module[0]), flat)
+                before = dict(enumerate(flat.leaves))
                 y = self._run(layers, x, args, kwargs, here, rows)
             finally:
                 _RUNNING.reset(token)
             after = _flat(layers.layers)
             for number, block in enumerate(module):
-                _write_layer(_flat(block), after, before, number)
+                flat = _flat(block)
+                _update(flat, after, before, lambda _, leaf, number=number: leaf[number])
+                for index in captures(flat.structure):
+                    sown = _compat.get_value(after.objects[index])
+                    own = jax.tree.map(operator.itemgetter(number), sown)
+                    _compat.set_value(flat.objects[index], own)
             return y
 
         return call
@@ -482,7 +485,7 @@ class Schedule:
             return y
 
         if stack.remat is True:
-            stage = remat(stage, prevent_cse=False, **_GRAPH)
+            stage = remat(stage, prevent_cse=False, graph=True, graph_updates=True)
         axes: Any = (stack._axes, 0, 0, None)
         all_stages = vmap(stage, in_axes=axes, spmd_axis_name=self.axis, **_OPTIONS)
 
@@ -611,9 +614,6 @@ def _is_same(one: Any, other: Any) -> bool:
     )
 
 
-_GRAPH: Any = {"graph": True, "graph_updates": True}
-
-
 def _at(x: Any, index: Any, axis: int) -> Any:
     return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
 
@@ -625,26 +625,13 @@ def _put(x: Any, part: Any, index: Any, axis: int) -> Any:
 def _copy(flat: Flat, new: Mapping[int, Any], stack: Stack, change: Callable[..., Any]) -> Any:
     """Layers with other arrays in some slots, and one more or one less dimension in front."""
     layers = _built(flat, new)
-    _pass_tags(flat, layers)
-    for old, one in zip(flat.objects, _flat(layers).objects, strict=True):
+    copy = _flat(layers)
+    pass_tags(flat, copy)
+    for old, one in zip(flat.objects, copy.objects, strict=True):
         if sown := vars(old).get(_compat.CAPTURES) if _compat.is_node(old) else None:
             vars(one)[_compat.CAPTURES] = sown
     _name_axis(change, layers, stack.shared)
     return layers
-
-
-def _pass_tags(flat: Flat, layers: Any) -> None:
-    for old, one in zip(flat.objects, _flat(layers).objects, strict=True):
-        if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
-            _compat.tag_node(one, tag)
-
-
-def _write_layer(flat: Flat, after: Flat, before: Mapping[int, Any], number: int) -> None:
-    """Updates a layer from a stack in which arrays have changed, or something was sown."""
-    _update(flat, after, before, lambda _, leaf: leaf[number])
-    for index in captures(flat.structure):
-        sown = _compat.get_value(after.objects[index])
-        _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
 
 
 def _update(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -152,13 +154,13 @@ def ring_attention(
     mesh = given_mesh("ring_attention", mesh)
     size = 1 if mesh is None else mesh.shape.get(axis, 0)
     problems = [*_wrong_shapes(query, key, value, mask, input_positions, segment_ids, size, axis)]
-    unsupported = {
+    wrong = {
         "bias: not supported": bias is not None,
         "dropout of weights: not supported": dropout_rate and not deterministic,
         "sowing weights: not supported, they are never in memory": module is not None,
         f"window={window!r}: expected at least 1": window is not None and window < 1,
     }
-    problems += [text for text, is_given in unsupported.items() if is_given]
+    problems += [text for text, is_given in wrong.items() if is_given]
     if mesh is not None and not size:
         known = ", ".join(map(repr, mesh.shape))
         problems.append(f"axis={axis!r}{suggestion(axis, mesh.shape)}: the mesh has {known}")
@@ -267,11 +269,11 @@ class _Ring(NamedTuple):
         if self.axis not in axes_of_type(mesh, AxisType.Explicit):
             return run
 
-        def resharded(*args: Any) -> Any:
-            # The types of arguments have to agree with the specs along the sequence.
-            return run(*jax.tree.map(functools.partial(_with_axis, mesh), args, inputs))
+        def typed(x: Any, spec: P) -> Any:  # as the specs say along the sequence
+            pairs = zip(padded(spec, x.ndim), padded(type_spec(x) or P(), x.ndim), strict=True)
+            return retyped(x, mesh, P(*(new or old for new, old in pairs)))
 
-        return resharded
+        return lambda *args: run(*jax.tree.map(typed, args, inputs))
 
     def next(self, tree: Any) -> Any:
         """Arrays of the device before in the ring."""
@@ -302,10 +304,9 @@ def _rotated(rope: Callable[..., Any], x: Any, positions: Any) -> Any:
 
 
 def _balanced(ring: _Ring, arrays: tuple[Any, ...], back: bool = False) -> Any:
-    """Arrays in the order of their tokens, moved to the balanced order; or back.
+    """Arrays moved from the order of their tokens to the balanced order, or back.
 
-    Each device has two successive chunks, an even and an odd one. In the balanced order, device i
-    has the chunks i and 2n - 1 - i, of which again one is even.
+    Device i has chunks 2i and 2i + 1, in the balanced order i and 2n - 1 - i: again one is even.
     """
     last = 2 * ring.size - 1
     chunks = ([2 * i + odd for i in range(ring.size)] for odd in (0, 1))
@@ -354,12 +355,6 @@ def _backward(ring: _Ring, kept: Any, of_out: Any) -> Any:
 _attention.defvjp(_forward, _backward)
 
 
-def _with_axis(mesh: Any, x: Any, spec: P) -> Any:
-    """An array that the axis in the spec shards as well."""
-    pairs = zip(padded(spec, x.ndim), padded(type_spec(x) or P(), x.ndim), strict=True)
-    return retyped(x, mesh, P(*(new or old for new, old in pairs)))
-
-
 def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> Any:
     """The outputs of the queries of a device, and the logarithms of their totals."""
     query, key, value, seen = _together(query, key, value, seen)
@@ -368,23 +363,18 @@ def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible
     queries, seen_by = jnp.split(grouped, count, 1), seen.parts(count)
 
     def added(state: Any, query: Any, block: _Block, seen: _Visible, column: Any) -> Any:
-        peak, total, out = state
+        [(peak, total, out)] = state
         scores = _scores(ring, query, block, seen, column)
         new_peak = jnp.maximum(peak, scores.max(-1))
         # A row that has attended to nothing yet has no finite peak.
         finite = jnp.where(jnp.isneginf(new_peak), 0, new_peak)
         weights, kept = jnp.exp(scores - finite[..., None]), jnp.exp(peak - finite)
         products = _einsum(ring, "bkgqs,bskd->bkgqd", weights.astype(query.dtype), block.value)
-        return new_peak, total * kept + weights.sum(-1), out * kept[..., None] + products
+        return [(new_peak, total * kept + weights.sum(-1), out * kept[..., None] + products)]
 
     def add(states: Any, moving: _Block, step: Any) -> Any:
-        blocks = moving.parts(count)
-
-        def one(i: Any, j: Any, states: Any) -> Any:
-            given = _part(queries, i), _part(blocks, j), _part(seen_by, i), (step, _number(j))
-            return _with_part(states, i, added(_part(states, i), *given))
-
-        return _each(ring, step, seen_by, blocks, one, states)
+        [states] = _each(ring, step, added, queries, seen_by, moving.parts(count), (states,))
+        return states
 
     states = []
     for each in queries:
@@ -427,20 +417,13 @@ def _local_backward(
             _einsum(ring, "bkgqs,bqkgd->bskd", of_scores, query),
             _einsum(ring, "bkgqs,bqkgd->bskd", weights.astype(query.dtype), of_out),
         )
-        return tuple(x + y for x, y in zip(state, new, strict=True))
+        return map(operator.add, state, new)
 
     def add(of_queries: Any, moving: Any, step: Any) -> Any:
         moved, *cotangents = moving
+        states = of_queries, *(jnp.split(x, count, 1) for x in cotangents)
         blocks = moved.parts(count)
-
-        def one(i: Any, j: Any, states: Any) -> Any:
-            places = i, j, j
-            given = _part(queries, i), _part(blocks, j), _part(seen_by, i), (step, _number(j))
-            found = added(tuple(map(_part, states, places)), *given)
-            return tuple(map(_with_part, states, places, found))
-
-        parts = (jnp.split(x, count, 1) for x in cotangents)
-        of_queries, *found = _each(ring, step, seen_by, blocks, one, (of_queries, *parts))
+        of_queries, *found = _each(ring, step, added, queries, seen_by, blocks, states)
         return of_queries, (moved, *(jnp.concatenate(x, 1) for x in found))
 
     zeros = [jnp.zeros_like(x, wide) for x in (grouped, key, value)]
@@ -453,11 +436,8 @@ def _local_backward(
 
 
 def _together(*tree: Any) -> Any:
-    """The same arrays, each of which depends on all.
-
-    What depends on positions alone is the same in all layers: JAX would compute the masks of all
-    blocks before a loop over layers, and keep them.
-    """
+    """The same arrays, each of which depends on all."""
+    # JAX would compute what depends on positions alone before a loop over layers, and keep it.
     return jax.lax.optimization_barrier(tree)
 
 
@@ -494,30 +474,34 @@ def _around(
 def _each(
     ring: _Ring,
     step: Any,
+    added: Callable[..., Any],
+    queries: list[Any],
     seen_by: list[_Visible],
     blocks: list[_Block],
-    one: Callable[..., Any],
-    state: Any,
+    states: tuple[list[Any], ...],
 ) -> Any:
-    """The state with each block added for each part of the queries that may attend to it."""
-    run = {
-        (i, j): functools.partial(one, i, j)
-        for j in range(len(blocks))
-        for i in range(len(seen_by))
-    }
+    """The states, of queries and then of blocks, with each block added where queries may attend."""
+
+    def one(i: Any, j: Any, states: Any) -> Any:
+        places = i, *[j] * (len(states) - 1)
+        column = step, j if isinstance(j, int) else jnp.where(j, 0, 1)
+        given = _part(queries, i), _part(blocks, j), _part(seen_by, i), column
+        found = added(tuple(map(_part, states, places)), *given)
+        return tuple(map(_with_part, states, places, found))
+
     if ring.is_even and isinstance(step, int):  # its own keys
-        return run[1, 1](run[1, 0](run[0, 0](state)))
+        return one(1, 1, one(1, 0, one(0, 0, states)))
     if ring.is_even:  # two of four halves, as many as each device has to add
         is_before = blocks[0].positions[0] < seen_by[0].positions[0]
-        return one(is_before, is_before, run[1, 0](state))
-    for (i, j), add in run.items():
+        return one(is_before, is_before, one(1, 0, states))
+    for j, i in itertools.product(range(len(blocks)), range(len(seen_by))):
         mine, theirs = seen_by[i].positions, blocks[j].positions
+        add = functools.partial(one, i, j)
         if mine is None or mine.ndim > 1:
-            state = add(state)
+            states = add(states)
         else:
-            is_needed = _is_needed(ring, mine, theirs)
-            state = jax.lax.cond(is_needed, add, lambda state: state, state)
-    return state
+            states = jax.lax.cond(_is_needed(ring, mine, theirs), add, lambda x: x, states)
+    return states
 
 
 # A part is given by its number, or by whether it is the first of two. With a conditional in place
@@ -535,10 +519,6 @@ def _with_part(parts: Any, at: Any, new: Any) -> list[Any]:
     return [_part((new, first), at), _part((second, new), at)]
 
 
-def _number(at: Any) -> Any:
-    return at if isinstance(at, int) else jnp.where(at, 0, 1)
-
-
 def _is_needed(ring: _Ring, mine: Any, theirs: Any) -> Any:
     """Whether a query at one of my positions may attend to a key at one of theirs."""
     needed = theirs.min() <= mine.max() if ring.is_causal else True
@@ -549,10 +529,7 @@ def _is_needed(ring: _Ring, mine: Any, theirs: Any) -> Any:
 
 
 def _scores(ring: _Ring, grouped: Any, block: _Block, seen: _Visible, column: Any) -> Any:
-    """The scaled products of queries and keys, of shape (batch, key heads, group, length, keys).
-
-    ``column`` is the step, in which keys come from the device so many places before, and the part.
-    """
+    """Scaled products (batch, key heads, group, length, keys); ``column``: step and part."""
     scores = _einsum(ring, "bqkgd,bskd->bkgqs", grouped, block.key) * ring.scale
     visible = []
     if seen.positions is not None:
@@ -599,7 +576,7 @@ def _reshaped(x: Any, shape: Iterable[int], dimensions: Iterable[int | None]) ->
     spec = type_spec(x)
     if spec is None:
         return x.reshape(shape)
-    old = (*spec.partitions, *[None] * (x.ndim - len(spec.partitions)))
+    old = padded(spec, x.ndim)
     entries = [None if i is None else old[i] for i in dimensions]
     sharding = NamedSharding(type_mesh(x), P(*entries))
     return jax.lax.reshape(x, tuple(shape), out_sharding=sharding)

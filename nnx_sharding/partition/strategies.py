@@ -171,14 +171,19 @@ def zero1(
     return from_paths(union(specs, state), activations_of(base), notes)
 
 
+def needed_mesh(name: str, mesh: Any) -> Mesh | AbstractMesh:
+    """The mesh, or the one in context."""
+    if (mesh := given_mesh(name, mesh)) is None:
+        remedy = "Pass mesh=..., or call within `with jax.set_mesh(mesh):`."
+        raise NoMeshError(f"{name} has no mesh. {remedy}")
+    return mesh
+
+
 def mesh_and_axes(
     name: str, mesh: Any, axis: Any, *, across_slices: bool
 ) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
     """The mesh, or the one in context, and those of its axes that a strategy uses, checked."""
-    mesh = given_mesh(name, mesh)
-    if mesh is None:
-        remedy = "Pass mesh=..., or call within `with jax.set_mesh(mesh):`."
-        raise NoMeshError(f"{name} has no mesh. {remedy}")
+    mesh = needed_mesh(name, mesh)
     axes = axes_of(axis)
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
     if reasons:

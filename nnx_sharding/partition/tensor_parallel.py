@@ -89,11 +89,7 @@ def _einsum(layer: Any, name: str) -> list[Style]:
 
 
 def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -> list[Style]:
-    """Columns are the letters of the second operand that are in the result, rows those summed over.
-
-    Among columns, letters before the batch come late (query, key and value in one parameter), and
-    letters that are also in the first operand last (experts).
-    """
+    """Columns are the letters of the second operand in the result, rows those summed over."""
     operands, _, result = subscripts.replace(" ", "").partition("->")
     inputs, _, letters = operands.partition(",")
     rank = len(shape)

@@ -84,10 +84,7 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
 
 
 def _stacked_layers(flat: Flat) -> tuple[Mapping[Path, Shape], Set[Path]]:
-    """The sizes of dimensions that all known layers below a path have more than their class.
-
-    That is how ``nnx.vmap`` stacks layers. Also the paths of the normalization layers.
-    """
+    """The dimensions that ``nnx.vmap`` added to all layers below a path, and paths of norms."""
     sizes, norms = dict[Path, Shape](), set[Path]()
     found = {i: (x, name, rank) for i, x in enumerate(flat.objects) for name, rank in _kernel(x)}
     paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if found else {}

@@ -13,13 +13,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.flatten import flatten
 from ..core.problems import show
 from ..core.targets import Specs
 from ..core.transfer import out_of_range
 from ..errors import raise_listed
+from ..partition.constrain import assign
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key
-from .place import shardings_for, trimmed
+from .place import trimmed
 
 _NAME = "shard_batches"
 
@@ -65,7 +67,7 @@ def process_rows(
     """
     check_integer("process_rows", "batch_size", batch_size)
     rows = jax.ShapeDtypeStruct((0,), np.bool_)  # 0 rows, which every spec divides
-    [concrete] = shardings_for(rows, sharding, mesh, "process_rows", name="rows", adapt=trimmed)
+    [concrete] = _assigned("process_rows", "rows", rows, sharding, mesh, trimmed)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
     check_has_devices("process_rows", concrete)
@@ -248,11 +250,15 @@ class BatchSharding:
             f"Load {good} rows, or pass uneven='pad' with batch_size={good}, which pads each "
             "batch.",
         )
-        self.held = rows_by_process(self.rows, size)
+        self.held = held = rows_by_process(self.rows, size)
+
+        def same(rows: dict[int, Rows]) -> bool:
+            return [*rows] == [*held] and all(map(np.array_equal, rows.values(), held.values()))
+
         differing = [
             f"  {name}, by {_axes(sharding)}"
             for name, sharding in self._by_rows
-            if len(counts) > 1 and not _same_rows(rows_by_process(sharding, size), self.held)
+            if len(counts) > 1 and not same(rows_by_process(sharding, size))
         ]
         raise_listed(
             ValueError,
@@ -279,10 +285,6 @@ class BatchSharding:
         return batch if mask is None else (batch, local[-1])
 
 
-def _same_rows(one: dict[int, Rows], other: dict[int, Rows]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[p], other[p]) for p in one)
-
-
 def _shardings(treedef: Any, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
     """The sharding of each leaf, with specs that fit all dimensions except the rows."""
     devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
@@ -296,7 +298,12 @@ def _shardings(treedef: Any, arrays: Sequence[Any], specs: Specs, mesh: Any) -> 
         return spec if leaf.shape else trimmed(spec, leaf)  # a number is the same for all rows
 
     tree = treedef.unflatten(map(abstract, arrays))
-    return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=adapt)
+    return _assigned(_NAME, "batch", tree, specs, mesh, adapt)
+
+
+def _assigned(caller: str, name: str, tree: Any, sharding: Any, mesh: Any, adapt: Any) -> list[Any]:
+    options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}
+    return assign(tree, flatten(tree), sharding, mesh=mesh, **options)[1]
 
 
 def _names(paths: Sequence[Any]) -> list[str]:

@@ -13,12 +13,11 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.problems import check_options
+from ..core.problems import check_options, no_mesh
+from ..core.resharding import given_mesh
 from ..core.targets import Specs, check_specs
-from ..errors import NoMeshError
 from .batch_sharding import check_has_devices, check_integer, check_process
 from .feed import Consumer, Feed
-from .place import mesh_for
 from .rounds import UNEVEN, Agreement, BatchOptions, Round, Rounds, Uneven
 
 _NAME = "shard_batches"
@@ -104,7 +103,7 @@ def shard_batches(
         raise TypeError(f"{_NAME}: batches must be an iterable, got {batches!r}.")
     specs = Specs(sharding)
     check_specs(_NAME, sharding=specs)
-    mesh = mesh_for(_NAME, mesh)
+    mesh = given_mesh(_NAME, mesh)
     processes = _processes_of(specs, mesh)
     if processes:
         check_process(_NAME, jax.process_index(), processes)
@@ -243,9 +242,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 def _processes_of(specs: Specs, mesh: Any) -> tuple[int, ...]:
     """The processes that have devices of the shardings, none of which may be abstract."""
     if mesh is None and specs.has_partition_spec:
-        raise NoMeshError(
-            f"{_NAME}: a PartitionSpec has no mesh. Pass mesh=..., or use jax.set_mesh."
-        )
+        raise no_mesh(_NAME)
     devices: set[jax.Device] = set()
     for spec in specs.written:
         if isinstance(spec, Format):

@@ -25,12 +25,10 @@ class Consumer:
 
 
 class Feed(Generic[T]):
-    """The results of ``make``, in order, made up to ``depth`` ahead.
+    """The results of ``make``, in order, made up to ``depth`` ahead by a thread; 0 for none.
 
-    The thread starts when the first result is taken, and ends when ``make`` raises or the feed is
-    stopped; it does not refer to the owner of the feed. A depth of 0 starts no thread.
-    ``consumer`` is kept up to date. ``leave`` is called once, when ``make`` will not be called
-    again, by the thread that called it.
+    It ends when ``make`` raises or the feed is stopped, and calls ``leave`` last. It does not refer
+    to the owner of the feed.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """Assembles global batches from the rows that each process loads.
 
-Processes exchange messages without the use of devices. A collective from a background thread would
-run before that of the training step on one process and after it on another, and both would wait
-forever. So messages go through the key-value store of JAX's coordination service, which
-``jax.distributed.initialize`` starts.
+Processes exchange messages through JAX's coordination service: a collective of a background thread
+may run before that of the training step on one process and after it on another, and both wait.
 """
 
 from __future__ import annotations
@@ -48,10 +46,9 @@ class ConsumerGoneError(Exception):
 
 
 class Agreement:
-    """An exchange of messages in turns: at each turn, every process gets the messages of all.
+    """An exchange of messages in turns, which the first of ``processes`` collects and sends to all.
 
-    The first process collects the messages and answers with all of them. ``processes`` are in
-    ascending order; only seconds in which the consumer waits count towards ``timeout``.
+    Only seconds in which the consumer waits count towards ``timeout``.
     """
 
     def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
@@ -155,10 +152,7 @@ class Round(NamedTuple):
 
 
 class Rounds(Iterator[Round]):
-    """Global batches, made by whichever thread asks for them.
-
-    All processes exchange how many rows they have loaded, and so decide alike.
-    """
+    """Global batches, made by whichever thread asks; all processes decide by their rows."""
 
     def __init__(
         self, source: Iterator[Any], options: BatchOptions, agreement: Agreement, *, resumed: bool

@@ -74,17 +74,10 @@ def fit_sharding(
 ) -> Fit:
     """The part of a sharding that fits a mesh and a shape, and what does not fit.
 
-    Args:
-      sharding: a spec or a sharding. JAX decides whether a sharding without a spec fits; a spec
-        without a mesh, and anything else, has no problems.
-      mesh: the mesh of a spec; a ``NamedSharding`` has its own.
-      shape: the shape of the array; None to consider the mesh only.
-      on_indivisible: with ``"drop"`` each entry keeps its first axes, as many as divide the
-        dimension; with ``"replicate"`` none is kept. Unreduced and reduced axes are kept.
-      usable: the mesh axes that the spec may name; None for all.
-      unconstrained: whether dimensions may be UNCONSTRAINED.
-      lenient: whether to drop unusable axes and to truncate or pad the spec to the rank of the
-        array, instead of reporting problems.
+    JAX decides on shardings without a spec; a spec without a mesh fits. Without a ``shape``, only
+    the mesh counts. With ``on_indivisible="drop"``, each entry keeps as many first axes as divide
+    the dimension, and unreduced and reduced ones stay. ``usable`` are axes that may be named, None
+    for all. ``lenient`` drops others and cuts the spec to the rank, and reports no problems.
     """
     declared, of_shape = sharding, None if shape is None else tuple(shape)
     parts = spec_and_mesh(sharding, mesh)

@@ -223,10 +223,7 @@ def filter_remedy(rules: StateSharding, subjects: Iterable[Any]) -> str:
 
 
 def candidates(start: Path, path: Path) -> Sequence[Path]:
-    """The paths under which filters find a Variable in a pytree of modules, in the order tried.
-
-    As in Flax, they start at the module; strategies for the pytree give paths from its root.
-    """
+    """The paths under which filters find a Variable: from its module, then from the pytree."""
     return (path, (*start, *path)) if start and path else (path or start,)
 
 

@@ -134,15 +134,8 @@ def with_batch(
 ) -> Any:
     """A loss, or a decorator of losses, called with what differentiates it and with its arguments.
 
-    Args:
-      name: of the public function.
-      loss: the function; None for a decorator.
-      options: those of ``value_and_grad``.
-      batch: the names of the arguments with rows.
-      axis: what shards the rows on Auto axes.
-      call: called with what ``value_and_grad`` returns, the bound arguments, and mappings of those
-        without and with rows.
-      divided: what an argument with rows becomes before, from its name and value.
+    ``call`` gets what ``value_and_grad`` returns, the bound arguments, and those without and with
+    rows, which are ``divided`` before.
     """
 
     def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +179,12 @@ def batch_names(
         return names
     prepared = gradient.prepared(given.args, given.kwargs)
     differentiated = {x.target.name for x in prepared.wanted}
-    names = [x for x, value in arguments.items() if x not in differentiated and _is_batch(value)]
+
+    def is_batch(value: Any) -> bool:
+        leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
+        return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) for x in leaves)
+
+    names = [x for x, value in arguments.items() if x not in differentiated and is_batch(value)]
     if not names:
         raise ValueError(
             f"{name}: no argument is a batch of arrays: each is a scalar, holds "
@@ -195,16 +193,8 @@ def batch_names(
     return names
 
 
-def _is_batch(value: Any) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
-    return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) > 0 for x in leaves)
-
-
 def _divided(name: str, value: Any, steps: int) -> Any:
-    """Arrays with rows split into two dimensions: the second is the rows of a microbatch.
-
-    The rows of a microbatch come from the shards of all devices, so none has to move.
-    """
+    """Arrays whose rows become two dimensions, the second of microbatches: none has to move."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     wrong = [
         f"  {accessor(name, tuple(map(path_key, path)))}: shape {jnp.shape(x)}{fault}"

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..core.resharding import given_mesh
-from ..errors import NoMeshError
+from ..partition.rules import override
+from ..partition.strategies import needed_mesh
 from ..partition.variables import from_paths, specs_by_path, variables
 from ..specs.filters import to_predicate
 from ..specs.state_sharding import StateSharding
@@ -60,11 +60,7 @@ def offload(
       >>> sharding.map_prefix(("opt_state", 0, "mu", "kernel"), None).memory_kind
       'pinned_host'
     """
-    mesh = given_mesh("offload", mesh)
-    if mesh is None:
-        raise NoMeshError(
-            "offload has no mesh. Pass one, or call within `with jax.set_mesh(mesh):`."
-        )
+    mesh = needed_mesh("offload", mesh)
     predicate, specs = to_predicate(filter_), specs_by_path(tree, sharding)
     chosen = {}
     for each in variables(tree):
@@ -74,13 +70,8 @@ def offload(
             chosen[each.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if not chosen:
         raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
-    pairs = (
-        pair
-        for part in (from_paths(chosen), sharding)
-        for pair in zip(part.filters, part.shardings, strict=True)
-    )
-    options: Any = {"on_indivisible": sharding.on_indivisible, "activations": sharding.activations}
-    return StateSharding(pairs, **options)
+    on_host = from_paths(chosen)
+    return override(sharding, zip(on_host.filters, on_host.shardings, strict=True))
 
 
 @contextlib.contextmanager

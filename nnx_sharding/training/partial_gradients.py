@@ -41,19 +41,13 @@ class _PartialGradients:
     def __add__(self, other: Any) -> Any:
         if not isinstance(other, _PartialGradients):
             return NotImplemented
-        arrays: list[Any]
-        treedef: Any
-        arrays, treedef = jax.tree.flatten(self)
-        others = jax.tree.leaves(other)
-        if jax.tree.structure(other) != treedef or [*map(jnp.shape, arrays)] != [
-            *map(jnp.shape, others)
-        ]:
+        one, two = jax.tree.flatten(self), jax.tree.flatten(other)
+        if one[1] != two[1] or [*map(jnp.shape, one[0])] != [*map(jnp.shape, two[0])]:
             raise ValueError(
                 "partial_gradients: these partial gradients cannot be added: they are of different "
                 "parameters, or the rows of their microbatches are sharded differently."
             )
-        pairs = zip(arrays, others, strict=True)
-        return jax.tree.unflatten(treedef, [x if _is_empty(x) else x + y for x, y in pairs])
+        return jax.tree.map(lambda x, y: x if _is_empty(x) else x + y, self, other)
 
 
 @_compat.api_boundary
@@ -183,12 +177,13 @@ def reduce_gradients(partial: Any) -> Any:
             "reduce_gradients takes the partial gradients that a function of partial_gradients "
             f"returns after the value, or a sum of them; got {type(partial).__name__}."
         )
-    arrays, treedef = jax.tree.flatten(partial.gradient)
-    reduced = [
-        x if _is_empty(x) else _reduced(x, spec) / partial.count.astype(x.dtype)
-        for x, spec in zip(arrays, partial.specs, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, reduced)
+    specs = iter(partial.specs)
+
+    def reduced(x: Any) -> Any:
+        spec = next(specs)
+        return x if _is_empty(x) else _reduced(x, spec) / partial.count.astype(x.dtype)
+
+    return jax.tree.map(reduced, partial.gradient)
 
 
 def _reduced(x: Any, spec: PartitionSpec | None) -> Any:

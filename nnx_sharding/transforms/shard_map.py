@@ -25,7 +25,14 @@ from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..errors import raise_listed
 from ..specs.activation_sharding import activations
-from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, in_type, only_axes, spec_axes
+from ..specs.fitting import (
+    ON_INDIVISIBLE,
+    OnIndivisible,
+    axes_of_type,
+    in_type,
+    only_axes,
+    spec_axes,
+)
 from .jit import SharedOptions
 from .lifted import Lifted
 from .lifted_function import P, R, lift
@@ -90,15 +97,14 @@ class _ShardMap(Sharded):
         """Checks that results are equal on all devices along the axes that their specs omit."""
         if not self.check_vma or self.context is None:
             return
-        here = frozenset(self.context.axis_names).difference(_compat.manual_axes(self.context))
+        mesh = self.context
+        here = frozenset(mesh.axis_names) - axes_of_type(mesh, AxisType.Manual)
         missing: dict[Any, None] = {}
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
                 continue  # refs are not returned, only updated in place
-            used = {axis for entry in spec.partitions for axis in axes_of(entry)}
-            used |= spec.unreduced | spec.reduced
-            axes = sorted(_compat.varying_axes(leaf) & here - used, key=str)
+            axes = sorted(_compat.varying_axes(leaf) & here.difference(spec_axes(spec)), key=str)
             if axes:
                 along = ", ".join(map(repr, axes))
                 lines.append(f"{array_line(name, leaf)}, {spec!r}: varies along {along}")

@@ -27,7 +27,7 @@ from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ActivationTable, ParameterTable, activation_rows, mesh_of
+from ..analysis.parameters import ActivationTable, ParameterTable, mesh_of
 from ..analysis.program import ProgramReport, describe
 from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of
@@ -131,7 +131,8 @@ class Stage:
         A module that is called several times with equal results has one row. Calling this for the
         first time traces the function once more. Under ``shard_map`` there are none.
         """
-        return activation_rows(self._recorder.calls)
+        # Without duplicates, as from a loop that is traced twice.
+        return ActivationTable(dict.fromkeys(self._recorder.calls))
 
     def _next(self, kind: type[S], stage: Any) -> S:
         """The next stage."""
