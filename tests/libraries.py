@@ -25,6 +25,7 @@ class Transforms:
         self.Carry, self.StateAxes, self.modes = library.Carry, library.StateAxes, modes
         names = ["grad", "value_and_grad", "vmap", "scan", "remat", "jit", "cond", "switch"]
         names += ["while_loop", "fori_loop", "vjp", "jvp", "linearize", "checkify", "custom_jvp"]
+        names += ["custom_vjp", "shard_map", "make_jaxpr", "eval_shape"]
         for name in names:
             if hasattr(library, name):  # Flax has no linearize
                 setattr(self, name, functools.partial(getattr(library, name), **modes))

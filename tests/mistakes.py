@@ -520,6 +520,21 @@ def explicit_shards(lib: Library) -> Any:
 
 
 @mistake(
+    "declared-otherwise-than-its-type",
+    "an array on an explicit mesh, in `shard_map` over one axis",
+    ValueError,
+    "x is float32[8@model,4], declared P()",
+    "write P('model', None)",
+)
+def explicit_shards_over_one_axis(lib: Library) -> Any:
+    mesh = grid(AxisType.Explicit)
+    x = jax.device_put(X, NamedSharding(mesh, P("model")))
+    with jax.set_mesh(mesh):
+        specs = {"in_specs": (P(), P()), "out_specs": P()}
+        return lib.shard_map(forward, axis_names={"model"}, **specs)(Model(), x)
+
+
+@mistake(
     "not-proven-replicated",
     "a returned array",
     ValueError,

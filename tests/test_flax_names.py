@@ -1,7 +1,11 @@
-"""The table of Flax's transforms in the guide: it has all, and what it says of them is there."""
+"""``flax_names.md`` has all transforms of Flax and functions of models, and tests of each."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import random
 import re
 from pathlib import Path
 
@@ -11,18 +15,27 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import flax_functions
 import nnx_sharding
-from libraries import OURS, assert_same
-from test_transform_nesting import MODES, NAMES
+from libraries import OURS, Transforms, assert_same
+from test_transform_nesting import MESHES, MODES, NAMES
 
 TESTS = Path(__file__).parent
-GUIDE = TESTS.parent / "docs" / "guides" / "migrating_from_flax.md"
-NESTED = "test_transform_nesting.py"
+TABLE = TESTS / "flax_names.md"
+NESTED, FUNCTIONS = "test_transform_nesting.py", "test_flax_names.py::test_functions_of_flax"
+
+# Where Flax defines transforms and functions of models.
+LISTED = ("transforms", "graphlib", "rnglib", "extract", "spmd", "module")
+# What else it exports: layers and other classes, filters, states, and tools.
+OTHERS = ("nn", "training", "helpers", "pytreelib", "variablelib", "filterlib", "statelib")
+OTHERS += ("visualization", "summary")
+# Modules are written, not transformed; streams are part of models.
+CLASSES = {"Module", "RngCount", "RngKey", "RngState", "RngStream", "Rngs", "M"}
 
 
 def rows():
     """The cells of each row, without those of the heading."""
-    table = re.findall(r"^" + r"\| (.*?) " * 5 + r"\|$", GUIDE.read_text(), re.MULTILINE)
+    table = re.findall(r"^" + r"\| (.*?) " * 5 + r"\|$", TABLE.read_text(), re.MULTILINE)
     return list(table[2:])
 
 
@@ -31,13 +44,31 @@ def names(cell):
     return re.findall(r"`([\w.:]+)[`(]", cell)
 
 
-def is_transform(name):
-    return str(getattr(getattr(nnx, name), "__module__", "")).startswith("flax.nnx.transforms")
+def listed():
+    return [name for cells in rows() for name in names(cells[0])]
 
 
-def test_all_transforms_of_flax():
-    listed = [name for cells in rows() for name in names(cells[0])]
-    assert sorted(listed) == sorted(filter(is_transform, dir(nnx)))
+def exported():
+    """What Flax exports, with the module of Flax that defines it."""
+    for name, value in vars(nnx).items():
+        home = getattr(value, "__module__", None) or ""
+        if home.startswith("flax.nnx.") and not inspect.ismodule(value):
+            yield name, home.split(".")[2]
+
+
+def test_all_names_of_flax():
+    places = dict(exported())
+    assert {*places.values()} <= {*LISTED, *OTHERS}
+    wanted = {name for name, home in places.items() if home in LISTED} - CLASSES
+    older = {name for name in listed() if not hasattr(nnx, name.partition(".")[0])}
+    assert len(listed()) == len({*listed()})
+    assert {*listed()} - {"compat.backup_keys"} - older == wanted
+
+
+@pytest.mark.skipif(not hasattr(nnx, "compat"), reason="This Flax has no nnx.compat.")
+def test_compat_has_the_same_names():
+    own = {name for name, value in vars(nnx.compat).items() if isinstance(value, functools.partial)}
+    assert own <= {*listed()} | {"backup_keys"}
 
 
 def test_ours_exist_and_are_listed():
@@ -48,7 +79,7 @@ def test_ours_exist_and_are_listed():
             libraries = {"": nnx_sharding, "nnx": nnx, "jax.lax": jax.lax}
             assert hasattr(libraries[library], own), name
         for name in names(theirs):
-            assert (name in ours) == hasattr(nnx_sharding, name), name
+            assert name in ours or not hasattr(nnx_sharding, name), name
 
 
 def test_tests_exist():
@@ -56,11 +87,63 @@ def test_tests_exist():
         for name in names(tests):
             file, _, test = name.partition("::")
             assert re.search(rf"(def|class) {test}", (TESTS / file).read_text()), name
-        if names(tests) == [NESTED]:
-            # Its nestings have all modes and meshes.
+        if NESTED in names(tests) or FUNCTIONS in names(tests):
+            # They have all modes and meshes.
             assert modes == "all" and meshes == "Auto, Explicit, mixed"
-            missing = {*names(theirs)} - {*NAMES} - {"jit_partial", "Carry", "StateAxes"}
-            assert not missing
+        if names(tests) == [NESTED]:
+            assert not {*names(theirs)} - {*NAMES} - {"Carry", "StateAxes"}
+        if FUNCTIONS in names(tests):
+            assert {*names(theirs)} <= {*" ".join(flax_functions.PROGRAMS).split()}
+        assert names(tests) or modes == meshes == "–"  # noqa: RUF001
+
+
+def in_jit(t, function):
+    return t.jit(function)
+
+
+def in_remat(t, function):
+    return t.remat(function)
+
+
+def in_grad(t, function):
+    return lambda m, x: t.value_and_grad(t.jit(function), wrt=nnx.Param)(m, x)[0]
+
+
+def in_cond(t, function):
+    return lambda m, x: t.cond(x.sum() > 0, function, lambda m, x: x.sum(), m, x)
+
+
+def outcome_of(function, mesh=None):
+    """What it returns, and the state of the model after that."""
+    model, x = flax_functions.Model(), jnp.arange(4.0)
+    if mesh is not None:
+        spec = jax.sharding.PartitionSpec(None, "model")
+        kernel = jax.device_put(model.linear.kernel[...], jax.NamedSharding(mesh, spec))
+        model.linear.kernel.set_value(kernel)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        return function(model, x), nnx.to_pure_dict(nnx.state(model))
+
+
+@pytest.mark.parametrize("program", flax_functions.PROGRAMS)
+def test_functions_of_flax(program):
+    function = flax_functions.PROGRAMS[program]
+    if not all(hasattr(nnx, name.partition(".")[0]) for name in program.split()):
+        pytest.skip("This Flax does not have them.")
+    transform = random.choice((in_jit, in_remat, in_grad, in_cond))
+    mode, kind = random.choice([*MODES]), random.choice([None, *MESHES])
+    mesh = kind and jax.make_mesh((2, 4), ("data", "model"), axis_types=MESHES[kind])
+    run = transform(Transforms(nnx_sharding, **MODES[mode]), function)
+    assert_same(outcome_of(run, mesh), outcome_of(function), rtol=1e-5)
+
+
+def test_cached_partial_of_flax():
+    outcomes = []
+    for library in nnx_sharding, nnx:
+        model = flax_functions.Model()
+        run = nnx.cached_partial(library.jit(flax_functions.Model.__call__), model)
+        results = [run(jnp.arange(4.0)) for _ in range(3)]
+        outcomes.append((results, nnx.to_pure_dict(nnx.state(model))))
+    assert_same(*outcomes)
 
 
 @pytest.mark.parametrize("mode", MODES)

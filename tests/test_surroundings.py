@@ -1,6 +1,10 @@
-"""Our transforms under those of JAX, with random streams, and with Variables of other kinds."""
+"""Our transforms under those of JAX, around what else JAX has, and with random streams."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +12,227 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.compute_on import compute_on
+from jax.sharding import NamedSharding
 
 import nnx_sharding
-from libraries import named
+import test_transform_nesting as nesting
+from libraries import Transforms
+from test_transform_nesting import FACTORS, MESHES, MODES, NAMES, SPEC
 
 X = jnp.linspace(0.5, 1, 3)
 ON_HOST = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
+
+# Functions of a model and a number.
+
+
+def still(m, x):
+    return jnp.tanh((m.a.w[...] * x + m.b.w[...] ** 2 + m.stat[...]).mean())
+
+
+def with_reference(m, x):
+    m.count[...] += 1
+    total = jax.new_ref(m.u[...] * x)
+    total[...] += m.a.w[...] ** 2
+    m.stat[...] = total[...]
+    return jnp.sin(total[...]).mean()
+
+
+def on_host(m, x):
+    m.stat[...] = compute_on(lambda u, x: jnp.sin(u * x), **ON_HOST)(m.u[...], x)
+    return m.stat[...].mean()
+
+
+def through_host(m, x):
+    kept = jax.device_put(jnp.sin(m.u[...] * x), jax.memory.Space.Host)
+    m.stat[...] = jax.device_put(kept, jax.memory.Space.Device) * m.b.w[...]
+    return m.stat[...].mean()
+
+
+BODIES = (nesting.base, still, with_reference, on_host, through_host)
+DERIVATIVES = (*nesting.REVERSE, *nesting.FORWARD, nesting.custom_vjp, nesting.custom_jvp)
+
+
+# What JAX makes of a function of some arrays, a number and a counter, which returns a number and
+# the arrays after it.
+
+
+def jit(run):
+    return jax.jit(run)
+
+
+def vmap(run):
+    mapped = jax.vmap(run, in_axes=(None, 0, None))
+    return lambda arrays, x, count: mapped(arrays, x * FACTORS, count)
+
+
+def grad(run):
+    return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+
+
+def checkpoint(run):
+    return jax.jit(grad(jax.checkpoint(run)))
+
+
+def vjp(run):
+    def call(arrays, x, count):
+        y, pullback, after = jax.vjp(
+            lambda arrays, x: run(arrays, x, count), arrays, x, has_aux=True
+        )
+        return y, after, pullback(jnp.ones_like(y))
+
+    return call
+
+
+def jvp(run):
+    def call(*point):
+        arrays, x, count = point
+        return jax.jvp(
+            lambda arrays, x: run(arrays, x, count)[0],
+            (arrays, x),
+            jax.tree.map(lambda x: 0 * x + 1, (arrays, x)),
+        )
+
+    return call
+
+
+def linearize(run):
+    def call(arrays, x, count):
+        y, push = jax.linearize(lambda arrays, x: run(arrays, x, count)[0], arrays, x)
+        return y, push(*jax.tree.map(lambda x: 0 * x + 1, (arrays, x)))
+
+    return call
+
+
+def fwd_and_bwd(run):
+    def call(arrays, x, count):
+        forward, backward = jax.fwd_and_bwd(run, (0, 1), has_aux=True)
+        y, residuals, after = forward(arrays, x, count)
+        return y, after, backward(residuals, jnp.ones_like(y))
+
+    return call
+
+
+def export(run):
+    return lambda *args: jax.export.export(jax.jit(run))(*args).call(*args)
+
+
+def eval_shape(run):
+    return lambda *args: jax.tree.map(jnp.zeros_like, jax.eval_shape(run, *args))
+
+
+AROUND = [jit, vmap, grad, checkpoint, vjp, jvp, linearize, export, eval_shape]
+if hasattr(jax, "fwd_and_bwd"):
+    AROUND.append(fwd_and_bwd)
+REVERSE_AROUND, FORWARD_AROUND = (grad, checkpoint, vjp, fwd_and_bwd), (jvp, linearize)
+
+
+def pure(fun, shared, registered, count=None):
+    """A function of arrays from one of a model, which JAX has made if it is `registered`."""
+
+    def run(arrays, x, traced):
+        m = nesting.Model(shared=shared)
+        variables = {"w": m.a.w, "b": m.b.w, "u": m.u, "stat": m.stat, "count": m.count}
+        for name, array in arrays.items():
+            variables[name].set_value(array)
+        m.count.set_value(traced if count is None else count)
+        if registered:
+            m = jax.tree.map(lambda x: x, m)
+        y = fun(m, x)
+        return y, {"stat": m.stat[...], "count": m.count[...]}
+
+    return run
+
+
+def exists(outer, inner, body, mesh):
+    """Whether JAX has the program."""
+    is_reverse = outer in REVERSE_AROUND
+    around = (nesting.grad,) * is_reverse + (nesting.jvp,) * (outer in FORWARD_AROUND)
+    if body is through_host and (around or outer is vmap or inner in DERIVATIVES):
+        return False  # in a trace, these have no derivative
+    if body is with_reference and inner is nesting.shard_map and (around or outer is vmap):
+        return False  # outside of jit, it takes no references
+    if outer is export and inner is nesting.shard_map and mesh is None:
+        return False  # a program for several devices is called in the context of their mesh
+    return nesting.exists(inner, *around)
+
+
+def draw(outer, inner):
+    """All that is left to chance of a program that JAX has."""
+    while True:
+        body, mesh = random.choice(BODIES), random.choice([None, *MESHES])
+        if exists(outer, inner, body, mesh):
+            break
+    mode = random.choice([*MODES])
+    shared = MODES[mode]["graph"] and random.random() < 0.5
+    return body, mode, mesh, shared, not shared and random.random() < 0.5
+
+
+def check(outer, inner, body, mode, mesh, shared, registered):
+    """Compares with the same program of eager Python."""
+    place, context = jnp.asarray, contextlib.nullcontext()
+    if mesh is not None:
+        names = ("model", "data") if mesh == "mixed" else ("data", "model")
+        mesh = jax.make_mesh((2, 4), names, axis_types=MESHES[mesh])
+        place = functools.partial(jax.device_put, device=NamedSharding(mesh, SPEC))
+        context = jax.set_mesh(mesh)
+    values = {"w": 0.7, "u": -0.4, "stat": 0.1} | ({} if shared else {"b": 0.6})
+    args = {name: place(jnp.full(8, x)) for name, x in values.items()}, jnp.float32(0.3)
+    zero = jnp.int32(0)  # not a tracer: in Python, it decides which branch is taken
+    ours = inner(Transforms(nnx_sharding, **MODES[mode]), body)
+    eager = nesting.TRANSFORMS[inner](body)
+    with context:
+        found = outer(pure(ours, shared, registered))(*args, zero)
+        wanted = outer(pure(eager, shared, registered, zero))(*args, zero)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-4), found, wanted)
+    types = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (found, wanted))
+    assert next(types) == next(types)
+
+
+def check_some(pairs):
+    failures = {}
+    for outer, inner in pairs:
+        case = draw(outer, inner)
+        try:
+            check(outer, inner, *case)
+        except Exception as error:
+            names = [getattr(x, "__name__", str(x)) for x in (outer, inner, *case)]
+            failures[" ".join(names)] = error
+    if failures:
+        raise ExceptionGroup("\n".join(failures), [*failures.values()])
+
+
+PAIRS = [
+    (outer, inner)
+    for outer in AROUND
+    for inner in nesting.TRANSFORMS
+    if exists(outer, inner, nesting.base, "auto")
+]
+
+
+def test_some_under_jax():
+    check_some(random.sample(PAIRS, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+def test_more_under_jax():
+    check_some(random.sample(PAIRS, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_under_jax(name):
+    check_some([pair for pair in PAIRS if pair[1] is NAMES[name]] * 2)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_computations_stay_on_the_host(name):
+    run = NAMES[name](Transforms(nnx_sharding, graph=True), on_host)
+    lowered = nnx_sharding.jit(run).lower(nesting.Model(shared=True), jnp.float32(1)).as_text()
+    assert 'compute_type = "host"' in lowered
+
+
+# Random streams, and Variables of other kinds.
 
 
 class Model(nnx.Module):
@@ -29,117 +248,34 @@ class Model(nnx.Module):
         return jnp.sin(self.w[...] * x)
 
 
-def loss(model, x):
-    return jnp.sin(model.w[...] * x).sum()
-
-
-# What each transform makes of a function of a model and an array.
-
-
-def jit(library, f):
+def jit_of(library, f):
     return library.jit(f)
 
 
-def grad(library, f):
+def grad_of(library, f):
     return lambda model, x: library.value_and_grad(f)(model, x)[0]
 
 
-def remat(library, f):
+def remat_of(library, f):
     return library.remat(f)
 
 
-def vmap(library, f):
-    mapped = library.vmap(f, in_axes=(None, 0))
-    return lambda model, x: mapped(model, x[None])[0]
-
-
-def scan(library, f):
-    run = library.scan(lambda model, x: (model, f(model, x)), in_axes=(library.Carry, 0))
-    return lambda model, x: run(model, x[None])[1][0]
-
-
-def cond(library, f):
+def cond_of(library, f):
     return lambda model, x: library.cond(True, f, lambda model, x: x.sum(), model, x)
 
 
-def switch(library, f):
+def switch_of(library, f):
     return lambda model, x: library.switch(1, [lambda model, x: x.sum(), f], model, x)
 
 
-def fori_loop(library, f):
-    def step(_, carry):
-        return carry[0], carry[0].n[...] * 0 + f(carry[0], X)
-
-    return lambda model, x: library.fori_loop(0, 2, step, (model, jnp.float32(0)))[1]
-
-
-def vjp(library, f):
-    return lambda model, x: library.vjp(f, model, x)[0]
-
-
-def linearize(library, f):
-    return lambda model, x: library.linearize(f, model, x)[0]
-
-
-TRANSFORMS = dict(named((jit, grad, remat, vmap, scan, cond, switch, fori_loop)))
-DERIVATIVES = {"vjp": vjp, "linearize": linearize}
-
-
-def pure(transform):
-    """The transformed loss as a function of the parameter and an array, for JAX."""
-    run = transform(nnx_sharding, loss)
-
-    def call(w, x):
-        model = Model()
-        model.w.set_value(w)
-        return run(model, x)
-
-    return call
-
-
-@pytest.mark.parametrize("name", TRANSFORMS | DERIVATIVES)
-def test_under_jax(name):
-    call = pure((TRANSFORMS | DERIVATIVES)[name])
-    w = jnp.arange(1.0, 4.0)
-
-    def plain(w, x):
-        return jnp.sin(w * x).sum()
-
-    want = jax.grad(plain)(w, X)
-    _, tangents = jax.linearize(lambda w: call(w, X), w)
-    np.testing.assert_allclose(tangents(w), want @ w, rtol=1e-6)
-    np.testing.assert_allclose(call(w, X), plain(w, X), rtol=1e-6)
-    np.testing.assert_allclose(jax.grad(jax.checkpoint(call))(w, X), want, rtol=1e-6)
-    if hasattr(jax, "fwd_and_bwd"):
-        forward, backward = jax.fwd_and_bwd(call, 0)
-        np.testing.assert_allclose(backward(forward(w, X)[1], 1.0), want, rtol=1e-6)
-    exported = jax.export.export(jax.jit(call))(w, X)
-    np.testing.assert_allclose(exported.call(w, X), plain(w, X), rtol=1e-6)
-
-
-def on_host(model, x):
-    product = compute_on(lambda w, x: jnp.sin(w * x), **ON_HOST)
-    return product(model.w[...], x).sum()
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_computations_on_the_host(name):
-    run = TRANSFORMS[name](nnx_sharding, on_host)
-    model = Model()
-    gradient = nnx_sharding.jit(nnx_sharding.grad(run))(model, X)["w"][...]
-    np.testing.assert_allclose(gradient, X * jnp.cos(model.w[...] * X), rtol=1e-6)
-    lowered = nnx_sharding.jit(run).lower(model, X).as_text()
-    assert 'compute_type = "host"' in lowered
-
-
-def draw(model, x):
+def noise(model, x):
     return x.sum() * jax.random.normal(model.rngs.dropout())
 
 
 def reseeded(library, transform):
     def step(model, x):
         nnx.reseed(model, dropout=7)
-        return draw(model, x)
+        return noise(model, x)
 
     return transform(library, step)
 
@@ -147,7 +283,7 @@ def reseeded(library, transform):
 def reseeds(library, transform):
     def step(model, x):
         nnx.reseed(model, dropout=7)
-        value = transform(library, draw)(model, x)
+        value = transform(library, noise)(model, x)
         nnx.reseed(model, dropout=8)
         return value
 
@@ -160,12 +296,12 @@ def forks(library, transform):
 
 
 @pytest.mark.parametrize("how", (reseeded, reseeds, forks))
-@pytest.mark.parametrize("name", ("jit", "grad", "remat", "cond", "switch"))
-def test_random_streams_as_flax(name, how):
+@pytest.mark.parametrize("transform", (jit_of, grad_of, remat_of, cond_of, switch_of))
+def test_random_streams_as_flax(transform, how):
     results = []
     for library in nnx_sharding, nnx:
         model = Model()
-        value = how(library, TRANSFORMS[name])(model, X)
+        value = how(library, transform)(model, X)
         stream = model.rngs.dropout
         results.append((value, stream.count[...], jax.random.key_data(stream.key[...])))
     jax.tree.map(np.testing.assert_array_equal, *results)

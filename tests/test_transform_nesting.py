@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -91,7 +92,7 @@ def cotangents(m):
 def ones(m):
     tangent = nnx.clone(m, graph=True)
     for x in (tangent.a.w, tangent.b.w, tangent.u, tangent.stat):
-        x.set_value(jnp.ones_like(x[...]))
+        x.set_value(0 * x[...] + 1)  # with its sharding
     return tangent
 
 
@@ -140,8 +141,16 @@ def linearize(t, fun):
 
 
 def vmap(t, fun):
+    return mapped(t.vmap, fun)
+
+
+def map_models(t, fun):
+    return mapped(functools.partial(t.scan, out_axes=0), fun)
+
+
+def mapped(make, fun):
     axes = nnx_sharding.StateAxes({nnx.Param: None, ...: 0})
-    run = t.vmap(fun, in_axes=(axes, 0))
+    run = make(fun, in_axes=(axes, 0))
 
     def summed(m, x):
         other = m.with_statistics(lambda array: jnp.stack([array] * len(FACTORS)))
@@ -222,6 +231,67 @@ def checkify(t, fun):
 def custom_jvp(t, fun):
     run = t.custom_jvp(fun)
     run.defjvp(lambda primals, tangents: t.jvp(fun, primals, tangents))
+    return run
+
+
+def custom_vjp(t, fun):
+    run = t.custom_vjp(fun)
+
+    def forward(m, x):
+        pure, chosen = split(fun, m, is_inexact)
+        (y, state), pullback = jax.vjp(pure, chosen, x)
+        residuals = m, pullback, state
+        nnx.update(m, state)
+        return y, residuals
+
+    def backward(residuals, g, *, updates_g=None):
+        m, pullback, state = residuals
+        has_states = isinstance(g, tuple)  # with graph updates
+        (after, _), g = g if has_states else (updates_g, g)
+        after = after if has_states else vars(after)
+        zeros = jax.tree.map(lambda array: 0 * array, state)
+        of_state = {name: zeros[name] if after[name] is None else after[name] for name in state}
+        of_m, slope = pullback((g, nnx.State(of_state)))
+        cotangents = nnx.clone(m, graph=True)
+        nnx.update(cotangents, of_m)
+        return nnx.state(cotangents, graph=True) if has_states else cotangents, slope
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def shard_map(t, fun):
+    """Over an axis along which all is replicated; other axes stay as they are."""
+
+    def run(m, x):
+        mesh, options = jax.sharding.get_abstract_mesh(), dict[str, Any]()
+        if not mesh.axis_names:
+            mesh = jax.make_mesh((2, 2), ("data", "more"), axis_types=(AUTO, AUTO))
+            options = {"mesh": mesh}
+        axis = min({*mesh.axis_names} - {*getattr(mesh, "manual_axes", ())})
+        specs = {"in_specs": (P(), P()), "out_specs": P(), "axis_names": {axis}}
+        return t.shard_map(fun, **specs, **options)(m, x)
+
+    return run
+
+
+def eval_shape(t, fun):
+    def run(m, x):
+        out = t.eval_shape(fun, m, x)
+        y = fun(m, x)
+        assert (out.shape, out.dtype) == (y.shape, y.dtype)
+        return y
+
+    return run
+
+
+def make_jaxpr(t, fun):
+    def run(m, x):
+        jaxpr = t.make_jaxpr(fun)(m, x)
+        arrays = jax.tree.leaves(nnx.state(m, graph=True))
+        y, *_ = jaxpr_as_fun(jaxpr)(*arrays, x)
+        return (y + fun(m, x)) / 2
+
     return run
 
 
@@ -319,11 +389,16 @@ def eager_stack(fun):
 
 
 def eager_cond(fun):
-    return lambda m, x: (other_branch if m.count[...] % 2 else fun)(m, x)
+    return lambda m, x: (fun, other_branch)[rest(m.count, 2)](m, x)
 
 
 def eager_switch(fun):
-    return lambda m, x: (fun, other_branch, third_branch)[int(m.count[...] % 3)](m, x)
+    return lambda m, x: (fun, other_branch, third_branch)[rest(m.count, 3)](m, x)
+
+
+def rest(count, divisor):
+    with jax.ensure_compile_time_eval():  # Python takes a branch, even in a trace of JAX
+        return int(count[...] % divisor)
 
 
 def eager_loop(factors):
@@ -342,7 +417,11 @@ TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
     jit: same,
     remat: same,
     checkify: same,
+    eval_shape: same,
+    make_jaxpr: same,
     custom_jvp: same,
+    custom_vjp: same,
+    shard_map: same,
     flax_jit: same,
     flax_remat: same,
     grad: eager_grad,
@@ -351,6 +430,7 @@ TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
     jvp: eager_jvp,
     linearize: eager_jvp,
     vmap: eager_vmap,
+    map_models: eager_vmap,
     scan: eager_scan,
     scan_models: eager_scan_models,
     stack: eager_stack,
@@ -360,13 +440,16 @@ TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
     fori_loop: eager_loop((1, 2)),
 }
 NAMES = {transform.__name__: transform for transform in TRANSFORMS}
-REVERSE = (grad, value_and_grad, vjp)
+REVERSE, FORWARD = (grad, value_and_grad, vjp), (jvp, linearize)
 
 
 def exists(*transforms):
-    """Whether JAX has the program: it differentiates no `while_loop` in reverse mode."""
-    inside = transforms.index(while_loop) if while_loop in transforms else len(transforms)
-    return not any(transform in REVERSE for transform in transforms[inside:])
+    """Whether JAX has the program: two of its transforms have a derivative in one mode only."""
+    for inside, modes in ((while_loop, REVERSE), (custom_vjp, FORWARD)):
+        around = transforms[transforms.index(inside) :] if inside in transforms else ()
+        if any(transform in modes for transform in around):
+            return False
+    return True
 
 
 def check(transforms, mode, x=0.3, mesh=None):

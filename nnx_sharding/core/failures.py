@@ -194,15 +194,14 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     if not isinstance(plan.transform, Sharded):
         return
     by_option, context = plan.transform.passes_shardings, plan.transform.context
-    axes = plan.transform.usable_axes
-    if not by_option and (context is None or axes != frozenset(context.axis_names)):
-        return
+    usable = plan.transform.usable_axes
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval, spec = jax.typeof(leaf), getattr(declared, "spec", declared)
         actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
         if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
             continue
-        explicit = axes_of_type(actual.mesh if by_option else context, AxisType.Explicit)
+        mesh = actual.mesh if by_option or context is None else context
+        explicit = axes_of_type(mesh, AxisType.Explicit) & (usable or {*mesh.axis_names})
         if actual.mesh.empty or not explicit or (by_option and not is_committed(leaf)):
             continue
         parts = (only_axes(one, explicit) for one in (actual.spec, spec))
