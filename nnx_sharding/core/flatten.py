@@ -76,12 +76,13 @@ def flatten(
     places = repeat(NOWHERE) if recorder is None else recorder.static
     static_children = tuple(map(flattener.static, statics, places))
     for index in range(len(known or ())):
-        if index not in copied:
+        if index not in copied and not flattener.is_linked(index):
             flattener.link_index(index)
     flattener.describe_pending()
     slots = tuple(flattener.slots), tuple(root_slots)
     entries, origins = tuple(flattener.entries), flattener.origins
-    structure = Structure(entries, root, *slots, static_children, origins)
+    shares = flattener.has_repeats
+    structure = Structure(entries, root, *slots, static_children, origins, shares)
     return Flat(structure, flattener.leaves, flattener.objects, recorder=flattener.recorder)
 
 
@@ -120,6 +121,7 @@ class _Flattener:
         self._parents: dict[int, int] = {}
         self._described = -1
         self._linked: set[int] = set()
+        self.has_repeats = False  # whether two links lead to one object
         self._pending: list[int] = []
         # By id, with the value to keep it alive, so that no other object gets its id.
         self._statics: dict[int, tuple[Static | Group, Any]] = {}
@@ -150,10 +152,16 @@ class _Flattener:
         """Describes the object with an index, if it is not yet."""
         if self.recorder is not None:
             self.recorder.add_object(at, index)
-        if index not in self._linked:
+        if index in self._linked:
+            self.has_repeats = True
+        else:
             self._linked.add(index)
             self._pending.append(index)
         return index
+
+    def is_linked(self, index: int) -> bool:
+        """Whether there was a link to the object with an index."""
+        return index in self._linked
 
     def describe_pending(self) -> None:
         """Describes all linked objects, and those that they link to, children before siblings."""
@@ -273,6 +281,7 @@ class _Flattener:
             child: Static | Group = Static.of(value)
         elif (known := self._statics.get(_compat.identity(value))) is not None:
             child = known[0]
+            self.has_repeats |= isinstance(child, Group)  # which may hold links
         elif (index := self.index.get(_compat.identity(value))) is not None:
             return self.link_index(index, at)
         else:

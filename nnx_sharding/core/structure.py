@@ -118,6 +118,7 @@ class Structure:
       root_slots: the slots of arrays that belong to no entry.
       statics: static arguments, in terms of the table.
       origins: the static objects that were split, by entry. Not compared.
+      shares: whether any object may have more than one reference. Not compared.
     """
 
     entries: tuple[Entry | None, ...]
@@ -126,6 +127,7 @@ class Structure:
     root_slots: tuple[int, ...] = dataclasses.field(compare=False)
     statics: tuple[Child, ...] = ()
     origins: Mapping[int, Any] = dataclasses.field(default_factory=dict, compare=False)
+    shares: bool = dataclasses.field(default=True, compare=False)
     _hash: int | None = dataclasses.field(default=None, init=False, compare=False)
 
     @property
@@ -241,7 +243,8 @@ class Structure:
 
     def shared_objects(self, child: Child) -> set[int]:
         """The modules, Variables and refs in ``child`` with more than one reference."""
-        shared = (index for index, count in self._links(child).items() if count > 1)
+        links = self._links(child) if self.shares else {}
+        shared = (index for index, count in links.items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticEntry)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
