@@ -41,6 +41,7 @@ NODES: dict[str, Callable[[], Any]] = {
     "dict": nnx.Dict,
 }
 VARIABLES = (nnx.Param, nnx.BatchStat, Tag)
+VALUES = ("array", "pair", "ref", "hijax", "hijax pair", "hijax ref")
 KEYS = ("a", "b", "c", "d")
 STATICS = (0, 1, 1.0, True, False, None, "one", (1, "two"), -0.0, 0.0)
 
@@ -173,9 +174,10 @@ def build(graph: Graph, scale: int = 1) -> tuple[Any, ...]:
 def _variable(type_index: int, kind: str, value: int, scale: int) -> nnx.Variable:
     variable_type = VARIABLES[type_index % len(VARIABLES)]
     array = _array(value, scale)
-    if kind == "pair":
-        return variable_type({"x": array, "y": _array(value + 1, scale)})
-    return variable_type(array, ref=kind == "ref", mark=value)
+    options = {"hijax": True} if kind.startswith("hijax") else {}
+    if kind.endswith("pair"):
+        return variable_type({"x": array, "y": _array(value + 1, scale)}, **options)
+    return variable_type(array, ref=kind.endswith("ref"), mark=value, **options)
 
 
 def _array(value: int, scale: int) -> jax.Array:

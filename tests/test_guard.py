@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnx_sharding
-from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
+from graphs import NODES, OPERATIONS, VALUES, Graph, Node, assign, build, graphs, reachable
 from nnx_sharding import _compat
 from nnx_sharding.core.flatten import Flat
 from nnx_sharding.core.guard import store
@@ -90,7 +90,7 @@ operations = st.tuples(st.sampled_from(sorted(OPERATIONS)), numbers, numbers, nu
 
 
 class TestSoundness:
-    @given(graphs(values=("array", "pair", "ref")), st.lists(operations, max_size=6))
+    @given(graphs(values=VALUES), st.lists(operations, max_size=6))
     @settings(max_examples=settings().max_examples * 4)
     def test_random_graphs_and_changes(self, graph, changes):
         watched = Watched(*build(graph))
@@ -100,7 +100,10 @@ class TestSoundness:
             OPERATIONS[name](reachable(watched.args), [], *own)
             watched.check()
 
-    @given(graphs(nodes=("node", "other", "list", "dict")), st.lists(operations, max_size=3))
+    @given(
+        graphs(nodes=("node", "other", "list", "dict"), values=("array", "pair", "hijax")),
+        st.lists(operations, max_size=3),
+    )
     def test_values_alone_do_not_matter(self, graph, changes):
         watched = Watched(*build(graph))
         for x in reachable(watched.args):
@@ -124,6 +127,37 @@ class TestSoundness:
         else:
             node.a = nnx.Param(jnp.zeros(2))
         assert Watched(node).check() is not None
+
+    @pytest.mark.parametrize("kind", VALUES)
+    def test_every_kind_of_variable_is_guarded(self, kind):
+        [model] = build(Graph(((0, kind, 1),), ("node",), ((0, 0, "object", 1),), (("object", 0),)))
+        watched, value = Watched(model), model.a.get_value()
+        for _ in range(3):  # what is assigned has a new treedef, if it is a hijax Variable
+            assert watched.check() is not None
+            if "ref" in kind:
+                model.a[...] = value
+            else:
+                model.a.set_value(jax.tree.map(jnp.array, value))
+
+    def test_metadata_of_hijax_variables(self):
+        def schedule() -> None: ...
+
+        class Schedule(NamedTuple):
+            scale: float
+
+        for mark in ("one", 1.0, ("a", None), Schedule(1.0)):
+            model = Node()
+            model.w = nnx.Param(jnp.zeros(2), hijax=True, mark=mark)
+            watched = Watched(model)
+            assert watched.check() is not None
+            model.w.set_metadata(mark=mark)
+            assert watched.check() is not None
+            model.w.set_metadata(mark="two")
+            assert watched.check() is None
+            model.w.set_metadata(mark=True)  # Flax would not see this change of 1.0
+            assert watched.check() is None
+        for mark in (schedule, ["a"], Node()):  # what only their identity tells apart
+            assert not Watched(nnx.Param(jnp.zeros(2), hijax=True, mark=mark)).guards
 
 
 def linear() -> nnx.Linear:

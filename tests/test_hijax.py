@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,36 @@ class AsPlainTest(parameterized.TestCase):
             before, after = getattr(one, name)[...], getattr(other, name)[...]
             np.testing.assert_allclose(before, after, rtol=1e-6)
             assert type(getattr(other, name)) is kind
+
+    @parameterized.parameters(*itertools.product((True, False), repeat=3))
+    def test_repeated_calls_are_guarded(self, graph, updates, donates):
+        options = {"donate_argnums": 0} if donates else {}
+        fun = jit(lambda m, x: m(x), graph=graph, graph_updates=updates, **options)
+        one, other, values = Model(), Model(hijax=True), []
+        for number in range(6):
+            if number == 4:  # as who restores a checkpoint does
+                one.w[...], other.w[...] = X, X + 0
+            if number == 5:
+                other.w.set_metadata(mark=1)
+            values.append(other.w[...])
+            found = fun._guards.find((other, X), {})
+            assert (found is not None) == (number in (1, 2, 3, 4)), number
+            np.testing.assert_allclose(fun(other, X), apply(one, X), rtol=1e-6)
+            np.testing.assert_allclose(other.n[...], one.n[...])
+            assert (other.w[...] is values[-1]) != donates
+            assert values[-1].is_deleted() == donates
+
+    def test_a_call_that_fails_changes_nothing(self):
+        def fail(m, x):
+            m.n[...] += 1
+            return m.w[...] * x + jnp.ones(3)
+
+        m = Model(hijax=True)
+        kept = m.w[...], m.n[...]
+        for _ in range(2):
+            with pytest.raises(TypeError, match="shape"):
+                jit(fail)(m, X)
+            assert (m.w[...] is kept[0]) and m.n[...] is kept[1]
 
     def test_references_in_them(self):
         for transform in (jit, grad):

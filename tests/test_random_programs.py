@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 import nnx_sharding
 from graphs import (
+    OPERATIONS,
     VALUE_OPERATIONS,
     Graph,
     Program,
@@ -56,8 +57,14 @@ class RandomProgramsTest(parameterized.TestCase):
             graphs(nodes=PLAIN, values=("array", "pair")),
             programs((*VALUE_OPERATIONS, "change kind", "exchange attributes")),
         ),
+        (  # nnx.jit cannot change them; nor is a change of their metadata from 0 to False one
+            "hijax",
+            graphs(nodes=PLAIN, values=("array", "hijax", "hijax pair")),
+            programs(sorted(OPERATIONS.keys() - {"set metadata"})),
+            0.3,
+        ),
     )
-    def test_same_as_eager_and_as_nnx_jit(self, graph_strategy, program_strategy):
+    def test_same_as_eager_and_as_nnx_jit(self, graph_strategy, program_strategy, alike=0.8):
         seen = collections.Counter()
 
         @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -77,5 +84,5 @@ class RandomProgramsTest(parameterized.TestCase):
 
         check()
         # nnx.jit differs from Python in a few cases, in which Python is right.
-        assert seen["alike"] >= 0.8 * EXAMPLES, seen
+        assert seen["alike"] >= alike * EXAMPLES, seen
         assert seen["examples"] >= EXAMPLES, seen

@@ -48,16 +48,47 @@ def is_ref(x: Any) -> bool:
 
 def is_hijax_variable(x: Any) -> bool:
     """Whether ``x`` is a Variable made with ``hijax=True``, concrete or traced."""
-    return not is_plain_array(x) and isinstance(x, nnx.Variable) and not is_variable(x)
+    is_traced = isinstance(x, jax.core.Tracer) and isinstance(x, variablelib.HijaxVariable)
+    return is_concrete_hijax(x) or is_traced
+
+
+def is_concrete_hijax(x: Any) -> bool:
+    """Whether ``x`` is a Variable made with ``hijax=True`` that is not traced."""
+    return type(x) is variablelib.HijaxVariable
 
 
 def plain_variable(x: Any) -> Any:
     """A Variable made with ``hijax=True`` as a plain one; any other Variable unchanged."""
     if is_variable(x):
         return x
+    if is_concrete_hijax(x):
+        return jax.tree.unflatten(get_treedef(x), get_leaves(x))
     variable = new_variable(x.type, x.get_metadata())
     set_value(variable, x.get_raw_value())
     return variable
+
+
+def variable_operations(
+    variable: Any, value: Any, metadata: dict[str, Any] | None
+) -> list[tuple[Any, ...]]:
+    """The calls that give a Variable a value, and metadata unless they are None.
+
+    They run no Python code, except where the Variable is a traced one made with ``hijax=True``.
+    """
+    if is_concrete_hijax(variable):
+        plain, treedef = plain_variable(variable), get_treedef(variable)
+        new = new_variable(type(plain), get_metadata(plain) if metadata is None else metadata)
+        set_value(new, value)
+        leaves, new_treedef = jax.tree.flatten(new)
+        operations: list[tuple[Any, ...]] = [(set_leaves, variable, tuple(leaves))]
+        if metadata is not None or new_treedef != treedef:  # a guard knows the old one
+            operations.append((set_treedef, variable, new_treedef))
+        return operations
+    if is_variable(variable):
+        operations = [(set_value, variable, value), (set_metadata, variable, metadata)]
+    else:
+        operations = [(variable.set_raw_value, value), (variable.set_metadata, metadata)]
+    return operations[: 1 if metadata is None else 2]
 
 
 def prefix_state(x: Any) -> tuple[Any, Any] | None:
@@ -87,6 +118,14 @@ get_metadata: Callable[[Any], dict[str, Any]] = _metadata.__get__
 set_metadata: Callable[[Any, dict[str, Any]], None] = _metadata.__set__
 get_trace_state: Callable[[Any], Any] = _trace.__get__
 
+# The same for those made with ``hijax=True``.
+_treedef: Any = private_name("flax.nnx.variablelib", "HijaxVariable._treedef")
+_leaves: Any = private_name("flax.nnx.variablelib", "HijaxVariable._leaves")
+get_treedef: Callable[[Any], Any] = _treedef.__get__
+set_treedef: Callable[[Any, Any], None] = _treedef.__set__
+get_leaves: Callable[[Any], tuple[Any, ...]] = _leaves.__get__
+set_leaves: Callable[[Any, tuple[Any, ...]], None] = _leaves.__set__
+
 # The slots that a guard reads, by the name of the step that reads it (core/guard/walk.py).
 SLOTS = {
     "METADATA": _metadata,
@@ -94,6 +133,8 @@ SLOTS = {
     "TRACE": _trace,
     "INITIALIZING": initializing,
     "IS_SETUP": is_setup,
+    "TREEDEF": _treedef,
+    "LEAVES": _leaves,
 }
 
 

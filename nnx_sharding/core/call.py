@@ -234,11 +234,7 @@ class _Update(NamedTuple):
         after, root = outcome.structure, outcome.structure.root
         others = outcome.metadata, outcome.nodes, outcome.statics, outcome.copied
         written_to = [after.entries[index] for index in outcome.values]
-        if (
-            any(others)
-            or len(after.entries) != known
-            or not all(is_leaf_variable(e) and not graph.is_hijax(e) for e in written_to)
-        ):
+        if any(others) or len(after.entries) != known or not all(map(is_leaf_variable, written_to)):
             return False
         pairs = ((outcome.sources[after.slots[index][0]], index) for index in outcome.values)
         written = sorted(pairs)
@@ -269,7 +265,16 @@ class _Update(NamedTuple):
         output = out[0] if self.root is LEAF else graph.assemble(self.root, iter(out), objects)
         new = [pick(groups[group].args[1]) for group, pick in self.arrays]
         arrays = new[0] if len(new) == 1 else itertools.chain.from_iterable(new)
-        deque(map(_compat.set_value, self.variables(objects), arrays), maxlen=0)
+        variables = self.variables(objects)
+        if any(map(_compat.is_concrete_hijax, variables)):
+            graph.perform(
+                (_compat.set_leaves, variable, (array,))
+                if _compat.is_concrete_hijax(variable)
+                else (_compat.set_value, variable, array)
+                for variable, array in zip(variables, arrays, strict=True)
+            )
+        else:
+            deque(map(_compat.set_value, variables, arrays), maxlen=0)
         return output
 
 

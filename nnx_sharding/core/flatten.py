@@ -28,6 +28,7 @@ from .structure import (
     StaticEntry,
     Structure,
     VariableEntry,
+    atoms,
     children_of,
 )
 from .treedefs import aux_of, is_leaf_treedef
@@ -189,7 +190,7 @@ class _Flattener:
         if _compat.is_node(obj):
             return self._describe_node(obj, slots, at)
         if not _compat.is_variable(obj) and _compat.is_hijax_variable(obj):
-            self.recorder, recorder, obj = None, None, _compat.plain_variable(obj)
+            return self._describe_hijax(obj, slots, at)
         if _compat.is_variable(obj):
             metadata, value = self._describe_metadata(obj, at), _compat.get_value(obj)
             at = NOWHERE if recorder is None else recorder.open_variable(at, obj, value)
@@ -210,6 +211,28 @@ class _Flattener:
             for each in zip(places, content.parts, parts, strict=True):
                 recorder.add_static(*each)
         return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
+
+    def _describe_hijax(self, variable: Any, slots: list[int], at: int) -> Entry:
+        """A Variable made with ``hijax=True``: a treedef and arrays have all of it."""
+        plain, (recorder, self.recorder) = _compat.plain_variable(variable), (self.recorder, None)
+        value = self.pytree(_compat.get_value(plain), slots)
+        entry = VariableEntry(type(plain), self._describe_metadata(plain, NOWHERE), value)
+        if recorder is None or not _compat.is_concrete_hijax(variable):
+            return entry
+        places, own = recorder.open_hijax(at, variable), iter(slots)
+        parts = [part for part in atoms((value,)) if type(part) is not Static]
+        found = [self.leaves[next(own)] if part is LEAF else self.objects[part] for part in parts]
+        leaves = _compat.get_leaves(variable)
+        # There are others if its value holds Variables.
+        if places is None or [*map(id, found)] != [*map(id, leaves)]:
+            return entry
+        for place, part in zip(places, parts, strict=True):
+            if part is LEAF:
+                recorder.leaves.append(place)
+            else:
+                recorder.add_object(place, part)
+        self.recorder = recorder
+        return entry
 
     def _describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""

@@ -37,12 +37,13 @@ from jax.tree_util import PyTreeDef
 
 from .. import _compat
 from .static_parts import SCALARS, Kind, has_hidden_state, has_state, is_builtin, open_object
+from .treedefs import aux_of
 
 # By value
 
 _PLAIN_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
 _PLAIN_BASES = (
-    *(np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec, PyTreeDef),
+    *(np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec),
     pathlib.PurePath,  # its slots are caches
 )
 _IDENTITY_TYPES = (
@@ -82,6 +83,8 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
         return _key_of_all(kind, (value.start, value.stop, value.step))
     if issubclass(kind, jax.Array):
         return _array_key(kind, value)
+    if kind is PyTreeDef:  # which compares the data of its nodes by `==`
+        return kind, value, *map(value_key, aux_of(value))
     if issubclass(kind, _PLAIN_BASES):
         return kind, value
     for base, plain in SCALARS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -289,34 +289,26 @@ def update(
     leaves: Sequence[Any],
     objects: Sequence[Any],
     values: Iterable[int] = (),
-    metadata: Iterable[int] = (),
+    metadata: Collection[int] = (),
     nodes: Sequence[NodeChange] = (),
     statics: Iterable[int] = (),
 ) -> list[Operation]:
     """The operations that change existing objects; everything new in them is made here.
 
-    ``after`` has the new content. Values and metadata are those of Variables.
+    ``after`` has the new content. Values are those of Variables; some get their metadata, too.
     """
     entries: Sequence[Any] = after.entries
     operations: list[Operation] = []
     for index in values:
         arrays = (leaves[slot] for slot in after.slots[index])
         value = assemble(entries[index].value, arrays, objects)
-        operations.append(_setter(objects[index], "raw_value", value, _compat.set_value))
-    for index in metadata:
-        settings = _metadata(entries[index], objects)
-        operations.append(_setter(objects[index], "metadata", settings, _compat.set_metadata))
+        settings = _metadata(entries[index], objects) if index in metadata else None
+        operations += _compat.variable_operations(objects[index], value, settings)
     for change in nodes:
         operations += _node_operations(change, after, leaves, objects)
     for index in statics:
         operations += _assign(entries[index], objects[index], objects)
     return operations
-
-
-def _setter(variable: Any, what: str, new: Any, plain: Callable[[Any, Any], None]) -> Operation:
-    if _compat.is_variable(variable):
-        return (plain, variable, new)
-    return (getattr(variable, f"set_{what}"), new)
 
 
 def perform(operations: Iterable[Operation]) -> None:
@@ -332,11 +324,3 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
         start = positions[0]
         return operator.itemgetter(slice(start, start + 1))
     return operator.itemgetter(*positions)
-
-
-def is_hijax(entry: Any) -> bool:
-    """Whether an entry is that of a Variable made with ``hijax=True``."""
-    return any(name == "hijax" and setting == _TRUE for name, setting in entry.metadata)
-
-
-_TRUE = Static.of(True)

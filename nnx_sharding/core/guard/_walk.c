@@ -17,7 +17,7 @@
 
 /* The names shared with Python, in its order; walk.py compares them on import. A slot is where
  * CPython or Flax stores something in an object. */
-#define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP)
+#define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP) X(TREEDEF) X(LEAVES)
 #define KINDS(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
 #define STEP(X) X(kind) X(position) X(start)
 #define RECIPE(X) X(steps) X(expected) X(types) X(rules) X(pins) X(frozen) X(mentions) X(first) \
@@ -108,6 +108,7 @@ typedef struct {
     /* The steps that run no Python code come first, and of them those that open containers of the
      * arguments, which may be new in each call. */
     Py_ssize_t num_loose_steps, num_plain_steps, num_plain_items;
+    Py_ssize_t *of_leaves, num_of_leaves; /* the plain steps that open hijax Variables */
 } Walk;
 
 /* One walk. */
@@ -116,10 +117,11 @@ typedef struct {
     PyObject **items;
     int is_owned;
     Py_ssize_t length;
-    PyObject *const *frozen;
+    PyObject **frozen;
     uint64_t *mentions;
     int is_match;          /* looks for another graph of the same structure, and records mentions */
     Py_ssize_t num_unequal; /* statics that Python has to compare with their pins */
+    int *is_noted;          /* of a follower, whose statics equal ones replace; NULL for others */
 } Stream;
 
 static inline PyObject *slot_of(PyObject *object, enum kind slot) {
@@ -298,6 +300,9 @@ static int take_step(Stream *stream, const Step *step) {
         case STATE:
             mapping = dict_of(item, step->kind);
             return mapping == NULL ? 0 : append_mapping(stream, mapping, expected);
+        case LEAVES:
+            item = slot_of(item, LEAVES);
+            return item == NULL ? 0 : append_sequence(stream, item, PyLong_AsSsize_t(expected));
         case SEQUENCE:
             return append_sequence(stream, item, PyLong_AsSsize_t(expected));
         case TREE:
@@ -321,6 +326,10 @@ static int same_statics(const Stream *stream) {
         if (answer == NULL) return -1;
         Py_DECREF(answer); /* a bool */
         if (answer != Py_True) return 0;
+        if (stream->is_noted != NULL) { /* so Python compares them once */
+            *stream->is_noted = 0;
+            Py_XSETREF(stream->frozen[i], Py_NewRef(stream->items[position]));
+        }
     }
     return 1;
 }
@@ -410,6 +419,7 @@ typedef struct {
     PyObject_HEAD
     Walk *walk;
     PyObject *pins;
+    PyObject *frozen; /* the pinned statics, or equal ones that took their place */
     PyObject **items; /* those of the plain steps, borrowed: valid as long as they are unchanged */
     /* What the last walk that read all has noted: first what must be the same, where each word is in
      * an object that is held by the words before it; then statics, which may also be equal. */
@@ -517,6 +527,8 @@ static int note_parts(Follower *follower, const Step *step, Py_ssize_t count) {
                 return 0;
             }
             return note(follower, &((PyVarObject *)item)->ob_size, sizeof(Py_ssize_t));
+        case LEAVES: /* a new tuple after each call that changes it: it is read each time */
+            return 1;
         case DICT:
             return note_dict(follower, item, places, count);
         case METADATA:
@@ -582,7 +594,7 @@ static int note_all(Follower *follower) {
         }
     }
     follower->num_same = follower->num_words;
-    PyObject *const *pins = ((PyTupleObject *)PyTuple_GET_ITEM(follower->pins, PINS_frozen))->ob_item;
+    PyObject *const *pins = ((PyListObject *)follower->frozen)->ob_item;
     for (Py_ssize_t i = 0; i < walk->frozen.count; i++) {
         const int32_t position = walk->frozen.positions[i];
         if (position >= walk->num_plain_items || position < loose) continue;
@@ -628,6 +640,11 @@ static int read_noted(Follower *follower, Stream *stream, PyObject *const *argum
         PyObject *item = item_at(word->place);
         if (item == NULL) return 0;
         stream->num_unequal += !is_same_plain(item, (PyObject *)word++->content, 0);
+    }
+    for (Py_ssize_t i = 0; i < walk->num_of_leaves; i++) {
+        const Step *step = &walk->steps[walk->of_leaves[i]];
+        stream->length = step->start;
+        if (take_step(stream, step) != 1) return 0;
     }
     for (Py_ssize_t i = 0; i < walk->leaves.count; i++) {
         const int32_t position = walk->leaves.positions[i];
@@ -679,6 +696,8 @@ static int conclude(Stream *stream, int same, int collects, Found *found) {
 static int follow(Follower *follower, PyObject *const *arguments, Py_ssize_t count, Found *found) {
     Stream stream = stream_of(follower->walk, follower->pins);
     stream.items = follower->items;
+    stream.frozen = ((PyListObject *)follower->frozen)->ob_item;
+    stream.is_noted = &follower->is_noted;
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
     int same = count == stream.walk->num_arguments ? read_noted(follower, &stream, arguments) : 0;
@@ -709,12 +728,14 @@ static void Follower_dealloc(PyObject *self) {
     PyMem_Free(follower->watched);
     Py_XDECREF(follower->walk);
     Py_XDECREF(follower->pins);
+    Py_XDECREF(follower->frozen);
     Py_TYPE(self)->tp_free(self);
 }
 
 static int Follower_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(((Follower *)self)->walk);
     Py_VISIT(((Follower *)self)->pins);
+    Py_VISIT(((Follower *)self)->frozen);
     return 0;
 }
 
@@ -739,10 +760,11 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
     if (follower == NULL) return NULL;
     follower->walk = (Walk *)Py_NewRef(self);
     follower->pins = Py_NewRef(pins);
+    follower->frozen = PySequence_List(PyTuple_GET_ITEM(pins, PINS_frozen));
     follower->items = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
-    if (follower->items == NULL) {
+    if (follower->items == NULL || follower->frozen == NULL) {
         Py_DECREF(follower);
-        return PyErr_NoMemory();
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     PyObject *follow = PyCFunction_New(&follow_method, (PyObject *)follower);
     Py_DECREF(follower);
@@ -840,12 +862,21 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     walk->num_plain_items = walk->num_plain_steps < walk->num_steps
                                 ? walk->steps[walk->num_plain_steps].start
                                 : walk->size;
+    walk->of_leaves = PyMem_Malloc((walk->num_plain_steps + 1) * sizeof(*walk->of_leaves));
+    if (walk->of_leaves == NULL) {
+        Py_DECREF(walk);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < walk->num_plain_steps; i++) {
+        if (walk->steps[i].kind == LEAVES) walk->of_leaves[walk->num_of_leaves++] = i;
+    }
     return (PyObject *)walk;
 }
 
 static void Walk_dealloc(PyObject *self) {
     Walk *walk = (Walk *)self;
     PyObject_GC_UnTrack(self);
+    PyMem_Free(walk->of_leaves);
     Py_XDECREF(walk->recipe);
     Py_TYPE(self)->tp_free(self);
 }
@@ -1018,31 +1049,45 @@ static PyObject *array_at(PyObject *outputs, const Found *found, int32_t group, 
     return PyTuple_GET_ITEM(arrays, position);
 }
 
+/* The slot in which a Variable has its value; NULL for anything else. */
+static PyObject **value_in(PyObject *variable) {
+    enum kind slot = VALUE;
+    if (Py_IS_TYPE(variable, owners[LEAVES])) {
+        slot = LEAVES;
+    } else if (!PyType_IsSubtype(Py_TYPE(variable), owners[VALUE])) {
+        return NULL;
+    }
+    return (PyObject **)((char *)variable + offsets[slot]);
+}
+
 /* Sets the Variables that an update names: indices of objects with groups and positions. Either all
  * or none: returns 1, or 0 if they are not as expected. */
 static int write_back(PyObject *written, PyObject *outputs, const Found *found) {
     const int32_t(*sources)[3] = (const int32_t(*)[3])PyBytes_AS_STRING(written);
     const Py_ssize_t count = PyBytes_GET_SIZE(written) / (Py_ssize_t)sizeof(*sources);
-    PyObject **arrays = PyMem_Malloc((count + 1) * sizeof(*arrays));
-    for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) {
-        const int32_t index = sources[i][0];
-        arrays[i] = array_at(outputs, found, sources[i][1], sources[i][2]);
-        if (arrays[i] == NULL || index < 0 || index >= PyTuple_GET_SIZE(found->objects) ||
-            !PyType_IsSubtype(Py_TYPE(PyTuple_GET_ITEM(found->objects, index)), owners[VALUE])) {
-            PyMem_Free(arrays);
-            return 0;
-        }
+    PyObject **values = PyMem_Malloc((count + 1) * sizeof(*values));
+    Py_ssize_t made = 0;
+    for (; values != NULL && made < count; made++) {
+        const int32_t *source = sources[made];
+        PyObject *array = array_at(outputs, found, source[1], source[2]);
+        if (array == NULL || source[0] < 0 || source[0] >= PyTuple_GET_SIZE(found->objects)) break;
+        PyObject *variable = PyTuple_GET_ITEM(found->objects, source[0]);
+        if (value_in(variable) == NULL) break;
+        const int is_hijax = Py_IS_TYPE(variable, owners[LEAVES]);
+        values[made] = is_hijax ? PyTuple_Pack(1, array) : Py_NewRef(array);
+        if (values[made] == NULL) break;
     }
-    for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) {
-        PyObject *variable = PyTuple_GET_ITEM(found->objects, sources[i][0]);
-        PyObject **slot = (PyObject **)((char *)variable + offsets[VALUE]), *old = *slot;
-        *slot = Py_NewRef(arrays[i]);
-        arrays[i] = old;
+    const int is_complete = values != NULL && made == count;
+    for (Py_ssize_t i = 0; is_complete && i < count; i++) {
+        PyObject **slot = value_in(PyTuple_GET_ITEM(found->objects, sources[i][0])), *old = *slot;
+        *slot = values[i];
+        values[i] = old;
     }
     /* Only now: the end of an array may run Python code. */
-    for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) Py_XDECREF(arrays[i]);
-    PyMem_Free(arrays);
-    return arrays != NULL;
+    for (Py_ssize_t i = 0; i < made; i++) Py_XDECREF(values[i]);
+    PyMem_Free(values);
+    PyErr_Clear(); /* without memory for a tuple */
+    return is_complete;
 }
 
 /* The arrays that a call returns, in the user's containers; NULL with an error set. */
@@ -1200,7 +1245,7 @@ static int take(PyObject *name, PyObject *value) {
         Py_XSETREF(hooks[i], Py_NewRef(value));
         return 0;
     }
-    for (int i = METADATA; i <= IS_SETUP; i++) {
+    for (int i = METADATA; i <= LEAVES; i++) {
         PyMemberDescrObject *slot = (PyMemberDescrObject *)value;
         if (PyUnicode_CompareWithASCIIString(name, kinds[i]) != 0) continue;
         if (!Py_IS_TYPE(value, &PyMemberDescr_Type) || slot->d_member->type != T_OBJECT_EX) break;

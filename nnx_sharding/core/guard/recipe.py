@@ -21,11 +21,13 @@ class Kind(enum.IntEnum):
     TRACE = 4  # a Variable: the trace that it belongs to
     INITIALIZING = 5  # Flax's state of a module while it is set up: a flag
     IS_SETUP = 6  # the other flag
-    SEQUENCE = 7  # a tuple or list: its items; its length
-    STATE = 8  # an nnx.State: its values; its keys
+    TREEDEF = 7  # a hijax Variable: its treedef, which has the metadata
+    LEAVES = 8  # a hijax Variable: its arrays; their number
+    SEQUENCE = 9  # a tuple or list: its items; its length
+    STATE = 10  # an nnx.State: its values; its keys
     # From here on, opening runs Python code.
-    TREE = 9  # another pytree: its leaves and the data of its node types; its treedef
-    STATIC = 10  # another static object: its parts; its kind
+    TREE = 11  # another pytree: its leaves and the data of its node types; its treedef
+    STATIC = 12  # another static object: its parts; its kind
 
 
 class Rule(enum.IntFlag):

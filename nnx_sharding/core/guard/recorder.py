@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ... import _compat
-from ..static_equality import Content, Static
+from ..static_equality import Content, Static, value_key
 from ..static_parts import has_only_dict
-from ..treedefs import PyTreeDef, is_leaf_treedef
+from ..treedefs import PyTreeDef, aux_of, is_leaf_treedef
 from .recipe import Kind, Pins, Recipe, Rule, packed
 from .walk import ids_of, open_tree
 
@@ -20,6 +20,7 @@ NOWHERE = -1  # a position of what is not in the stream
 # How an item of the stream is compared: by value, by identity, or not, or in another way.
 _OPEN, _FROZEN, _IDENTITY = range(3)
 _TRACE_AND_VALUE = ((Kind.TRACE, _FROZEN), (Kind.VALUE, _OPEN))
+_TREEDEF = ((Kind.TREEDEF, _FROZEN),)
 _FLAGS = ((Kind.INITIALIZING, _FROZEN), (Kind.IS_SETUP, _FROZEN))
 _trace_of = _compat.SLOTS["TRACE"].__get__
 
@@ -107,6 +108,18 @@ class WalkRecorder:
         self._rules[position] = _FROZEN
         self._traces.append(position)
         self._open_slots(_FLAGS, position, _compat.node_flags(state))
+
+    def open_hijax(self, position: int, variable: Any) -> Sequence[int] | None:
+        """Adds the treedef and the arrays of a hijax Variable; returns the positions of these.
+
+        None if no guard can compare its metadata: in the treedef, only by value.
+        """
+        treedef = _compat.get_treedef(variable)
+        if any(value_key(aux) is None for aux in aux_of(treedef)):
+            return None
+        self._open_slots(_TREEDEF, position, (treedef,))
+        leaves = _compat.get_leaves(variable)
+        return self.open(Kind.LEAVES, position, len(leaves), leaves)
 
     def open_static(self, position: int, value: Any, content: Content) -> Sequence[int]:
         """Adds the parts of a static object; returns their positions."""

@@ -57,6 +57,7 @@ def open_tree(tree: Any) -> tuple[list[Any], Any]:
 # How items are opened that have neither attributes nor slots.
 OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
     Kind.DICT: _open_dicts,
+    Kind.LEAVES: lambda variables: _open_sequences([*map(_compat.get_leaves, variables)]),
     Kind.STATE: lambda states: _open_dicts([*map(_compat.get_mapping, states)]),
     Kind.SEQUENCE: _open_sequences,
     Kind.TREE: functools.partial(_open_each, open_tree),
@@ -206,9 +207,9 @@ def _in_order(
 
 def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
     """A getter of an item's content, and its names; or what to expect, and what opens all items."""
-    slot = _compat.SLOTS.get(kind.name)
-    if slot is None and kind is not Kind.NODE:
+    if kind in OPEN:
         return None, [*expected], OPEN[kind]
+    slot = _compat.SLOTS.get(kind.name)
     name, get = ("__dict__", _compat.get_dict) if slot is None else (slot.__name__, slot.__get__)
     if all(
         own.__getattribute__ is object.__getattribute__
