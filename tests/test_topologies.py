@@ -29,7 +29,7 @@ from nnx_sharding.partition import (
     planning_mesh,
     ring_attention,
 )
-from nnx_sharding.partition.topology import topology_devices
+from nnx_sharding.partition.mesh import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective, assert_overlappable
 

@@ -18,8 +18,7 @@ from ..analysis.hardware import hardware_of
 from ..analysis.json_codec import file_path
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
-from ..partition.mesh import planning_mesh
-from ..partition.topology import on_topology
+from ..partition.mesh import on_topology, planning_mesh
 from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
 from ..planning.plan import Plan, plan
 from ..report.comparison import Comparison, Failure

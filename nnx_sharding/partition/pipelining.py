@@ -158,19 +158,18 @@ def pipeline(
     specs, lines = base_specs("pipeline", model, base, mesh), list[str]()
     of_blocks = {path: dict[Path, PartitionSpec]() for path in stacks}
     for each in variables(model):
-        outer = next((x for x, of in stacks.items() if _is_in_layers(each.path, x, of)), None)
-        if outer is None:
+        outer, rest, is_shared = _place(each.path, stacks)
+        if outer is None or is_shared:
             continue
         spec, is_list = specs[each.path], isinstance(stacks[outer], nnx.List)
         used = spec_axes(spec) if isinstance(spec, PartitionSpec) else [axis]
         if axis in used or not (is_list or spec.partitions[:1] in ((), (None,))):
             lines.append(f"  {each.name}: {spec}")
         elif is_list:
-            specs[each.path] = shard_largest(spec, each, [axis], mesh)
-            of_blocks[outer][each.path[len(outer) + 1 :]] = specs[each.path]
+            specs[each.path] = of_blocks[outer][rest] = shard_largest(spec, each, [axis], mesh)
         else:
-            rest = padded(spec, len(each.shape or ()))[1:]
-            specs[each.path] = with_entries(spec, [axis, *rest])
+            others = padded(spec, len(each.shape or ()))[1:]
+            specs[each.path] = with_entries(spec, [axis, *others])
     raise_listed(
         ValueError,
         f"pipeline: specs of base shard layers, or use {axis!r}, in:",
@@ -238,24 +237,20 @@ def _stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
             f"  {each.name}"
             for each in variables(model)
             if isinstance(each.variable, nnx.Variable)
-            if held[id(each.variable)] > 1
-            or any(
-                each.path[: len(path) + 1] == (*path, "layers")
-                and each.path[len(path) + 1 :] in getattr(layers, "shared", ())
-                for path, layers in found.items()
-            )
+            if held[id(each.variable)] > 1 or _place(each.path, found)[-1]
         ],
         "Give each layer its own, or pass their values as an argument of the layers.",
     )
     return found
 
 
-def _is_in_layers(path: Path, outer: Path, layers: Any) -> bool:
-    """Whether a path is to something that stages hold: of layers, and not shared by them."""
-    rest = path[len(outer) :]
-    if path[: len(outer)] != outer or isinstance(layers, nnx.List):
-        return path[: len(outer)] == outer
-    return rest[:1] == ("layers",) and rest[1:] not in layers.shared
+def _place(path: Path, stacks: Mapping[Path, Any]) -> tuple[Path | None, Path, bool]:
+    """The stack in whose layers a path is, its rest there, and whether all layers share that."""
+    for outer, layers in stacks.items():
+        start, key, rest = path[: len(outer)], path[len(outer) :][:1], path[len(outer) + 1 :]
+        if start == outer and (isinstance(layers, nnx.List) or key == ("layers",)):
+            return outer, rest, rest in getattr(layers, "shared", ())
+    return None, path, False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,18 +388,11 @@ class Schedule:
         )
 
     def _run(
-        self,
-        stack: Stack,
-        x: Any,
-        args: Any,
-        kwargs: Any,
-        mesh: Any,
-        rows: tuple[Any, ...],
+        self, stack: Stack, x: Any, args: Any, kwargs: Any, mesh: Any, rows: tuple[Any, ...]
     ) -> Any:
         """Calls the layers; ``rows`` are the axes of the batch."""
         stages, count, repeats = self.stages, self.microbatches, self.repeats
-        depth = stack.length // (stages * repeats)
-        flat = _flat(stack.layers)
+        depth, flat = stack.length // (stages * repeats), _flat(stack.layers)
         slots = stack._stacked_slots(flat)
         policy = False if stack.remat is True else stack.remat
         run_layers = _loop_of_calls(stack._axes, depth, stack.unroll, policy)
@@ -644,8 +632,8 @@ def _update(
             "pipeline: layers may not make Variables while they run in a pipeline, as by sow. "
             "Return the values, with a dimension for the rows: x, loss = blocks((x, loss))."
         )
-    own = [index for index in range(len(structure.slots)) if index not in captures(structure)]
-    pairs = [zip(structure.slots[i], after.structure.slots[i], strict=True) for i in own]
+    own = {*range(len(structure.slots))}.difference(captures(structure))
+    pairs = (zip(structure.slots[i], after.structure.slots[i], strict=True) for i in own)
     leaves_after = {slot: after.leaves[other] for slot, other in itertools.chain(*pairs)}
     new = {
         slot: written(slot, leaves_after[slot])

@@ -18,8 +18,8 @@ from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_a
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from ..transforms.stacking import layer_dimensions
+from .mesh import axes_across_slices
 from .optimizer import optimizer_specs, union, with_optimizer
-from .topology import axes_across_slices
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 

@@ -25,8 +25,7 @@ from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes, time_text
 from ..diagnostics.progress import progress
 from ..errors import message, raise_listed
-from ..partition.mesh import planning_mesh
-from ..partition.topology import DEFAULT, on_topology, topology_devices
+from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
 from ..report.comparison import Column, Comparison, Failure
 from ..report.compiling import Lower, search
 from ..report.strategies import Strategy, abstract_of, lowered, unwrapped

@@ -29,7 +29,7 @@ from ..analysis.json_codec import file_path
 from ..analysis.meshes import MeshDescription
 from ..analysis.program import ProgramReport
 from ..diagnostics.progress import progress
-from ..partition.topology import topology_devices
+from ..partition.mesh import topology_devices
 from ..transforms.stages import Compiled, Lowered
 from .comparison import Comparison, Failure
 

@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 from .. import _compat
 from ..analysis.hardware import Hardware, hardware_of
 from ..analysis.units import read_bytes
-from ..partition.mesh import planning_mesh
-from ..partition.topology import on_topology
+from ..partition.mesh import on_topology, planning_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import Jit, jit
 from ..transforms.lifted import Lifted

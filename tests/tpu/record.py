@@ -14,7 +14,7 @@ from pathlib import Path
 from nnx_sharding.analysis.json_codec import as_data, read
 from nnx_sharding.analysis.meshes import MeshDescription
 from nnx_sharding.partition import planning_mesh
-from nnx_sharding.partition.topology import topology_devices
+from nnx_sharding.partition.mesh import topology_devices
 from tpu.programs import PROGRAMS
 
 FOLDER = Path(__file__).parent / "recorded"
