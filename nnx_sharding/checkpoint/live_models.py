@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -226,13 +226,7 @@ def _first(array: Any) -> Any:
 
 
 def _plan(
-    given: Flat,
-    flat: Flat,
-    rules: Mapping[str, Rule],
-    reverse: bool,
-    cast: bool,
-    only: Any,
-    donate: bool,
+    given: Flat, flat: Flat, rules: Any, reverse: bool, cast: bool, only: Any, donate: bool
 ) -> list[_Step]:
     """The steps that move the arrays of one structure into those of another."""
     sources, targets = (
@@ -240,17 +234,11 @@ def _plan(
         for each in (given, flat)
     )
     sides = [{path: x.leaf for path, x in each.items()} for each in (sources, targets)]
-    named, placed = sides[::-1] if reverse else sides
-    parts = matched(
-        "transfer: the source does not fit the target.",
-        read_rules("transfer", rules),
-        named,
-        placed,
-        {x.path for x in named_arrays(given if reverse else flat)},
-        cast=cast,
-        reverse=reverse,
-        nouns=("source", "array"),
-    )
+    sides = sides[::-1] if reverse else sides
+    paths = {x.path for x in named_arrays(given if reverse else flat)}
+    head, nouns = "transfer: the source does not fit the target.", ("source", "array")
+    options: Any = {"cast": cast, "reverse": reverse, "nouns": nouns}
+    parts = matched(head, read_rules("transfer", rules), *sides, paths, **options)
     goals, obstacles = [], []
     for path, pairs in parts.items():
         used = [sources[name] for _, name in pairs]
@@ -319,9 +307,8 @@ def _built(
             # The compiler fails if some slices of one array get different shardings.
             x = jax.lax.optimization_barrier(x)
         x = x.reshape([axes[axis].tensor_size for axis in left])
-        x = x[
-            tuple(slice(axes[n].tensor_start, axes[n].tensor_start + axes[n].length) for n in left)
-        ]
+        starts = [(axes[axis].tensor_start, axes[axis].length) for axis in left]
+        x = x[tuple(slice(start, start + length) for start, length in starts)]
         order = [*right, *(axis for axis in left if axis not in right)]
         x = x.transpose([left.index(axis) for axis in order])
         pieces.append((region, x.reshape([end - start for start, end in region])))
@@ -374,12 +361,15 @@ def _devices(leaf: Any) -> Any:
 
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
     """One program for all arrays on the same devices; more where it would take memory."""
-    sizes = [goal.nbytes for goal in goals]
-    simple = _grouped(((x.is_put, x.is_copied), x) for x in goals if not x.has_program)
-    steps = [*map(_Step, simple.values())]
-    programs: list[_Goal] = []
-    groups = _grouped((_devices(leaves[x.sources[0]]), x) for x in goals if x.has_program)
-    for group in groups.values():
+    sizes, steps, programs = [goal.nbytes for goal in goals], list[_Step](), list[_Goal]()
+    groups: dict[Any, list[_Goal]] = {}
+    for x in goals:
+        way = _devices(leaves[x.sources[0]]) if x.has_program else (x.is_put, x.is_copied)
+        groups.setdefault((x.has_program, way), []).append(x)
+    for (has_program, _), group in groups.items():
+        if not has_program:
+            steps.append(_Step(group))
+            continue
         if all(goal.is_final for goal in group):
             programs += group
             continue
@@ -401,14 +391,6 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
     for part in itertools.chain(*bins.values()):
         steps += _programs(part, leaves, max(*sizes, _SMALL))
     return steps
-
-
-def _grouped(pairs: Iterable[tuple[Any, _Goal]]) -> dict[Any, list[_Goal]]:
-    """The goals of each key."""
-    groups: dict[Any, list[_Goal]] = {}
-    for key, goal in pairs:
-        groups.setdefault(key, []).append(goal)
-    return groups
 
 
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[_Step]:
@@ -433,7 +415,7 @@ def _compiled(goals: Sequence[_Goal], leaves: Sequence[Any]) -> tuple[list[int],
 
     def make(*arrays: Any) -> list[Any]:
         given = dict(zip(slots, arrays, strict=True))
-        return [goal.build(*(given[slot] for slot in goal.sources)) for goal in goals]
+        return [goal.build(*map(given.__getitem__, goal.sources)) for goal in goals]
 
     places = [goal.place for goal in goals]
     return slots, jax.jit(make, out_shardings=places).lower(*inputs).compile()

@@ -78,50 +78,45 @@ class Tensor:
     ):
         options = {"take": dict(take or {}), "put": dict(put or {}), "sizes": sizes}
         vars(self).update(options, path=path, dimensions=dimensions)
-        self._check()
+        for reason in self._faults():
+            raise ValueError(f"Tensor({path!r}, {dimensions!r}): {reason}.")
 
     def __hash__(self) -> int:
         return hash((self.path, self.dimensions))
 
-    def _check(self) -> None:
-        def refuse(reason: str) -> None:
-            raise ValueError(f"Tensor({self.path!r}, {self.dimensions!r}): {reason}.")
-
+    def _faults(self) -> Iterator[str]:
+        """What is wrong; anything after the first of these may not make sense."""
+        take, put, sizes = self.take, self.put, self.sizes
         if self.dimensions is None:
-            if self.take or self.put or self.sizes:
-                refuse("take, put and sizes need names of axes, as in 'out in -> in out'")
+            if take or put or sizes:
+                yield "take, put and sizes need names of axes, as in 'out in -> in out'"
             return
         sides = self.dimensions.split("->")
         one = rf"(?:{_NAME}|{_INDEX})"
         form = rf"\s*(?:(?:{one}|\((?:\s*{_NAME})+\s*\))\s*)*"
         if len(sides) != 2 or not all(re.fullmatch(form, side) for side in sides):
-            refuse("expected dimensions such as '(h d) e -> e h d'")
+            yield "expected dimensions such as '(h d) e -> e h d'"
         left, right = (_names_in(side) for side in self.sides(0))
-        for names in left, right:
-            if len(set(names)) < len(names):
-                refuse("an axis is named twice on one side")
+        if any(len(set(names)) < len(names) for names in (left, right)):
+            yield "an axis is named twice on one side"
         if re.search(_INDEX, sides[0]):
-            refuse("an index such as {0} belongs to the dimensions of the array, after '->'")
-        of_tensor = {name for name in left if isinstance(self.take.get(name), int)}
-        of_array = {name for name in right if isinstance(self.put.get(name), int)}
-        of_array |= {name for name in right if name.startswith("{")}
+            yield "an index such as {0} belongs to the dimensions of the array, after '->'"
+        of_tensor = {name for name in left if isinstance(take.get(name), int)}
+        of_array = {n for n in right if isinstance(put.get(n), int) or n.startswith("{")}
         if different := (set(left) - of_tensor) ^ (set(right) - of_array):
-            refuse(f"on one side only: {', '.join(sorted(different))}")
-        if unknown := [n for n in {**self.take, **self.sizes} if n not in left]:
-            refuse(f"the tensor has no axis {', '.join(unknown)}")
-        if unknown := [n for n in self.put if n not in right]:
-            refuse(f"the array has no axis {', '.join(unknown)}")
-        if unsized := [n for n in self.take if n not in self.sizes]:
-            refuse(f"give the size in the tensor of {', '.join(unsized)}")
-        inner = {name for group in self.sides(0)[1] for name in group[1:]}
-        if inner & {*self.put}:
-            refuse("only the first axis of a dimension can be in put")
-        for option in {**self.take, **self.put}.values():
-            is_range = isinstance(option, slice) and option.step in (None, 1)
-            if not isinstance(option, int) and not (
-                is_range and 0 <= (option.start or 0) < (option.stop or 0)
-            ):
-                refuse(f"expected an index or a slice with start < stop, got {option!r}")
+            yield f"on one side only: {', '.join(sorted(different))}"
+        if unknown := [n for n in {**take, **sizes} if n not in left]:
+            yield f"the tensor has no axis {', '.join(unknown)}"
+        if unknown := [n for n in put if n not in right]:
+            yield f"the array has no axis {', '.join(unknown)}"
+        if unsized := [n for n in take if n not in sizes]:
+            yield f"give the size in the tensor of {', '.join(unsized)}"
+        if any(name in put for group in self.sides(0)[1] for name in group[1:]):
+            yield "only the first axis of a dimension can be in put"
+        for x in (*take.values(), *put.values()):
+            is_range = isinstance(x, slice) and x.step in (None, 1)
+            if not isinstance(x, int) and not (is_range and 0 <= (x.start or 0) < (x.stop or 0)):
+                yield f"expected an index or a slice with start < stop, got {x!r}"
 
     def sides(self, rank: int) -> tuple[Dimensions, Dimensions]:
         """The axes of each dimension of the tensor, and of an array of this rank."""

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..core.retyping import type_spec
+from ..core.retyping import type_mesh, type_spec
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
-from ..specs.fitting import axes_of, suggestion
+from ..specs.fitting import axes_of, padded, suggestion
 from ..specs.paths import accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.gradients import ValueAndGrad
@@ -201,9 +201,7 @@ def _divided(name: str, value: Any, steps: int) -> Any:
         for path, x in leaves
         if (fault := _indivisible(x, steps))
     ]
-    title = (
-        f"accumulate_gradients: these cannot be divided into {steps} microbatches of equal size:"
-    )
+    title = f"accumulate_gradients: these cannot be divided into {steps} equal microbatches:"
     remedy = "The first dimension is that of the rows; each shard of them is divided."
     raise_listed(ValueError, title, wrong, remedy)
     divided = [jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:])) for _, x in leaves]
@@ -214,17 +212,15 @@ def _indivisible(x: Any, steps: int) -> str:
     """Why the rows of an array cannot be divided; empty if they can."""
     if not jnp.ndim(x):
         return ", which has no rows"
-    spec = type_spec(x)
-    axes = axes_of(spec.partitions[0]) if spec is not None and spec.partitions else ()
-    sizes = {axis: jax.typeof(x).sharding.mesh.shape[axis] for axis in axes}
-    multiple = steps * math.prod(sizes.values())
-    if jnp.shape(x)[0] % multiple == 0:
+    axes = [] if (spec := type_spec(x)) is None else axes_of(padded(spec, 1)[0])
+    sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
+    counts, rows = (steps, *sizes.values()), jnp.shape(x)[0]
+    if rows % math.prod(counts) == 0:
         return ""
+    product = " × ".join(map(str, counts)) + f" = {math.prod(counts)}" * bool(sizes)
     listed = " × ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    sharded = f", rows sharded over {listed}" if sizes else ""
-    product = " × ".join(map(str, (steps, *sizes.values())))
-    total = f" = {multiple}" if sizes else ""
-    return f"{sharded}: {jnp.shape(x)[0]} rows are not a multiple of {product}{total}"
+    sharded = f", rows sharded over {listed}" * bool(sizes)
+    return f"{sharded}: {rows} rows are not a multiple of {product}"
 
 
 def _check_aux(aux: Any) -> None:
@@ -235,8 +231,7 @@ def _check_aux(aux: Any) -> None:
         for path, x in leaves
         if not (_compat.is_array_like(x) or _compat.is_graph_object(x))
     ]
-    title = "accumulate_gradients: with has_aux=True, what the loss returns besides the scalar is "
-    title += "stacked, and these are not arrays:"
+    title = "accumulate_gradients: what the loss returns besides the scalar is stacked; not arrays:"
     raise_listed(TypeError, title, wrong, "Return only arrays or numbers.")
 
 
@@ -247,9 +242,7 @@ def partial_sums_of(
     typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None and x.ndim]
     entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
     rows = max(entries, key=lambda entry: len(axes_of(entry)), default=None)
-    if rows is None:
-        return None
-    return PartialSums(jax.typeof(typed[0]).sharding.mesh, rows, gathers=gathers)
+    return None if rows is None else PartialSums(type_mesh(typed[0]), rows, gathers=gathers)
 
 
 def _reduced(x: Any, like: Any) -> Any:
