@@ -61,8 +61,7 @@ class Attribution:
         in_order = bool(inputs_of(module, rows))
         self._numbers = {
             one.number: one.number if in_order else by_path.get(one.operation or "")
-            for one in (module.entry.instructions if module.entry else ())
-            if one.number is not None
+            for one in module.parameters
         }
         self._known = {*paths}.union(*(around(row.path) for row in rows))
         self._dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
@@ -120,7 +119,7 @@ class Attribution:
         if value.name not in self._homes:
             return Owner(None, "temporaries")
         array = Value(self._homes[value.name], value.name, value.index)
-        number = self._argument_number(self._maker(array, through_moves=True))
+        number = self._module.argument(self._maker(array, through_moves=True))
         if number in self._numbers:
             return self.argument(number)
         array = self._maker(array)
@@ -176,18 +175,12 @@ class Attribution:
             return () if is_sum and not one.opcode.endswith("-done") else operands[:1]
         return self._module.passed(value)
 
-    def _argument_number(self, value: Value) -> int | None:
-        """The number of an argument of the program; None for other values."""
-        entry, one = self._module.entry, self._module.maker(value)
-        is_argument = entry is not None and value.computation == entry.name
-        return one.number if one is not None and is_argument else None
-
     def _of_parameter(self, value: Value, dims: tuple[int, ...]) -> Place | None:
         """The place of a parameter of this shape, of which an optimizer's step is computed, say."""
         pending, seen, found = [value], {value.name}, None
         while pending and dims and len(seen) < _MAX_STEPS:
             value = pending.pop(0)
-            one, number = self._module.maker(value), self._argument_number(value)
+            one, number = self._module.maker(value), self._module.argument(value)
             place = self.argument(number).place if number is not None else one and self.place(one)
             if place is not None and place.path:
                 if dims in self._dims[place.path]:

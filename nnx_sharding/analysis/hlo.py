@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from .instructions import ABBREVIATED, MAX_SIZE, Computation, Instruction, nesting, spell_out
 from .slices import with_exchanges
 from .trip_counts import trip_counts
-from .values import Values
+from .values import Value, Values
 
 
 class Runs(NamedTuple):
@@ -47,10 +47,20 @@ class Module(Values):
     computations: list[Computation]
     skipped: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def entry(self) -> Computation | None:
         """The entry computation, if there is one."""
         return next((one for one in self.computations if one.is_entry), None)
+
+    @functools.cached_property
+    def parameters(self) -> list[Instruction]:
+        """The parameters of the program."""
+        return [x for x in self.entry.instructions if x.number is not None] if self.entry else []
+
+    def argument(self, value: Value) -> int | None:
+        """The number of the argument that a value is; None for other values."""
+        one, is_outer = self.maker(value), self.entry and value.computation == self.entry.name
+        return one.number if one is not None and is_outer else None
 
     def fused(self, one: Instruction) -> Computation | None:
         """The computation of a fusion; None for other instructions."""

@@ -33,8 +33,7 @@ def uses_of(
     """What collectives are for, by name; ``updated`` are the Variables that results update."""
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
-    entry = module.entry.instructions if module.entry else ()
-    arguments = {x.number: x.operation or x.name for x in entry if x.number is not None}
+    arguments = {x.number: x.operation or x.name for x in module.parameters}
     if inputs_of(module, used):
         arguments |= {number: row.path for number, row in enumerate(used)}
     origins, results = Origins(module, arguments, variables.paths), _results(module, updated)
@@ -61,18 +60,15 @@ def _operations_of_arrays(one: Instruction, computation: Computation) -> list[li
 
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
     """The parameters of a program, if they are in the order of rows; TPU's may be renamed."""
-    entry, paths = module.entry, {row.path for row in rows}
-    inputs = [one for one in entry.instructions if one.opcode == "parameter"] if entry else []
-    by_number = {one.number: one for one in inputs}
-
-    def is_argument(number: int, row: ParameterRow) -> bool:
-        one = by_number.get(number)
-        shapes = [shape.dims for shape in arrays(one.shape)] if one else []
-        name = one.operation if one else None
-        return shapes == [row.shard_shape] and (name == row.path or name not in paths)
-
-    in_order = all(is_argument(number, row) for number, row in enumerate(rows))
-    return [by_number[i] for i in range(len(rows))] if in_order and len(inputs) == len(rows) else []
+    paths = {row.path for row in rows}
+    by_number = {x.number: x for x in module.parameters}
+    inputs = [by_number[number] for number in range(len(rows)) if number in by_number]
+    in_order = len(inputs) == len(rows) == len(module.parameters) and all(
+        [shape.dims for shape in arrays(x.shape)] == [row.shard_shape]
+        and (x.operation == row.path or x.operation not in paths)
+        for x, row in zip(inputs, rows, strict=True)
+    )
+    return inputs if in_order else []
 
 
 class _Variables:
@@ -164,13 +160,12 @@ def _use(
 
 def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[str, ...]]:
     """The instructions whose values are returned, unchanged or added to the Variables updated."""
-    entry = module.entry
-    by_name = {x.name: x for x in entry.instructions} if entry is not None else {}
+    root = module.roots.get(module.entry.name) if module.entry else None
+    if module.entry is None or root is None:
+        return {}
+    by_name = module.within[module.entry.name]
     codes = {x.name: {i.opcode for i in x.instructions} for x in module.computations}
-    roots = [x for x in by_name.values() if x.is_root]
-    names = [
-        name for x in roots for name in (x.operand_names if x.opcode == "tuple" else (x.name,))
-    ]
+    names = root.operand_names if root.opcode == "tuple" else (root.name,)
     paths = updated if len(updated) == len(names) else [None] * len(names)
     stack: list[tuple[str, str | None]] = [*zip(names, paths, strict=True)]
     found: dict[str, tuple[str, ...]] = {}
@@ -216,7 +211,9 @@ class Origins:
         pending = [value]
         while pending:
             value = pending.pop()
-            name = self._others.get(value) or self._argument(value)
+            name, number = self._others.get(value), self._module.argument(value)
+            if name is None and number is not None:
+                name = self._arguments.get(number, value.name)
             if name is not None and name not in self._parameters:
                 user: Value | None = value
                 while user is not None:
@@ -248,13 +245,6 @@ class Origins:
     def are_parameters(self, names: frozenset[str]) -> bool:
         """Whether something is computed from parameters only, and from some."""
         return bool(names) and names <= {*self._parameters}
-
-    def _argument(self, value: Value) -> str | None:
-        """The name of the argument that a value is; None for others."""
-        one, entry = self._module.maker(value), self._module.entry
-        if one is None or entry is None or value.computation != entry.name:
-            return None
-        return None if one.number is None else self._arguments.get(one.number, one.name)
 
     def _before(self, value: Value) -> list[Value]:
         """What a value is computed from."""

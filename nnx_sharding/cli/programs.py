@@ -225,26 +225,15 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
             "from variants to such tuples, or a Plan."
         )
     step, *args = (value,) if isinstance(value, Mapping) else value
-    options = {}
+    options: dict[str, Any] = {}
     for one in step.values() if isinstance(step, Mapping) else [step]:
         options = _options(arguments, target, one[0] if isinstance(one, tuple) else one)
+    options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
+    options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
+    same = "strategies", "maximize", "time_limit", "memory_limit", "hardware", "most", "by_module"
     with user_code(f"what {target} returned cannot be planned"):
         try:
-            return plan(
-                step,
-                *args,
-                meshes=None if arguments.mesh is None else [arguments.mesh],
-                num_slices=arguments.slices,
-                strategies=arguments.strategies,
-                maximize=arguments.maximize,
-                time_limit=arguments.time_limit,
-                memory_limit=arguments.memory_limit,
-                hardware=arguments.hardware,
-                most=arguments.most,
-                cache_dir=arguments.cache,
-                by_module=arguments.by_module,
-                **options,
-            )
+            return plan(step, *args, **{name: getattr(arguments, name) for name in same}, **options)
         except ValueError as error:  # of plan, which says what is wrong
             raise UserError(str(error).removeprefix("plan: ")) from error
 

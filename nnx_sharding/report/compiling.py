@@ -67,7 +67,8 @@ def search(
     def run(program: Any, seconds: float) -> _Finished:
         start, process = time.perf_counter(), free.pop()
         if not isinstance(program, Failure):
-            program = attempt(partial(_report, *program, process, cache, by_module=by_module))
+            lowered, mesh = program
+            program = attempt(partial(_report, lowered, mesh, process, cache, by_module=by_module))
         free.append(process)
         return program, seconds + time.perf_counter() - start
 
