@@ -78,13 +78,14 @@ def _operations(
             is_beside = one.collective or one.opcode.endswith(("-start", "-done"))
             if runs.is_fused or is_beside or not work.flops + work.bytes_accessed:
                 continue
-            ratio = math.log2((work.flops + 1) / (work.bytes_accessed + 1))
+            ratio = math.log2(work.flops + 1) - math.log2(work.bytes_accessed + 1)
             kind = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0
             sums[kind] = sums.get(kind, Work()).plus(work, runs.least)
         fused[name] = total
     names = [field.name for field in dataclasses.fields(Operation)]
     return tuple(
-        Operation(*(float(getattr(work, name)) for name in names)) for work in sums.values()
+        Operation(*(float(min(getattr(work, name), _MOST)) for name in names))
+        for work in sums.values()
     )
 
 
