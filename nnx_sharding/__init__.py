@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 from ._version import __version__
 from .core.structure import Structure
-from .diagnostics.retraces import explain_retraces
-from .diagnostics.trace_log import limit_traces
+from .diagnostics.retraces import explain_retraces, limit_traces
 from .specs import filters
 from .specs.activation_sharding import ActivationSharding, InOutSharding
 from .specs.state_sharding import StateSharding

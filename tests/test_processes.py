@@ -219,7 +219,7 @@ class UsageTest(Case):
         def fail(*_, **__):
             raise OSError("no more processes")
 
-        self.monkeypatch.setattr("nnx_sharding.cli.launch.launch", fail)
+        self.monkeypatch.setattr("nnx_sharding.cli.commands.launch", fail)
         script = self.script("")
         assert main(["launch", script]) == 1
         assert self.capsys.readouterr().err == "launch: no more processes\n"

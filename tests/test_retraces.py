@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from models import P, mesh_of
 from nnx_sharding import explain_retraces, jit, limit_traces, shard_map
-from nnx_sharding.diagnostics.trace_log import MAX_TRACES
+from nnx_sharding.diagnostics.retraces import MAX_TRACES
 from nnx_sharding.errors import RetraceError
 
 REMEDY = "create it once, outside the loop"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .._version import __version__
-from . import diff, explain, launch, programs
+from . import commands, programs
 from .options import Parser, UsageError, say
 
 
@@ -24,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "nnx-sharding" if is_script else "python -m nnx_sharding"
     parser = Parser(prog=name, description="Tools for sharded Flax NNX models.")
     parser.add_argument("--version", action="version", version=f"nnx_sharding {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for module in (programs, diff, launch, explain):
-        module.add_commands(commands)
-    for command in commands.choices.values():
+    parsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for module in (programs, commands):
+        module.add_commands(parsers)
+    for command in parsers.choices.values():
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.epilog = (command.epilog or "").replace("python -m nnx_sharding", name)
         text = "show the traceback of an error"

@@ -20,7 +20,7 @@ from ..core.placing import abstract, as_declared
 from ..core.plan import Plan
 from ..core.signature import Call
 from ..core.unflatten import unflatten
-from ..diagnostics.trace_log import Observer, TraceLimit, TraceLog
+from ..diagnostics.retraces import Observer, TraceLimit, TraceLog
 from .lifted_function import LiftedFunction, P, R
 from .module_memory import explain_memory
 from .stages import Lowered, Traced

@@ -19,7 +19,7 @@ from ..core.guard.store import recorder_of
 from ..core.plan import Plan, make_plan, plan_key, resolve_call
 from ..core.signature import Call, Parameters, Roles
 from ..core.transform import Transform
-from ..diagnostics.trace_log import TraceLog
+from ..diagnostics.retraces import TraceLog
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,0 +1,135 @@
+"""``diff``, ``launch`` and ``explain``: commands that compile nothing."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from ..report.changes import by_strategy, diff
+from ..report.comparison import Comparison, load, why_unknown
+from ..testing import launch
+from .options import UsageError, count, percentage, say, seconds
+from .programs import add_outputs, write
+
+_DIFF = """\
+For example, as a check of a pull request:
+
+  python -m nnx_sharding diff before.json after.json --fail-above 5%
+
+exit code: 0 if nothing changed; 1 if something did, or with --fail-above if figures grew by more
+or are unknown; 2 if a file cannot be read or the command line is wrong"""
+
+
+def add_commands(subparsers: Any) -> None:
+    """Adds the parsers of these commands."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="show what changed between two reports or comparisons",
+        description="Shows what changed between two files that inspect or compare wrote with\n"
+        "--json: memory, cost, collectives and the shardings of arguments.",
+        epilog=_DIFF,
+    )
+    parser.set_defaults(run=run_diff)
+    add = parser.add_argument
+    add("before", metavar="BEFORE.json", help="the report or comparison before")
+    add("after", metavar="AFTER.json", help="the one after, of the same kind")
+    text = "leave out figures that changed by no more than this, up or down (default: 0%%)"
+    add("--threshold", type=percentage, default=0.0, metavar="PERCENT", help=text)
+    text = "fail only if memory, cost, roofline or collectives grew by more than this or are "
+    add("--fail-above", type=percentage, metavar="PERCENT", help=f"{text}unknown")
+    add_outputs(parser)
+
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a program in several processes on this machine",
+        description="Runs a Python program in several processes on this machine, in which\n"
+        "jax.distributed.initialize() needs no arguments. If one fails, the others are ended.",
+        epilog="exit code: that of the process that failed first, 128 + n after signal n;\n"
+        "124 after --timeout; else 0, or 2 if the command line is wrong",
+        usage="%(prog)s [options] {script.py | -m module} [argument ...]",
+    )
+    parser.set_defaults(run=run_launch)
+    add = parser.add_argument
+    add("--processes", type=count, default=2, metavar="N", help="default: 2")
+    text = "of each process, virtual ones on the CPU (default: 1)"
+    add("--devices-per-process", type=count, default=1, metavar="N", help=text)
+    add("--platform", default="cpu", metavar="NAME", help="JAX_PLATFORMS (default: cpu)")
+    add("--timeout", type=seconds, metavar="SECONDS", help="end all processes after this time")
+    text = "from asking a process to end until it is killed (default: 3)"
+    add("--grace", type=seconds, default=3.0, metavar="SECONDS", help=text)
+    add("-m", dest="module", nargs="...", help="run a module, as python -m does")
+    add("program", nargs="...", help=argparse.SUPPRESS)
+
+    parser = subparsers.add_parser(
+        "explain",
+        help="explain an error",
+        description="Prints what an error means and what to do about it.",
+        epilog="exit code: 0, or 2 if there is no such section",
+    )
+    parser.set_defaults(run=run_explain)
+    text = "as the note below an error names it; without it, all are listed"
+    parser.add_argument("section", nargs="?", help=text)
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """Shows the changes; returns the exit code."""
+    try:
+        before, after = load(arguments.before), load(arguments.after)
+        changes = diff(before, after, threshold=arguments.threshold)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    write(arguments, changes)
+    if arguments.fail_above is None:
+        return int(bool(changes))
+    failures = [(one.strategy, str(one)) for one in changes.grown(arguments.fail_above)]
+    failures += [
+        (name, f"{figure} is unknown: {why}")
+        for name, report in Comparison(by_strategy(after)).compiled.items()
+        for figure, why in why_unknown(report).items()
+    ]
+    if failures:
+        head = f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:"
+        lines = (f"  {name}: {failure}" if name else f"  {failure}" for name, failure in failures)
+        say("\n".join([head, *lines]), error=True)
+    return int(bool(failures))
+
+
+def run_launch(arguments: argparse.Namespace) -> int:
+    """Runs the processes; returns the exit code."""
+    program = arguments.program if arguments.module is None else ["-m", *arguments.module]
+    if program in ([], ["-m"]):
+        raise UsageError("name a script (train.py) or `-m module`")
+    if arguments.module is None and not Path(program[0]).exists():
+        raise UsageError(f"no such file: {program[0]}")
+    names = ("processes", "devices_per_process", "platform", "timeout", "grace")
+    return launch(program, **{name: getattr(arguments, name) for name in names})
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Shows a section of the page of errors, or their names; returns the exit code."""
+    sections, name = _sections(), arguments.section
+    if name is not None and name not in sections:
+        close = [f"did you mean {near}?" for near in difflib.get_close_matches(name, sections, 1)]
+        raise UsageError("; ".join([f"no section {name!r}", *close]))
+    say("\n".join(sections) if name is None else sections[name])
+    return 0
+
+
+def _sections() -> dict[str, str]:
+    """The text of each section with its subsections, by its anchor."""
+    installed = Path(__file__).with_name("errors.md")  # setup.py puts it there
+    page = installed if installed.exists() else Path(__file__).parents[2] / "docs" / "errors.md"
+    # Without marks for the script that writes the messages.
+    text = re.sub(r"<!--.*?-->\n", "", page.read_text(encoding="utf-8"))
+    # A heading may have an anchor of its own in front of it.
+    headings = [*re.finditer(r"^(?:\(([\w-]+)\)=\n)?(##+) (.*)\n", text, flags=re.MULTILINE)]
+    sections = {}
+    for index, heading in enumerate(headings):
+        later = (next_ for next_ in headings[index + 1 :] if len(next_[2]) <= len(heading[2]))
+        end = next((next_.start() for next_ in later), len(text))
+        anchor = heading[1] or re.sub(r"[^\w\- ]", "", heading[3].lower()).replace(" ", "-")
+        sections[anchor] = text[heading.start(2) : end].rstrip()
+    return sections
