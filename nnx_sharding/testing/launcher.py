@@ -70,13 +70,14 @@ def launch(
         address = f"127.0.0.1:{port.getsockname()[1]}"
         try:
             for rank in range(processes):
-                # The worker ends when its standard input is closed.
                 pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
                 process = subprocess.Popen(
                     [sys.executable, __file__, *program],
                     env=_environment(rank, processes, devices_per_process, platform, address),
                     process_group=workers[0].pid if workers else 0,  # only we receive Ctrl-C
-                    **(pipes | {"encoding": "utf-8", "errors": "backslashreplace"}),
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                    **pipes,  # the worker ends when its standard input is closed
                 )
                 workers.append(process)
                 readers.append(_thread(_copy, rank, process.stdout, sys.stdout))
