@@ -60,8 +60,8 @@ class Attribution:
         by_path = {row.path: number for number, row in enumerate(rows)}
         in_order = bool(inputs_of(module, rows))
         self._numbers = {
-            one.number: one.number if in_order else by_path.get(one.operation or "")
-            for one in module.parameters
+            number: number if in_order else by_path.get(one.operation or "")
+            for number, one in module.parameters.items()
         }
         self._known = {*paths}.union(*(around(row.path) for row in rows))
         self._dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
@@ -120,7 +120,7 @@ class Attribution:
             return Owner(None, "temporaries")
         array = Value(self._homes[value.name], value.name, value.index)
         number = self._module.argument(self._maker(array, through_moves=True))
-        if number in self._numbers:
+        if number is not None and number in self._numbers:
             return self.argument(number)
         array = self._maker(array)
         one = self._module.maker(array)

@@ -53,9 +53,10 @@ class Module(Values):
         return next((one for one in self.computations if one.is_entry), None)
 
     @functools.cached_property
-    def parameters(self) -> list[Instruction]:
-        """The parameters of the program."""
-        return [x for x in self.entry.instructions if x.number is not None] if self.entry else []
+    def parameters(self) -> Mapping[int, Instruction]:
+        """The parameters of the program by number."""
+        instructions = self.entry.instructions if self.entry else ()
+        return {x.number: x for x in instructions if x.number is not None}
 
     def argument(self, value: Value) -> int | None:
         """The number of the argument that a value is; None for other values."""

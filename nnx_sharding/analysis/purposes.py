@@ -33,7 +33,7 @@ def uses_of(
     """What collectives are for, by name; ``updated`` are the Variables that results update."""
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
-    arguments = {x.number: x.operation or x.name for x in module.parameters}
+    arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
     if inputs_of(module, used):
         arguments |= {number: row.path for number, row in enumerate(used)}
     origins, results = Origins(module, arguments, variables.paths), _results(module, updated)
@@ -61,8 +61,7 @@ def _operations_of_arrays(one: Instruction, computation: Computation) -> list[li
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
     """The parameters of a program, if they are in the order of rows; TPU's may be renamed."""
     paths = {row.path for row in rows}
-    by_number = {x.number: x for x in module.parameters}
-    inputs = [by_number[number] for number in range(len(rows)) if number in by_number]
+    inputs = [module.parameters[i] for i in range(len(rows)) if i in module.parameters]
     in_order = len(inputs) == len(rows) == len(module.parameters) and all(
         [shape.dims for shape in arrays(x.shape)] == [row.shard_shape]
         and (x.operation == row.path or x.operation not in paths)
