@@ -21,6 +21,7 @@ import mistakes
 import nnx_sharding
 import transform_mistakes
 from graphs import Memory
+from libraries import Transforms
 from mistakes import MISTAKES, PAGE, Mistake
 from nnx_sharding.errors import MAX_WIDTH
 from test_pages import anchors
@@ -174,10 +175,14 @@ class MistakesTest(parameterized.TestCase):
     @parameterized.named_parameters((name, name) for name in transform_mistakes.MISTAKES)
     def test_transforms(self, name: str):
         case = transform_mistakes.MISTAKES[name]
-        with self.assertRaises(case.error) as caught:
-            case.run(nnx_sharding)
-        text = "\n".join([str(caught.exception), *getattr(caught.exception, "__notes__", ())])
-        self.assertEmpty([fact for fact in case.facts if fact not in text], text)
+        libraries = [nnx_sharding, Transforms(nnx_sharding, **transform_mistakes.TREE)]
+        for library in libraries[: 1 if name in transform_mistakes.WITH_UPDATES else 2]:
+            with self.assertRaises(case.error) as caught:
+                case.run(library)
+            text = "\n".join([str(caught.exception), *getattr(caught.exception, "__notes__", ())])
+            self.assertEmpty([fact for fact in case.facts if fact not in text], text)
+        text = mistakes.message_of(case.run, nnx_sharding)
+        self.assertIn(f"```text\n{text}\n```", transform_mistakes.PAGE.read_text())
 
     @parameterized.named_parameters((name, name) for name in MISTAKES)
     def test_no_object_changes(self, name: str):

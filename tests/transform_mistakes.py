@@ -1,8 +1,12 @@
-"""More mistakes with transforms, whose messages say enough without a section of their own."""
+"""More mistakes with transforms, whose messages say enough without a section of their own.
+
+``python tests/transform_mistakes.py`` writes them and Flax's into ``transform_mistakes.md``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import mistakes
+import nnx_sharding
+from libraries import FULL, Transforms
+
 Library = Any
+PAGE = Path(__file__).with_name("transform_mistakes.md")
+TREE = {"graph": False, "graph_updates": False}
+# Without graph updates, what a branch adds to a model does not come back.
+WITH_UPDATES = "added_in_branch"
 
 
 class Mistake(NamedTuple):
@@ -62,7 +74,7 @@ def note(model: Any, x: Any) -> tuple[Any, Any]:
     return model, x
 
 
-@mistake("a loss that is not a scalar", TypeError, "apply must return a scalar", "float32[8,4]")
+@mistake("a loss that is not a scalar", TypeError, "apply must return a scalar", "Reduce it")
 def vector_loss(lib: Library) -> Any:
     return lib.grad(apply)(linear(), X)
 
@@ -220,3 +232,191 @@ def no_residuals(lib: Library) -> Any:
     fun = lib.custom_vjp(loss)
     fun.defvjp(loss, lambda residuals, g: (None, g))
     return lib.grad(fun)(linear(), X)
+
+
+@mistake("an axis that an array does not have", ValueError, "x, float32[8,4]: axis 2")
+def missing_axis(lib: Library) -> Any:
+    return lib.vmap(apply, in_axes=(None, 2))(linear(), X)
+
+
+@mistake("an axis of the result that does not fit", ValueError, "out_axes", "axis 3")
+def missing_out_axis(lib: Library) -> Any:
+    return lib.vmap(apply, in_axes=(None, 0), out_axes=3)(linear(), X)
+
+
+@mistake("`vmap` of nothing", ValueError, "axis_size")
+def nothing_mapped(lib: Library) -> Any:
+    return lib.vmap(apply, in_axes=(None, None))(linear(), X)
+
+
+@mistake("models of two sizes in one `vmap`", ValueError, "size 2", "size 3")
+def two_models(lib: Library) -> Any:
+    models = [
+        nnx.split_rngs(splits=n)(nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs)))(nnx.Rngs(0))
+        for n in (2, 3)
+    ]
+    return lib.vmap(lambda one, other, x: one(other(x)), in_axes=(0, 0, None))(*models, X)
+
+
+@mistake("random streams that are not split", ValueError, "rngs.default.count", "nnx.split_rngs")
+def streams_not_split(lib: Library) -> Any:
+    return lib.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs), axis_size=3)(nnx.Rngs(0))
+
+
+@mistake("random streams split for another size", ValueError, "size 3", "size 8")
+def streams_of_another_size(lib: Library) -> Any:
+    rngs = nnx.Rngs(0)
+    with nnx.split_rngs(rngs, splits=3):
+        return lib.vmap(lambda rngs, x: x + rngs.params().size)(rngs, X)
+
+
+@mistake("`scan` without a carry in `out_axes`", ValueError, "Carry", "out_axes")
+def no_carry_out(lib: Library) -> Any:
+    return lib.scan(lambda c, x: (c, x), in_axes=(lib.Carry, 0), out_axes=(0, 0))(0.0, X)
+
+
+@mistake("a step of `scan` that returns one value", TypeError, "must return a tuple", "the carry")
+def no_pair(lib: Library) -> Any:
+    return lib.scan(lambda c, x: c + x.sum())(0.0, X)
+
+
+@mistake("a carry of another dtype", TypeError, "carry.c has type", "int32[]", "float32[]")
+def other_carry(lib: Library) -> Any:
+    return lib.scan(lambda c, x: (c + x.sum(), None))(jnp.int32(0), X)
+
+
+@mistake("a `length` that is not that of the arrays", ValueError, "length", "8", "5")
+def other_length(lib: Library) -> Any:
+    return lib.scan(lambda c, x: (c, x), length=5)(0.0, X)
+
+
+@mistake("`scan` without anything that has a length", ValueError, "length")
+def no_length(lib: Library) -> Any:
+    axes = (None, lib.Carry)
+    return lib.scan(apply, in_axes=axes, out_axes=lib.Carry)(linear(), X)
+
+
+@mistake("a branch that returns another structure", ValueError, "true_fun", "false_fun")
+def other_structure(lib: Library) -> Any:
+    return lib.cond(True, apply, lambda model, x: (model(x), x), linear(), X)
+
+
+@mistake("a branch that adds a Variable", ValueError, "model.extra", "true_fun", "false_fun")
+def added_in_branch(lib: Library) -> Any:
+    return lib.cond(True, lambda model, x: note(model, x)[1], lambda model, x: x, linear(), X)
+
+
+@mistake("branches that take other arguments", TypeError, "takes 1 positional argument but 2")
+def other_operands(lib: Library) -> Any:
+    return lib.cond(True, apply, lambda model: X, linear(), X)
+
+
+@mistake("a captured model that a branch changes", Exception, "model.calls", "captures")
+def captured_in_branch(lib: Library) -> Any:
+    model = Counter()
+    return lib.cond(True, lambda x: model(x), lambda x: x, X)
+
+
+@mistake("a captured model that a loop changes", Exception, "model.calls", "captures")
+def captured_in_loop(lib: Library) -> Any:
+    model = Counter()
+    return lib.fori_loop(0, 3, lambda i, x: model(x), X)
+
+
+@mistake("a captured model that a loss changes", Exception, "model.calls", "captures")
+def captured_in_loss(lib: Library) -> Any:
+    model = Counter()
+    return lib.grad(lambda x: model(x).sum())(X)
+
+
+@mistake("a body that returns another structure", TypeError, "given: (a Linear, float32[8,4])")
+def other_result_of_body(lib: Library) -> Any:
+    return lib.fori_loop(0, 3, lambda i, carry: carry[0], (linear(), X))
+
+
+@mistake("a body that returns nothing", TypeError, "returned: None")
+def no_result_of_body(lib: Library) -> Any:
+    return lib.while_loop(lambda c: c[1].sum() < 3, lambda c: None, (linear(), X))
+
+
+@mistake("an argument to differentiate that there is not", ValueError, "argnums=2", "model, x")
+def missing_argument(lib: Library) -> Any:
+    return lib.grad(loss, argnums=2)(linear(), X)
+
+
+@mistake("a loss that returns the model", TypeError, "must return a scalar", "Linear")
+def loss_of_a_model(lib: Library) -> Any:
+    return lib.grad(lambda model, x: model)(linear(), X)
+
+
+@mistake("a backward rule with too few gradients", ValueError, "backward: ", "cotangents[1]: m")
+def few_gradients(lib: Library) -> Any:
+    def backward(model: Any, g: Any) -> Any:
+        return (model,)
+
+    fun = lib.custom_vjp(loss)
+    fun.defvjp(lambda model, x: (loss(model, x), model), backward)
+    return lib.grad(fun)(linear(), X)
+
+
+@mistake("a gradient of another shape by a rule", TypeError, "backward: ", "expected float32[8,4]")
+def gradient_shape(lib: Library) -> Any:
+    def backward(_: Any, g: Any) -> Any:
+        return (jnp.ones(4),)
+
+    fun = lib.custom_vjp(lambda x: x.sum())
+    fun.defvjp(lambda x: (x.sum(), None), backward)
+    return lib.grad(fun)(X)
+
+
+@mistake("a position of `nondiff_argnums` that there is not", ValueError, "(5,)", "2 arguments")
+def missing_nondiff(lib: Library) -> Any:
+    fun = lib.custom_vjp(loss, nondiff_argnums=(5,))
+    fun.defvjp(lambda model, x: (loss(model, x), model), lambda *args: (None, None))
+    return lib.grad(fun)(linear(), X)
+
+
+@mistake("primals and tangents of two numbers", ValueError, "tangents[1]: missing")
+def few_tangents(lib: Library) -> Any:
+    return lib.jvp(lambda x, y: x * y, (X, X), (X,))
+
+
+@mistake(
+    "a Variable that steps change to another shape", TypeError, "init_val[0].scale", "float32[3]"
+)
+def reshaped_in_loop(lib: Library) -> Any:
+    def body(_, carry):
+        model, x = carry
+        model.scale.set_value(jnp.ones(3))
+        return model, x
+
+    return lib.fori_loop(0, 3, body, (Counter(), X))
+
+
+@mistake("a layer without its random stream", Exception, "rngs")
+def forgotten_streams(lib: Library) -> Any:
+    return lib.vmap(nnx.Dropout(0.5))(X)
+
+
+def section(name: str) -> str:
+    """Our message about a mistake, and Flax's with graph updates and in tree mode."""
+    case = MISTAKES[name]
+    who = {mistakes.message_of(case.run, nnx_sharding): "nnx_sharding"}
+    for label, modes in {"Flax": FULL, "Flax in tree mode": TREE}.items():
+        message = mistakes.message_of(case.run, Transforms(nnx, **modes)) or "No error."
+        who[message] = f"{who[message]}, {label}" if message in who else label
+    # Flax's definitions of graphs are pages long.
+    shown = {label: x[:700] + "…" * (len(x) > 700) for x, label in who.items()}
+    blocks = [f"{label}:\n\n```text\n{x}\n```\n" for label, x in shown.items()]
+    return "\n".join([f"**{case.title[0].upper()}{case.title[1:]}.**\n", *blocks])
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text("# Mistakes with transforms\n\n" + "\n".join(map(section, MISTAKES)))
+
+
+if __name__ == "__main__":
+    import conftest  # noqa: F401  eight virtual devices; under pytest it is there already
+
+    main()

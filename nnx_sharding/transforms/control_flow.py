@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -321,6 +321,7 @@ class _While(Scan):
       bound: for each function, what it is bound to, by its place in the first argument.
     """
 
+    remedy: ClassVar[str] = "M"
     counts: bool
     bound: tuple[tuple[int, ...], ...]
     carried: int | str | None = None
@@ -352,8 +353,6 @@ class _While(Scan):
 
 class _WhileLoop(Loop):
     """A loop that runs as long as a condition holds."""
-
-    _remedy = "M"
 
     def _check_lengths(self, leaves: Sequence[Any]) -> None:
         pass  # nothing is mapped

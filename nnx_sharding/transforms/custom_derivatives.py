@@ -231,7 +231,7 @@ class _WithVjp(_Call):
                 }
                 options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
         tangents = rule(*nondiff, residuals, given, **options)
-        found = form.arrays("custom_vjp: cotangents", tangents, may_omit=True)
+        found = form.arrays(f"custom_vjp: {name_of(rule)}: cotangents", tangents, may_omit=True)
         arrays = dict(zip(form.slots, found, strict=True))
         return ([arrays.get(slot) for slot in self.slots],)
 
@@ -274,7 +274,8 @@ class _WithJvp(_Call):
         after = self.at_slots(outcome, [[*map(_zero, group)] for group in outputs])
         leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
         form = Form(Flat(outcome.structure, leaves, ()), slots_by_path(outcome.structure))
-        after = replaced(after, form.slots, form.arrays("custom_jvp: tangent", of_output))
+        name = f"custom_jvp: {name_of(rule)}: tangent"
+        after = replaced(after, form.slots, form.arrays(name, of_output))
         # The tangents of changed Variables are in those of the arguments.
         state = flatten(given)
         places = slots_by_path(state.structure)
@@ -309,6 +310,12 @@ class _CustomFunction(Inner[P, R]):
         if given.kwargs:
             names = ", ".join(given.kwargs)
             raise TypeError(f"{name}: rules get no keyword-only arguments: {fun_name} has {names}.")
+        positions = *self._transform.nondiff, *dict(self._transform.filters)
+        if max(positions, default=-1) >= len(given.args):
+            raise ValueError(
+                f"{name}: nondiff_argnums names the positions {positions}, which count from 0, but "
+                f"{fun_name} is called with {len(given.args)} arguments."
+            )
         plan, flat = self._found(given.args, {})
         rules = _Rules(self._fun, *self._rules)
         return self._run(plan, flat, plan.program.inline, rules)  # type: ignore[no-any-return]

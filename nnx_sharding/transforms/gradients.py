@@ -50,7 +50,9 @@ class _Gradient(Differentiation):
 
     def check_output(self, fun_name: str, out: Any) -> None:
         if not is_array(out) or jnp.shape(out) != ():
-            hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
+            hint = " Reduce it, for example to its mean." if is_array(out) else ""
+            if not self.has_aux and isinstance(out, tuple | list):
+                hint = " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
                 f"{self.name}: {fun_name} must return a scalar loss, got {described(out)}.{hint}"
             )

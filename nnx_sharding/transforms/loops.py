@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class Scan(Mapped):
       returned: the position of the carry in what the function returns; None if it is all of it.
     """
 
+    remedy: ClassVar[str] = "Give it an axis, so that each step has its own, or m"
     name: str = "scan"
     carried: int | str | None
     returned: int | None
@@ -135,8 +136,6 @@ class Loop:
     Arrays of objects that are not mapped are carried: the next step reads what a step writes to
     them. JAX turns those that no step writes into constants.
     """
-
-    _remedy = "Give it an axis, so that each step has its own, or m"
 
     def __init__(
         self,
@@ -309,7 +308,7 @@ class Loop:
             f"{self._transform.name}: a step changed the structure of what is the same for all "
             "steps, or carried:",
             lines,
-            f"{self._remedy}ake the change outside of the loop.",
+            f"{self._transform.remedy}ake the change outside of the loop.",
         )
 
     def _names_of(self, indices: Sequence[int]) -> dict[int, str]:
