@@ -1,10 +1,8 @@
 """All private names of JAX and Flax that are used, and the texts of messages that are recognized.
 
-The rest of the package uses public names and these functions, so a new release of either can break
-only this package and its test.
+The rest of the package uses public names and these functions.
 """
 
 from .compiling import *  # noqa: F403
 from .flax_names import *  # noqa: F403
-from .flax_nodes import *  # noqa: F403
 from .jax_names import *  # noqa: F403

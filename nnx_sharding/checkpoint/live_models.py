@@ -234,11 +234,11 @@ def _plan(
         for each in (given, flat)
     )
     sides = [{path: x.leaf for path, x in each.items()} for each in (sources, targets)]
-    sides = sides[::-1] if reverse else sides
+    named, placed = sides[::-1] if reverse else sides
     paths = {x.path for x in named_arrays(given if reverse else flat)}
     head, nouns = "transfer: the source does not fit the target.", ("source", "array")
     options: Any = {"cast": cast, "reverse": reverse, "nouns": nouns}
-    parts = matched(head, read_rules("transfer", rules), *sides, paths, **options)
+    parts = matched(head, read_rules("transfer", rules), named, placed, paths, **options)
     goals, obstacles = [], []
     for path, pairs in parts.items():
         used = [sources[name] for _, name in pairs]

@@ -18,7 +18,7 @@ from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, rebuilt, sharding_of
 from ..errors import raise_listed
 from ..partition.constrain import assign, is_array
-from ..partition.logical import LogicalRules
+from ..partition.rules import LogicalRules
 from ..placement.place import trimmed
 from ..transforms.shard_map import shard_map
 

@@ -95,7 +95,8 @@ def _new_object(
         # Within a trace, hijax Variables are plain ones.
         if settings.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
             value = assemble(entry.value, (leaves[slot] for slot in slots), ())
-            return entry.type.from_metadata(value, settings)
+            kind: Any = entry.type
+            return kind.from_metadata(value, settings)
         return _compat.new_variable(entry.type, settings, trace_state)
     if isinstance(entry, StaticEntry):
         return make_empty(entry.kind)

@@ -5,12 +5,18 @@ from .constrain import reshard, with_sharding_constraint
 from .context import context_parallel
 from .experts import ExpertStatistics, dispatch_to_experts, expert_parallel
 from .init import abstract_init, sharded_init
-from .logical import LogicalRules, from_logical, from_metadata
 from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
 from .pipelining import idle_share, pipeline
 from .ring import balanced_order, ring_attention
-from .rules import from_arrays, from_rules, override
+from .rules import (
+    LogicalRules,
+    from_arrays,
+    from_logical,
+    from_metadata,
+    from_rules,
+    override,
+)
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
 from .variables import specs_by_path

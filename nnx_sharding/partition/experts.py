@@ -271,8 +271,8 @@ def dispatch_to_experts(
         found = jax.typeof(rows)
         raise ValueError(f"dispatch_to_experts: experts returned {found} for {count} rows.")
     last = layout.last_entry(rows)
-    in_specs, out_spec = (P(axes, last), own, own), P(axes, None, last)
-    output = layout.run(layout.receive, in_specs, out_spec, rows, sent, weights)
+    back = (P(axes, last), own, own), P(axes, None, last)
+    output = layout.run(layout.receive, *back, rows, sent, weights)
     return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens))
 
 

@@ -18,7 +18,7 @@ from ..specs.fitting import axes_of_type
 from ..transforms.jit import Jit, jit
 from ..transforms.lifted import Lifted
 from ..transforms.lifted_function import lift
-from .logical import from_metadata
+from .rules import from_metadata
 
 
 @_compat.api_boundary

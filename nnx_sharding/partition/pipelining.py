@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -333,13 +332,16 @@ class Schedule:
             finally:
                 _RUNNING.reset(token)
             after = _flat(layers.layers)
-            for number, block in enumerate(module):
+
+            def write(number: int, block: Any) -> None:
                 flat = _flat(block)
-                _update(flat, after, before, lambda _, leaf, number=number: leaf[number])
+                _update(flat, after, before, lambda _, leaf: leaf[number])
                 for index in captures(flat.structure):
                     sown = _compat.get_value(after.objects[index])
-                    own = jax.tree.map(operator.itemgetter(number), sown)
-                    _compat.set_value(flat.objects[index], own)
+                    _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
+
+            for number, block in enumerate(module):
+                write(number, block)
             return y
 
         return call

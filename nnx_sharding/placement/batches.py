@@ -103,12 +103,12 @@ def shard_batches(
         raise TypeError(f"{_NAME}: batches must be an iterable, got {batches!r}.")
     specs = Specs(sharding)
     check_specs(_NAME, sharding=specs)
-    mesh = given_mesh(_NAME, mesh)
-    processes = _processes_of(specs, mesh)
+    onto: Any = given_mesh(_NAME, mesh)
+    processes = _processes_of(specs, onto)
     if processes:
         check_process(_NAME, jax.process_index(), processes)
     options = BatchOptions(
-        specs, mesh, processes or (0,), uneven, batch_size, prefetch, timeout, copy
+        specs, onto, processes or (0,), uneven, batch_size, prefetch, timeout, copy
     )
     return ShardedBatches(batches, options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -176,13 +175,6 @@ class StateSharding:
         action = self.on_indivisible
         option = "" if action is None else f", on_indivisible={action!r}"
         return f"{type(self).__name__}({{{inside}}}{option})"
-
-    def _repr_html_(self) -> str:
-        pairs = zip(self.names, self.shardings, strict=True)
-        cells = ([html.escape(name), html.escape(repr(sharding))] for name, sharding in pairs)
-        td = '<td style="text-align: left">'
-        rows = "".join(f"<tr>{td}{name}</td>{td}{sharding}</td></tr>" for name, sharding in cells)
-        return f'<table style="font-family: monospace">{rows}</table>'
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateSharding) and self._key == other._key
