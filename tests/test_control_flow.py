@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import re
 import weakref
 from typing import Any
@@ -398,6 +399,56 @@ class TracesTest(parameterized.TestCase):
         references = fresh()
         gc.collect()
         assert [reference() for reference in references] == [None, None]
+
+    @parameterized.named_parameters(
+        (" ".join(f"{key}={value}" for key, value in modes.items()), modes) for modes in MODES
+    )
+    def test_a_branch_is_traced_once_for_equal_operands(self, modes):
+        traces = []
+
+        def note(name, out):
+            traces.append((name, out.shape))
+            return out
+
+        one = lambda m, x: note("one", m.counted(x))  # noqa: E731
+        other = lambda m, x: note("other", m.counted(x) * m.w[...].sum())  # noqa: E731
+
+        def program(t, models, x, fail=None, **modes):
+            for number, m in enumerate(models):
+                x = t.cond(x.sum() > number, one, other, m, x, **modes)
+                x = t.switch(number, [other, one, other, other], m, x, **modes)
+                if fail is not None:
+                    t.cond(x.sum() > 0, one, lambda m, x: x[:1], m, x, **modes)
+            return x
+
+        for shape, fresh in itertools.product([(3,), (2, 3)], (True, False)):
+            if fresh:
+                jax.clear_caches()
+            models, equal = ([Model() for _ in range(4)] for _ in range(2))
+            x = jnp.linspace(-1, 1, np.prod(shape)).reshape(shape)
+            call = nnx_sharding.jit(functools.partial(program, OURS, **modes), **modes)
+            traces.clear()
+            found = call(models, x)
+            # Of cond and of switch.
+            assert sorted(traces) == sorted(2 * fresh * [("one", shape), ("other", shape)])
+            np.testing.assert_allclose(found, program(Eager, equal, x), rtol=1e-5)
+            for m, expected in zip(models, equal, strict=True):
+                assert m.count[...] == expected.count[...] == 2
+            with self.assertRaisesRegex(TypeError, "output: float32.* in true_fun, float32"):
+                call(models, x, fail=True)
+
+    def test_traces_are_of_their_context(self):
+        def precise(m, x):
+            return jnp.dot(m.w[...], x)
+
+        m, x = Model(), jnp.ones(3)
+        call = lambda: str(  # noqa: E731
+            nnx_sharding.make_jaxpr(lambda m, x: cond(x[0] > 0, precise, precise, m, x))(m, x)
+        )
+        plain = call()
+        with jax.default_matmul_precision("highest"):
+            precise_ = call()
+        assert "HIGHEST" in precise_ and "HIGHEST" not in plain and call() == plain
 
     def test_flags_stay_flags(self):
         def one(x, flag):

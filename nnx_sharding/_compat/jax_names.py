@@ -152,6 +152,10 @@ _CONTEXT_LABELS = {
 }
 
 
+# The same as one value.
+context_key: Callable[[], Any] = _trace_context
+
+
 def trace_context() -> dict[str, Any]:
     """The parts of JAX's configuration and contexts on which a trace depends, by name."""
     labels = (_CONTEXT_LABELS.get(name, name) for name in _trace_context_names())

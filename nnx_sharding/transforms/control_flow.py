@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -23,18 +24,20 @@ from ..errors import raise_listed
 from ..specs.state_sharding import BROADCAST, CARRY
 from .batching import options_of
 from .in_trace import (
+    Fixed,
     Function,
     Functions,
     Inner,
     InnerTransform,
     at_top_level,
     described,
+    fixed_of,
     form,
     is_array,
+    is_kept,
     is_traced,
-    replaced,
 )
-from .loops import Fixed, Loop, Scan, check_carry, differences
+from .loops import Loop, Scan, check_carry, differences
 
 
 def _call(
@@ -73,76 +76,87 @@ class _Switch(InnerTransform):
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
+        # JAX traces again for each new function, so branches are kept, but no objects of the user.
+        @functools.lru_cache(maxsize=64)
+        def kept(fixed: Fixed, types: Any, context: Any) -> _Branches:
+            return _Branches(self, pure, function, fixed)
+
         def call(*leaves: Any) -> Any:
-            branches = _Branches(self, pure, function, leaves)
-            which, *slots = (slot for slot, leaf in enumerate(leaves) if is_traced(leaf))
-            functions = [branches.function(i, slots) for i in range(len(self.labels))]
-            operands = [leaves[slot] for slot in slots]
-            if self.name == "cond":
-                results = jax.lax.cond(leaves[which], *functions, operands)
+            fixed, operands = fixed_of(leaves), [*filter(is_traced, leaves)]
+            if is_kept(fixed) and not any(map(_compat.is_ref, operands)):
+                types = tuple(map(jax.typeof, operands))
+                branches = kept(fixed, types, _compat.context_key())
             else:
-                results = jax.lax.switch(leaves[which], functions, operands)
+                branches = _Branches(self, pure, function, fixed)
+            if self.name == "cond":
+                results = jax.lax.cond(operands[0], *branches.functions, operands)
+            else:
+                results = jax.lax.switch(operands[0], branches.functions, operands)
             return branches.output(results)
 
         return at_top_level(call)
 
 
 class _Branches:
-    """The branches of one call, and what each does, as its trace shows.
+    """The branches for operands of some types, and what each does, as its last trace shows.
 
     A branch returns the array in each slot, changed or not; JAX makes no output of those that no
-    branch changes.
+    branch changes. Branches that are the same function are traced once.
     """
 
-    def __init__(self, transform: _Switch, pure: Pure, function: Function, leaves: Sequence[Any]):
-        caller = caller_here()
-        assert caller is not None
-        self._name, self._labels, self._caller = transform.name, transform.labels, caller
-        self._pure, self._function, self._leaves = pure, function, leaves
-        # By the number of the branch, in the order in which JAX traces them.
+    def __init__(self, transform: _Switch, pure: Pure, function: Function, fixed: Fixed):
+        self._name, self._labels = transform.name, transform.labels
+        self._pure, self._function, self._fixed = pure, function, dict(fixed)
+        # By the number of the branch: what it returns, in words, and the types of its arrays.
         self._outcomes: dict[int, Outcome] = {}
         self._forms: dict[int, str] = {}
         self._types: dict[int, list[tuple[str, Any]]] = {}
+        functions = map(id, caller_here().fun.functions)  # type: ignore[union-attr]
+        pairs = [*zip(functions, transform.bound, strict=True)]
+        own = {pair: self._function_of(pairs.index(pair)) for pair in {*pairs}}
+        self.functions = [own[pair] for pair in pairs]
 
-    def function(self, number: int, slots: Sequence[int]) -> Function:
-        """One branch, as a function of the arrays in these slots."""
+    def _function_of(self, number: int) -> Function:
+        return lambda operands: self._branch(number, operands)
 
-        def branch(operands: Sequence[Any]) -> list[Any]:
-            every = replaced(self._leaves, slots, operands)
-            *groups, outcome = self._outputs(number, every)
-            self._outcomes[number] = outcome
-            self._check_structures()
-            results: list[Any] = outcome.arrays(every, groups)
-            for index, own in enumerate(self._pure.structure.slots):
-                kept = kept_places(self._pure.structure, outcome.structure, index) if own else ()
-                for slot, old in kept:  # as elsewhere, with the sharding of the old array
-                    if is_traced(every[old]) and not _compat.is_ref(every[old]):
-                        results[slot] = resharded(results[slot], every[old])
-            # JAX cannot pass on refs, nor values of a hijax type.
-            kept = [x for x in operands if not _compat.is_plain_array(x)]
-            results = [
-                None if not is_traced(x) or _compat.is_ref(x) or any(x is y for y in kept) else x
-                for x in results
-            ]
-            labels = [*(group.names for group in groups), self._pure.names]
-            self._types[number] = [
-                (labels[group][position], None if x is None else jax.typeof(x))
-                for x, (group, position) in zip(results, outcome.sources, strict=True)
-            ]
-            self._check_types()
-            return results
-
-        return branch
+    def _branch(self, number: int, operands: Sequence[Any]) -> list[Any]:
+        """One branch, as a function of the arrays that are operands."""
+        arrays, count = iter(operands), len(self._pure.names)
+        every = [self._fixed[s].value if s in self._fixed else next(arrays) for s in range(count)]
+        *groups, outcome = self._outputs(number, every)
+        self._outcomes[number] = outcome
+        self._check_structures(number)
+        results: list[Any] = outcome.arrays(every, groups)
+        for index, own in enumerate(self._pure.structure.slots):
+            kept = kept_places(self._pure.structure, outcome.structure, index) if own else ()
+            for slot, old in kept:  # as elsewhere, with the sharding of the old array
+                if is_traced(every[old]) and not _compat.is_ref(every[old]):
+                    results[slot] = resharded(results[slot], every[old])
+        # JAX cannot pass on refs, nor values of a hijax type.
+        kept = [x for x in operands if not _compat.is_plain_array(x)]
+        results = [
+            None if not is_traced(x) or _compat.is_ref(x) or any(x is y for y in kept) else x
+            for x in results
+        ]
+        labels = [*(group.names for group in groups), self._pure.names]
+        self._types[number] = [
+            (labels[group][position], None if x is None else jax.typeof(x))
+            for x, (group, position) in zip(results, outcome.sources, strict=True)
+        ]
+        self._check_types(number)
+        return results
 
     def _outputs(self, number: int, every: Sequence[Any]) -> Any:
-        function = self._caller.fun.which(number)
+        caller = caller_here()
+        assert caller is not None
+        function = caller.fun.which(number)
 
         def called(which: Any, *args: Any) -> Any:
             out = function(*args)
             self._forms[number] = form(out)
             return out
 
-        with called_by(self._caller._replace(fun=called)):
+        with called_by(caller._replace(fun=called)):
             return self._function(*every)
 
     def output(self, results: Sequence[Any]) -> tuple[OutputGroup, Outcome]:
@@ -152,13 +166,13 @@ class _Branches:
         arrays = [results[slot] for slot in slots]
         return OutputGroup(("",) * len(arrays), arrays), outcome
 
-    def _check_structures(self) -> None:
-        """Checks that the last traced branch leaves the same objects as the first one."""
-        first, one, last, other = _ends(self._outcomes)
+    def _check_structures(self, number: int) -> None:
+        """Checks that a branch leaves the same objects as the first one."""
+        one, other = self._outcomes[0], self._outcomes[number]
         if one.structure == other.structure:
             return
-        labels = self._labels[first], self._labels[last]
-        forms = self._forms[first], self._forms[last]
+        labels = self._labels[0], self._labels[number]
+        forms = self._forms[0], self._forms[number]
         found = [("output", *forms)] if forms[0] != forms[1] else []
         starts = named_parts(self._pure.targets)
         sides = one.structure, other.structure
@@ -178,12 +192,11 @@ class _Branches:
             anchor="branches-that-differ",
         )
 
-    def _check_types(self) -> None:
-        first, one, last, other = _ends(self._types)
+    def _check_types(self, number: int) -> None:
         lines = [
-            f"  {name}: {_type(x)} in {self._labels[first]}, {_type(y)} in {self._labels[last]}"
-            for (name, x), (_, y) in zip(one, other, strict=True)
-            if _type(x) != _type(y)
+            f"  {name}: {_type(x)} in {self._labels[0]}, {_type(y)} in {self._labels[number]}"
+            for (name, x), (_, y) in zip(self._types[0], self._types[number], strict=True)
+            if x != y and _type(x) != _type(y)
         ]
         raise_listed(
             TypeError,
@@ -193,12 +206,6 @@ class _Branches:
             "Cast or reshape them in the branches, so that all agree.",
             anchor="branches-that-differ",
         )
-
-
-def _ends(found: dict[int, Any]) -> tuple[int, Any, int, Any]:
-    """The first and the last item of a mapping."""
-    pairs = [*found.items()]
-    return *pairs[0], *pairs[-1]
 
 
 def _type(aval: Any) -> str:

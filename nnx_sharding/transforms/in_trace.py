@@ -65,11 +65,25 @@ def is_traced(leaf: Any) -> bool:
     return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
 
 
+# What a call gets that is not an array, by slot.
+Fixed: TypeAlias = Sequence[tuple[int, Static]]
+
+
+def fixed_of(leaves: Sequence[Any], is_traced: Callable[[Any], bool] = is_traced) -> Fixed:
+    """The arguments that are not traced."""
+    return tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
+
+
+def is_kept(fixed: Fixed) -> bool:
+    """Whether a function of these may be kept: it must not keep the user's objects alive."""
+    return all(isinstance(static.value, PLAIN) for _, static in fixed)
+
+
 def at_top_level(call: Function) -> Function:
     """The same function, compiled when called outside of any trace, where JAX keeps no trace."""
 
     @functools.lru_cache(maxsize=64)
-    def compiled(fixed: Sequence[tuple[int, Static]], count: int) -> Function:
+    def compiled(fixed: Fixed, count: int) -> Function:
         known = {slot: static.value for slot, static in fixed}
         slots = [slot for slot in range(count) if slot not in known]
         leaves = [known.get(slot) for slot in range(count)]
@@ -78,9 +92,9 @@ def at_top_level(call: Function) -> Function:
     def run(*leaves: Any) -> Any:
         if not _compat.trace_is_clean():
             return call(*leaves)
-        fixed = tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
-        if not all(isinstance(static.value, PLAIN) for _, static in fixed):
-            return call(*leaves)  # what is kept must not keep the user's objects alive
+        fixed = fixed_of(leaves)
+        if not is_kept(fixed):
+            return call(*leaves)
         return compiled(fixed, len(leaves))(*filter(is_traced, leaves))
 
     return run

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, Structure, VariableEntry, parts_of
-from ..core.targets import PLAIN, named_parts
+from ..core.targets import named_parts
 from ..core.unflatten import Built
 from ..diagnostics.differences import show_child
 from ..errors import raise_listed, see
@@ -29,7 +29,7 @@ from ..specs.paths import accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY
 from . import prefetching
 from .batching import Carry, Mapped, axes_specs, captures, options_of
-from .in_trace import Function, Inner, form
+from .in_trace import Fixed, Function, Inner, form, is_kept
 from .lifted_function import lift, unbind
 
 
@@ -126,10 +126,6 @@ def _is_carry(axes: Any) -> bool:
     return axes is Carry or axes is nnx.Carry
 
 
-# What a step gets that is not an array, by slot.
-Fixed: TypeAlias = Sequence[tuple[int, Static]]
-
-
 class Loop:
     """A loop over a pure function, itself a function of the same flat arrays.
 
@@ -192,8 +188,8 @@ class Loop:
         fixed = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
         # JAX traces, and at top level compiles, the loop again for each new function, so it is
         # kept, but must not keep the user's objects alive.
-        is_kept = not self._has_refs and all(isinstance(leaves[s], PLAIN) for s, _ in fixed)
-        step = (self._kept_step if is_kept else self._step)(fixed)
+        keeps = not self._has_refs and is_kept(fixed)
+        step = (self._kept_step if keeps else self._step)(fixed)
         slots = [*self._carried, *others]
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
