@@ -19,6 +19,7 @@ from .models import Program
 P = PartitionSpec
 
 FLOOR = "jax.jit on flat arrays"
+OTHER_ARRAYS = "jax.jit on other flat arrays at each call"
 OURS = "nnx_sharding.jit"
 NNX_JIT = "nnx.jit"
 NNX_TREE = "nnx.jit(graph=False)"
