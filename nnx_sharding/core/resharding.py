@@ -62,6 +62,8 @@ def without_unconstrained(
     spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
     """The spec with UNCONSTRAINED replaced by the present entries of the array."""
+    if PartitionSpec.UNCONSTRAINED not in spec.partitions:
+        return spec
     present = sharding_of(leaf)
     is_known = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
     old = (*(present.spec.partitions if is_known else ()), *[None] * len(spec))

@@ -25,7 +25,14 @@ from ..core.resolve import Resolved, check_filters, locate, resolve, slot_names
 from ..core.targets import Specs, check_specs, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, message, raise_listed, report
-from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, fit_sharding, spec_and_mesh, spec_axes
+from ..specs.fitting import (
+    ON_INDIVISIBLE,
+    Fit,
+    OnIndivisible,
+    fit_sharding,
+    spec_and_mesh,
+    spec_axes,
+)
 
 
 @_compat.api_boundary
@@ -149,6 +156,7 @@ def fitted(
     """
     shardings: list[Any] = [None] * len(leaves)
     corrected, refused, others, without_mesh = [], [], [], []
+    fits: dict[Any, Fit] = {}
     moves = places and _compat.trace_is_clean()
     options: Any = {"unconstrained": not (explicit or whole), "lenient": lenient}
     for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
@@ -163,8 +171,9 @@ def fitted(
             continue
         here = mesh if parts is None else mesh_here(parts[1]) if places else parts[1]
         action = resolved.on_indivisible.get(slot, "drop" if lenient else on_indivisible)
-        wanted = of_mesh if parts is None else parts[0]
-        fit = fit_sharding(wanted, here, np.shape(leaf), on_indivisible=action, **options)
+        key = of_mesh if parts is None else parts[0], here, np.shape(leaf), action
+        if (fit := fits.get(key)) is None:
+            fit = fits[key] = fit_sharding(*key[:3], on_indivisible=action, **options)
         if explicit and parts is not None and not fit.problems:
             fit = fit.refuse(_not_explicit(parts[0], here))
         goal = of_mesh if parts is None else NamedSharding(here, PartitionSpec())

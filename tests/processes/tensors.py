@@ -68,7 +68,7 @@ def main(folder):
     blocked = folder / f"blocked{jax.process_index()}"  # by a file, for the first process
     for where, first, other in (
         (folder / "new", "overwrite=True", "process 0"),
-        (blocked, "write", "process 0"),
+        (blocked, "cannot use", "process 0"),
     ):
         try:
             save_safetensors(where, model, RULES | {"local": "local"})
