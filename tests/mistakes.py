@@ -519,19 +519,22 @@ def explicit_shards(lib: Library) -> Any:
         return f(Model(), x)
 
 
-@mistake(
-    "declared-otherwise-than-its-type",
-    "an array on an explicit mesh, in `shard_map` over one axis",
-    ValueError,
-    "x is float32[8@model,4], declared P()",
-    "write P('model', None)",
-)
 def explicit_shards_over_one_axis(lib: Library) -> Any:
     mesh = grid(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(mesh, P("model")))
     with jax.set_mesh(mesh):
         specs = {"in_specs": (P(), P()), "out_specs": P()}
         return lib.shard_map(forward, axis_names={"model"}, **specs)(Model(), x)
+
+
+if jax.__version_info__ >= (0, 12):  # before, JAX reshards the array
+    mistake(
+        "declared-otherwise-than-its-type",
+        "an array on an explicit mesh, in `shard_map` over one axis",
+        ValueError,
+        "x is float32[8@model,4], declared P()",
+        "write P('model', None)",
+    )(explicit_shards_over_one_axis)
 
 
 @mistake(

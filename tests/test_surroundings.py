@@ -49,6 +49,7 @@ def through_host(m, x):
 
 
 BODIES = (nesting.base, still, with_reference, on_host, through_host)
+new = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX does not have all")
 DERIVATIVES = (*nesting.REVERSE, *nesting.FORWARD, nesting.custom_vjp, nesting.custom_jvp)
 
 
@@ -120,9 +121,7 @@ def eval_shape(run):
     return lambda *args: jax.tree.map(jnp.zeros_like, jax.eval_shape(run, *args))
 
 
-AROUND = [jit, vmap, grad, checkpoint, vjp, jvp, linearize, export, eval_shape]
-if hasattr(jax, "fwd_and_bwd"):
-    AROUND.append(fwd_and_bwd)
+AROUND = (jit, vmap, grad, checkpoint, vjp, jvp, linearize, fwd_and_bwd, export, eval_shape)
 REVERSE_AROUND, FORWARD_AROUND = (grad, checkpoint, vjp, fwd_and_bwd), (jvp, linearize)
 
 
@@ -209,22 +208,26 @@ PAIRS = [
 ]
 
 
+@new
 def test_some_under_jax():
     check_some(random.sample(PAIRS, 2))
 
 
+@new
 @pytest.mark.slow
 @pytest.mark.gate
 def test_more_under_jax():
     check_some(random.sample(PAIRS, 12))
 
 
+@new
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_under_jax(name):
     check_some([pair for pair in PAIRS if pair[1] is NAMES[name]] * 2)
 
 
+@new
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_computations_stay_on_the_host(name):
     run = NAMES[name](Transforms(nnx_sharding, graph=True), on_host)

@@ -485,12 +485,15 @@ def few():
     transforms, modes, meshes = [*TRANSFORMS], [*MODES], [None, *MESHES]
     for i, inner in enumerate(transforms):
         outer = transforms[(i + 7) % len(transforms)]
+        mesh = meshes[i // 2 % 4]
+        if mesh == "mixed" and shard_map in (inner, outer) and jax.__version_info__ < (0, 12):
+            mesh = "explicit"  # what shard_map leaves alone loses its sharding there
         if exists(inner, outer):
             yield pytest.param(
                 inner,
                 outer,
                 modes[i % 4],
-                meshes[i // 2 % 4],
+                mesh,
                 id=f"{outer.__name__}-{inner.__name__}",
             )
 

@@ -104,7 +104,7 @@ class StateSharding:
             raise ValueError(
                 f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."
             )
-        pairs = _pairs(filter_sharding)
+        pairs = pairs_of("StateSharding", filter_sharding)
         wrong = [
             f"  {_show(filter_)}: {sharding!r}{suggested_spec(sharding)}"
             for filter_, sharding in pairs
@@ -233,18 +233,17 @@ def is_single_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | Sharding | Format | Axis)
 
 
-def _pairs(filter_sharding: Any) -> list[tuple[Any, Any]]:
-    """Pairs of filters and shardings; for a state, one pair for all paths with one sharding."""
-    is_state = isinstance(filter_sharding, nnx.State)
-    is_mapping = isinstance(filter_sharding, Mapping) and not is_state
+def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
+    """Pairs of filters and what they choose; for a state, one pair for all paths with the same."""
+    is_state = isinstance(given, nnx.State)
+    is_mapping = isinstance(given, Mapping) and not is_state
     if is_mapping:  # nested dicts are like a State
-        is_nested = any(isinstance(value, Mapping) for value in filter_sharding.values())
-        is_state = is_nested and all(isinstance(key, str | int) for key in filter_sharding)
+        is_nested = any(isinstance(value, Mapping) for value in given.values())
+        is_state = is_nested and all(isinstance(key, str | int) for key in given)
     if is_state:
         paths: dict[Any, list[Any]] = {}
-        state = nnx.State(filter_sharding) if is_mapping else filter_sharding
-        for path, leaf in nnx.to_flat_state(state):
-            sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-            paths.setdefault(sharding, []).append(path)
-        return [(nnx.filterlib.PathIn(*group), sharding) for sharding, group in paths.items()]
-    return filter_pairs("StateSharding", filter_sharding)
+        for path, leaf in nnx.to_flat_state(nnx.State(given) if is_mapping else given):
+            chosen = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+            paths.setdefault(chosen, []).append(path)
+        return [(nnx.filterlib.PathIn(*group), chosen) for chosen, group in paths.items()]
+    return filter_pairs(name, given)

@@ -21,9 +21,8 @@ from ..core.structure import NodeEntry, Structure, atoms
 from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.filters import filter_pairs
 from ..specs.paths import Path, accessor, path_key
-from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding
+from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding, pairs_of
 from .in_trace import Function, Inner, InnerTransform, described
 from .lifted_function import lift
 
@@ -37,8 +36,9 @@ class StateAxes(StateSharding):
 
     Args:
       filter_axes: a mapping from NNX filters to axes, or an iterable of such pairs; the first
-        filter that matches a Variable decides. An axis is a dimension, None for one that is not
-        mapped, or for ``scan`` :class:`~nnx_sharding.Carry`.
+        filter that matches a Variable decides. Or an ``nnx.State`` with axes as leaves. An axis is
+        a dimension, None for one that is not mapped, or for ``scan``
+        :class:`~nnx_sharding.Carry`.
 
     Example:
       >>> from flax import nnx
@@ -49,8 +49,12 @@ class StateAxes(StateSharding):
 
     __slots__ = ()
 
-    def __init__(self, filter_axes: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /):
-        pairs = filter_pairs("StateAxes", filter_axes)
+    def __init__(
+        self,
+        filter_axes: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+        /,
+    ):
+        pairs = pairs_of("StateAxes", filter_axes)
         super().__init__([(filter_, _axis("StateAxes", axis)) for filter_, axis in pairs])
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ class Loop:
     ):
         self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, pure.structure, pure.names
-        self._signature, self._transform = pure.signature, pure.transform
+        self._signature, self._transform = pure.signature, cast("Scan", pure.transform)
         structure = pure.structure
         self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
         self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
