@@ -156,6 +156,23 @@ def test_unused_places_have_no_part_in_gradients(capacity, mesh):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("batch_axes", [(), ("rows",)])
+def test_other_axes_may_shard_the_groups(batch_axes):
+    mesh = make_mesh({"rows": 2, "expert": 4})
+    model, x = Moe(capacity=2, rngs=nnx.Rngs(0)), tokens()
+    expected, dropped = model.dense(x)
+    chosen = model.choices(x)[1:]
+    options = {"num_experts": EXPERTS, "capacity": 2, "mesh": mesh, "batch_axes": batch_axes}
+
+    @jax.jit
+    def run(x, weights, indices):
+        return dispatch_to_experts(x, weights, indices, model.experts, **options)
+
+    y, statistics = run(x, *chosen)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    assert statistics.dropped == dropped
+
+
 def test_equals_a_loop_over_all_experts_in_float64():
     with jax.enable_x64(True):
         model = Moe(rngs=nnx.Rngs(0))

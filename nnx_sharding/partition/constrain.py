@@ -155,7 +155,7 @@ def fitted(
     ``strict`` makes errors of warnings. ``adapt`` changes a spec for its array first.
     """
     shardings: list[Any] = [None] * len(leaves)
-    corrected, refused, others, without_mesh = [], [], [], []
+    corrected, refused, others, without_mesh, remedy = [], [], [], [], ""
     fits: dict[Any, Fit] = {}
     moves = places and _compat.trace_is_clean()
     options: Any = {"unconstrained": not (explicit or whole), "lenient": lenient}
@@ -181,6 +181,9 @@ def fitted(
             fit = fit.refuse(obstacle(leaf, goal))
         if fit.problems:
             refused.append(fit.line(name))
+            if parts is not None and any(misfit.kind == "axis" for misfit in fit.problems):
+                sizes = ", ".join(f"{axis!r} ({size})" for axis, size in here.shape.items())
+                remedy = f"The mesh has the axes {sizes}."
             continue
         if fit.corrections:
             corrected.append(fit.line(name))
@@ -198,7 +201,7 @@ def fitted(
         others,
         "Give them the sharding None, or keep them out of the tree.",
     )
-    raise_listed(ValueError, f"{caller}: these specs cannot be used:", refused)
+    raise_listed(ValueError, f"{caller}: these specs cannot be used:", refused, remedy)
     check_filters(resolved.uses, name=caller, strict=strict)
     report_corrections(caller, corrected, strict=strict)
     return shardings
