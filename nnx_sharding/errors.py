@@ -72,7 +72,7 @@ class CorrectedSpecWarning(ShardingWarning):
 
 
 class UnshardedWarning(ShardingWarning):
-    """A strategy shards nothing, because all arrays have fewer elements than its ``min_size``."""
+    """A strategy has no effect: all arrays are small, or no pipeline is made of a method."""
 
 
 def see(error: E, anchor: str) -> E:

@@ -25,6 +25,7 @@ from nnx_sharding import (
     stack,
     value_and_grad,
 )
+from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, idle_share, pipeline, tensor_parallel
 from nnx_sharding.report import compare
 
@@ -482,7 +483,7 @@ class Sowing(nnx.Module):
         (lambda m, x: m(x[:6]), {}, r"4 microbatches .*\n  x: shape \(6, 4\)"),
         (lambda m, x: m((x, x.sum())), {}, r"x\[1\]: shape \(\)(.|\n)*blocks\(x, step\)"),
         (lambda m, x: m(x), {}, r"as by sow. Return .* blocks\(\(x, loss\)\)"),
-        (lambda m, x: m(x, mask=x), {}, r"further arguments .* 8 rows(.|\n)*\['mask'\]: shape"),
+        (lambda m, x: m(x, mask=x), {}, r"further arguments .* 8 rows(.|\n)*\n  mask: shape"),
         (lambda m, x: m(x), {"microbatches": 2, "repeats": 2}, "less than the 4 stages"),
         (
             lambda m, x: nnx.capture(m, nnx.Intermediate)(x),
@@ -498,6 +499,78 @@ def test_calls_that_cannot_be_in_stages(call, options, text):
     sharding = pipeline(model, mesh=mesh, **({"microbatches": 4} | options))
     with pytest.raises(ValueError, match=text):
         jit(call, in_shardings=(sharding, P()), mesh=mesh).lower(model, jnp.ones((8, 4)))
+
+
+class Own(nnx.Module):
+    """A layer that does with what it gets what a function of the test says."""
+
+    def __init__(self, function, *, rngs):
+        self.dense, self.function = nnx.Linear(4, 4, rngs=rngs), function
+
+    def __call__(self, x, *args):
+        return self.function(self.dense(x), *args)
+
+    def apply(self, x):
+        return self.function(self.dense(x))
+
+    def norm(self):
+        return jnp.square(self.dense.kernel[...]).sum()
+
+
+WRONG_LAYERS = {
+    "shape": (lambda x: jnp.concatenate([x, x], 1), None, r"Own .*\n  x: .*\[2,4\] → .*\[2,8\]"),
+    "dtype": (lambda x: x.astype("bfloat16"), None, r"\n  x: float32\[2,4\] → bfloat16\[2,4\]\n"),
+    "structure": (lambda x: (x, x), None, r"\n  x: float32\[2,4\] → \(float32\[2,4\], "),
+    "random stream": (
+        lambda x, rngs: x + jax.random.normal(rngs(), x.shape),
+        lambda: nnx.Rngs(0),
+        r"further arguments.*\n  argument 2.default.count: RngCount\n",
+    ),
+    "statistics": (
+        lambda x, norm: norm(x),
+        lambda: nnx.BatchNorm(4, rngs=nnx.Rngs(0)),
+        r"\n  argument 2.mean: BatchStat\n  argument 2.var: BatchStat\n.*each layer its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+@pytest.mark.parametrize("kind", WRONG_LAYERS)
+def test_layers_that_cannot_be_in_stages(kind, is_list):
+    function, make, text = WRONG_LAYERS[kind]
+    model = nnx.List([Own(function, rngs=nnx.Rngs(i)) for i in range(4)])
+    model = model if is_list else stack(model)
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    more = () if make is None else (make(),)
+
+    def step(model, x, *more):
+        for layer in model if is_list else [model]:
+            x = layer(x, *more)
+        return x
+
+    in_shardings = (pipeline(model, mesh=mesh, microbatches=4), P(), *[P() for _ in more])
+    with pytest.raises(ValueError if more else TypeError, match=text):
+        jit(step, in_shardings=in_shardings, mesh=mesh).lower(model, jnp.ones((8, 4)), *more)
+
+
+def test_other_methods_of_blocks_make_no_pipeline():
+    model = nnx.List([Own(jnp.tanh, rngs=nnx.Rngs(i)) for i in range(4)])
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    sharding = pipeline(model, mesh=mesh, microbatches=4)
+
+    def compiled(method, with_norm=False):
+        def step(model, x):
+            total = sum(block.norm() for block in model) if with_norm else 0
+            for block in model:
+                x = getattr(block, method)(x)
+            return x + total
+
+        step = jit(step, in_shardings=(sharding, P()), mesh=mesh)
+        return step.lower(model, jnp.ones((8, 4))).compile()
+
+    with pytest.warns(UnshardedWarning, match=r"blocks of model are called by apply"):
+        assert not permutes(compiled("apply").collectives())
+    assert permutes(compiled("__call__", with_norm=True).collectives())  # without a warning
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -246,6 +246,8 @@ class Scope:
             return update(module, call, args, kwargs, self._mesh)
         tag = _compat.tag_of(module) or self._root_tag(module)
         schedule = self._schedule(tag, module, method)
+        is_other = schedule is None and method != "__call__"
+        missed = self._schedule(tag, module, "__call__") if is_other else None
         if schedule is not None:
             tag, module, args = schedule.entered(tag, module, args, kwargs)
             if module is None:  # it runs when a later one is called
@@ -265,6 +267,8 @@ class Scope:
                         error.add_note(f"{tag.accessor} {_NOTE} activation_shardings={entry!r}.")
                 raise
             frame.returned(out)
+        if missed is not None:
+            missed.missed(tag, method, args, out)
         return out
 
     def _schedule(self, tag: Tag, module: Any, method: str) -> Any:

@@ -14,6 +14,8 @@ import numpy as np
 from .. import _compat
 from .guard.recipe import Kind
 from .guard.recorder import NOWHERE, WalkRecorder, rule_of
+from .hijax_variables import describe_hijax
+from .problems import no_tree
 from .snapshot import Snapshot, node_state
 from .static_equality import Content, Static, content_of
 from .static_parts import is_fixed
@@ -28,7 +30,6 @@ from .structure import (
     StaticEntry,
     Structure,
     VariableEntry,
-    atoms,
     children_of,
 )
 from .treedefs import aux_of, is_leaf_treedef
@@ -60,8 +61,8 @@ def flatten(
 
     Args:
       tree: any pytree; NNX objects in it may share references and form cycles.
-      graph: False for Flax's tree mode: each leaf of data is an array, and a module that is met
-        again is another one. Whether it is a tree, `Structure.check_tree` tells.
+      graph: False for Flax's tree mode, in which each leaf of data is an array, and a module that
+        is met again another one.
       known: objects that get the first indices; None if ``tree`` is the input of a function.
       copied: the indices of known modules whose entries are None; new ones take their place.
       statics: static arguments.
@@ -190,9 +191,9 @@ class _Flattener:
         if _compat.is_node(obj):
             return self._describe_node(obj, slots, at)
         if not _compat.is_variable(obj) and _compat.is_hijax_variable(obj):
-            return self._describe_hijax(obj, slots, at)
+            return describe_hijax(self, obj, slots, at)
         if _compat.is_variable(obj):
-            metadata, value = self._describe_metadata(obj, at), _compat.get_value(obj)
+            metadata, value = self.describe_metadata(obj, at), _compat.get_value(obj)
             at = NOWHERE if recorder is None else recorder.open_variable(at, obj, value)
             return VariableEntry(type(obj), metadata, self.pytree(value, slots, at))
         content = content_of(obj)
@@ -212,29 +213,7 @@ class _Flattener:
                 recorder.add_static(*each)
         return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
 
-    def _describe_hijax(self, variable: Any, slots: list[int], at: int) -> Entry:
-        """A Variable made with ``hijax=True``: a treedef and arrays have all of it."""
-        plain, (recorder, self.recorder) = _compat.plain_variable(variable), (self.recorder, None)
-        value = self.pytree(_compat.get_value(plain), slots)
-        entry = VariableEntry(type(plain), self._describe_metadata(plain, NOWHERE), value)
-        if recorder is None or not _compat.is_concrete_hijax(variable):
-            return entry
-        places, own = recorder.open_hijax(at, variable), iter(slots)
-        parts = [part for part in atoms((value,)) if type(part) is not Static]
-        found = [self.leaves[next(own)] if part is LEAF else self.objects[part] for part in parts]
-        leaves = _compat.get_leaves(variable)
-        # There are others if its value holds Variables.
-        if places is None or [*map(id, found)] != [*map(id, leaves)]:
-            return entry
-        for place, part in zip(places, parts, strict=True):
-            if part is LEAF:
-                recorder.leaves.append(place)
-            else:
-                recorder.add_object(place, part)
-        self.recorder = recorder
-        return entry
-
-    def _describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
+    def describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""
         metadata = _compat.get_metadata(variable)
         names, values = (*metadata,), [*metadata.values()]
@@ -252,10 +231,7 @@ class _Flattener:
 
     def _describe_node(self, obj: Any, slots: list[int], at: int) -> Entry:
         if not self.graph and not _compat.is_pytree_type(type(obj)):
-            raise ValueError(
-                f"{type(obj).__name__} is declared with pytree=False, so it cannot be used "
-                "with graph=False. Use graph=True, or make the class a pytree."
-            )
+            raise no_tree(type(obj))
         form, values, own = _compat.node_items(obj, self._forms, tracing=self.tracing)
         if own is None:
             self.recorder = None

@@ -38,6 +38,14 @@ def several(paths: Sequence[str]) -> str:
     return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 
+def no_tree(kind: type) -> Exception:
+    """The error for a class that tree mode does not accept."""
+    return ValueError(
+        f"{kind.__name__} is declared with pytree=False, so it cannot be used with graph=False. "
+        "Use graph=True, or make the class a pytree."
+    )
+
+
 def array_line(path: str, array: Any) -> str:
     """The line of a list for an array: its path and type."""
     return f"  {path}, {jax.typeof(array).str_short()}"

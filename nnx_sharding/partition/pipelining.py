@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -24,11 +25,11 @@ from ..core.flatten import Flat
 from ..core.resharding import mesh_here
 from ..core.structure import VariableEntry
 from ..core.unflatten import perform, update
-from ..errors import message, raise_listed
+from ..errors import UnshardedWarning, message, raise_listed, report
 from ..specs.activation_sharding import InOutSharding
 from ..specs.filters import Paths
 from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes, with_entries
-from ..specs.paths import Path, accessor
+from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding
 from ..transforms.batching import Carry, captures, vmap
 from ..transforms.in_trace import replaced
@@ -323,12 +324,14 @@ class Schedule:
             token = _RUNNING.set(True)
             try:
                 if not self.blocks:
-                    return self._run(module, x, args, kwargs, here, rows)
+                    with _explained(args, kwargs):
+                        return self._run(module, x, args, kwargs, here, rows)
                 layers = stack([*module])
                 flat = _flat(layers.layers)
                 pass_tags(_flat(module[0]), flat)
                 before = dict(enumerate(flat.leaves))
-                y = self._run(layers, x, args, kwargs, here, rows)
+                with _explained(args, kwargs):
+                    y = self._run(layers, x, args, kwargs, here, rows)
             finally:
                 _RUNNING.reset(token)
             after = _flat(layers.layers)
@@ -376,17 +379,30 @@ class Schedule:
             "only read are further arguments, blocks(x, step); those that they change, such as a "
             "loss, need one value for each row.",
         )
-        arrays, _ = jax.tree_util.tree_flatten_with_path(further)
         raise_listed(
             ValueError,
             f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
             [
-                f"  {jax.tree_util.keystr(keys)}: shape {jnp.shape(leaf)}"
-                for keys, leaf in arrays
+                f"  {name}: shape {jnp.shape(leaf)}"
+                for name, leaf in _named(*further)
                 if isinstance(leaf, jax.Array) and leaf.ndim and leaf.shape[0] == batch > 1
             ],
             "They are the same for all microbatches. Give them a first dimension of 1, or, if they "
             "belong to the rows, pass them on from layer to layer: blocks((x, mask)).",
+        )
+
+    def missed(self, tag: Tag, method: str, args: Any, out: Any) -> None:
+        """Warns if blocks of a list are called by a method of which no pipeline is made."""
+        *where, number = tag.path or (None,)
+        arrays = [x.shape for x in (out, *args) if _compat.is_plain_array(x)]
+        if not self.blocks or number != 0 or arrays[:1] * 2 != arrays[:2]:
+            return
+        report(
+            UnshardedWarning,
+            f"pipeline: the blocks of {accessor(tag.name, tuple(where))} are called by {method}, "
+            "of which no pipeline is made: each device gathers their parameters, and computes all "
+            "of them. Name the method __call__, and call the blocks themselves.",
+            strict=False,
         )
 
     def _run(
@@ -590,6 +606,36 @@ _IN_A_CHAIN = (
 )
 _NOT_WRITTEN = "may write this Variable, which is read before it has run"
 _CHANGED = "has changed since it was called, before the last one is"
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The modules, arrays and other leaves in the further arguments of layers, with names."""
+    named = {f"argument {i}": x for i, x in enumerate(args, start=2)} | kwargs
+    leaves, _ = jax.tree_util.tree_flatten_with_path(named, is_leaf=_compat.is_graph_object)
+    return [(accessor(keys[0].key, tuple(map(path_key, keys[1:]))), x) for keys, x in leaves]
+
+
+@contextlib.contextmanager
+def _explained(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Raises an error that names further arguments which layers change."""
+    try:
+        yield
+    except _compat.TraceContextError as error:
+        pairs = [(name, _flat(x)) for name, x in _named(args, kwargs) if _compat.is_graph_object(x)]
+        lines = [
+            f"  {accessor(name, x.path)}: {type(flat.objects[x.entry]).__name__}"
+            for name, flat in pairs
+            for x in _locations(flat)
+            if x.entry is not None and not isinstance(flat.objects[x.entry], nnx.Param)
+        ]
+        if not lines:
+            raise
+        head = "pipeline: layers change Variables of their further arguments. Of those, there are:"
+        remedy = (
+            "Layers of all stages run at once, so they cannot share what they change, such as "
+            "random streams and statistics. Give each layer its own, as an attribute."
+        )
+        raise ValueError(message(head, lines, remedy)) from error
 
 
 def _is_same(one: Any, other: Any) -> bool:

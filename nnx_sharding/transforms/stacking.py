@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from .. import _compat
 from ..activations.variables import modules_in
 from ..core.flatten import Flat, flatten
 from ..core.resharding import apply_shardings, sharding_of
@@ -25,9 +26,9 @@ from ..errors import raise_listed
 from ..specs.activation_sharding import checked_prefetch
 from ..specs.filters import Paths
 from ..specs.fitting import with_entries
-from ..specs.paths import Path, accessor
+from ..specs.paths import Path, accessor, path_key
 from .batching import Carry, StateAxes, change_names, vmap
-from .in_trace import replaced
+from .in_trace import described, form, is_array, replaced
 from .loops import scan
 from .prefetching import prefetching
 from .recompute import remat as remat_
@@ -299,7 +300,29 @@ def _applied(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return layer(x, *args, **kwargs)
+    out = layer(x, *args, **kwargs)
+    (given, before), (returned, after) = (
+        jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
+        for tree in (x, out)
+    )
+    lines = [
+        f"  {accessor('x', tuple(map(path_key, keys)))}: {described(one)} → {described(other)}"
+        for (keys, one), (_, other) in zip(given, returned, strict=False)
+        if is_array(one) and is_array(other)
+        if jnp.shape(one) != jnp.shape(other)
+        or (jnp.result_type(one) != jnp.result_type(other) and not jax.typeof(one).weak_type)
+    ]
+    if before != after:  # type: ignore[operator]
+        lines = [f"  x: {form(x)} → {form(out)}"]
+    raise_listed(
+        TypeError,
+        f"stack: a layer has to return what the next one gets, but {type(layer).__name__} returns "
+        "another structure, shape or dtype than it gets:",
+        lines,
+        "Let all layers keep them, as by out.astype(x.dtype), and leave what changes them, such as "
+        "a projection, out of the stack or pipeline.",
+    )
+    return out
 
 
 @functools.lru_cache(maxsize=256, typed=True)  # so that JAX finds what it traced before

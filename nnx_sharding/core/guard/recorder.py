@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ... import _compat
-from ..static_equality import Content, Static, value_key
+from ..static_equality import Content, Static
 from ..static_parts import has_only_dict
-from ..treedefs import PyTreeDef, aux_of, is_leaf_treedef
+from ..treedefs import PyTreeDef, is_leaf_treedef
 from .recipe import Kind, Pins, Recipe, Rule, packed
 from .walk import ids_of, open_tree
 
@@ -109,16 +109,9 @@ class WalkRecorder:
         self._traces.append(position)
         self._open_slots(_FLAGS, position, _compat.node_flags(state))
 
-    def open_hijax(self, position: int, variable: Any) -> Sequence[int] | None:
-        """Adds the treedef and the arrays of a hijax Variable; returns the positions of these.
-
-        None if no guard can compare its metadata: in the treedef, only by value.
-        """
-        treedef = _compat.get_treedef(variable)
-        if any(value_key(aux) is None for aux in aux_of(treedef)):
-            return None
+    def open_hijax(self, position: int, treedef: Any, leaves: Sequence[Any]) -> range:
+        """Adds what a hijax Variable has; returns the positions of its leaves."""
         self._open_slots(_TREEDEF, position, (treedef,))
-        leaves = _compat.get_leaves(variable)
         return self.open(Kind.LEAVES, position, len(leaves), leaves)
 
     def open_static(self, position: int, value: Any, content: Content) -> Sequence[int]:

@@ -1,0 +1,46 @@
+"""Variables made with ``hijax=True``: values of JAX, with a treedef and a tuple of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _compat
+from .static_equality import value_key
+from .structure import LEAF, Child, VariableEntry, atoms
+from .treedefs import aux_of
+
+_NOWHERE = -1
+
+
+def describe_hijax(flattener: Any, variable: Any, slots: list[int], at: int) -> VariableEntry:
+    """The entry of a plain Variable with the same content; ``at`` is its position for a guard."""
+    plain = _compat.plain_variable(variable)
+    recorder, flattener.recorder = flattener.recorder, None
+    value = flattener.pytree(_compat.get_value(plain), slots)
+    metadata = flattener.describe_metadata(plain, _NOWHERE)
+    if recorder is not None and _note(flattener, recorder, variable, value, slots, at):
+        flattener.recorder = recorder
+    return VariableEntry(type(plain), metadata, value)
+
+
+def _note(
+    flattener: Any, recorder: Any, variable: Any, value: Child, slots: list[int], at: int
+) -> bool:
+    """Notes it for a guard; False where that cannot compare it.
+
+    Metadata, which are in the treedef, are only compared by value, and no Variables in its value.
+    """
+    if not _compat.is_concrete_hijax(variable):
+        return False
+    treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
+    own = (flattener.leaves[slot] for slot in slots)
+    parts = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
+    found = [next(own) if part is LEAF else flattener.objects[part] for part in parts]
+    if [*map(id, found)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
+        return False
+    for place, part in zip(recorder.open_hijax(at, treedef, leaves), parts, strict=True):
+        if part is LEAF:
+            recorder.leaves.append(place)
+        else:
+            recorder.add_object(place, part)
+    return True
