@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.experimental.checkify import float_checks
 
+import flax_differences
 import nnx_sharding
 from libraries import FULL, Transforms, assert_same, node, param, stat
 
@@ -441,3 +442,28 @@ def test_errors(program):
         for library in nnx_sharding, nnx:
             with pytest.raises((ValueError, TypeError)):
                 program(Transforms(library, **modes))
+
+
+# Differences
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Older releases have other messages.")
+@pytest.mark.parametrize("title", flax_differences.PROGRAMS)
+def test_difference(title):
+    row = flax_differences.row(title)
+    assert row in flax_differences.PAGE.read_text()
+    _, theirs, ours, _ = row.rsplit("|", 3)
+    assert theirs != ours
+
+
+def without_parameters(t):
+    """Not one of them."""
+    model = nnx.BatchNorm(4, use_scale=False, use_bias=False, rngs=nnx.Rngs(0))
+    gradient, slope = t.grad(lambda m, x: m(x).sum(), argnums=(0, 1))(model, X[None])
+    return jax.tree.leaves(nnx.state(gradient, nnx.Param)), slope
+
+
+@pytest.mark.parametrize("modes", EVERY)
+def test_models_without_parameters(modes):
+    libraries = nnx_sharding, nnx
+    assert_same(*(without_parameters(Transforms(library, **modes)) for library in libraries))
