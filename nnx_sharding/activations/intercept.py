@@ -80,12 +80,7 @@ def handler_here() -> Handler | None:
 
 
 def with_handler(
-    handler: Handler,
-    named: Collection[str],
-    fun: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
+    handler: Handler, named: Collection[str], fun: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Calls a function, and passes calls of modules, ``named`` methods too, to a handler."""
     outer = _CURRENT.get()

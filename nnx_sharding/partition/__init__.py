@@ -9,14 +9,7 @@ from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
 from .pipelining import idle_share, pipeline
 from .ring import balanced_order, ring_attention
-from .rules import (
-    LogicalRules,
-    from_arrays,
-    from_logical,
-    from_metadata,
-    from_rules,
-    override,
-)
+from .rules import LogicalRules, from_arrays, from_logical, from_metadata, from_rules, override
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
 from .variables import specs_by_path

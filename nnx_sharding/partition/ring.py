@@ -345,11 +345,10 @@ def _forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible) -> A
 
 
 def _backward(ring: _Ring, kept: Any, of_out: Any) -> Any:
-    query, key, value, seen, out, log_total = kept
     rows, heads = P(None, ring.axis), P(None, None, None, ring.axis)
-    inputs = (*[rows] * 3, ring.specs(seen), rows, heads, rows)
+    inputs = (rows, rows, rows, ring.specs(kept[3]), rows, heads), rows
     run = ring.mapped(functools.partial(_local_backward, ring), inputs, (rows,) * 3)
-    return *run(query, key, value, seen, out, log_total, of_out), None
+    return *run(kept, of_out), None
 
 
 _attention.defvjp(_forward, _backward)
@@ -389,17 +388,9 @@ def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible
     return _ungrouped(jnp.moveaxis(out, 3, 1)).astype(query.dtype), log_total
 
 
-def _local_backward(
-    ring: _Ring,
-    query: Any,
-    key: Any,
-    value: Any,
-    seen: _Visible,
-    out: Any,
-    log_total: Any,
-    of_out: Any,
-) -> Any:
+def _local_backward(ring: _Ring, kept: Any, of_out: Any) -> Any:
     """The cotangents of the queries, keys and values of a device."""
+    query, key, value, seen, out, log_total = kept
     wide, count = jnp.promote_types(query.dtype, jnp.float32), _num_parts(seen)
     grouped, of_outs = _grouped(query, key.shape[2]), _grouped(of_out, key.shape[2])
     products = (out.astype(wide) * of_out.astype(wide)).sum(-1)[..., None]

@@ -17,14 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from .. import _compat
 from ..errors import UnusedFilterWarning, listed, report, shortened
 from ..specs.filters import PathRegex, glob_hint, to_predicate
-from ..specs.fitting import (
-    OnIndivisible,
-    axes_of,
-    padded,
-    suggested_spec,
-    suggestion,
-    with_entries,
-)
+from ..specs.fitting import OnIndivisible, axes_of, padded, suggested_spec, suggestion, with_entries
 from ..specs.state_sharding import StateSharding
 from .variables import FOLLOWING, NamedVariable, from_paths, from_variables, variables
 

@@ -3,10 +3,4 @@
 from .accumulation import accumulate_gradients, partial_gradients, reduce_gradients
 from .offloading import fetched, offload
 
-__all__ = [
-    "accumulate_gradients",
-    "fetched",
-    "offload",
-    "partial_gradients",
-    "reduce_gradients",
-]
+__all__ = ["accumulate_gradients", "fetched", "offload", "partial_gradients", "reduce_gradients"]

@@ -254,9 +254,7 @@ def _reduced(x: Any, like: Any) -> Any:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["gradient", "count"],
-    meta_fields=["specs"],
+    jax.tree_util.register_dataclass, data_fields=["gradient", "count"], meta_fields=["specs"]
 )
 @dataclasses.dataclass(frozen=True)
 class _PartialGradients:
