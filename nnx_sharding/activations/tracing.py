@@ -222,21 +222,16 @@ class Scope:
         every = (x.schedule for source in sources for x in source.shardings)
         inside = self._axes - axes - {schedule.axis for schedule in every if schedule}
         for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
-            value, pair = _compat.get_value(variable), self._declared_for(variable)
+            value, index = _compat.get_value(variable), self._variables.get(id(variable))
+            slots = () if index is None else self._pure.structure.slots[index]
+            declared = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
+            pair = spec_and_mesh(type_spec(value) if declared is None else declared, self._mesh)
             if pair is not None and isinstance(value, jax.Array):
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
                 whole, outside = (with_entries(x, padded(x, len(shape))) for x in (kept, pair[0]))
                 is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
                 specs[own_path] = whole, shape, is_gathered, outside
         return Tag(name, path, sources, axes, specs, self._mesh)
-
-    def _declared_for(self, variable: Any) -> tuple[PartitionSpec, Any] | None:
-        """The spec of a Variable and its mesh, as declared or as in its type, or None."""
-        index = self._variables.get(id(variable))
-        slots = () if index is None else self._pure.structure.slots[index]
-        spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
-        value = _compat.get_value(variable)
-        return spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
 
     def __call__(
         self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
@@ -300,8 +295,13 @@ class Scope:
                     return self._constrained(out, chosen.output, frame, "output")
                 if explicit and not axes:
                     return out
-                columns = functools.partial(self._with_columns, frame)
-                return jax.tree.map(columns, out, is_leaf=_compat.is_graph_object)
+                return jax.tree.map(with_columns, out, is_leaf=_compat.is_graph_object)
+
+            def with_columns(x: Any) -> Any:  # on Auto axes
+                spec = self._columns(frame, x) if isinstance(x, jax.Array) else None
+                if spec is None or self._mesh is None or not any(spec_axes(spec)):
+                    return x
+                return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
 
             def leave(x: jax.Array) -> jax.Array:
                 known, like = frame.sharding_of(x), first_typed((args, kwargs))
@@ -335,13 +335,6 @@ class Scope:
                 free = only_axes(spec, {*spec_axes(spec)}.difference(self._pure.batch_axes))
                 return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
         return None
-
-    def _with_columns(self, frame: Frame, x: Any) -> Any:
-        """An output, on Auto axes sharded like the columns of a kernel."""
-        spec = self._columns(frame, x) if isinstance(x, jax.Array) else None
-        if spec is None or self._mesh is None or not any(spec_axes(spec)):
-            return x
-        return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
 
     def _auto_axes(
         self, frame: Frame, chosen: InOutSharding, explicit: frozenset[Any], inputs: Any
