@@ -137,50 +137,46 @@ def predict(
     candidate: Candidate, args: Sequence[Any], arguments: Arguments, axes: Axes
 ) -> Prediction:
     """Predicts what a candidate needs; a ValueError if specs do not fit."""
-    sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
-    every = candidate.sizes
-    abstract = AbstractMesh(tuple(every.values()), tuple(every), (AxisType.Auto,) * len(every))
-    found = _Sums(sizes, arguments, axes, split_name(candidate.strategy)[1])
-    jax.tree.map(
-        lambda sharding, part: found.add(sharding, part, abstract),
-        candidate.in_shardings,
-        tuple(args),
-        is_leaf=lambda x: x is None or isinstance(x, StateSharding),
-    )
-    return Prediction(found.bytes, (found.within, found.between), found.idle, found.key())
+    found = _Sums(candidate, arguments, axes)
+
+    def is_single(x: Any) -> bool:
+        return x is None or isinstance(x, StateSharding)
+
+    jax.tree.map(found.add, candidate.in_shardings, tuple(args), is_leaf=is_single)
+    return Prediction(found.bytes, (found.within, found.between), found.idle, tuple(found.key))
 
 
 class _Sums:
     """The sums over all arguments."""
 
-    def __init__(
-        self, sizes: dict[str, int], arguments: Arguments, axes: Axes, styles: Sequence[str]
-    ):
-        self.sizes, self.arguments, self.axes, self.styles = sizes, arguments, axes, styles
+    def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes):
+        self.arguments, self.axes, self.styles = arguments, axes, split_name(candidate.strategy)[1]
+        names, sizes = zip(*candidate.sizes.items(), strict=True)
+        self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
+        self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
-        self._key: list[Any] = [tuple(sizes.items())]
-        rows = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "replica", *SHARDING))
-        self.tokens = arguments.tokens / rows
+        self.key: list[Any] = [tuple(self.sizes.items())]
+        self.tokens = arguments.tokens / self._devices("replica", *SHARDING)
 
-    def key(self) -> Any:
-        return tuple(self._key)
+    def _devices(self, *roles: str) -> int:
+        return math.prod(self.sizes[axis] for axis in self.axes.in_mesh(self.sizes, *roles))
 
-    def add(self, sharding: Any, part: Any, mesh: AbstractMesh) -> None:
+    def add(self, sharding: Any, part: Any) -> None:
         if not isinstance(sharding, StateSharding):
-            spec, on = spec_and_mesh(sharding, mesh) or (PartitionSpec(), mesh)
+            spec, on = spec_and_mesh(sharding, self.mesh) or (PartitionSpec(), self.mesh)
             is_on_host = "host" in (getattr(sharding, "memory_kind", None) or "")
             for x in [] if is_on_host else jax.tree.leaves(part):
                 if hasattr(x, "shape"):
                     shape = NamedSharding(on, spec).shard_shape(x.shape)
                     self.bytes += math.prod(shape) * x.dtype.itemsize
             return
-        rows = check_sharding(part, sharding, mesh).rows
+        rows = check_sharding(part, sharding, self.mesh).rows
         if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
             raise ValueError("these specs do not fit: " + "; ".join(faults))
         on_device = (row for row in rows if "host" not in (row.memory_kind or ""))
         self.bytes += sum(row.bytes_per_device for row in on_device)
-        self._key += [tuple((*self._split(row), row.memory_kind) for row in rows)]
-        self._key.append(sharding.activations)
+        self.key += [tuple((*self._split(row), row.memory_kind) for row in rows)]
+        self.key.append(sharding.activations)
         if isinstance(part, nnx.Optimizer):
             return
         declared = sharding.activations.shardings if sharding.activations else ()
@@ -196,7 +192,7 @@ class _Sums:
             self.idle = schedule.ticks / schedule.microbatches
             # In each tick forward and backward; and what leaves the stages, and its gradient.
             self.within += 2 * self.tokens * per_layer * (self.idle + 1)
-        if (ring := math.prod(self.sizes[x] for x in self.axes.in_mesh(self.sizes, "context"))) > 1:
+        if (ring := self._devices("context")) > 1:
             blocks = 3 * (ring - 1) * sum(self.arguments.layers[-1:])
             self.within += 2 * self.tokens * per_layer * blocks
         for row in rows:
