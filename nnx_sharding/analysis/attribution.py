@@ -281,7 +281,7 @@ def module_table(
     if buffers is None:
         return ModuleTable(ordered(table), why="the compiler does not say what it assigns")
     if required is None:
-        required = buffers.size
+        required = sum(one.size for one in buffers.allocations)  # with the gaps in them
     peak = max(buffers.in_use())
     rest = peak - sum(sum(kinds.values()) for kinds in held.values())
     reserved = max(required - peak, 0)

@@ -39,11 +39,6 @@ class Buffers:
     allocations: tuple[Allocation, ...]
     schedule: tuple[str, ...]
 
-    @property
-    def size(self) -> int:
-        """The bytes of all allocations, with the gaps in them."""
-        return sum(one.size for one in self.allocations)
-
     def in_use(self) -> list[int]:
         """The bytes in use at each position: those of live values, and all that is held."""
         changes = [0] * (len(self.schedule) + 1)

@@ -18,13 +18,12 @@ from .names import operations
 from .opcodes import COLLECTIVES
 from .overlap import Overlap, Scheduled
 from .parameters import ParameterRow
-from .products import made_by
 from .purposes import Purpose, Use, uses_of
 from .slices import Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
 from .values import Value
-from .work import Work
+from .work import Work, made_by
 
 Kind: TypeAlias = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",

@@ -16,8 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from .instructions import ABBREVIATED, MAX_SIZE, Computation, Instruction, nesting, spell_out
 from .slices import with_exchanges
-from .trip_counts import trip_counts
-from .values import Value, Values
+from .values import Value, Values, trip_counts
 
 
 class Runs(NamedTuple):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.hardware import Hardware
-from ..analysis.products import positions
+from ..analysis.work import positions
 from ..partition.mesh import make_mesh
 from ..partition.pipelining import Schedule
 from ..report.sharding import ShardingRow, check_sharding
