@@ -1,7 +1,6 @@
 """Errors and warnings beyond those of JAX and Flax.
 
-Each error is also of the type that ``jax.jit`` raises for the same mistake, so code that catches
-that type keeps working.
+Each error is also of the type that ``jax.jit`` raises for the same mistake, which code may catch.
 """
 
 from __future__ import annotations

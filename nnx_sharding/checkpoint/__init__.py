@@ -1,9 +1,7 @@
 """Checkpoints of models and optimizers, in the format of Orbax, and weights in safetensors files.
 
-Read in this order: ``names`` gives each array of a tree its name, ``stored`` lists and reads the
-arrays of a checkpoint, ``restore`` finds those that a tree needs and puts them into it. ``files``
-saves and restores single checkpoints, ``steps`` those of a training run. ``tensor_files`` and
-``tensor_rules`` are for ``safetensors``, the rules also for ``transfer`` between live models.
+``names`` names arrays, ``stored`` reads and ``restore`` places those of checkpoints that ``files``
+saves, for training ``steps``; ``tensor_files`` and ``tensor_rules`` are for ``safetensors``.
 """
 
 from .files import ModelRestore, ModelSave, restore, save

@@ -19,7 +19,7 @@ from ..core.flatten import Flat
 from ..core.resharding import rebuilt, sharding_of
 from ..core.structure import VariableEntry
 from ..core.transfer import out_of_range
-from ..errors import raise_listed
+from ..errors import raise_listed, shortened
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
@@ -31,7 +31,7 @@ VALUE = "value"
 
 # The heading of arrays whose dtypes differ in the errors of all readers.
 OF_ANOTHER_DTYPE = "Of another dtype (cast=True converts among floats and among integers)"
-_SHOWN = 40  # paths in a message, and names that are compared with each other for suggestions
+_MOST = 40  # names that are compared with each other for suggestions
 
 
 class NamedArray(NamedTuple):
@@ -75,9 +75,8 @@ def selected(
     keep = to_predicate(... if only is None else only)
     found = [array for array in arrays if keep(array.variable_path, array.variable)]
     if arrays and not found:
-        paths = ", ".join(array.path for array in arrays[:_SHOWN])
-        more = ", …" if len(arrays) > _SHOWN else ""
-        raise ValueError(f"{caller}: only={only!r} matches none of the arrays: {paths}{more}.")
+        paths = ", ".join(shortened(array.path for array in arrays))
+        raise ValueError(f"{caller}: only={only!r} matches none of the arrays: {paths}.")
     wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in found if not is_supported(x.leaf)]
     raise_listed(TypeError, f"{caller}: these are not {what}:", wrong, remedy)
     return found
@@ -142,7 +141,7 @@ def kind_of(x: Any) -> str:
 
 def suggestions(count: int) -> Callable[[Any, Iterable[Any]], str]:
     """``suggestion``; nothing for so many names that comparing all pairs takes too long."""
-    return suggestion if count < _SHOWN else lambda name, names: ""
+    return suggestion if count < _MOST else lambda name, names: ""
 
 
 def on_auto_axes(sharding: NamedSharding) -> NamedSharding:

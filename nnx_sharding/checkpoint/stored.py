@@ -278,7 +278,7 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
                 options[entry.position] = ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
             elif not entry.is_number:
                 options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
-    if any(item == 0 for item in items):
+    if 0 in items:
         args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
         try:
             restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)

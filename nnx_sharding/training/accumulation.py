@@ -307,9 +307,7 @@ def partial_gradients(
       argnums: as for ``value_and_grad``.
       wrt: as for ``value_and_grad``.
       has_aux: as for ``value_and_grad``.
-      batch: the names of the arguments with the rows of the microbatch in the first dimension of
-        their arrays. By default, all that hold arrays but no modules or Variables and are not
-        differentiated; scalars are not part of it.
+      batch: as for :func:`accumulate_gradients`; the arguments with the rows of the microbatch.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. Parameters are
         replicated over it, and over all Explicit axes, in the loss.
       dtype: the dtype in which gradients are summed and returned; None for their own.
