@@ -192,21 +192,24 @@ def test_killed_language_model_resumes_exactly(run, tmp_path):
     assert_same_state(state_of(tmp_path), state_of(folder))
 
 
-def launch(program, *words):
-    """Runs a program in two processes; returns its output."""
-    words = [sys.executable, *LAUNCH, program, *map(str, words)]
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory):
+    """The folder of a language model that was killed and resumed; what a ResNet printed then."""
+    folder = tmp_path_factory.mktemp("two")
+    kill([*LAUNCH, train_lm.__file__], folder, XLA_FLAGS=QUICK)
+    both = Path(__file__).parent / "processes" / "examples.py"
+    of_resnet = "--steps", str(ResNetTest.STEPS), "--stages", *map(str, ResNetTest.STAGES)
+    words = [sys.executable, *LAUNCH, str(both), str(folder), *SMALL, "+", *of_resnet]
     environment = os.environ | {"XLA_FLAGS": QUICK}
-    return subprocess.run(
-        words, check=True, stdout=subprocess.PIPE, text=True, env=environment
-    ).stdout
+    ran = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return folder, ran.stdout
 
 
-def test_language_model_in_two_processes(run, tmp_path):
-    """One that is killed and resumes, against one in a single process that is not."""
-    kill([*LAUNCH, train_lm.__file__], tmp_path, XLA_FLAGS=QUICK)
-    launch(train_lm.__file__, tmp_path, *SMALL)
-    for found, want in zip(metrics_of(tmp_path), metrics_of(run[0]), strict=True):
-        assert found == pytest.approx(want, rel=ROUNDING)
+def test_language_model_in_two_processes(run, in_two_processes):
+    """One that is killed and resumed, against one in a single process that is not."""
+    found, expected = metrics_of(in_two_processes[0]), metrics_of(run[0])
+    for one, want in zip(found, expected, strict=True):
+        assert one == pytest.approx(want, rel=ROUNDING)
 
 
 class ResNetTest(parameterized.TestCase):
@@ -225,9 +228,11 @@ class ResNetTest(parameterized.TestCase):
         )
         self.assertEqual(total, len(labels))
 
-    def test_in_two_processes(self):
-        out = launch(resnet.__file__, "--steps", self.STEPS, "--stages", *self.STAGES)
-        shown = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
-        _, losses, correct, total = resnet.train(self.STAGES, self.STEPS, make_mesh({"data": 8}))
-        np.testing.assert_allclose(shown, losses, atol=1e-4)  # 4 digits are shown
-        self.assertIn(f"accuracy on {total} held-out images: {correct / total:.2%}", out)
+
+def test_resnet_in_two_processes(in_two_processes):
+    _, out = in_two_processes
+    shown = [float(x) for x in re.findall(r"^\[0\] step +\d+  loss ([\d.]+)", out, re.MULTILINE)]
+    mesh = make_mesh({"data": 8})
+    _, losses, correct, total = resnet.train(ResNetTest.STAGES, ResNetTest.STEPS, mesh)
+    np.testing.assert_allclose(shown, losses, atol=1e-4)  # 4 digits are shown
+    assert f"accuracy on {total} held-out images: {correct / total:.2%}" in out
