@@ -59,6 +59,8 @@ PRIVATE_NAMES = {
     "flax.nnx.graphlib.GRAPH_CONTEXT": "the cache of nnx.cached_partial is for nnx.jit only",
     "flax.nnx.pytreelib.PytreeState._initializing": "how far a module is set up",
     "flax.nnx.pytreelib.PytreeState._is_setup": "how far a module is set up",
+    "flax.nnx.variablelib.HijaxVariable._leaves": "the values of a hijax Variable, without hooks",
+    "flax.nnx.variablelib.HijaxVariable._treedef": "their structure",
     "flax.nnx.variablelib.Variable._raw_value": "the value of a Variable, without hooks",
     "flax.nnx.variablelib.Variable._trace_state": "the trace that it belongs to",
     "flax.nnx.tracers.TraceState": "the trace of new Variables, which may share it",
