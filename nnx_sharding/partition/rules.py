@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax.linen import get_logical_axis_rules
@@ -15,11 +16,11 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import UnusedFilterWarning, listed, report, shortened
+from ..errors import UnusedFilterWarning, listed, raise_listed, report, shortened
 from ..specs.filters import PathRegex, glob_hint, to_predicate
 from ..specs.fitting import OnIndivisible, axes_of, padded, suggested_spec, suggestion, with_entries
 from ..specs.state_sharding import StateSharding
-from .variables import FOLLOWING, NamedVariable, from_paths, from_variables, variables
+from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 Pairs = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
@@ -282,14 +283,11 @@ def from_logical(
         used.add(index)
         return each.annotation if index is None else pairs[index][1]
 
-    def spec_of(each: NamedVariable) -> Any:
-        names = names_of(each)
-        if names is None or isinstance(names, Sharding | Format):
-            return PartitionSpec() if names is None else names
+    def spec_of(each: NamedVariable, names: Any) -> PartitionSpec:
         return rules._spec(names, each.shape, mesh)
 
     title = "from_logical: these names give no spec:"
-    sharding = from_variables(title, model, spec_of, names_of, rules._hint)
+    sharding = _from_names(title, model, names_of, spec_of, rules._hint)
     unused = [filter_ for i, (filter_, _) in enumerate(pairs) if i not in used]
     if unused:
         hints = (glob_hint(x.text) for x in unused if isinstance(x, PathRegex))
@@ -324,19 +322,38 @@ def from_metadata(
     """
     rules = get_logical_axis_rules() if rules is None else rules
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    return from_variables(
-        "from_metadata: this metadata gives no sharding:",
-        model,
-        lambda each: _annotated(each, rules, mesh),
-        lambda each: each.annotation,
-    )
+    title = "from_metadata: this metadata gives no sharding:"
+    spec_of = functools.partial(_annotated, rules, mesh)
+    return _from_names(title, model, lambda each: each.annotation, spec_of)
 
 
-def _annotated(each: NamedVariable, rules: LogicalRules, mesh: Any) -> Any:
-    """The sharding in the metadata of a Variable."""
-    annotation, shape = each.annotation, each.shape
-    if annotation is None or isinstance(annotation, Sharding | Format):
-        return PartitionSpec() if annotation is None else annotation
+def _from_names(
+    title: str,
+    model: Any,
+    names_of: Callable[[NamedVariable], Any],
+    spec_of: Callable[[NamedVariable, Any], PartitionSpec],
+    hint: str = "",
+) -> StateSharding:
+    """The shardings that names give Variables; all errors are raised as one."""
+    specs, lines = {}, []
+    for each in variables(model):
+        names = names_of(each)
+        try:
+            if names is None or isinstance(names, Sharding | Format):
+                specs[each.path] = PartitionSpec() if names is None else names
+            else:
+                specs[each.path] = spec_of(each, names)
+        except (TypeError, ValueError) as error:
+            lines.append(f"  {each.name}, shape {each.shape}, {names!r}: {error}")
+    raise_listed(ValueError, title, lines, hint)
+    return from_paths(specs)
+
+
+def _annotated(
+    rules: LogicalRules, mesh: Any, each: NamedVariable, annotation: Any
+) -> PartitionSpec:
+    """The spec that the metadata of a Variable give."""
+    shape = each.shape
     if not isinstance(annotation, PartitionSpec | tuple | list):
         raise TypeError(f"expected a tuple of names{suggested_spec(annotation)}")
     named = annotation if isinstance(annotation, PartitionSpec) else PartitionSpec(*annotation)

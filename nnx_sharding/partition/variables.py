@@ -13,7 +13,6 @@ from flax import nnx
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.structure import Structure, VariableEntry, atoms
-from ..errors import raise_listed
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.filters import Paths
 from ..specs.paths import Path, path_key, path_string, plain_key
@@ -170,24 +169,6 @@ def from_paths(
         groups.setdefault((spec, notes.get(path, "")), []).append(path)
     pairs = ((Paths(paths, note), spec) for (spec, note), paths in groups.items())
     return StateSharding(pairs, activations=activations)
-
-
-def from_variables(
-    title: str,
-    model: Any,
-    spec_of: Callable[[NamedVariable], Any],
-    shown: Callable[[NamedVariable], Any],
-    hint: str = "",
-) -> StateSharding:
-    """The shardings that a function chooses for Variables; all its errors are raised as one."""
-    specs, lines = {}, []
-    for each in variables(model):
-        try:
-            specs[each.path] = spec_of(each)
-        except (TypeError, ValueError) as error:
-            lines.append(f"  {each.name}, shape {each.shape}, {shown(each)!r}: {error}")
-    raise_listed(ValueError, title, lines, hint)
-    return from_paths(specs)
 
 
 def specs_by_path(tree: Any, sharding: StateSharding) -> dict[Path, Any]:
