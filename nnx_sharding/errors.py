@@ -1,6 +1,6 @@
 """Errors and warnings beyond those of JAX and Flax.
 
-Each error is also of the type that ``jax.jit`` raises for the same mistake, which code may catch.
+Each is also of the type that ``jax.jit`` raises for the same mistake, so code may catch either.
 """
 
 from __future__ import annotations

@@ -48,12 +48,6 @@ SHARDING_ERRORS: tuple[type[Exception], ...] = (
     private_name("jax._src.core", "ShardingTypeError"),
     private_name("jax._src.named_sharding", "DuplicateSpecError"),
 )
-TYPE_ERRORS: tuple[type[Exception], ...] = (
-    *SHARDING_ERRORS,
-    TypeError,  # the carry of a loop gets another type
-    ValueError,
-    NotImplementedError,
-)
 JittedFunction: Any = type(jax.jit(len))  # callable from C
 trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
 _trace_ctx: Any = private_name("jax._src.core", "trace_ctx")
