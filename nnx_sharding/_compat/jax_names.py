@@ -260,7 +260,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Of inputs and outputs of an exported program: on abstract meshes, None for open ones."""
+    """The shardings of a program's inputs and outputs, on abstract meshes; None for open ones."""
     no_mesh: Any = None  # keeps the meshes unchanged; JAX does not document it
     return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
 

@@ -528,7 +528,7 @@ def _exactly(path: Path) -> str:
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
-    """The spec of an array without some dimensions; if several fit, unsharded, first ones go."""
+    """The spec of an array in a loop, where dimensions are gone: rather unsharded and first ones."""
     choices = [
         kept
         for kept in itertools.combinations(range(len(shape)), len(inner))
