@@ -528,7 +528,7 @@ def _exactly(path: Path) -> str:
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
-    """The spec of an array in a loop, where dimensions are gone: rather unsharded and first ones."""
+    """The spec of an array in a loop, where dimensions are gone: unsharded, first ones rather."""
     choices = [
         kept
         for kept in itertools.combinations(range(len(shape)), len(inner))

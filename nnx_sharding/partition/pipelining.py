@@ -280,7 +280,7 @@ class Schedule:
         return _RUNNING.get()
 
     def entered(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
-        """What to call in place of a stack or block; no module before the last block is called."""
+        """What to call for a stack or a block; no module before the last block is called."""
         if not self.blocks:
             return tag, module, args
         *where, number = tag.path
