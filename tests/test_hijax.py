@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -286,11 +287,27 @@ def quantized_type():
         def vjp_fwd(self, is_nonzero, x):
             return self(x), None
 
+        def jvp(self, primals, tangents):
+            return self(*primals), tangents[0]
+
         def vjp_bwd_retval(self, residuals, cotangent):
             return (cotangent,)
 
     hijax.register_hitype(Quantized, lambda x: Type(x.values.shape))
     return lambda x: Dense(jax.typeof(x))(x)
+
+
+@pytest.mark.parametrize("axis", ("in", "out"))
+@pytest.mark.parametrize("transform", ("vmap", "scan"))
+def test_values_of_a_hijax_type_have_no_axis(transform, axis):
+    quantized_type()
+    weights = Quantized(jnp.arange(6, dtype="int8").reshape(2, 3), jnp.float32([0.5, 2]))
+    model = node(w=nnx.Variable(weights))
+    run = functools.partial(getattr(nnx_sharding, transform), in_axes=0, out_axes=0)
+    call = run(lambda m: 0) if axis == "in" else run(lambda x: model.w.get_value())
+    message = r"w, .*Type.*: axis 0\n.*hijax type" if axis == "in" else r"output, .*Type.*: axis 0"
+    with pytest.raises(ValueError, match=message):
+        call(model if axis == "in" else jnp.ones(2))
 
 
 @pytest.mark.parametrize("updates", (True, False))
@@ -313,6 +330,20 @@ def test_values_of_a_hijax_type(graph, updates):
         total = lambda m, x: fun(m, x).sum()  # noqa: E731
         return t.grad(total, argnums=1)(m, x)
 
+    def total(m, x):
+        return fun(m, x).sum()
+
+    def of_weights(m, x):
+        found = t.grad(total, argnums=nnx.DiffState(0, lambda path, _: "w" in path))(m, x)
+        return found["w"].get_value()
+
+    def pulled_back(m, x):
+        return t.vjp(total, m, x)[1](jnp.float32(1))[0].w.get_value()
+
+    def pushed_forward(m, x):
+        tangent = node(w=nnx.Variable(jnp.ones((2, 3))), calls=m.calls)
+        return t.jvp(total, (m, x), (tangent, 0 * x))[1]
+
     programs = {
         fun: expected,
         t.remat(fun): expected,
@@ -320,6 +351,10 @@ def test_values_of_a_hijax_type(graph, updates):
         t.scan(lambda m, x: x @ dense(m.w.get_value()), in_axes=(None, 0), out_axes=0): expected,
         (lambda m, x: t.cond(x.sum() > 0, fun, lambda m, x: fun(m, x) * 2, m, x)): expected,
         loop: expected,
+        # As in Flax, gradients are of the type that the user's type says: here an array.
+        of_weights: np.full((2, 3), 4),
+        pulled_back: np.full((2, 3), 4),
+        pushed_forward: 4 * 6,
         gradient: np.broadcast_to((np.arange(6).reshape(2, 3) * [[0.5], [2]]).sum(1), (4, 2)),
     }
     for program, result in programs.items():

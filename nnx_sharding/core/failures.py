@@ -166,7 +166,7 @@ def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     "axes-that-arrays-do-not-have",
     "{name}: these arrays do not have the axis along which they are mapped:",
     "Give each in {in_name} an axis that it has, or None: in a module by StateAxes({{nnx.Param: 0, "
-    "...: None}}). Random streams get one by nnx.split_rngs.",
+    "...: None}}). Random streams get one by nnx.split_rngs; values of a hijax type have none.",
 )
 def _check_axes(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):

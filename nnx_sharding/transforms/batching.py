@@ -144,7 +144,8 @@ class Mapped(InnerTransform):
             f"  {name}, {described(leaf)}: axis {spec.index}"
             for name, leaf, spec in zip(names, leaves, specs, strict=True)
             if spec.index is not None and not _compat.is_ref(leaf)
-            if not -jnp.ndim(leaf) - 1 <= spec.index <= jnp.ndim(leaf)
+            # A value of a hijax type has no dimensions, nor could it get one.
+            if not -(ndim := getattr(jax.typeof(leaf), "ndim", -1)) - 1 <= spec.index <= ndim
         ]
         raise_listed(
             ValueError,

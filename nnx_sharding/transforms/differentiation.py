@@ -59,7 +59,21 @@ def check_pair(expected: str, out: Any) -> None:
 def is_inexact(x: Any) -> bool:
     """Whether something is an array that has a derivative; a ``jax.Ref`` has none."""
     is_array = _compat.is_array_like(x) and not _compat.is_ref(x)
-    return is_array and jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+    dtype = getattr(jax.typeof(x), "dtype", None) if is_array else None
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def tangent_type(x: Any) -> Any:
+    """The type of tangents of an array, or of a value of a hijax type; None for what has none."""
+    if is_inexact(x):
+        return jax.typeof(x)
+    if not _compat.is_array_like(x) or hasattr(aval := jax.typeof(x), "dtype"):
+        return None
+    try:
+        aval = aval.to_tangent_aval()
+    except NotImplementedError:
+        return None
+    return aval if jnp.issubdtype(getattr(aval, "dtype", float), jnp.inexact) else None
 
 
 class Differentiable(Inner[P, R]):
@@ -120,8 +134,9 @@ class Form:
         """``places`` are the paths of what has tangents, with their slots in the structure."""
         self._structure, self._places = flat.structure, places
         every = dict.fromkeys(slot for slots in self._places.values() for slot in slots)
-        self.slots = [slot for slot in every if is_inexact(flat.leaves[slot])]
-        self._types = {slot: jax.typeof(flat.leaves[slot]) for slot in self.slots}
+        types = {slot: tangent_type(flat.leaves[slot]) for slot in every}
+        self._types = {slot: aval for slot, aval in types.items() if aval is not None}
+        self.slots = [*self._types]
         self._rest = [without_tangent(x) for x in flat.leaves]
 
     def built(self, arrays: Sequence[Any]) -> Any:
@@ -161,9 +176,15 @@ class Form:
         head = f"{name}: these tangents have other types than their values:"
         raise_listed(TypeError, head, lines)
         return [
-            jnp.asarray(tangents[slot][1], aval.dtype) if slot in tangents else None
+            as_array(tangents[slot][1], aval) if slot in tangents else None
             for slot, aval in self._types.items()
         ]
+
+
+def as_array(x: Any, aval: Any = None) -> Any:
+    """An array with the dtype of a type, or its own; a value of a hijax type as it is."""
+    own = jax.typeof(x)
+    return jnp.asarray(x, getattr(aval or own, "dtype", None)) if hasattr(own, "dtype") else x
 
 
 def slots_by_path(structure: Structure, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
@@ -189,5 +210,7 @@ def _fits(x: Any, aval: Any) -> bool:
     if not _compat.is_array_like(x):
         return False
     own = jax.typeof(x)
+    if not hasattr(aval, "dtype") or not hasattr(own, "dtype"):
+        return bool(own == aval)
     is_same = own.dtype == aval.dtype or own.weak_type
     return bool(own.shape == aval.shape and is_same)

@@ -22,7 +22,7 @@ from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
-from .differentiation import Differentiable, Differentiation, is_inexact, without_tangent
+from .differentiation import Differentiable, Differentiation, tangent_type, without_tangent
 from .in_trace import Function, described, is_array
 from .lifted_function import P, R, lift
 from .partial_sums import PartialSums
@@ -145,7 +145,7 @@ class ValueAndGrad(Differentiable[P, R]):
         wrong = [
             f"  {plan.names[slot]}: {described(x)}"
             for slot, x in zip(slots, prepared.arrays(), strict=True)
-            if not transform.allow_int and not is_inexact(x)
+            if not transform.allow_int and tangent_type(x) is None
         ]
         raise_listed(
             TypeError,

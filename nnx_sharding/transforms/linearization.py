@@ -7,13 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _compat
 from ..core.flatten import flatten
 from ..core.signature import Roles
 from ..core.structure import Container
-from .differentiation import Differentiable, Differentiation, Form, is_inexact, slots_by_path
+from .differentiation import (
+    Differentiable,
+    Differentiation,
+    Form,
+    as_array,
+    slots_by_path,
+    tangent_type,
+)
 from .in_trace import Function
 from .lifted_function import lift
 
@@ -43,9 +49,9 @@ class _AtPoint(Differentiable[..., Any]):
         def at(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
             def inexact(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
                 out, others = function(arrays)
-                return [x for x in out if is_inexact(x)], others
+                return [x for x in out if tangent_type(x) is not None], others
 
-            return differentiate(inexact, [jnp.asarray(x) for x in arrays], inputs)
+            return differentiate(inexact, [*map(as_array, arrays)], inputs)
 
         out, derivative = self.at(plan, flat, inputs.slots, at)
         out = tuple(out) if self._transform.has_aux else (out,)

@@ -252,7 +252,8 @@ class Loop:
         """Checks that all arrays have the same length along their axes."""
         lengths: dict[Any, list[str]] = {}
         for slot, axis in self._mapped.items():
-            shape = jnp.shape(leaves[slot])
+            aval = jax.typeof(leaves[slot])
+            shape = aval.shape if hasattr(aval, "dtype") else ()  # of a hijax type
             has_axis = -len(shape) <= axis < len(shape)
             length = f"length {shape[axis]}" if has_axis else f"no axis {axis}"
             lengths.setdefault(length, []).append(f"{self._names[slot]}{shape}")
