@@ -292,6 +292,7 @@ DRAWN = {
     "custom_derivatives.py::AsJaxTest::test_sharded": 1,
     "experts.py::test_equals_a_loop_over_all_experts[": 1,
     "explicit_meshes.py::test_training_equals_one_device": 1,
+    "flax_names.py::test_functions_of_flax": 6,
     "foreign_code.py::test_an_ordered_dict_of_attributes": 1,
     "guard_machine.py::GuardMachineTest::test_one_change": 60,
     "interrupts.py::test_at_each_line": 6,
@@ -309,6 +310,9 @@ DRAWN = {
     "ring.py::test_equals_attention_in_one_matrix": 1,
     "stack_elsewhere.py::test_parameters_are_gathered_along_any_dimension_of_layers": 1,
     "stages.py::AheadOfTimeTest::test_a_call_compiles_nothing_more": 3,
+    "surroundings.py::test_computations_stay_on_the_host": 6,
+    "surroundings.py::test_random_streams_as_flax": 4,
+    "surroundings.py::test_variables_of_other_kinds": 8,
     "unreduced.py::GradientTest::test_microbatches": 1,
 }
 

@@ -260,19 +260,18 @@ def custom_vjp(t, fun):
     return run
 
 
+def over_one_axis():
+    """Options of `shard_map` for an axis along which all is replicated; others stay as they are."""
+    mesh, options = jax.sharding.get_abstract_mesh(), dict[str, Any]()
+    if not mesh.axis_names:
+        mesh = jax.make_mesh((2, 2), ("data", "more"), axis_types=(AUTO, AUTO))
+        options = {"mesh": mesh}
+    axis = min({*mesh.axis_names} - {*getattr(mesh, "manual_axes", ())})
+    return {"in_specs": P(), "out_specs": P(), "axis_names": {axis}, **options}
+
+
 def shard_map(t, fun):
-    """Over an axis along which all is replicated; other axes stay as they are."""
-
-    def run(m, x):
-        mesh, options = jax.sharding.get_abstract_mesh(), dict[str, Any]()
-        if not mesh.axis_names:
-            mesh = jax.make_mesh((2, 2), ("data", "more"), axis_types=(AUTO, AUTO))
-            options = {"mesh": mesh}
-        axis = min({*mesh.axis_names} - {*getattr(mesh, "manual_axes", ())})
-        specs = {"in_specs": (P(), P()), "out_specs": P(), "axis_names": {axis}}
-        return t.shard_map(fun, **specs, **options)(m, x)
-
-    return run
+    return lambda m, x: t.shard_map(fun, **over_one_axis())(m, x)
 
 
 def eval_shape(t, fun):
