@@ -809,7 +809,7 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
     if (same == 1) same = conclude(&stream, read_plain(&stream), 0, &found);
     if (same == 1) same = are_distinct(found.objects);
     if (same == 1) {
-        result = Py_BuildValue("(OOOON)", found.leaves, found.objects, pick(&stream, walk->frozen),
+        result = Py_BuildValue("(OONON)", found.leaves, found.objects, pick(&stream, walk->frozen),
                                mentions, pick(&stream, walk->traces));
     } else if (same == 0) {
         PyErr_Clear();
