@@ -21,7 +21,7 @@ from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.partition import abstract_init, from_logical, init, sharded_init
 from nnx_sharding.partition.variables import from_paths
-from nnx_sharding.transforms.lifted_function import lift
+from nnx_sharding.transforms.lifted import lift
 
 RULES = StateSharding({nnx.PathContains("kernel"): P("a", "b"), ...: P()})
 

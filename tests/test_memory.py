@@ -37,7 +37,7 @@ from nnx_sharding import StateSharding, _compat
 from nnx_sharding.core import call as run
 from nnx_sharding.core.guard import store as guards
 from nnx_sharding.core.guard import walk
-from nnx_sharding.transforms import lifted_function
+from nnx_sharding.transforms import lifted
 
 
 def array(value: float = 1.0) -> jax.Array:
@@ -110,8 +110,8 @@ class Splits:
             self.count += 1
             return original(*args, **kwargs)
 
-        original = lifted_function.flatten
-        with mock.patch.object(lifted_function, "flatten", flatten):
+        original = lifted.flatten
+        with mock.patch.object(lifted, "flatten", flatten):
             yield self
 
 

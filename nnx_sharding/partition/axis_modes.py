@@ -19,7 +19,7 @@ from ..core.targets import Specs, Target, argument_targets, check_specs, target
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_listed
 from ..specs.fitting import axes_of
-from ..transforms.lifted_function import unbind
+from ..transforms.lifted import unbind
 from .constrain import fitted
 
 

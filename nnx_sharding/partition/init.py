@@ -16,8 +16,7 @@ from ..core.targets import Specs, check_specs
 from ..diagnostics.progress import progress
 from ..specs.fitting import axes_of_type
 from ..transforms.jit import Jit, jit
-from ..transforms.lifted import Lifted
-from ..transforms.lifted_function import lift
+from ..transforms.lifted import Lifted, lift
 from .rules import from_metadata
 
 

@@ -24,7 +24,7 @@ from ..errors import raise_listed
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding, pairs_of
 from .in_trace import Function, Inner, InnerTransform, described
-from .lifted_function import lift
+from .lifted import lift
 
 
 class Carry:

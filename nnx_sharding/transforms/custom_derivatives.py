@@ -28,7 +28,7 @@ from ..specs.filters import to_predicate
 from ..specs.paths import Path
 from .differentiation import Form, check_pair, slots_by_path, without_tangent
 from .in_trace import Function, Inner, InnerTransform, is_traced, replaced
-from .lifted_function import P, R, lift, unbind
+from .lifted import P, R, lift, unbind
 from .slot_pytree import user_tree
 
 

@@ -22,7 +22,7 @@ from ..core.unflatten import Built, unflatten
 from ..errors import raise_listed
 from ..specs.paths import Path, accessor
 from .in_trace import Function, Inner, InnerTransform, described, form, replaced
-from .lifted_function import P, R
+from .lifted import P, R
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

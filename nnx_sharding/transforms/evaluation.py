@@ -14,7 +14,7 @@ from .. import _compat
 from ..core.signature import Roles
 from .in_trace import Inner, InnerTransform, is_traced, of_slots
 from .jit import jit
-from .lifted_function import P, R, lift
+from .lifted import P, R, lift
 
 
 @_compat.api_boundary

@@ -24,7 +24,7 @@ from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from .differentiation import Differentiable, Differentiation, tangent_type, without_tangent
 from .in_trace import Function, described, is_array
-from .lifted_function import P, R, lift
+from .lifted import P, R, lift
 from .partial_sums import PartialSums
 
 

@@ -25,7 +25,7 @@ from ..core.static_equality import Static
 from ..core.targets import PLAIN
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
-from .lifted_function import LiftedFunction, P, R, unbind
+from .lifted import LiftedFunction, P, R, unbind
 from .partial_sums import PARTIAL_SUMS
 
 Function: TypeAlias = Callable[..., Any]

@@ -24,8 +24,7 @@ from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
-from .lifted import Lifted
-from .lifted_function import P, R, lift
+from .lifted import Lifted, P, R, lift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,29 +1,167 @@
-"""What ``jit`` and ``shard_map`` return: lifted functions with stages."""
+"""Functions that take and return NNX objects: what all transforms make, and those with stages."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import copy
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
 
 from .. import _compat
 from ..activations.calls import Recorder
 from ..activations.tracing import inherited
+from ..core.cache import cache_of
 from ..core.call import failed, guarded, run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained
-from ..core.flatten import Flat
+from ..core.flatten import Flat, flatten
+from ..core.guard.store import recorder_of
 from ..core.outcome import Outcome
 from ..core.placing import abstract, as_declared
-from ..core.plan import Plan
-from ..core.signature import Call
+from ..core.plan import Plan, make_plan, plan_key, resolve_call
+from ..core.signature import Call, Parameters, Roles
+from ..core.transform import Transform
 from ..core.unflatten import unflatten
 from ..diagnostics.retraces import Observer, TraceLimit, TraceLog
-from .lifted_function import LiftedFunction, P, R
 from .module_memory import explain_memory
 from .stages import Lowered, Traced
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LiftedFunction(Generic[P, R]):
+    """A function, a transform, and the plans of its calls. As a method it binds to its object."""
+
+    def __init__(
+        self,
+        fun: Callable[P, R],
+        transform: Transform,
+        roles: Roles,
+        *,
+        graph: bool,
+        updates: bool,
+        implicit: int = 0,
+    ):
+        # The __dict__ of a class has methods, which would hide those of this class.
+        updated = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
+        functools.update_wrapper(self, fun, updated=updated)  # type: ignore[arg-type]
+        self._fun = fun
+        self._transform = transform
+        self._modes = {"graph": graph, "updates": updates}
+        self._implicit = implicit  # the number of leading parameters that positions skip
+        self._options: dict[str, Any] = {"roles": roles, "implicit": implicit, **self._modes}
+        self._origin: Self | None = None
+        self._bound: tuple[Any, ...] = ()
+        from_call = transform.counts_from_call
+        self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
+        self._cache = cache_of(fun, TraceLog)
+        options = (transform.options_key, roles, graph, updates, implicit)
+        self._plans = self._cache.plans(options, transform)
+        self._guards = self._plans.guards
+
+    def __get__(self, obj: Any, objtype: type | None = None) -> Any:
+        if obj is None:
+            return self
+        kind: Any = type(self)
+        bound = kind.__new__(kind)
+        bound.__dict__.update(self.__dict__)
+        bound._bound = (*self._bound, obj)
+        bound._origin = self
+        bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
+        return bound
+
+    def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments of a call by their roles."""
+        signature = self._parameters.signature(len(args), tuple(kwargs))
+        if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
+            signature = signature._replace(static=signature.static | {0})
+        return self._transform.sort_call(self._parameters, signature, args, kwargs)
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, record: bool = False
+    ) -> tuple[Call, Flat]:
+        """The arguments of a call, flattened; for a guard as well, if ``record``."""
+        _compat.leave_static_cache()
+        call = self._sorted(args, kwargs)
+        recorder = recorder_of(call, args, kwargs) if record else None
+        graph, statics = self._modes["graph"], call.statics
+        return call, flatten(call.tree, graph=graph, statics=statics, held=False, recorder=recorder)
+
+    def _is_classmethod_of(self, owner: type) -> bool:
+        """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
+        own: Any = self._origin or self
+        name = getattr(self._fun, "__name__", "")
+        found = (vars(base).get(name) for base in owner.__mro__)
+        return any(isinstance(x, classmethod) and x.__func__ is own for x in found)
+
+    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat]:
+        """The plan for a call, and its flattened arguments: at top level what a guard found."""
+        is_top, guards = _compat.trace_is_clean(), self._guards
+        found = guards.find(args, kwargs) if is_top else None
+        if found is not None:
+            _compat.leave_static_cache()
+            return found
+        call, flat = self._split(args, kwargs, record=is_top)
+        plan, is_new = self._plan(call, flat)
+        if is_top:
+            guards.add(plan, flat, args, kwargs, is_new=is_new)
+        return plan, flat
+
+    def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
+        """The plan for a call, and whether it is new."""
+        transform = self._transform
+
+        def make() -> Plan:
+            pure, arguments = resolve_call(transform, self._parameters, call, flat, **self._modes)
+            return make_plan(self._fun, pure, arguments, flat.leaves, self._cache.traced)
+
+        return self._plans.get_or_make(plan_key(transform, call, flat), make)
+
+    def __repr__(self) -> str:
+        try:
+            return f"<nnx_sharding.{self._transform.name} of {self._fun!r}>"
+        except Exception:  # the function's own __repr__ may raise anything, as in JAX
+            return f"<nnx_sharding.{self._transform.name} of a {type(self._fun).__name__}>"
+
+    def __eq__(self, other: object) -> bool:
+        # Each access to a method makes a new object; like Python's, they compare by content.
+        if self is other or not isinstance(other, LiftedFunction) or self._origin is None:
+            return self is other
+        return self._origin == other._origin and self._bound[-1] is other._bound[-1]
+
+    def __hash__(self) -> int:
+        if self._origin is None:
+            return object.__hash__(self)
+        return hash((self._origin, id(self._bound[-1])))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if self._origin is None:
+            return self
+        return copy.deepcopy(self._origin, memo).__get__(copy.deepcopy(self._bound[-1], memo))
+
+    def __reduce__(self) -> Any:
+        if self._origin is not None:
+            return self._origin.__get__, (self._bound[-1],)
+        # A decorated function is pickled by its name, as functions are.
+        module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
+        name = getattr(self._fun, "__qualname__", "")
+        try:
+            found: Any = functools.reduce(getattr, name.split("."), module)
+        except AttributeError:
+            found = None
+        if found is self:
+            return name
+        return functools.partial(type(self), self._fun, self._transform, **self._options), ()
 
 
 class Lifted(LiftedFunction[P, R]):
@@ -179,3 +317,59 @@ def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any
         if outcome.structure.entries[index] is None or index in static
     }
     return unflatten(outcome.structure, arrays, known).root
+
+
+def lift(
+    kind: type[LiftedFunction[..., Any]],
+    fun: Callable[..., Any],
+    transform: Transform,
+    roles: Roles,
+    graph: bool | None,
+    graph_updates: bool | None,
+    *,
+    jax_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Wraps a function; a bound method of an NNX object becomes a function of that object.
+
+    ``jax_options`` are options of ``jax.jit`` about which JAX may raise or warn already here,
+    ``options`` those of ``kind``.
+    """
+    # JAX knows best what it can transform: this raises its own errors for what it cannot.
+    jax.jit(fun, **roles._asdict(), **(jax_options or {}))
+    unbound, bound = unbind(fun)
+    # As in Flax, the global flags count where a function is decorated, not where it is called.
+    graph, updates = _compat.graph_mode(graph, graph_updates)
+    modes = {"graph": graph, "updates": updates, "implicit": len(bound), **options}
+    lifted: Any = kind(unbound, transform, roles, **modes)
+    for obj in bound:
+        lifted = lifted.__get__(obj)
+    return lifted
+
+
+def unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Splits a method into its function and the object that it is bound to."""
+    if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
+        return fun.__func__, (fun.__self__,)
+    if isinstance(fun, LiftedFunction) and fun._origin is not None:
+        return fun._origin, fun._bound
+    if isinstance(fun, functools.partial):
+        inner, bound = unbind(fun.func)
+        if bound:
+            return _unbound_partial(inner, fun.args, fun.keywords), bound
+    return fun, ()
+
+
+def _unbound_partial(
+    method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call_method(self: Any, *rest: Any, **more: Any) -> Any:
+        return method(self, *args, *rest, **{**keywords, **more})
+
+    parameters = list(inspect.signature(method).parameters.values())
+    remaining = inspect.signature(functools.partial(method, None, *args, **keywords))
+    call_method.__signature__ = remaining.replace(  # type: ignore[attr-defined]
+        parameters=[parameters[0], *remaining.parameters.values()]
+    )
+    return call_method

@@ -21,7 +21,7 @@ from .differentiation import (
     tangent_type,
 )
 from .in_trace import Function
-from .lifted_function import lift
+from .lifted import lift
 
 # Of a function of arrays, these, and the form of the primals: the derivative, and what the function
 # returns besides its output.

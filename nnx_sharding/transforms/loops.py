@@ -30,7 +30,7 @@ from ..specs.state_sharding import BROADCAST, CARRY
 from . import prefetching
 from .batching import Carry, Mapped, axes_specs, captures, options_of
 from .in_trace import Fixed, Function, Inner, form, is_kept
-from .lifted_function import lift, unbind
+from .lifted import lift, unbind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
 from .in_trace import Function, Inner, InnerTransform, is_traced, of_slots
-from .lifted_function import lift
+from .lifted import lift
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
 Keep: TypeAlias = Literal["recompute", "save", "offload"]

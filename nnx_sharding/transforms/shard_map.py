@@ -34,8 +34,7 @@ from ..specs.fitting import (
     spec_axes,
 )
 from .jit import SharedOptions
-from .lifted import Lifted
-from .lifted_function import P, R, lift
+from .lifted import Lifted, P, R, lift
 
 AxisName = Hashable
 

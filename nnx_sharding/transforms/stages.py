@@ -43,7 +43,6 @@ from ..core.signature import Call
 from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
 from ..errors import message, see
-from .lifted_function import LiftedFunction
 from .module_memory import CompileWith, Dumped, argument_rows, dumped, explain_memory
 from .slot_pytree import user_tree
 
@@ -60,7 +59,7 @@ class Stage:
     def __init__(
         self,
         stage: Any,
-        lifted: LiftedFunction[..., Any],
+        lifted: Any,  # a Lifted
         plan: Plan,
         statics: tuple[Any, ...],
         recorder: Recorder,
