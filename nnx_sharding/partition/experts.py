@@ -247,7 +247,7 @@ def dispatch_to_experts(
         names = () if mesh is None else mesh.axis_names
         batch_axes = [name for name in names if name in of_rows and name != axis]
     axes = (*batch_axes, axis)
-    problems = _wrong_shapes(x, weights, indices, logits, num_experts, capacity)
+    problems = [*_wrong_shapes(x, weights, indices, logits, num_experts, capacity)]
     sizes: Mapping[str, int] = {} if mesh is None else mesh.shape
     problems += [
         f"axis {each!r}{suggestion(each, sizes)}: the mesh has {', '.join(map(repr, sizes))}"
@@ -278,20 +278,19 @@ def dispatch_to_experts(
 
 def _wrong_shapes(
     x: Any, weights: Any, indices: Any, logits: Any, num_experts: int, capacity: int | None
-) -> list[str]:
+) -> Iterator[str]:
     if x.ndim != 3:
-        return [f"x: shape {x.shape}, expected (groups, tokens, features)"]
-    problems = []
+        yield f"x: shape {x.shape}, expected (groups, tokens, features)"
+        return
     if indices.shape[:-1] != x.shape[:2] or not jnp.issubdtype(indices.dtype, jnp.integer):
         expected = f"expected integers of shape ({x.shape[0]}, {x.shape[1]}, k)"
-        problems.append(f"indices: {indices.dtype} of shape {indices.shape}, {expected}")
+        yield f"indices: {indices.dtype} of shape {indices.shape}, {expected}"
     if weights.shape != indices.shape:
-        problems.append(f"weights: shape {weights.shape}, but indices have {indices.shape}")
+        yield f"weights: shape {weights.shape}, but indices have {indices.shape}"
     if logits is not None and logits.shape != (*x.shape[:2], num_experts):
-        problems.append(f"logits: shape {logits.shape}, expected {(*x.shape[:2], num_experts)}")
+        yield f"logits: shape {logits.shape}, expected {(*x.shape[:2], num_experts)}"
     if capacity is not None and capacity < 1:
-        problems.append(f"capacity={capacity!r}: expected at least 1")
-    return problems
+        yield f"capacity={capacity!r}: expected at least 1"
 
 
 def _losses(logits: Any, tokens: jax.Array) -> tuple[Any, Any]:
@@ -418,15 +417,13 @@ class _Layout(NamedTuple):
 
     def matmul(self, sizes: Any, rows: Any, kernel: Any, bias: Any = None) -> Any:
         """Multiplies the rows of each expert by its matrix, and adds its bias."""
-        features = rows.shape[-1]
-        expected = (self.num_experts, features)
-        problems = []
-        if kernel.ndim != 3 or kernel.shape[:2] != expected:
-            problems.append(f"  kernel: shape {kernel.shape}, expected {(*expected, 'out')}")
+        expected, wrong = (self.num_experts, rows.shape[-1], "out"), ""
+        if kernel.ndim != 3 or kernel.shape[:2] != expected[:2]:
+            wrong = f"kernel: shape {kernel.shape}, expected {expected}"
         elif bias is not None and bias.shape != (self.num_experts, kernel.shape[2]):
-            expected = (self.num_experts, kernel.shape[2])
-            problems.append(f"  bias: shape {bias.shape}, expected {expected}")
-        raise_listed(ValueError, "matmul of dispatch_to_experts:", problems)
+            wrong = f"bias: shape {bias.shape}, expected {(self.num_experts, kernel.shape[2])}"
+        if wrong:
+            raise ValueError(f"matmul of dispatch_to_experts: {wrong}.")
         inner, outer = self.last_entry(kernel, 1), self.last_entry(kernel, 2)
         in_specs = (
             P(self.axes),

@@ -202,9 +202,7 @@ def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
 
 
 # The topology and the number of slices for meshes made from sizes alone.
-DEFAULT: contextvars.ContextVar[tuple[str, int] | None] = contextvars.ContextVar(
-    "topology", default=None
-)
+DEFAULT = contextvars.ContextVar[tuple[str, int] | None]("topology", default=None)
 
 
 @contextlib.contextmanager

@@ -359,10 +359,10 @@ def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible
     query, key, value, seen = _together(query, key, value, seen)
     grouped, count = _grouped(query, key.shape[2]), _num_parts(seen)
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    queries, seen_by = jnp.split(grouped, count, 1), seen.parts(count)
+    queries = [*zip(jnp.split(grouped, count, 1), seen.parts(count), strict=True)]
 
-    def added(state: Any, query: Any, block: _Block, seen: _Visible, column: Any) -> Any:
-        [(peak, total, out)] = state
+    def added(state: Any, own: Any, block: _Block, column: Any) -> Any:
+        [(peak, total, out)], (query, seen) = state, own
         scores = _scores(ring, query, block, seen, column)
         new_peak = jnp.maximum(peak, scores.max(-1))
         # A row that has attended to nothing yet has no finite peak.
@@ -372,11 +372,11 @@ def _local_forward(ring: _Ring, query: Any, key: Any, value: Any, seen: _Visible
         return [(new_peak, total * kept + weights.sum(-1), out * kept[..., None] + products)]
 
     def add(states: Any, moving: _Block, step: Any) -> Any:
-        [states] = _each(ring, step, added, queries, seen_by, moving.parts(count), (states,))
+        [states] = _each(ring, step, added, queries, moving.parts(count), (states,))
         return states
 
     states = []
-    for each in queries:
+    for each, _ in queries:
         totals = jnp.zeros_like(jnp.moveaxis(each, 1, 3), wide).sum(-1)
         outs = totals[..., None] + jnp.zeros(value.shape[-1], wide)
         states.append((totals - jnp.inf, totals, outs))
@@ -395,11 +395,11 @@ def _local_backward(ring: _Ring, kept: Any, of_out: Any) -> Any:
     grouped, of_outs = _grouped(query, key.shape[2]), _grouped(of_out, key.shape[2])
     products = (out.astype(wide) * of_out.astype(wide)).sum(-1)[..., None]
     delta = jnp.moveaxis(_grouped(products, key.shape[2])[..., 0], 1, 3)
-    queries = _split(count, (grouped, of_outs, log_total, delta), (1, 1, 3, 3))
-    seen_by = seen.parts(count)
+    parts = _split(count, (grouped, of_outs, log_total, delta), (1, 1, 3, 3))
+    queries = [*zip(parts, seen.parts(count), strict=True)]
 
-    def added(state: Any, own: Any, block: _Block, seen: _Visible, column: Any) -> Any:
-        query, of_out, log_total, delta = own
+    def added(state: Any, own: Any, block: _Block, column: Any) -> Any:
+        (query, of_out, log_total, delta), seen = own
         weights = jnp.exp(_scores(ring, query, block, seen, column) - log_total[..., None])
         of_weights = _einsum(ring, "bqkgd,bskd->bkgqs", of_out, block.value)
         of_scores = (weights * (of_weights - delta[..., None])).astype(query.dtype)
@@ -414,7 +414,7 @@ def _local_backward(ring: _Ring, kept: Any, of_out: Any) -> Any:
         moved, *cotangents = moving
         states = of_queries, *(jnp.split(x, count, 1) for x in cotangents)
         blocks = moved.parts(count)
-        of_queries, *found = _each(ring, step, added, queries, seen_by, blocks, states)
+        of_queries, *found = _each(ring, step, added, queries, blocks, states)
         return of_queries, (moved, *(jnp.concatenate(x, 1) for x in found))
 
     zeros = [jnp.zeros_like(x, wide) for x in (grouped, key, value)]
@@ -463,30 +463,25 @@ def _around(
 
 
 def _each(
-    ring: _Ring,
-    step: Any,
-    added: Callable[..., Any],
-    queries: list[Any],
-    seen_by: list[_Visible],
-    blocks: list[_Block],
-    states: tuple[list[Any], ...],
+    ring: _Ring, step: Any, added: Any, queries: list[Any], blocks: list[_Block], states: Any
 ) -> Any:
     """The states, of queries and then of blocks, with each block added where queries may attend."""
 
     def one(i: Any, j: Any, states: Any) -> Any:
         places = i, *[j] * (len(states) - 1)
         column = step, j if isinstance(j, int) else jnp.where(j, 0, 1)
-        given = _part(queries, i), _part(blocks, j), _part(seen_by, i), column
+        given = _part(queries, i), _part(blocks, j), column
         found = added(tuple(map(_part, states, places)), *given)
         return tuple(map(_with_part, states, places, found))
 
+    positions = [seen.positions for _, seen in queries]
     if ring.is_even and isinstance(step, int):  # its own keys
         return one(1, 1, one(1, 0, one(0, 0, states)))
     if ring.is_even:  # two of four halves, as many as each device has to add
-        is_before = blocks[0].positions[0] < seen_by[0].positions[0]
+        is_before = blocks[0].positions[0] < positions[0][0]
         return one(is_before, is_before, one(1, 0, states))
-    for j, i in itertools.product(range(len(blocks)), range(len(seen_by))):
-        mine, theirs = seen_by[i].positions, blocks[j].positions
+    for j, i in itertools.product(range(len(blocks)), range(len(queries))):
+        mine, theirs = positions[i], blocks[j].positions
         add = functools.partial(one, i, j)
         if mine is None or mine.ndim > 1:
             states = add(states)
