@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .json_codec import JsonForm
@@ -82,7 +82,10 @@ class Hardware(JsonForm):
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self.name, "bold")
         known = {name: getattr(self, name) for name in _FIGURES if getattr(self, name) is not None}
-        rows = [(name, _shown(name, x), self.sources.get(name, "")) for name, x in known.items()]
+        rows = [
+            (name, _SHOWN.get(name.rpartition("_")[2], str)(x), self.sources.get(name, ""))
+            for name, x in known.items()
+        ]
         yield table(("figure", "value", "source"), rows)
 
     def _parts(self) -> dict[str, Any]:
@@ -106,19 +109,14 @@ _FIGURES = tuple(
 )
 
 
-def _shown(name: str, figure: float) -> str:
-    match name.rpartition("_")[2]:
-        case "flops":
-            return f"{count_text(figure)}FLOP/s"
-        case "bytes":
-            return bytes_text(int(figure))
-        case "bandwidth":
-            return "unlimited" if figure == math.inf else f"{count_text(figure)}B/s"
-        case "latency":
-            return time_text(figure)
-        case "spread":
-            return f"± {100 * figure:.0f} %"
-    return str(figure)
+# By the last word of their names.
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "flops": lambda x: f"{count_text(x)}FLOP/s",
+    "bytes": bytes_text,
+    "bandwidth": lambda x: "unlimited" if x == math.inf else f"{count_text(x)}B/s",
+    "latency": time_text,
+    "spread": lambda x: f"± {100 * x:.0f} %",
+}
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:

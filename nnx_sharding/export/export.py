@@ -19,30 +19,13 @@ from ..core.placing import abstract, is_committed
 from ..core.plan import Plan
 from ..core.problems import show
 from ..core.static_equality import Static
-from ..core.structure import (
-    LEAF,
-    Child,
-    Container,
-    RefEntry,
-    Structure,
-    VariableEntry,
-    parts_of,
-)
+from ..core.structure import LEAF, Child, Container, RefEntry, Structure, VariableEntry, parts_of
 from ..diagnostics.differences import differences, show_child
 from ..errors import message, raise_listed
 from ..specs.paths import accessor
 from ..transforms.lifted import Lifted
 from .exported import Exported
-from .manifest import (
-    Argument,
-    ArrayInfo,
-    Manifest,
-    Tree,
-    leaves_of,
-    meshes_of,
-    tree_from,
-    tree_of,
-)
+from .manifest import Argument, ArrayInfo, Manifest, Tree, leaves_of, meshes_of, tree_from, tree_of
 
 
 def export(
@@ -213,11 +196,8 @@ def _manifest(
         meshes=tuple(map(MeshDescription.of, meshes)),
         platforms=tuple(program.platforms),
         calling_convention=program.calling_convention_version,
-        versions={
-            "flax": metadata.version("flax"),
-            "jax": jax.__version__,
-            "nnx_sharding": __version__,
-        },
+        versions={name: metadata.version(name) for name in ("flax", "jax")}
+        | {"nnx_sharding": __version__},
     )
 
 

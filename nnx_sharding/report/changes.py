@@ -234,10 +234,7 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
         collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
     roofline: dict[str, Value] = {}
     if (found := report.roofline) is not None:
-        roofline = {
-            f"time on {found.hardware}": found.estimate,
-            "bound by": found.bound_by,
-        }
+        roofline = {f"time on {found.hardware}": found.estimate, "bound by": found.bound_by}
     roofline["the compiler's own estimate"] = getattr(report.cost, "optimal_seconds", None)
     return {
         "program": {
