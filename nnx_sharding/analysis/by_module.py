@@ -132,6 +132,15 @@ class ModuleTable(Pictured):
         """The bytes at the peak by kind, the largest first."""
         return dict(Counter(self.total().at_peak or {}).most_common())
 
+    def held_by_path(self) -> dict[str, int | None]:
+        """The bytes at the peak by path, for both passes; None if unknown."""
+        held: dict[str, int | None] = {}
+        for row in self.rows:
+            size = None if row.at_peak is None else sum(row.at_peak.values())
+            other = held.get(row.path, 0)
+            held[row.path] = None if size is None or other is None else size + other
+        return held
+
     def holders(self, most: int = 5) -> list[str]:
         """What holds the most bytes at the peak, in words such as ``2 GiB optimizer state``."""
         groups: Counter[tuple[str, str]] = Counter()

@@ -194,8 +194,19 @@ class Comparison(JsonForm):
         rooflines = (report.roofline for report in self.compiled.values())
         if bases := {roofline.basis for roofline in rooflines if roofline is not None}:
             yield text(f"roofline: {', '.join(sorted(bases))}")
-        tables = ((name, r.by_module) for name, r in self.compiled.items())
-        yield from (text(f"{name}: {x.summary()}") for name, x in tables if x is not None)
+        tables = {name: r.by_module for name, r in self.compiled.items() if r.by_module is not None}
+        yield from (text(f"{name}: {found.summary()}") for name, found in tables.items())
+        if len(tables) > 1:
+            held = {name: found.at_depth(1).held_by_path() for name, found in tables.items()}
+            paths = dict.fromkeys(path for of in held.values() for path in of)
+            rows = [
+                (
+                    path or "outside of modules",
+                    *(bytes_text(of.get(path, 0)) for of in held.values()),
+                )
+                for path in paths
+            ]
+            yield table(("held at the peak", *held), rows, numbers=len(held))
         for name, report in self.reports.items():
             if isinstance(report, Failure):
                 first, *rest = report.error.splitlines() or [""]
