@@ -629,10 +629,30 @@ def changed(carry, change):
     return carry
 
 
+def shrunk(i, carry):
+    m, x = carry
+    m.w.set_value(m.w[:1])
+    m.mean.set_value(m.mean[:2])
+    return m, x
+
+
 class ErrorsTest(parameterized.TestCase):
     """Each names what is wrong and where, and changes nothing."""
 
     @parameterized.parameters(
+        (
+            TypeError,
+            "expected functions, got:\n  true_fun: 1\n  false_fun: None",
+            lambda m: cond(True, 1, None, m),
+        ),
+        (TypeError, "got:\n  branches[1]: 2", lambda m: switch(0, [same, 2], m, X)),
+        (TypeError, "got:\n  body_fun: None", lambda m: while_loop(below, None, (m, X))),
+        (
+            TypeError,
+            "fori_loop: a step .*\n  init_val[0].mean: float32[3] → float32[2]\n"
+            "  init_val[0].w: float32[3] → float32[1]\n",
+            lambda m: fori_loop(0, 2, shrunk, (m, X)),
+        ),
         (TypeError, "cond: pred must be a scalar.*float32[3]", lambda m: cond(X, same, same, m, X)),
         (TypeError, "pred must be a scalar.*a str", lambda m: cond("yes", same, same, m, X)),
         (TypeError, "index must be an integer.*float32[]", lambda m: switch(1.0, BRANCHES, m, X)),
@@ -711,7 +731,7 @@ class ErrorsTest(parameterized.TestCase):
         ),
         (
             TypeError,
-            "init_val[1] has type float32[3].*float32[]",
+            "init_val[1]: float32[3] → float32[]",
             lambda m: while_loop(below, lambda c: (c[0], c[1].sum()), (m, X)),
         ),
         (

@@ -142,7 +142,7 @@ def added_in_scan(lib: Library) -> Any:
     return lib.scan(note, in_axes=(lib.Carry, 0), out_axes=(lib.Carry, 0))(linear(), X)
 
 
-@mistake("a carry that grows", TypeError, "carry.c has type float32[2]", "float32[4]")
+@mistake("a carry that grows", TypeError, "\n  c: float32[2] → float32[4]")
 def growing_carry(lib: Library) -> Any:
     return lib.scan(lambda c, x: (jnp.concatenate([c, c]), x))(jnp.ones(2), X)
 
@@ -182,7 +182,9 @@ def vector_condition(lib: Library) -> Any:
     return lib.while_loop(lambda c: c[1], lambda c: c, (linear(), X))
 
 
-@mistake("a body that returns another shape", TypeError, "init_val[1] has type float32[8,4]")
+@mistake(
+    "a body that returns another shape", TypeError, "\n  init_val[1]: float32[8,4] → float32[2,4]"
+)
 def shrinking_body(lib: Library) -> Any:
     return lib.while_loop(lambda c: c[1].sum() < 9, lambda c: (c[0], c[1][:2]), (linear(), X))
 
@@ -280,7 +282,7 @@ def no_pair(lib: Library) -> Any:
     return lib.scan(lambda c, x: c + x.sum())(0.0, X)
 
 
-@mistake("a carry of another dtype", TypeError, "carry.c has type", "int32[]", "float32[]")
+@mistake("a carry of another dtype", TypeError, "\n  c: int32[] → float32[]")
 def other_carry(lib: Library) -> Any:
     return lib.scan(lambda c, x: (c + x.sum(), None))(jnp.int32(0), X)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -256,8 +256,8 @@ def switch(
     if not branches:
         raise ValueError("switch: branches is empty; it needs at least one function.")
     index = _scalar("switch", "index", index, "iu", "an integer scalar")
-    labels = tuple(f"branches[{number}]" for number in range(len(branches)))
-    return _switched("switch", index, labels, branches, operands, (graph, graph_updates))
+    functions = {f"branches[{number}]": branch for number, branch in enumerate(branches)}
+    return _switched("switch", index, functions, operands, (graph, graph_updates))
 
 
 @_compat.api_boundary
@@ -297,22 +297,19 @@ def cond(
     The semantics are those of ``jax.lax.cond`` and ``flax.nnx.cond``.
     """
     pred = _scalar("cond", "pred", pred, "biuf", "a scalar, a bool or a number")
-    functions = true_fun, false_fun
-    return _switched(
-        "cond", pred, ("true_fun", "false_fun"), functions, operands, (graph, graph_updates)
-    )
+    functions = {"true_fun": true_fun, "false_fun": false_fun}
+    return _switched("cond", pred, functions, operands, (graph, graph_updates))
 
 
 def _switched(
     name: str,
     which: Any,
-    labels: tuple[str, ...],
-    branches: Sequence[Callable[..., Any]],
+    branches: Mapping[str, Callable[..., Any]],
     operands: tuple[Any, ...],
     modes: tuple[bool | None, bool | None],
 ) -> Any:
     functions = Functions(name, branches, ("which", "branches"), len(operands))
-    transform = _Switch(name=name, labels=labels, bound=functions.bound)
+    transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
     return _call(functions, transform, modes, jnp.asarray(which), functions.objects, *operands)
 
 
@@ -458,7 +455,8 @@ def while_loop(
 
     The semantics are those of ``jax.lax.while_loop`` and ``flax.nnx.while_loop``.
     """
-    functions = Functions("while_loop", (cond_fun, body_fun), ("functions", "init_val"), 0)
+    given = {"cond_fun": cond_fun, "body_fun": body_fun}
+    functions = Functions("while_loop", given, ("functions", "init_val"), 0)
     transform = _While(
         name="while_loop",
         in_specs=Specs((BROADCAST, CARRY)),
@@ -536,7 +534,8 @@ def fori_loop(
                 f"{types[1].str_short()}."
             )
         lower, upper = (jnp.asarray(x, *strong) for x in (lower, upper))
-    functions = Functions("fori_loop", (body_fun,), ("functions", "i", "init_val", "upper"), 0)
+    given = {"body_fun": body_fun}
+    functions = Functions("fori_loop", given, ("functions", "i", "init_val", "upper"), 0)
     transform = _While(
         name="fori_loop",
         in_specs=Specs((BROADCAST, CARRY, CARRY, BROADCAST)),

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from ..core.static_equality import Static
 from ..core.targets import PLAIN
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
+from ..errors import raise_listed
 from .lifted import LiftedFunction, P, R, unbind
 from .partial_sums import PARTIAL_SUMS
 
@@ -108,8 +109,11 @@ class Functions(Several):
 
     __slots__ = ("__name__", "__signature__", "bound", "objects")
 
-    def __init__(self, name: str, functions: Sequence[Any], leading: Sequence[str], count: int):
-        pairs = [(type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x) for x in functions]
+    def __init__(self, name: str, functions: Mapping[str, Any], leading: Sequence[str], count: int):
+        given = functions.values()
+        wrong = [f"  {key}: {x!r:.200}" for key, x in functions.items() if not callable(x)]
+        raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
+        pairs = [(type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x) for x in given]
         self.__name__, self.functions = name, tuple(function for function, _ in pairs)
         self.objects = [*{id(x): x for _, own in pairs for x in own}.values()]
         # For each function the places of its objects.

@@ -29,7 +29,7 @@ from ..specs.paths import accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY
 from . import prefetching
 from .batching import Carry, Mapped, axes_specs, captures, options_of
-from .in_trace import Fixed, Function, Inner, form, is_kept
+from .in_trace import Fixed, Function, Inner, described, form, is_array, is_kept
 from .lifted import lift, unbind
 
 
@@ -102,6 +102,19 @@ def check_carry(name: str, fun_name: str, given: Any, out: Any) -> None:
     ]
     head = f"{name}: {fun_name} returns different objects in the carry than it was given:"
     raise_listed(ValueError, head, others, "Change the module that it was given, and return that.")
+
+
+def differing(names: Iterable[str], given: Iterable[Any], new: Iterable[Any]) -> list[str]:
+    """Lines for arrays with others of another shape or dtype in their place."""
+    lines = []
+    for name, one, other in zip(names, given, new, strict=False):
+        if is_array(one) and is_array(other):
+            types = old, _ = jax.typeof(one), jax.typeof(other)
+            shapes, dtypes = ({getattr(x, key, None) for x in types} for key in ("shape", "dtype"))
+            # JAX promotes what has a weak type.
+            if len(shapes) > 1 or (len(dtypes) > 1 and not getattr(old, "weak_type", False)):
+                lines.append(f"  {name}: {described(one)} → {described(other)}")
+    return lines
 
 
 def _argument(fun: Any, which: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -236,6 +249,7 @@ class Loop:
                 x, is_in_object = arrays[after], slot in self._places
                 # As elsewhere, a new value in an object has the sharding of the old one.
                 new[i] = resharded(x, every[slot]) if is_in_object else x
+            self._check_types(carry.arrays, new)
             pairs = zip(groups, self._group_axes, strict=True)
             out = [None if axis is None else group for group, axis in pairs]
             return OutputGroup(carry.names, tuple(new)), (out, outcome)
@@ -306,6 +320,16 @@ class Loop:
             "steps, or carried:",
             lines,
             f"{self._transform.remedy}ake the change outside of the loop.",
+        )
+
+    def _check_types(self, given: Sequence[Any], new: Sequence[Any]) -> None:
+        raise_listed(
+            TypeError,
+            f"{self._transform.name}: a step returns in the carry, or writes to what the next one "
+            "reads, arrays of another shape or dtype than it was given:",
+            differing([self._names[slot] for slot in self._carried], given, new),
+            "Cast or reshape them in the step, or start with those that it returns.",
+            anchor="carry-of-another-form",
         )
 
     def _names_of(self, indices: Sequence[int]) -> dict[int, str]:

@@ -28,8 +28,8 @@ from ..specs.filters import Paths
 from ..specs.fitting import with_entries
 from ..specs.paths import Path, accessor, path_key
 from .batching import Carry, StateAxes, change_names, vmap
-from .in_trace import described, form, is_array, replaced
-from .loops import scan
+from .in_trace import form, replaced
+from .loops import differing, scan
 from .prefetching import prefetching
 from .recompute import remat as remat_
 
@@ -301,17 +301,11 @@ def _applied(function: Callable[..., Any], *arrays: Any) -> Any:
 
 def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = layer(x, *args, **kwargs)
-    (given, before), (returned, after) = (
-        jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
-        for tree in (x, out)
-    )
-    lines = [
-        f"  {accessor('x', tuple(map(path_key, keys)))}: {described(one)} → {described(other)}"
-        for (keys, one), (_, other) in zip(given, returned, strict=False)
-        if is_array(one) and is_array(other)
-        if jnp.shape(one) != jnp.shape(other)
-        or (jnp.result_type(one) != jnp.result_type(other) and not jax.typeof(one).weak_type)
-    ]
+    is_leaf = _compat.is_graph_object
+    given, before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
+    returned, after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
+    names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given)
+    lines = differing(names, (leaf for _, leaf in given), returned)
     if before != after:  # type: ignore[operator]
         lines = [f"  x: {form(x)} → {form(out)}"]
     raise_listed(
