@@ -15,7 +15,7 @@ from flax.errors import TraceContextError as TraceContextError
 from flax.nnx import extract, graphlib, pytreelib, variablelib
 from flax.typing import HashableMapping as HashableMapping
 
-from .jax_names import ArrayImpl, identity, private_name, trace_is_clean
+from .jax_names import ArrayImpl, private_name, trace_is_clean
 
 _GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
@@ -36,6 +36,7 @@ class NodeForm(NamedTuple):
     metadata: Any  # hashable; everything else about the nodes
     names: tuple[str, ...]  # of the attributes, in the order of the ``__dict__``
     order: tuple[int, ...]  # by key: the position among the names
+    pick: Callable[[Sequence[Any]], Iterable[Any]]  # what is at these positions
     statuses: Any = None  # which of the attributes are data, if equal in all these nodes
 
     @classmethod
@@ -54,22 +55,24 @@ class NodeItems(NamedTuple):
     own: Sequence[Any] | None  # as they are in the ``__dict__``; None if that has others
 
 
-def node_items(node: Any, forms: dict[Any, NodeForm], *, tracing: bool) -> NodeItems:
-    """The attributes of a node; what is read with the same ``forms`` shares them."""
-    if tracing:
+def node_items(
+    node: Any, forms: dict[Any, NodeForm], no_tracers: set[type[Any]] | None
+) -> NodeItems:
+    """The attributes of a node; what is read with the same ``forms`` shares them.
+
+    ``no_tracers`` are types that were found to be none, as to ask takes a third of a microsecond;
+    None in a trace.
+    """
+    if no_tracers is None:
         _adopt_tracers(node)
         return _own_items(node, forms)
     items = _own_items(node, forms)
-    # Not each value by itself: an isinstance with Tracer takes a third of a microsecond.
-    if not any(issubclass(x, jax.core.Tracer) for x in {*map(type, items.values)} - _NO_TRACERS):
-        return items
-    left = [i for i, x in enumerate(items.values) if isinstance(x, jax.core.Tracer)]
-    return _abstracted(items, left)
-
-
-_NO_TRACERS = frozenset(
-    {str, int, float, bool, type(None), types.FunctionType, HashableMapping, pytreelib.PytreeState}
-)
+    for kind in {*map(type, items.values)} - no_tracers:
+        if issubclass(kind, jax.core.Tracer):
+            left = [i for i, x in enumerate(items.values) if isinstance(x, jax.core.Tracer)]
+            return _abstracted(items, left)
+        no_tracers.add(kind)
+    return items
 
 
 def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
@@ -77,18 +80,19 @@ def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
     own, statuses = get_dict(node) if has_own else {}, _untagged(getattr(node, STATUSES, {}))
     is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     names, in_own = (*own,), [*own.values()]
-    key = (type(node), *names, None, *is_data, *map(identity, is_data.values()))
+    marks = (*is_data.values(),)
+    key = (type(node), *names, None, *is_data, *marks, *{*map(type, marks)})  # 1 equals True
     form = (forms.get(key) or _FORMS.get(key)) if has_own else None
     if form is not None:  # many times as fast as Flax
-        values = [*map(in_own.__getitem__, form.order)]
+        values = [*form.pick(in_own)]
         if form.statuses is not None:
             values[form.keys.index(STATUSES)] = form.statuses
         return NodeItems(form, values, in_own)
     items, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
-    marks = {graphlib.DataElem: True, graphlib.StaticElem: False}
+    kinds = {graphlib.DataElem: True, graphlib.StaticElem: False}
     pairs = [*items]
     keys = tuple(key for key, _ in pairs)
-    values = [_untagged(x.value if type(x) in marks else x) for _, x in pairs]
+    values = [_untagged(x.value if type(x) in kinds else x) for _, x in pairs]
     places = {name: place for place, name in enumerate(names)}
     order = tuple(places.get(str(key[0] if type(key) is tuple else key), -1) for key in keys)
     is_same = (
@@ -99,12 +103,14 @@ def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
             for i, (place, value) in enumerate(zip(order, values, strict=True))
         )
     )
-    is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, is_data.values()))
+    is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
     shared = statuses if is_plain and STATUSES in keys else None
-    is_data_of = tuple(marks.get(type(x)) for _, x in pairs)
+    is_data_of = tuple(kinds.get(type(x)) for _, x in pairs)
     if not is_same:
         order = tuple(range(len(keys)))
-    form = NodeForm.of(keys, is_data_of, metadata, names, order, shared)
+    # For one position, an itemgetter would not give a sequence.
+    pick = operator.itemgetter(*order) if len(order) > 1 else list
+    form = NodeForm.of(keys, is_data_of, metadata, names, order, pick, shared)
     if is_same:
         (_FORMS if is_plain and len(_FORMS) < _MAX_FORMS else forms)[key] = form
     return NodeItems(form, values, in_own if is_same else None)
@@ -289,9 +295,9 @@ def is_graph_object(x: Any) -> bool:
 
 def is_plain_array(x: Any) -> bool:
     """Whether ``x`` is an array of JAX, concrete or traced, and neither a ref nor a Variable."""
-    kind = type(x)
-    traced = issubclass(kind, jax.core.Tracer) and type(x.aval) is jax.core.ShapedArray
-    return kind is ArrayImpl or traced
+    if type(x) is ArrayImpl:
+        return True
+    return issubclass(type(x), jax.core.Tracer) and type(x.aval) is jax.core.ShapedArray
 
 
 def is_ref(x: Any) -> bool:

@@ -121,8 +121,15 @@ class Recorder:
         static = {*flat.structure.static_indices()}
         self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
         # The structure holds them weakly.
-        self._held = [one.value for one in flat.structure.identities()]
-        self.leaves = [abstract(x, x.sharding if is_committed(x) else None) for x in leaves]
+        self._held = [one.value for one in flat.structure.identities]
+        shardings = [x.sharding if is_committed(x) else None for x in leaves]
+        types = [x.aval if type(x) is _compat.ArrayImpl else abstract(x) for x in leaves]
+        self._types = [*zip(types, shardings, strict=True)]
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        """The arrays of the call, as abstract ones."""
+        return [abstract(own, sharding) for own, sharding in self._types]
 
     @functools.cached_property
     def calls(self) -> Calls:

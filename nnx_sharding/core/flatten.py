@@ -114,7 +114,7 @@ class _Flattener:
     recorder: WalkRecorder | None
 
     def __post_init__(self) -> None:
-        self.tracing = not _compat.trace_is_clean()
+        self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
         self.index = {_compat.identity(obj): i for i, obj in enumerate(self.objects)}
         self.entries: list[Entry | None] = [None] * len(self.objects)
         self.slots: list[tuple[int, ...]] = [()] * len(self.objects)
@@ -232,7 +232,7 @@ class _Flattener:
     def _describe_node(self, obj: Any, slots: list[int], at: int) -> Entry:
         if not self.graph and not _compat.is_pytree_type(type(obj)):
             raise no_tree(type(obj))
-        form, values, own = _compat.node_items(obj, self._forms, tracing=self.tracing)
+        form, values, own = _compat.node_items(obj, self._forms, self._no_tracers)
         if own is None:
             self.recorder = None
         statics = [*compress(values, form.is_static)]

@@ -20,14 +20,16 @@ from .spec_checks import fit_specs
 from .transfer import obstacle, transfer
 from .transform import OnCommitted, Sharded
 
-_DATA = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
+_CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+_DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 
 
 def abstract(leaf: Any, sharding: Sharding | None = None) -> Any:
-    """The ``jax.ShapeDtypeStruct`` of an array, with a sharding."""
-    if sharding is None and (isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(leaf, _DATA)):
+    """The ``jax.ShapeDtypeStruct`` of an array or of its type, with a sharding."""
+    is_type = isinstance(leaf, jax.core.ShapedArray)
+    if sharding is None and not is_type and not isinstance(leaf, _CONCRETE):
         return leaf
-    aval = jax.typeof(leaf)
+    aval = leaf if is_type else jax.typeof(leaf)
     weak_type = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak_type)
 

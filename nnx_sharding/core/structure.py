@@ -129,6 +129,9 @@ class Structure:
     origins: Mapping[int, Any] = dataclasses.field(default_factory=dict, compare=False)
     shares: bool = dataclasses.field(default=True, compare=False)
     _hash: int | None = dataclasses.field(default=None, init=False, compare=False)
+    _identities: Sequence[Static] | None = dataclasses.field(
+        default=None, init=False, compare=False
+    )
 
     @property
     def num_leaves(self) -> int:
@@ -144,15 +147,19 @@ class Structure:
         """The entries of static objects."""
         return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticEntry)]
 
-    def identities(self) -> Iterator[Static]:
+    @property
+    def identities(self) -> Sequence[Static]:
         """The static values that are compared by identity alone."""
+        if self._identities is not None:
+            return self._identities
         # Variables share their metadata, and nodes of one kind most of their children.
         entries = {
             _compat.identity(x.metadata if is_leaf_variable(x) else x): x for x in self.entries
         }
         groups = ((self.root, *self.statics), *map(children_of, entries.values()))
         unique = {_compat.identity(x): x for x in chain(*groups) if type(x) is not int}
-        return identities_in(unique.values())
+        self._identities = (*identities_in(unique.values()),)
+        return self._identities
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
@@ -169,19 +176,20 @@ class Structure:
             if child is LEAF:
                 yield Location(path, variable, (next(slots),))
             elif isinstance(child, Container):
-                parts = parts_of(child).items()
+                parts = parts_of(child).items() if child.children else ()
             elif isinstance(child, int) and child not in seen:
                 seen.add(child)
                 entry, variable, slots = self.entries[child], None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
-                    parts = zip(zip(entry.keys), entry.children, strict=True)
+                    pairs = zip(entry.keys, entry.children, strict=True)
+                    parts = [((key,), part) for key, part in pairs if type(part) is not Static]
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
                     seen.add(value)
                     yield Location(path, child, self.slots[value])
                 elif isinstance(entry, VariableEntry) and holds_objects(entry):
                     variable, parts = child, [((), entry.value)]
-                elif isinstance(entry, VariableEntry | RefEntry):
+                elif isinstance(entry, (VariableEntry, RefEntry)):
                     yield Location(path, child, self.slots[child])
             below = [
                 (path + key, part, slots, variable)
@@ -319,6 +327,8 @@ def identities_in(children: Iterable[Any]) -> Iterator[Static]:
 
 def holds_objects(entry: VariableEntry) -> bool:
     """Whether there are Variables or modules in the value of a Variable."""
+    if entry.value is LEAF:
+        return False
     parts = entry.value.children if isinstance(entry.value, Container) else [entry.value]
     return any(isinstance(part, int) for part in parts)
 
