@@ -175,8 +175,10 @@ def exists(outer, inner, body, mesh):
         return False  # outside of jit, it takes no references
     if outer is shard_map and inner in (nesting.cond, nesting.switch) and mesh is not None:
         return False  # Python cannot read the counter
-    if body is with_reference and (outer is hessian or (outer is scan and inner in RULES)):
-        return False  # JAX maps over no new ones, and discharges none in rules
+    if body is with_reference and (outer is hessian or inner in RULES):
+        return False  # where these are new, JAX does not map over them, nor take them in rules
+    if body is with_reference and outer is scan and inner in nesting.FORWARD:
+        return False  # JAX fails to lower the jaxpr on Explicit axes, though its types are right
     if outer is export and inner is nesting.shard_map and mesh is None:
         return False  # a program for several devices is called in the context of their mesh
     if outer is shard_map and (inner is nesting.shard_map or body is through_host):

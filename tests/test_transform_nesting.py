@@ -103,6 +103,19 @@ def jit(t, fun):
     return t.jit(fun)
 
 
+def sharded_jit(t, fun):
+    """Declares the shardings of the model, on a mesh that has the axis."""
+
+    def run(m, x):
+        options = {}
+        if "model" in jax.sharding.get_abstract_mesh().axis_names:
+            shardings = nnx_sharding.StateSharding({nnx.PathContains("count"): P(), ...: SPEC})
+            options |= {"in_shardings": (shardings, P()), "out_shardings": P()}
+        return t.jit(fun, **options)(m, x)
+
+    return run
+
+
 def grad(t, fun):
     run = t.grad(fun, wrt=nnx.Param)
     return lambda m, x: weighted(run(m, x))
@@ -414,6 +427,7 @@ def eager_loop(factors):
 
 TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
     jit: same,
+    sharded_jit: same,
     remat: same,
     checkify: same,
     eval_shape: same,
