@@ -437,6 +437,25 @@ class TracesTest(parameterized.TestCase):
             with self.assertRaisesRegex(TypeError, "output: float32.* in true_fun, float32"):
                 call(models, x, fail=True)
 
+    def test_functions_may_capture_other_arrays_at_the_next_call(self):
+        @nnx_sharding.jit
+        def program(x):
+            y = model = None
+            captured = functools.partial(lambda add, x: add(x), lambda x: x + y)
+            step = lambda carry, _: (captured(carry) * model.w[...], None)  # noqa: E731
+            loop = nnx_sharding.scan(step, length=1, in_axes=(nnx_sharding.Carry, None))
+            results = []
+            for i in range(3):
+                y, model = x * 10**i, node(w=nnx.Param(x + i))
+                results += [cond(x.sum() > 0, captured, lambda x: x, x), loop(x, None)[0]]
+                results += [fori_loop(0, 1, lambda i, x: captured(x), x)]
+            return results
+
+        x = jnp.float32(1)
+        sums = [1 + 10**i for i in range(3)]
+        expected = [[total, total * (1 + i), total] for i, total in enumerate(sums)]
+        assert [float(y) for y in program(x)] == np.ravel(expected).tolist()
+
     def test_traces_are_of_their_context(self):
         def precise(m, x):
             return jnp.dot(m.w[...], x)

@@ -83,7 +83,8 @@ class _Switch(InnerTransform):
 
         def call(*leaves: Any) -> Any:
             fixed, operands = fixed_of(leaves), [*filter(is_traced, leaves)]
-            if is_kept(fixed) and not any(map(_compat.is_ref, operands)):
+            user: Any = caller_here().fun  # type: ignore[union-attr]
+            if is_kept(fixed, *user.functions) and not any(map(_compat.is_ref, operands)):
                 types = tuple(map(jax.typeof, operands))
                 branches = kept(fixed, types, _compat.context_key())
             else:

@@ -7,11 +7,13 @@ import dataclasses
 import functools
 import inspect
 import textwrap
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from .. import _compat
 from ..activations.tracing import inherited, pass_paths, pass_tags
@@ -75,9 +77,29 @@ def fixed_of(leaves: Sequence[Any], is_traced: Callable[[Any], bool] = is_traced
     return tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
 
 
-def is_kept(fixed: Fixed) -> bool:
-    """Whether a function of these may be kept: it must not keep the user's objects alive."""
-    return all(isinstance(static.value, PLAIN) for _, static in fixed)
+def is_kept(fixed: Fixed, *functions: Any) -> bool:
+    """Whether a function of these, which calls the user's, may be kept, for JAX to reuse its trace.
+
+    It must not keep the user's objects alive. And within a trace, the user's functions may capture
+    other arrays at the next call, where JAX would use the old ones.
+    """
+    captures = not _compat.trace_is_clean() and _capture_arrays(functions, set())
+    return not captures and all(isinstance(static.value, PLAIN) for _, static in fixed)
+
+
+def _capture_arrays(values: Any, seen: set[int]) -> bool:
+    """Whether there are arrays or modules in the closures of functions among some values."""
+    for x in jax.tree.leaves(values, is_leaf=_compat.is_graph_object):
+        if isinstance(x, jax.Array | np.ndarray) or _compat.is_graph_object(x):
+            return True
+        if callable(x) and id(x) not in seen:
+            seen.add(id(x))
+            cells = getattr(x, "__closure__", None) or ()
+            inside = [cell.cell_contents for cell in cells if cell != types.CellType()]
+            partial = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else ()
+            if _capture_arrays((inside, partial, getattr(x, "__wrapped__", None)), seen):
+                return True
+    return False
 
 
 def at_top_level(call: Function) -> Function:

@@ -201,7 +201,8 @@ class Loop:
         fixed = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
         # JAX traces, and at top level compiles, the loop again for each new function, so it is
         # kept, but must not keep the user's objects alive.
-        keeps = not self._has_refs and is_kept(fixed)
+        user: Any = caller_here().fun  # type: ignore[union-attr]
+        keeps = not self._has_refs and is_kept(fixed, *getattr(user, "functions", (user,)))
         step = (self._kept_step if keeps else self._step)(fixed)
         slots = [*self._carried, *others]
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
