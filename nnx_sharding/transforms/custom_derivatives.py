@@ -359,9 +359,12 @@ class CustomJvp(_CustomFunction[P, R]):
         return rule
 
 
+@_compat.api_boundary
 def _custom(
     kind: Any, name: str, fun: Any, nondiff_argnums: Any, modes: tuple[bool | None, bool | None]
 ) -> Any:
+    if fun is None:
+        return lambda fun: _custom(kind, name, fun, nondiff_argnums, modes)
     graph, updates = _compat.graph_mode(*modes)
     states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
     nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
@@ -444,9 +447,6 @@ def custom_vjp(
 
     The semantics are those of ``jax.custom_vjp`` and ``flax.nnx.custom_vjp``.
     """
-    if fun is None:
-        options: Any = {"nondiff_argnums": nondiff_argnums, "graph": graph}
-        return functools.partial(custom_vjp, graph_updates=graph_updates, **options)
     return _custom(CustomVjp, "custom_vjp", fun, nondiff_argnums, (graph, graph_updates))
 
 
@@ -492,7 +492,4 @@ def custom_jvp(
 
     The semantics are those of ``jax.custom_jvp``.
     """
-    if fun is None:
-        options: Any = {"nondiff_argnums": nondiff_argnums, "graph": graph}
-        return functools.partial(custom_jvp, graph_updates=graph_updates, **options)
     return _custom(CustomJvp, "custom_jvp", fun, nondiff_argnums, (graph, graph_updates))
