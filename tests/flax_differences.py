@@ -74,6 +74,14 @@ def differentiated_and_not(lib: Library) -> Any:
     return lib.grad(lambda a, b: a[...] * b[...])(w, w)[...]
 
 
+@difference("a Variable that is also an argument in `nondiff_argnums` of `custom_vjp`")
+def in_a_rule_and_not(lib: Library) -> Any:
+    w = nnx.Param(jnp.float32(3))
+    f = lib.custom_vjp(lambda a, b: a[...] * b[...], nondiff_argnums=(1,), graph_updates=False)
+    f.defvjp(lambda a, b: (f(a, b), None), lambda b, _, g: (nnx.clone(b),))
+    return f(w, w)
+
+
 @difference("the gradient of a parameter that `custom_vjp` leaves alone, used again (6 in all)")
 def unchanged_in_a_rule(lib: Library) -> Any:
     f = lib.custom_vjp(lambda m: m.w[...])
