@@ -72,7 +72,7 @@ def is_traced(leaf: Any) -> bool:
 Fixed: TypeAlias = Sequence[tuple[int, Static]]
 
 
-def fixed_of(leaves: Sequence[Any], is_traced: Callable[[Any], bool] = is_traced) -> Fixed:
+def fixed_of(leaves: Sequence[Any]) -> Fixed:
     """The arguments that are not traced."""
     return tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
 
