@@ -171,16 +171,20 @@ class MistakesTest(parameterized.TestCase):
         ours = os.path.dirname(nnx_sharding.__file__)
         self.assertEmpty([f for f in frames if f.startswith(ours)], frames)
         self.assertIn(mistakes.__file__, frames)
+        if case.anchor in transform_mistakes.ALSO:
+            self.assert_beside_flax(case)
 
     @parameterized.named_parameters((name, name) for name in transform_mistakes.MISTAKES)
     def test_transforms(self, name: str):
         case = transform_mistakes.MISTAKES[name]
-        libraries = [nnx_sharding, Transforms(nnx_sharding, **transform_mistakes.TREE)]
-        for library in libraries[: 1 if name in transform_mistakes.WITH_UPDATES else 2]:
+        for library in nnx_sharding, Transforms(nnx_sharding, **transform_mistakes.TREE):
             with self.assertRaises(case.error) as caught:
                 case.run(library)
             text = "\n".join([str(caught.exception), *getattr(caught.exception, "__notes__", ())])
             self.assertEmpty([fact for fact in case.facts if fact not in text], text)
+        self.assert_beside_flax(case)
+
+    def assert_beside_flax(self, case: Any) -> None:
         text = mistakes.message_of(case.run, nnx_sharding)
         self.assertIn(f"```text\n{text}\n```", transform_mistakes.PAGE.read_text())
 
