@@ -41,6 +41,7 @@ SLOW_WAY = (
             "treedefs.py",
             "static_equality.py",
             "static_parts.py",
+            "hijax_variables.py",
             "snapshot.py",
         ),
     ),

@@ -121,7 +121,7 @@ class Recorder:
         static = {*flat.structure.static_indices()}
         self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
         # The structure holds them weakly.
-        self._held = [one.value for one in flat.structure.identities]
+        self._held = [one.value for one in flat.structure.identities()]
         shardings = [x.sharding if is_committed(x) else None for x in leaves]
         types = [x.aval if type(x) is _compat.ArrayImpl else abstract(x) for x in leaves]
         self._types = [*zip(types, shardings, strict=True)]

@@ -78,13 +78,13 @@ def flatten(
     places = repeat(NOWHERE) if recorder is None else recorder.static
     static_children = tuple(map(flattener.static, statics, places))
     for index in range(len(known or ())):
-        if index not in copied and not flattener.is_linked(index):
+        if index not in copied and index not in flattener.linked:
             flattener.link_index(index)
     flattener.describe_pending()
     slots = tuple(flattener.slots), tuple(root_slots)
     entries, origins = tuple(flattener.entries), flattener.origins
-    shares = flattener.has_repeats
-    structure = Structure(entries, root, *slots, static_children, origins, shares)
+    structure = Structure(entries, root, *slots, static_children, origins)
+    structure.shares = flattener.has_repeats
     return Flat(structure, flattener.leaves, flattener.objects, recorder=flattener.recorder)
 
 
@@ -122,7 +122,7 @@ class _Flattener:
         self.origins: dict[int, Any] = {}
         self._parents: dict[int, int] = {}
         self._described = -1
-        self._linked: set[int] = set()
+        self.linked: set[int] = set()
         self.has_repeats = False  # whether two links lead to one object
         self._pending: list[int] = []
         # By id, with the value to keep it alive, so that no other object gets its id.
@@ -148,22 +148,18 @@ class _Flattener:
         obj, above = self.objects[index], self._described
         while above >= 0 and self.objects[above] is not obj:
             above = self._parents.get(above, -1)
-        return above < 0 and index in self._linked and _compat.is_node(obj)
+        return above < 0 and index in self.linked and _compat.is_node(obj)
 
     def link_index(self, index: int, at: int = NOWHERE) -> int:
         """Describes the object with an index, if it is not yet."""
         if self.recorder is not None:
             self.recorder.add_object(at, index)
-        if index in self._linked:
+        if index in self.linked:
             self.has_repeats = True
         else:
-            self._linked.add(index)
+            self.linked.add(index)
             self._pending.append(index)
         return index
-
-    def is_linked(self, index: int) -> bool:
-        """Whether there was a link to the object with an index."""
-        return index in self._linked
 
     def describe_pending(self) -> None:
         """Describes all linked objects, and those that they link to, children before siblings."""
@@ -333,7 +329,7 @@ class _Flattener:
                 children.append(self.link(part, place))
             elif isinstance(part, Static):  # the transform declared it static
                 children.append(self.static(part.value, place))
-            elif all_leaves or isinstance(part, _ARRAYS):
+            elif all_leaves or isinstance(part, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
                 children.append(self._leaf(part, slots, place))
             else:
                 children.append(self.static(part, place))
@@ -352,6 +348,3 @@ class _Flattener:
         slots.append(len(self.leaves))
         self.leaves.append(value)
         return LEAF
-
-
-_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)

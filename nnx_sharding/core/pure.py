@@ -208,7 +208,7 @@ class Pure:
     def _flatten_after(self, out: Any, built: Built, carried: Set[int], before: Snapshot) -> Flat:
         """The graph after the call, with the objects of the arguments first."""
         structure, updates, name = self.structure, self.updates, self.transform.name
-        borrowed = {_compat.identity(static.value) for static in structure.identities}
+        borrowed = {_compat.identity(static.value) for static in structure.identities()}
         nodes = {i for i, x in enumerate(structure.entries) if isinstance(x, NodeEntry)}
         after = flatten(
             out,

@@ -36,6 +36,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 from jax.tree_util import PyTreeDef
 
 from .. import _compat
+from ..specs.paths import Item, Path
 from .static_parts import SCALARS, Kind, has_hidden_state, has_state, is_builtin, open_object
 from .treedefs import aux_of
 
@@ -220,3 +221,20 @@ def _fields(kind: type) -> tuple[str, ...] | None:
 def _has_eq(kind: type) -> bool:
     equal: Any = kind.__eq__
     return equal is not object.__eq__
+
+
+def static_paths(kind: Kind, children: Sequence[Any]) -> list[Path]:
+    """The path from a static object to each of its parts."""
+    own, count = kind.type, len(children) - len(kind.names)
+    items: Iterable[Path] = [(index,) for index in range(count)]
+    if issubclass(own, dict):
+        keys = [part.value if isinstance(part, Static) else repr(part) for part in children]
+        keys = [Item(key) if type(key) is str else key for key in keys[:count:2]]
+        items = [path for key in keys for path in ((key, "key"), (key,))]
+    elif issubclass(own, tuple) and hasattr(own, "_fields"):
+        items = [(name,) for name in own._fields]
+    elif issubclass(own, functools.partial):
+        items = [("func",), *(("args", index) for index in range(count - 1))]
+    elif issubclass(own, types.MethodType):
+        items = [("__func__",), ("__self__",)]
+    return [*items, *((name,) for name in kind.names)]

@@ -9,8 +9,6 @@ whose positions are called slots; in the table ``LEAF`` marks where they belong.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,8 +18,8 @@ import jax
 
 from .. import _compat
 from ..errors import raise_listed
-from ..specs.paths import Item, Metadata, Path, accessor, path_string
-from .static_equality import Static
+from ..specs.paths import Metadata, Path, accessor, path_string
+from .static_equality import Static, static_paths
 from .static_parts import Kind
 from .treedefs import PyTreeDef, container_keys
 
@@ -127,11 +125,9 @@ class Structure:
     root_slots: tuple[int, ...] = dataclasses.field(compare=False)
     statics: tuple[Child, ...] = ()
     origins: Mapping[int, Any] = dataclasses.field(default_factory=dict, compare=False)
-    shares: bool = dataclasses.field(default=True, compare=False)
+    shares: bool = dataclasses.field(default=True, init=False, compare=False)
     _hash: int | None = dataclasses.field(default=None, init=False, compare=False)
-    _identities: Sequence[Static] | None = dataclasses.field(
-        default=None, init=False, compare=False
-    )
+    _unique: tuple[Static, ...] | None = dataclasses.field(default=None, init=False, compare=False)
 
     @property
     def num_leaves(self) -> int:
@@ -147,19 +143,18 @@ class Structure:
         """The entries of static objects."""
         return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticEntry)]
 
-    @property
     def identities(self) -> Sequence[Static]:
         """The static values that are compared by identity alone."""
-        if self._identities is not None:
-            return self._identities
+        if self._unique is not None:
+            return self._unique
         # Variables share their metadata, and nodes of one kind most of their children.
         entries = {
             _compat.identity(x.metadata if is_leaf_variable(x) else x): x for x in self.entries
         }
         groups = ((self.root, *self.statics), *map(children_of, entries.values()))
         unique = {_compat.identity(x): x for x in chain(*groups) if type(x) is not int}
-        self._identities = (*identities_in(unique.values()),)
-        return self._identities
+        self._unique = (*identities_in(unique.values()),)
+        return self._unique
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
@@ -338,26 +333,9 @@ def parts_of(x: Entry | Container | Group | None) -> dict[Path, Child]:
     if isinstance(x, Container):
         return dict(zip(container_keys(x.treedef), x.children, strict=True))
     if isinstance(x, Group | StaticEntry):
-        return dict(zip(_static_paths(x), x.children, strict=True))
+        return dict(zip(static_paths(x.kind, x.children), x.children, strict=True))
     if isinstance(x, VariableEntry):
         return {(): x.value, **{(Metadata(name),): setting for name, setting in x.metadata}}
     if isinstance(x, NodeEntry):
         return {(key,): child for key, child in zip(x.keys, x.children, strict=True)}
     return {}
-
-
-def _static_paths(x: StaticEntry | Group) -> list[Path]:
-    """The path from a static object to each of its parts."""
-    kind, count = x.kind.type, len(x.children) - len(x.kind.names)
-    items: Iterable[Path] = [(index,) for index in range(count)]
-    if issubclass(kind, dict):
-        keys = [part.value if isinstance(part, Static) else repr(part) for part in x.children]
-        keys = [Item(key) if type(key) is str else key for key in keys[:count:2]]
-        items = [path for key in keys for path in ((key, "key"), (key,))]
-    elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        items = [(name,) for name in kind._fields]
-    elif issubclass(kind, functools.partial):
-        items = [("func",), *(("args", index) for index in range(count - 1))]
-    elif issubclass(kind, types.MethodType):
-        items = [("__func__",), ("__self__",)]
-    return [*items, *((name,) for name in x.kind.names)]

@@ -219,7 +219,7 @@ _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
 
 def note_identities(structure: Structure) -> None:
     """Stores the text for static objects that may no longer exist when a message is made."""
-    for static in structure.identities:
+    for static in structure.identities():
         if static.note is None:
             static.note = _facts_of_value(static.value, _show_safely)
 
