@@ -171,6 +171,8 @@ def strict(value: Any) -> Any:
     """A value that is equal only where Python's ``==`` and this rule agree; for options."""
     if type(value) is tuple:
         return tuple(map(strict, value))
+    if type(value) is Static:
+        return value
     static = Static.of(value)
     return value if static.by_identity else static
 

@@ -21,6 +21,14 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
     count = treedef.num_leaves
     if not count:
         return ()
+    if is_leaf_treedef(treedef):
+        return ((),)
+    kind, data = treedef.node_data()
+    if kind in (tuple, list, dict):  # for which JAX would make and flatten a tree
+        children = treedef.children()
+        keys = map(path_key, map(jax.tree_util.DictKey, data)) if data else range(len(children))
+        pairs = zip(keys, map(container_keys, children), strict=True)
+        return tuple((key, *path) for key, paths in pairs for path in paths)
     try:
         tree = jax.tree_util.tree_unflatten(treedef, [...] * count)
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)

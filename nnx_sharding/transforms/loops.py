@@ -108,7 +108,7 @@ def differing(names: Iterable[str], given: Iterable[Any], new: Iterable[Any]) ->
     """Lines for arrays with others of another shape or dtype in their place."""
     lines = []
     for name, one, other in zip(names, given, new, strict=False):
-        if is_array(one) and is_array(other):
+        if one is not other and is_array(one) and is_array(other):
             types = old, _ = jax.typeof(one), jax.typeof(other)
             shapes, dtypes = ({getattr(x, key, None) for x in types} for key in ("shape", "dtype"))
             # JAX promotes what has a weak type.
