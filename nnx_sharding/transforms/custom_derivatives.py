@@ -29,7 +29,7 @@ from ..specs.paths import Path
 from .differentiation import Form, check_pair, slots_by_path, without_tangent
 from .in_trace import Function, Inner, InnerTransform, is_traced, replaced
 from .lifted import P, R, lift, unbind
-from .slot_pytree import user_tree
+from .stages import user_tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
+from flax import nnx
 
 from .. import _compat
 from ..activations.calls import Recorder
@@ -40,11 +41,14 @@ from ..core.guard.store import Guards
 from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.signature import Call
+from ..core.static_equality import Static
+from ..core.structure import LEAF, Child, Container, Group, StaticEntry, Structure
+from ..core.unflatten import value_at
 from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
 from ..errors import message, see
+from ..specs.paths import plain_key
 from .module_memory import CompileWith, Dumped, argument_rows, dumped, explain_memory
-from .slot_pytree import user_tree
 
 S = TypeVar("S", bound="Stage")
 
@@ -540,3 +544,38 @@ def _shape_of(aval: Any) -> Any:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     except AttributeError:
         return aval
+
+
+def user_tree(
+    structure: Structure,
+    values: Sequence[Any],
+    keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
+    objects: Sequence[Any] | None = None,
+) -> Any:
+    """Values by slot in the form of the structure's root, with None for those not to ``keep``.
+
+    States hold the ``objects`` by entry, or the values of Variables.
+    """
+
+    def build(child: Child, slots: Iterator[int]) -> Any:
+        if child is LEAF:
+            slot = next(slots)
+            return values[slot] if keep((slot,)) else None
+        if isinstance(child, Container):
+            parts = [build(part, slots) for part in child.children]
+            return jax.tree_util.tree_unflatten(child.treedef, parts)
+        if isinstance(child, Static | Group):
+            return None
+        assert isinstance(child, int)
+        if isinstance(structure.entries[child], StaticEntry):
+            return None
+        flat = {
+            tuple(map(plain_key, x.path)): value_at(structure, x, values)
+            if objects is None or x.entry is None
+            else objects[x.entry]
+            for x in structure.walk(child, slots)
+            if keep(x.slots)
+        }
+        return flat[()] if () in flat else nnx.from_flat_state(flat)
+
+    return build(structure.root, iter(structure.root_slots))
