@@ -3,9 +3,9 @@
 from .batching import Carry, StateAxes, vmap
 from .control_flow import cond, fori_loop, switch, while_loop
 from .custom_derivatives import custom_jvp, custom_vjp
+from .differentiation import jvp, linearize, vjp
 from .evaluation import checkify, eval_shape, make_jaxpr
 from .gradients import grad, value_and_grad
-from .linearization import jvp, linearize, vjp
 from .loops import scan
 from .recompute import remat
 from .residuals import Residual, SavedResiduals, saved_residuals
