@@ -119,8 +119,12 @@ STRATEGIES = {
 TYPES = [*itertools.product((AUTO, EXPLICIT), repeat=2)]
 
 
+# XLA keeps no rows over an axis that became Auto for the call.
+OPEN_ROWS = ("replicated", (AUTO, EXPLICIT), 2)
 CASES = [
-    pytest.param(*case, marks=[] if number % 5 == 0 else [pytest.mark.slow])
+    pytest.param(
+        *case, marks=[] if number % 5 == 0 or case[:3] == OPEN_ROWS else [pytest.mark.slow]
+    )
     for number, case in enumerate(
         (strategy, types, groups, features, rows)
         for strategy, types in itertools.product(STRATEGIES, TYPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -109,9 +110,12 @@ def with_right_gradient(
 
 def _convolution(batch_axes: frozenset[Any], x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     mesh, spec, out = jax.sharding.get_abstract_mesh(), type_spec(x), kwargs.pop("out_sharding")
+    manual = axes_of_type(mesh, AxisType.Manual)
+    rows = tuple(axis for axis in mesh.axis_names if axis in batch_axes - manual)
     # Next to Explicit axes, XLA need not keep the rows sharded over Auto ones.
-    used = batch_axes if spec is None else frozenset(spec_axes(spec))
-    used |= axes_of_type(mesh, AxisType.Manual)
+    if spec is not None or x.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+        rows = ()
+    used = manual.union(rows if spec is None else spec_axes(spec))
     free = {axis for axis, size in mesh.shape.items() if size > 1} - used
     inner = None if out is None else only_axes(out, frozenset(mesh.axis_names) - free)
 
@@ -119,11 +123,19 @@ def _convolution(batch_axes: frozenset[Any], x: Any, kernel: Any, *args: Any, **
         options = kwargs | {"out_sharding": inner}
         return jax.lax.conv_general_dilated(x, kernel, *args, **options)
 
-    if not free:
-        return call(x, kernel)
-    if (own := type_spec(kernel)) is not None:
+    if rows:  # nor where Explicit axes became Auto for this call
+        x = _keep_rows(x, rows)
+    if free and (own := type_spec(kernel)) is not None:
         kept = only_axes(own, frozenset(mesh.axis_names) - free)
         kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, kept))
-    everywhere = PartitionSpec()
-    y = jax.shard_map(call, in_specs=everywhere, out_specs=everywhere, axis_names=free)(x, kernel)
-    return y if out is None else jax.sharding.reshard(y, NamedSharding(mesh, out))
+    everywhere, mapped = PartitionSpec(), call
+    if free:
+        mapped = jax.shard_map(call, in_specs=everywhere, out_specs=everywhere, axis_names=free)
+    y = mapped(x, kernel)
+    if rows:  # in the backward pass, too
+        return _keep_rows(y, rows)
+    return jax.sharding.reshard(y, NamedSharding(mesh, out)) if free and out is not None else y
+
+
+def _keep_rows(x: Any, axes: tuple[Any, ...]) -> Any:
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *[OPEN] * (x.ndim - 1)))
