@@ -208,6 +208,16 @@ def attribute_of_a_static_object_renamed() -> None:
     keys_seen(model, lambda m: vars(m.label), lambda own: own.update(two=own.pop("one")))
 
 
+def metadata_of_a_hijax_variable_replaced() -> None:
+    model = nnx.Module()
+    model.w = nnx.Param(jnp.zeros(2), hijax=True, mark="one")
+    jitted = nnx_sharding.jit(lambda m: {m.w.mark: jnp.zeros(())})
+    for _ in range(3):
+        jitted(model)
+    model.w = nnx.Param(jnp.zeros(2), hijax=True, mark="two")
+    assert [*jitted(model)] == ["two"]
+
+
 def key_of_a_static_dict_replaced() -> None:
     model = nnx.Module()
     model.note = nnx.static({1: 2.0})
@@ -308,6 +318,7 @@ CHECKS = (
     variable_moved_to_another_trace,
     module_moved_to_another_trace,
     attribute_of_a_static_object_renamed,
+    metadata_of_a_hijax_variable_replaced,
     key_of_a_static_dict_replaced,
     item_at_the_end_of_a_static_list,
     key_of_a_state_renamed,
@@ -317,7 +328,9 @@ CHECKS = (
 )
 # What is broken, and scenarios that show it: they are tried first.
 METHODS = ("_stream", "follower", "match")
-SLOTS = (Kind.VALUE, Kind.TRACE, Kind.INITIALIZING, Kind.IS_SETUP)
+SLOTS = (Kind.VALUE, Kind.TRACE, Kind.INITIALIZING, Kind.IS_SETUP, Kind.TREEDEF)
+# The treedef of a hijax Variable has the number of its leaves.
+NAMED = tuple(kind for kind in Kind if kind not in (*SLOTS, Kind.LEAVES))
 HINTS = {
     "types))": ("class",),
     "found != names": ("static list", "set"),
@@ -340,7 +353,7 @@ BROKEN: dict[str, Patch] = {
         for test in conditions(getattr(PythonWalk, method))
         if test != "stream is None"  # then the next line raises
     },
-    **{f"names of {kind.name}": without_names(kind) for kind in Kind if kind not in SLOTS},
+    **{f"names of {kind.name}": without_names(kind) for kind in NAMED},
     **{f"slot {kind.name}": without_slot(kind) for kind in SLOTS},
     "static objects are not opened": unopened,
     "keys of dicts are equal, and may be of another type": any_keys_in_dicts,
