@@ -95,7 +95,7 @@ def is_timeout(error: BaseException) -> bool:
 
 def is_array_like(x: Any) -> bool:
     """Whether JAX accepts ``x`` as an array, or as another value of one of its own types."""
-    if isinstance(x, jax.Array | int | float | complex):
+    if type(x) is ArrayImpl or isinstance(x, (jax.Array, int, float, complex)):
         return True
     if not isinstance(x, np.ndarray | np.generic) and hasattr(x, "shape") and hasattr(x, "dtype"):
         return True

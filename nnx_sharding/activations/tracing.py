@@ -160,13 +160,17 @@ class Scope:
         self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
         self._waiting: list[Any] = []  # what calls returned that run later
-        self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
         surrounding = CONTEXT.value
         key = tuple(self._sources), pure.batch_axes
         used = surrounding[0] if surrounding else _Used()
         self._used = used.setdefault(key, set())
         self.context = used, key
+
+    @functools.cached_property
+    def _indices(self) -> dict[int, int]:
+        """The index of each object, by its id."""
+        return {id(x): i for i, x in enumerate(self._built.objects)}
 
     @property
     def is_needed(self) -> bool:
@@ -222,7 +226,7 @@ class Scope:
         every = (x.schedule for source in sources for x in source.shardings)
         inside = self._axes - axes - {schedule.axis for schedule in every if schedule}
         for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
-            value, index = _compat.get_value(variable), self._variables.get(id(variable))
+            value, index = _compat.get_value(variable), self._indices.get(id(variable))
             slots = () if index is None else self._pure.structure.slots[index]
             declared = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
             pair = spec_and_mesh(type_spec(value) if declared is None else declared, self._mesh)

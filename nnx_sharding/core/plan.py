@@ -52,7 +52,7 @@ def plan_key(transform: Transform, call: Call, flat: Flat) -> Hashable:
     # Only arrays of JAX that are attributes of modules are placed.
     others = {s for s, x in enumerate(leaves) if type(x) is not _compat.ArrayImpl}
     others = others and others.intersection(structure.slots_of(NodeEntry))
-    others = {s for s in others if not isinstance(leaves[s], jax.Array | jax.ShapeDtypeStruct)}
+    others = {s for s in others if not isinstance(leaves[s], (jax.Array, jax.ShapeDtypeStruct))}
     return call.signature, structure, transform.key(leaves), frozenset(others)
 
 
@@ -162,7 +162,7 @@ def _attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[
         if isinstance(entry, NodeEntry) and structure.slots[index]
         if issubclass(entry.type, nnx.Pytree)
         for key, (child, slots) in parts(structure, index).items()
-        if child is LEAF and isinstance(leaves[slots[0]], jax.Array | jax.ShapeDtypeStruct)
+        if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct))
     }
 
 

@@ -39,7 +39,9 @@ def type_spec(x: Any) -> PartitionSpec | None:
 
 def type_mesh(x: Any) -> Any:
     """The mesh in the type of an array, or None."""
-    if not isinstance(x, jax.Array) or _compat.is_ref(x):
+    if type(x) is _compat.ArrayImpl and not isinstance(x.sharding, NamedSharding):
+        return None  # most arrays
+    if not _compat.is_plain_array(x) and (not isinstance(x, jax.Array) or _compat.is_ref(x)):
         return None
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     return None if mesh is None or mesh.empty else mesh

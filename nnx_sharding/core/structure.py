@@ -298,7 +298,7 @@ def children_of(entry: Entry | None) -> Sequence[Any]:
     """The children of an entry."""
     if isinstance(entry, VariableEntry):
         return (entry.value, *(setting for _, setting in entry.metadata))
-    return entry.children if isinstance(entry, NodeEntry | StaticEntry) else ()
+    return entry.children if isinstance(entry, (NodeEntry, StaticEntry)) else ()
 
 
 def is_leaf_variable(entry: Any) -> TypeGuard[VariableEntry]:
