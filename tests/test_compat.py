@@ -191,7 +191,7 @@ class PrivateNamesTest(absltest.TestCase):
                 (key, getattr(value, "value", value), isinstance(value, nnx.graphlib.DataElem))
                 for key, value in impl.flatten(node)[0]
             ]
-            items = _compat.node_items(node, {}, tracing=False)
+            items = _compat.node_items(node, {}, set())
             self.assertIs(items.form.metadata, type(node))
             columns = zip(items.form.keys, items.values, items.form.is_data, strict=True)
             for (key, value, is_data), other in zip(columns, expected, strict=True):
@@ -208,11 +208,11 @@ class PrivateNamesTest(absltest.TestCase):
             return nnx.Dict(kernel=nnx.Param(1.0), **attributes)
 
         same, other = module(rate=2), module(rate=jnp.ones(1))
-        form = _compat.node_items(module(rate=1), {}, tracing=False).form
-        items = _compat.node_items(same, {}, tracing=False)
+        form = _compat.node_items(module(rate=1), {}, set()).form
+        items = _compat.node_items(same, {}, set())
         self.assertIs(items.form, form)
         self.assertEqual(items.values[form.keys.index("rate")], 2)
-        self.assertNotEqual(_compat.node_items(other, {}, tracing=False).form, form)
+        self.assertNotEqual(_compat.node_items(other, {}, set()).form, form)
 
     def test_trace(self):
         self.assertTrue(_compat.trace_is_clean())
