@@ -80,8 +80,10 @@ STYLE = {
 
 def main() -> None:
     """Checks or writes the parts of the pages, and writes the plots."""
-    [last] = sorted(RESULTS.glob("*.json"))[-1:] or sys.exit(f"no run in {RESULTS}")
-    found = json.loads(last.read_text(encoding="utf-8"))
+    runs = {path: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
+    if not runs:
+        sys.exit(f"no run in {RESULTS}")
+    last, found = max(runs.items(), key=lambda run: run[1]["machine"]["date"])
     texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
     written = {
         page: PART.sub(lambda part: filled(part, found), text) for page, text in texts.items()
