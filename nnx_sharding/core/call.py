@@ -267,12 +267,13 @@ class _Update(NamedTuple):
         arrays = new[0] if len(new) == 1 else itertools.chain.from_iterable(new)
         variables = self.variables(objects)
         if any(map(_compat.is_concrete_hijax, variables)):
-            graph.perform(
+            operations = [
                 (_compat.set_leaves, variable, (array,))
                 if _compat.is_concrete_hijax(variable)
                 else (_compat.set_value, variable, array)
                 for variable, array in zip(variables, arrays, strict=True)
-            )
+            ]
+            graph.perform(operations)
         else:
             deque(map(_compat.set_value, variables, arrays), maxlen=0)
         return output

@@ -111,6 +111,8 @@ typedef struct {
     Py_ssize_t *of_leaves, num_of_leaves; /* the plain steps that open hijax Variables */
 } Walk;
 
+typedef struct Follower Follower;
+
 /* One walk. */
 typedef struct {
     const Walk *walk;
@@ -121,7 +123,7 @@ typedef struct {
     uint64_t *mentions;
     int is_match;          /* looks for another graph of the same structure, and records mentions */
     Py_ssize_t num_unequal; /* statics that Python has to compare with their pins */
-    int *is_noted;          /* of a follower, whose statics equal ones replace; NULL for others */
+    Follower *follower;     /* NULL if this is a match */
 } Stream;
 
 static inline PyObject *slot_of(PyObject *object, enum kind slot) {
@@ -314,8 +316,10 @@ static int take_step(Stream *stream, const Step *step) {
     }
 }
 
+static void pin_again(Stream *stream, Py_ssize_t number, int32_t position);
+
 /* Compares by value statics that are not identical. Returns -1 with an error set. */
-static int same_statics(const Stream *stream) {
+static int same_statics(Stream *stream) {
     const Walk *walk = stream->walk;
     for (Py_ssize_t i = 0; stream->num_unequal && i < walk->frozen.count; i++) {
         const int32_t position = walk->frozen.positions[i];
@@ -326,10 +330,7 @@ static int same_statics(const Stream *stream) {
         if (answer == NULL) return -1;
         Py_DECREF(answer); /* a bool */
         if (answer != Py_True) return 0;
-        if (stream->is_noted != NULL) { /* so Python compares them once */
-            *stream->is_noted = 0;
-            Py_XSETREF(stream->frozen[i], Py_NewRef(stream->items[position]));
-        }
+        if (stream->follower != NULL) pin_again(stream, i, position);
     }
     return 1;
 }
@@ -415,7 +416,7 @@ typedef struct {
 
 #define NUM_NOTED 8 /* walks of a graph that keeps changing; then only each 16th notes its words */
 
-typedef struct {
+struct Follower {
     PyObject_HEAD
     Walk *walk;
     PyObject *pins;
@@ -431,7 +432,7 @@ typedef struct {
     int is_noted;
     uint64_t num_walks; /* that read all */
     uint64_t epoch;     /* at the last walk that found no change */
-} Follower;
+};
 
 static inline uintptr_t word_at(const void *place) {
     uintptr_t word;
@@ -451,6 +452,27 @@ static const Word *first_other(const Word *word, const Word *end) {
     }
     while (word < end && word_at(word->place) == word->content) word++;
     return word;
+}
+
+/* The first position that other steps read than the loose ones. */
+static int32_t num_loose_items(const Walk *walk) {
+    return walk->num_loose_steps < walk->num_plain_steps
+               ? walk->steps[walk->num_loose_steps].start
+               : (int32_t)walk->num_plain_items;
+}
+
+/* Pins the equal static that took the place of another, if its word was noted, so that Python
+ * compares the two only once. */
+static void pin_again(Stream *stream, Py_ssize_t number, int32_t position) {
+    Follower *own = stream->follower;
+    if (position < num_loose_items(own->walk)) return; /* it may be new in each call */
+    for (Py_ssize_t i = own->num_same; own->is_noted && i < own->num_words; i++) {
+        if (own->words[i].place != own->places[position]) continue;
+        PyObject *item = stream->items[position];
+        own->words[i].content = (uintptr_t)item;
+        Py_XSETREF(stream->frozen[number], Py_NewRef(item));
+        return;
+    }
 }
 
 /* Returns 1, or 0 without memory. */
@@ -566,10 +588,7 @@ static int note_all(Follower *follower) {
     if (follower->places == NULL || follower->watched == NULL) return 0;
     const void **places = follower->places;
     follower->num_words = follower->num_watched = 0;
-    const int32_t loose =
-        walk->num_loose_steps < walk->num_plain_steps
-            ? walk->steps[walk->num_loose_steps].start
-            : (int32_t)walk->num_plain_items; /* the first position that other steps read */
+    const int32_t loose = num_loose_items(walk);
     for (Py_ssize_t i = 0; i < walk->size; i++) places[i] = &follower->items[i];
     int32_t noted = -1; /* the position of the last item */
     for (Py_ssize_t i = walk->num_loose_steps; i < walk->num_steps; i++) {
@@ -697,7 +716,7 @@ static int follow(Follower *follower, PyObject *const *arguments, Py_ssize_t cou
     Stream stream = stream_of(follower->walk, follower->pins);
     stream.items = follower->items;
     stream.frozen = ((PyListObject *)follower->frozen)->ob_item;
-    stream.is_noted = &follower->is_noted;
+    stream.follower = follower;
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
     int same = count == stream.walk->num_arguments ? read_noted(follower, &stream, arguments) : 0;
