@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import logging
 import re
 import weakref
 from typing import Any
@@ -30,6 +31,8 @@ MODES: tuple[dict[str, Any], ...] = (
     {"graph": False},
     {"graph": False, "graph_updates": False},
 )
+# Not a list, which would be something that a function reaches, and that changes.
+TRACES = logging.getLogger("traces")
 X = np.linspace(-1, 1, 3, dtype=np.float32)
 
 
@@ -368,25 +371,24 @@ class BoundTest(parameterized.TestCase):
 
 class TracesTest(parameterized.TestCase):
     def test_traced_once_for_all_calls(self):
-        traces = []
-
         def one(m, x):
-            traces.append("one")
+            TRACES.info("one")
             return m.counted(x)
 
         def other(m, x):
-            traces.append("other")
+            TRACES.info("other")
             return m.averaged(x)
 
         def body(i, carry):
-            traces.append("body")
+            TRACES.info("body")
             return stepped(i, carry)
 
         m = Model()
-        for i in range(4):
-            cond(i % 2, one, other, m, X * i)
-            fori_loop(0, 3, body, (m, X))
-        assert traces == ["one", "other", "body"]
+        with self.assertLogs(TRACES) as traces:
+            for i in range(4):
+                cond(i % 2, one, other, m, X * i)
+                fori_loop(0, 3, body, (m, X))
+        assert [x.getMessage() for x in traces.records] == ["one", "other", "body"]
 
     def test_functions_and_models_are_not_kept(self):
         def fresh():
@@ -404,10 +406,8 @@ class TracesTest(parameterized.TestCase):
         (" ".join(f"{key}={value}" for key, value in modes.items()), modes) for modes in MODES
     )
     def test_a_branch_is_traced_once_for_equal_operands(self, modes):
-        traces = []
-
         def note(name, out):
-            traces.append((name, out.shape))
+            TRACES.info("%s %s", name, out.shape)
             return out
 
         one = lambda m, x: note("one", m.counted(x))  # noqa: E731
@@ -427,10 +427,12 @@ class TracesTest(parameterized.TestCase):
             models, equal = ([Model() for _ in range(4)] for _ in range(2))
             x = jnp.linspace(-1, 1, np.prod(shape)).reshape(shape)
             call = nnx_sharding.jit(functools.partial(program, OURS, **modes), **modes)
-            traces.clear()
-            found = call(models, x)
+            with self.assertLogs(TRACES) as traces:
+                TRACES.info("start")  # at least one line is expected
+                found = call(models, x)
             # Of cond and of switch.
-            assert sorted(traces) == sorted(2 * fresh * [("one", shape), ("other", shape)])
+            lines = sorted(2 * fresh * [f"one {shape}", f"other {shape}"])
+            assert sorted(x.getMessage() for x in traces.records[1:]) == lines
             np.testing.assert_allclose(found, program(Eager, equal, x), rtol=1e-5)
             for m, expected in zip(models, equal, strict=True):
                 assert m.count[...] == expected.count[...] == 2

@@ -457,6 +457,14 @@ def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bo
     return bool(graph), bool(graph and graph_updates)
 
 
+_axis_rules: Callable[[], Any] = private_name("flax.core.spmd", "get_logical_axis_rules")
+
+
+def logical_axis_rules() -> Any:
+    """Flax's rules for logical axes in context, by which new Variables are sharded; hashable."""
+    return tuple(map(repr, _axis_rules() or ()))
+
+
 def leave_static_cache() -> None:
     """Discards what ``nnx.cached_partial`` prepares for ``nnx.jit``, which is not used here."""
     if _graph_context is not None and _graph_context.tmp_static_cache is not None:

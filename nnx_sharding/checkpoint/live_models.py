@@ -19,9 +19,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from .. import _compat
 from ..analysis.memory import array_bytes
 from ..core import transfer as moves
+from ..core.bounded import make_room
 from ..core.flatten import Flat
 from ..core.guard.known_models import KnownModels
-from ..core.guard.store import make_room
 from ..core.interrupts import deferred
 from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
 from ..errors import raise_listed

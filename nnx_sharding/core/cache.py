@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from .bounded import make_room
 from .functions import Several
-from .guard.store import Guards, make_room
+from .guard.store import Guards
 from .plan import Plan
 from .transform import Transform
 
@@ -42,7 +43,8 @@ class Plans:
         """Drops all plans and what JAX has traced and compiled for them."""
         self.guards.clear()
         for plan in make_room(self._plans, 0):
-            plan.program.staged.clear_cache()
+            for program in make_room(plan.programs, 0):
+                program.staged.clear_cache()
 
 
 class FunctionCache:

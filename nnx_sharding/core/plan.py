@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from .. import _compat
+from .bounded import make_room
 from .flatten import Flat
+from .functions import name_of
 from .problems import arguments_not_arrays
 from .pure import Pure
+from .reach import Reach, values_in
 from .resolve import NamedLocation, locate, resolve, slot_names
 from .retyping import first_axes
 from .signature import Call, Parameters, Signature, align_specs
 from .spec_checks import check_mesh, fit_specs, shape_of
+from .static_equality import Static
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
 from .targets import Target, argument_targets
 from .transform import Program, Sharded, Transform
 from .unflatten import parts, picker
+
+# The limit of programs of one plan, for functions that reach different things.
+MAX_PROGRAMS = 16
+# What ``jit`` has at top level in the place of a `Reach`: it does not ask.
+NOT_ASKED = "not asked"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,7 +41,10 @@ class Plan(Pure):
     fun: Callable[[], Any]  # the user's function, held weakly
     fun_name: str  # its name
     arguments: list[Target]  # the dynamic arguments and their parts
-    program: Program  # the pure function, transformed by JAX
+    # the pure function for what the user's function can reach; JAX finds traces by it
+    pure_function: Callable[[Hashable], Callable[..., Any]]
+    # the pure functions, transformed by JAX, by what the user's function can reach
+    programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
     out_specs: tuple[Any, ...]  # all specs that outputs can have
     # the declared sharding of each slot, or None
     shardings: tuple[jax.sharding.Sharding | None, ...]
@@ -44,6 +57,37 @@ class Plan(Pure):
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks these slots from all arrays
     # what JAX has reported about an unfinished compilation
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        """The program of ``jit`` at top level, which keeps what its first trace has captured."""
+        return self._kept_program(NOT_ASKED)
+
+    def program_for(self, reach: Reach | None) -> Program:
+        """The program for what the function can reach now; a new one if that is not listed."""
+        return self._compiled(None) if reach is None else self._kept_program(reach)
+
+    def _kept_program(self, reach: Hashable) -> Program:
+        program = self.programs.get(reach)
+        if program is None:
+            program = self.programs.setdefault(reach, self._compiled(reach))
+            make_room(self.programs, MAX_PROGRAMS)
+        return program
+
+    def _compiled(self, reach: Hashable | None) -> Program:
+        function, donated = self.pure_function(reach), tuple(sorted(self.donated))
+        return self.transform.compile(self, function, self.specs, self.out_specs, donated)
+
+    @functools.cached_property
+    def _values(self) -> list[Any]:
+        return values_in(self.structure)
+
+    def reached_from(self, objects: Sequence[Any]) -> Iterator[Any]:
+        """What a function can reach from its arguments, which are these objects, except arrays."""
+        for value in self._values:
+            yield value.value if isinstance(value, Static) else value
+        for index in self.structure.static_indices():
+            yield objects[index]
 
 
 def plan_key(transform: Transform, call: Call, flat: Flat) -> Hashable:
@@ -128,9 +172,15 @@ def make_plan(
     ``traced`` has the functions that JAX has traced for ``fun``, so that options that do not affect
     the trace, such as compiler options, do not cause another one.
     """
-    function = traced.get(pure.key)
-    if function is None:
-        function = traced.setdefault(pure.key, pure.function(fun))
+    weak, name = _weak(fun), name_of(fun)
+
+    def pure_function(reach: Hashable | None) -> Callable[..., Any]:
+        if reach is None:
+            return pure.function(weak())
+        key = pure.key, reach
+        function = traced.get(key)
+        return traced.setdefault(key, pure.function(weak())) if function is None else function
+
     transform, groups = pure.transform, pure.group_specs()
     shardings = tuple(map(transform.sharding_of, pure.specs))
     attributes = _attributes(pure.structure, leaves) if pure.graph and pure.updates else {}
@@ -138,13 +188,12 @@ def make_plan(
     if not isinstance(transform, Sharded) or transform.on_committed != "move":
         kept = pure.structure.slots_of(VariableEntry).union(attributes)
         placed = {slot: sharding for slot, sharding in placed.items() if slot in kept}
-    donated = tuple(sorted(pure.donated))
     return Plan(
         **{field.name: getattr(pure, field.name) for field in dataclasses.fields(pure)},
-        fun=_weak(fun),
-        fun_name=function.__name__,
+        fun=weak,
+        fun_name=name,
         arguments=arguments,
-        program=transform.compile(pure, function, pure.specs, groups, donated),
+        pure_function=pure_function,
         out_specs=groups,
         shardings=shardings,
         attributes=attributes,

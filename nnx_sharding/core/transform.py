@@ -40,6 +40,8 @@ class Program(NamedTuple):
     staged: Any  # the form with ``trace``, ``lower`` and ``eval_shape``
     top_level: Callable[..., Any]  # what a call executes outside of any trace
     inline: Callable[..., Any]  # what a call executes inside another trace
+    # what a call executes outside of any trace, if the function is traced at each call
+    traced_anew: Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Transform:
     context: ClassVar[Any] = None  # the mesh that applies to one plan
     strict: ClassVar[bool] = False  # whether warnings are errors
     returns_any: ClassVar[bool] = False  # whether results need not be arrays
+    # whether a program at top level keeps what its function captured when it was traced
+    keeps_captures: ClassVar[bool] = False
     # whether negative positions count from the end of the call
     counts_from_call: ClassVar[bool] = False
     # the options on which no trace depends

@@ -52,6 +52,17 @@ def has_builtin_containers(treedef: PyTreeDef) -> bool:
     return is_builtin and all(map(has_builtin_containers, treedef.children()))
 
 
+def node_types(treedef: PyTreeDef) -> set[type]:
+    """The classes of the containers of a pytree."""
+    found, stack = set[type](), [treedef]
+    while stack:
+        node = stack.pop()
+        if (data := node.node_data()) is not None:
+            found.add(data[0])
+            stack += node.children()
+    return found
+
+
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
     """The auxiliary data of the node types of a pytree, except plain keys."""
     stack = [treedef]

@@ -51,7 +51,8 @@ class Compilation(NamedTuple):
 
 
 _REASONS = {
-    "trace": "JAX dropped the trace (jax.clear_caches), or traced the function within another one",
+    "trace": "JAX dropped the trace (jax.clear_caches), or traced the function within another one; "
+    "or the function captures arrays, or something that has changed",
     "compilation": "other options changed, such as donation, or JAX dropped the compiled program",
 }
 

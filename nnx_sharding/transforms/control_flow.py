@@ -69,6 +69,8 @@ class _Switch(InnerTransform):
       bound: for each branch, what it is bound to, by its place in the second argument.
     """
 
+    compiles_at_top_level: ClassVar[bool] = True
+
     in_name: str = "operands"
     labels: tuple[str, ...]
     bound: tuple[tuple[int, ...], ...]
@@ -83,8 +85,7 @@ class _Switch(InnerTransform):
 
         def call(*leaves: Any) -> Any:
             fixed, operands = fixed_of(leaves), [*filter(is_traced, leaves)]
-            user: Any = caller_here().fun  # type: ignore[union-attr]
-            if is_kept(fixed, *user.functions) and not any(map(_compat.is_ref, operands)):
+            if is_kept(fixed) and not any(map(_compat.is_ref, operands)):
                 types = tuple(map(jax.typeof, operands))
                 branches = kept(fixed, types, _compat.context_key())
             else:

@@ -19,6 +19,7 @@ from ..core.flatten import Flat, flatten
 from ..core.functions import Several, name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
+from ..core.reach import reach_of
 from ..core.retyping import type_spec
 from ..core.signature import Roles
 from ..core.structure import Structure, VariableEntry
@@ -318,7 +319,8 @@ class _CustomFunction(Inner[P, R]):
             )
         plan, flat = self._found(given.args, {})
         rules = _Rules(self._fun, *self._rules)
-        return self._run(plan, flat, plan.program.inline, rules)  # type: ignore[no-any-return]
+        reach = reach_of([*rules.functions, *plan.reached_from(flat.objects)])
+        return self._run(plan, flat, plan.program_for(reach).inline, rules)  # type: ignore[no-any-return]
 
 
 class CustomVjp(_CustomFunction[P, R]):

@@ -96,12 +96,12 @@ class Differentiable(Inner[P, R]):
         of the output, without those of auxiliary data, and everything else that the call returns.
         Of that, ``differentiate`` returns the latter, after the derivative.
         """
-        derivatives: list[Any] = []
+        inline, derivatives = self._program(plan, flat).inline, list[Any]()
 
         def execute(*leaves: Any) -> Any:
             def function(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
                 every = replaced(leaves, slots, arrays)
-                *groups, outcome = outputs = plan.program.inline(*every)
+                *groups, outcome = outputs = inline(*every)
                 results = outcome.arrays(every, groups)
                 chosen = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
                 return [results[slot] for slot in chosen], outputs

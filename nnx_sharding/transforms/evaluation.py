@@ -13,8 +13,8 @@ from jax.experimental import checkify as jax_checkify
 from .. import _compat
 from ..core.signature import Roles
 from .in_trace import Inner, InnerTransform, is_traced, of_slots
-from .jit import jit
-from .lifted import P, R, lift
+from .jit import Jit
+from .lifted import Lifted, P, R, lift
 
 
 @_compat.api_boundary
@@ -52,8 +52,9 @@ def eval_shape(
 
     The semantics are those of ``jax.eval_shape`` and ``flax.nnx.eval_shape``.
     """
-    out = jit(fun, graph=graph, graph_updates=graph_updates).eval_shape(*args, **kwargs)
-    return nnx.as_abstract(out, graph=True)
+    transform = Jit(keeps_captures=False)
+    lifted = lift(Lifted, fun, transform, Roles(), graph, graph_updates)
+    return nnx.as_abstract(lifted.eval_shape(*args, **kwargs), graph=True)
 
 
 @_compat.api_boundary
@@ -88,12 +89,13 @@ def make_jaxpr(
     """
 
     def decorate(fun: Callable[..., Any]) -> Any:
-        options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
-        traced = jit(fun, static_argnums=static_argnums, keep_unused=True, **options)
+        transform = Jit(keep_unused=True, keeps_captures=False)
+        roles = Roles.of(static_argnums)
+        lifted = lift(Lifted, fun, transform, roles, graph, graph_updates)
 
         @functools.wraps(fun)
         def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
-            return traced.trace(*args, **kwargs).jaxpr
+            return lifted._jaxpr(args, kwargs)
 
         return jaxpr_of
 
@@ -118,11 +120,11 @@ class _Checked(Inner[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Calls the function; its changes are made to the caller's own objects."""
         plan, flat = self._found((*self._bound, *args), kwargs)
-        errors: list[Any] = []
+        inline, errors = self._program(plan, flat).inline, list[Any]()
 
         def execute(*leaves: Any) -> Any:
             slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
-            function = of_slots(plan.program.inline, slots, leaves)
+            function = of_slots(inline, slots, leaves)
             checked = jax_checkify.checkify(function, self._transform.errors)
             error, outputs = checked(*(leaves[slot] for slot in slots))
             errors.append(error)

@@ -7,13 +7,11 @@ import dataclasses
 import functools
 import inspect
 import textwrap
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
-import numpy as np
 
 from .. import _compat
 from ..activations.tracing import inherited, pass_paths, pass_tags
@@ -28,6 +26,7 @@ from ..core.targets import PLAIN
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..errors import raise_listed
+from .by_content import compiled_by_content
 from .lifted import LiftedFunction, P, R, unbind
 from .partial_sums import PARTIAL_SUMS
 
@@ -77,40 +76,23 @@ def fixed_of(leaves: Sequence[Any]) -> Fixed:
     return tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
 
 
-def is_kept(fixed: Fixed, *functions: Any) -> bool:
-    """Whether a function of these, which calls the user's, may be kept, for JAX to reuse its trace.
+def is_kept(fixed: Fixed) -> bool:
+    """Whether a function with these arguments may be kept, for JAX to find its trace.
 
-    It must not keep the user's objects alive. And within a trace, the user's functions may capture
-    other arrays at the next call, where JAX would use the old ones.
+    It must not keep the user's objects alive.
     """
-    captures = not _compat.trace_is_clean() and _capture_arrays(functions, set())
-    return not captures and all(isinstance(static.value, PLAIN) for _, static in fixed)
+    return all(isinstance(static.value, PLAIN) for _, static in fixed)
 
 
-def _capture_arrays(values: Any, seen: set[int]) -> bool:
-    """Whether there are arrays or modules in the closures of functions among some values."""
-    for x in jax.tree.leaves(values, is_leaf=_compat.is_graph_object):
-        if isinstance(x, jax.Array | np.ndarray) or _compat.is_graph_object(x):
-            return True
-        if callable(x) and id(x) not in seen:
-            seen.add(id(x))
-            cells = getattr(x, "__closure__", None) or ()
-            inside = [cell.cell_contents for cell in cells if cell != types.CellType()]
-            partial = (x.func, x.args, x.keywords) if isinstance(x, functools.partial) else ()
-            if _capture_arrays((inside, partial, getattr(x, "__wrapped__", None)), seen):
-                return True
-    return False
-
-
-def at_top_level(call: Function) -> Function:
+def at_top_level(call: Function, compiled: Callable[[Function], Function] = jax.jit) -> Function:
     """The same function, compiled when called outside of any trace, where JAX keeps no trace."""
 
     @functools.lru_cache(maxsize=64)
-    def compiled(fixed: Fixed, count: int) -> Function:
+    def program(fixed: Fixed, count: int) -> Function:
         known = {slot: static.value for slot, static in fixed}
         slots = [slot for slot in range(count) if slot not in known]
         leaves = [known.get(slot) for slot in range(count)]
-        return jax.jit(of_slots(call, slots, leaves))
+        return compiled(of_slots(call, slots, leaves))
 
     def run(*leaves: Any) -> Any:
         if not _compat.trace_is_clean():
@@ -118,7 +100,7 @@ def at_top_level(call: Function) -> Function:
         fixed = fixed_of(leaves)
         if not is_kept(fixed):
             return call(*leaves)
-        return compiled(fixed, len(leaves))(*filter(is_traced, leaves))
+        return program(fixed, len(leaves))(*filter(is_traced, leaves))
 
     return run
 
@@ -175,7 +157,13 @@ def _signature(
 
 
 class InnerTransform(Transform):
-    """What these transforms decide: no shardings, and anything may be an argument."""
+    """What these transforms decide: no shardings, and anything may be an argument.
+
+    Attributes:
+      compiles_at_top_level: whether JAX compiles what it runs outside of any trace, as a loop.
+    """
+
+    compiles_at_top_level: ClassVar[bool] = False
 
     def tracing(  # noqa: D102
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
@@ -221,7 +209,9 @@ class InnerTransform(Transform):
             more = self.applied(every, with_sums, specs, out_specs)
             return more(*leaves, *found.values())
 
-        return Program(staged=None, top_level=call, inline=inline)
+        by_content = at_top_level(inline, compiled_by_content)
+        anew = by_content if self.compiles_at_top_level else inline
+        return Program(staged=None, top_level=inline, inline=inline, traced_anew=anew)
 
     def passes_sums(self, spec: Any) -> bool:
         """Whether the partial sums of a parameter go into the function in the same way."""
@@ -245,7 +235,7 @@ class Inner(LiftedFunction[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
         plan, flat = self._found((*self._bound, *args), kwargs)
-        return self._run(plan, flat, plan.program.inline)  # type: ignore[no-any-return]
+        return self._run(plan, flat, self._executed(plan, flat))  # type: ignore[no-any-return]
 
     def _run(self, plan: Plan, flat: Flat, execute: Function, fun: Any = None) -> Any:
         """Runs a call within the current trace, if any; ``fun`` takes the place of the function."""

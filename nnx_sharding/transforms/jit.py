@@ -42,6 +42,7 @@ class Jit(Sharded):
     backend: str | None = None
     inline: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
+    keeps_captures: bool = True  # type: ignore[misc]  # as jax.jit, for speed
 
     def tracing(
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
@@ -78,7 +79,7 @@ class Jit(Sharded):
         mesh = input_mesh or _abstract_mesh(out_specs)
         if mesh is not None:
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
-        return Program(staged=jitted, top_level=top_level, inline=jitted)
+        return Program(jitted, top_level, inline=jitted, traced_anew=top_level)
 
 
 def _axes(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:

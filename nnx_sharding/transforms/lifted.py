@@ -21,12 +21,14 @@ from ..core.call import failed, guarded, run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained
 from ..core.flatten import Flat, flatten
+from ..core.functions import Several
 from ..core.guard.store import recorder_of
 from ..core.outcome import Outcome
 from ..core.placing import abstract, as_declared
 from ..core.plan import Plan, make_plan, plan_key, resolve_call
+from ..core.reach import Reach, reach_of
 from ..core.signature import Call, Parameters, Roles
-from ..core.transform import Transform
+from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
 from ..diagnostics.retraces import Observer, TraceLimit, TraceLog
 from .module_memory import explain_memory
@@ -113,6 +115,24 @@ class LiftedFunction(Generic[P, R]):
         if is_top:
             guards.add(plan, flat, args, kwargs, is_new=is_new)
         return plan, flat
+
+    def _reach(self, plan: Plan, flat: Flat) -> Reach | None:
+        """What the function can reach now; None if it has to be traced anew."""
+        fun = self._fun
+        functions = fun.functions if isinstance(fun, Several) else (fun,)
+        return reach_of([*functions, *plan.reached_from(flat.objects)])
+
+    def _program(self, plan: Plan, flat: Flat) -> Program:
+        """The program of a plan for what the function can reach now."""
+        return plan.program_for(self._reach(plan, flat))
+
+    def _executed(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
+        """What a call executes."""
+        reach = self._reach(plan, flat)
+        program = plan.program_for(reach)
+        if not _compat.trace_is_clean():
+            return program.inline
+        return program.traced_anew if reach is None else program.top_level
 
     def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
         """The plan for a call, and whether it is new."""
@@ -204,17 +224,28 @@ class Lifted(LiftedFunction[P, R]):
         if self._bound:
             args = (*self._bound, *args)  # type: ignore[assignment]
         plan, flat = self._found(args, kwargs)
-        program, caller = plan.program, (self._fun, self._observer)
+        execute, caller = self._executed(plan, flat), (self._fun, self._observer)
         if _compat.trace_is_clean():
             try:
-                return run(plan, flat, program.top_level, *caller)  # type: ignore[no-any-return]
+                return run(plan, flat, execute, *caller)  # type: ignore[no-any-return]
             except jax.errors.JaxRuntimeError as error:
                 self._explain_memory(plan, flat.leaves, error, flat.objects)
                 raise
         with inherited(flat.objects):
-            return run(plan, flat, program.inline, *caller, nested=True)  # type: ignore[no-any-return]
+            return run(plan, flat, execute, *caller, nested=True)  # type: ignore[no-any-return]
 
     __call__ = guarded(_flattened)
+
+    def _program(self, plan: Plan, flat: Flat) -> Program:
+        return plan.program if self._keeps_captures() else super()._program(plan, flat)
+
+    def _executed(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
+        if self._keeps_captures():
+            return plan.program.top_level
+        return super()._executed(plan, flat)
+
+    def _keeps_captures(self) -> bool:
+        return self._transform.keeps_captures and _compat.trace_is_clean()
 
     @_compat.api_boundary
     def _failed(
@@ -260,9 +291,10 @@ class Lifted(LiftedFunction[P, R]):
         """The traced function, and the arrays with which it was traced."""
         call, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
-        unmark_direct(plan.program.staged)
+        staged = self._program(plan, flat).staged
+        unmark_direct(staged)
         with self._tracing(flat, plan):
-            traced = explained(plan, leaves, plan.program.staged.trace)
+            traced = explained(plan, leaves, staged.trace)
         recorder = Recorder(self._fun, plan, flat, leaves)
         return Traced(traced, self, plan, call.statics, recorder), leaves
 
@@ -275,9 +307,17 @@ class Lifted(LiftedFunction[P, R]):
         _, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         with self._tracing(flat):
-            *groups, outcome = explained(plan, leaves, plan.program.staged.eval_shape)
+            staged = self._program(plan, flat).staged
+            *groups, outcome = explained(plan, leaves, staged.eval_shape)
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
+
+    def _jaxpr(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The jaxpr of the function for these arguments; unlike in a stage, it has constants."""
+        _, plan, flat = self._planned(args, kwargs)
+        function = plan.pure_function(self._reach(plan, flat))
+        with self._tracing(flat):
+            return explained(plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function))
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Plan, Flat]:
         """The plan for a call that is not run, and its flattened arguments."""

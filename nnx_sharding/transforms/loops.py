@@ -43,6 +43,8 @@ class Scan(Mapped):
     """
 
     remedy: ClassVar[str] = "Give it an axis, so that each step has its own, or m"
+    compiles_at_top_level: ClassVar[bool] = True
+
     name: str = "scan"
     carried: int | str | None
     returned: int | None
@@ -201,8 +203,7 @@ class Loop:
         fixed = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
         # JAX traces, and at top level compiles, the loop again for each new function, so it is
         # kept, but must not keep the user's objects alive.
-        user: Any = caller_here().fun  # type: ignore[union-attr]
-        keeps = not self._has_refs and is_kept(fixed, *getattr(user, "functions", (user,)))
+        keeps = not self._has_refs and is_kept(fixed)
         step = (self._kept_step if keeps else self._step)(fixed)
         slots = [*self._carried, *others]
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages

@@ -109,7 +109,7 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
     """
     lifted: Lifted[..., Any] = fun if isinstance(fun, Lifted) else jit(fun)
     _, plan, flat = lifted._planned(args, kwargs)
-    program = plan.program.staged
+    program = lifted._program(plan, flat).staged
 
     def inexact(*leaves: Any) -> list[Any]:
         *groups, _ = program(*leaves)

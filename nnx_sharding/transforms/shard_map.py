@@ -33,6 +33,7 @@ from ..specs.fitting import (
     only_axes,
     spec_axes,
 )
+from .by_content import compiled_by_content
 from .jit import SharedOptions
 from .lifted import Lifted, P, R, lift
 
@@ -182,9 +183,11 @@ class _ShardMap(Sharded):
             options["out_shardings"] = (*(NamedSharding(mesh, s) for s in out_specs), None)
         jitted = jax.jit(typed, **options)
         top_level: Callable[..., Any] = jitted if self.compiled else typed
+        anew = compiled_by_content(typed, **options) if self.compiled else typed
         if isinstance(mesh, AbstractMesh):
             top_level = self.needing_devices(mesh, top_level, from_arrays=True)
-        return Program(staged=jitted, top_level=top_level, inline=inline)
+            anew = self.needing_devices(mesh, anew, from_arrays=True)
+        return Program(jitted, top_level, inline=inline, traced_anew=anew)
 
     def _inferred(
         self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
@@ -228,6 +231,12 @@ def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Ca
 def _type_spec(leaf: Any) -> PartitionSpec:
     sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
     return PartitionSpec() if sharding is None else sharding.spec
+
+
+class _Mapped(Lifted[P, R]):
+    """What ``shard_map`` makes: without the route in C, which does not ask what can be reached."""
+
+    __call__ = Lifted._flattened
 
 
 class _Options(SharedOptions, total=False):
@@ -358,6 +367,6 @@ def shard_map(
                 f"shard_map: expected a callable, got {f!r} of type {type(f).__name__}."
             )
         modes = (graph, graph_updates)
-        return lift(Lifted, f, transform, Roles(), *modes, max_traces=max_traces)
+        return lift(_Mapped, f, transform, Roles(), *modes, max_traces=max_traces)
 
     return decorate if f is None else decorate(f)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _compat
+from ..bounded import make_room
 from ..flatten import Flat, flatten
 from .recorder import WalkRecorder
-from .store import Guard, make_guard, make_room, watch
+from .store import Guard, make_guard, watch
 
 
 class KnownModels:

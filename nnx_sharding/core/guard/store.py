@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ... import _compat
+from ..bounded import make_room
 from ..flatten import Flat
 from ..plan import Plan
 from ..signature import Call
@@ -299,17 +300,6 @@ class Guards:
             pick = self._pick_modules.setdefault(types, picker(positions))
             make_room(self._pick_modules, MAX_ARGUMENTS)
         return types, (*map(_compat.identity, pick(arguments)),)
-
-
-def make_room(table: dict[Any, V], limit: int) -> list[V]:
-    """Removes the oldest entries of a dict until no more than ``limit`` are left; returns them."""
-    removed = []
-    while len(table) > limit:
-        try:
-            removed.append(table.pop(next(iter(table))))
-        except (RuntimeError, StopIteration, KeyError):  # changed by another thread or a finalizer
-            continue
-    return removed
 
 
 def watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]:

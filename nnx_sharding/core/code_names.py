@@ -1,0 +1,49 @@
+"""The names that the code of a function uses, with those of the functions defined in it."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Names(NamedTuple):
+    """The names that a code uses, and those of the functions defined in it."""
+
+    globals: tuple[str, ...]
+    attributes: frozenset[str]
+    imports: frozenset[str]
+
+
+# By id, since hashing a code hashes its instructions; the code is held so that its id stays.
+_NAMES: dict[int, tuple[types.CodeType, Names]] = {}
+
+
+def names_of(code: types.CodeType) -> Names:
+    """The names that a code uses."""
+    known = _NAMES.get(id(code))
+    if known is None:
+        known = _NAMES[id(code)] = code, _read_names(code)
+    return known[1]
+
+
+def _read_names(code: types.CodeType) -> Names:
+    read: dict[str, None] = {}
+    attributes, imports = set[str](), set[str]()
+    for instruction in _instructions(code):
+        name, operation = instruction.argval, instruction.opname
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            read[name] = None
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+            attributes.add(name)
+        elif operation == "IMPORT_NAME":
+            imports.add(name)
+    return Names(tuple(read), frozenset(attributes), frozenset(imports))
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _instructions(constant)

@@ -1,0 +1,316 @@
+"""Lists what a function can reach, depth first: see :mod:`~nnx_sharding.core.reach`."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextvars
+import functools
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
+
+from .. import _compat
+from .code_names import names_of
+from .static_equality import value_key
+from .static_parts import has_hidden_state, is_builtin, open_object
+
+# Packages whose functions compute from their arguments, and from contexts that are part of the key
+# of a trace. Others of the standard library, such as `random`, `os` and `time`, read other state.
+_STATELESS = frozenset(
+    (
+        *("absl", "einops", "flax", "jax", "jaxlib", "ml_dtypes", "nnx_sharding", "numpy"),
+        *("abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses"),
+        *("enum", "functools", "inspect", "itertools", "logging", "math", "numbers", "operator"),
+        *("optax", "re", "string", "textwrap", "types", "typing", "typing_extensions"),
+        # `_thread.get_ident` is in the `__repr__` of each dataclass, `_pytest` in each `assert`.
+        *("thread", "warnings", "_pytest"),
+    )
+)
+_STATEFUL_MODULES = frozenset(("numpy.random",))  # within these
+# Built-in functions that read what no list of names shows.
+_STATEFUL_BUILTINS = frozenset(
+    ("__import__", "eval", "exec", "globals", "input", "locals", "open", "vars")
+)
+# Attributes of classes that no method computes with.
+_NOT_READ = frozenset(
+    (
+        *("__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__"),
+        *("__annotations_cache__", "__dataclass_fields__", "__dataclass_params__", "__dict__"),
+        *("__doc__", "__firstlineno__", "__module__", "__orig_bases__", "__parameters__"),
+        *("__qualname__", "__static_attributes__", "__weakref__", "_abc_impl"),
+        *("_pytree__is_pytree", "_pytree__nodes"),  # what Flax derives from the class
+    )
+)
+_DESCRIPTORS = (
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MethodWrapperType,
+)
+# Compared by value, although they have attributes.
+_OF_LIBRARIES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
+# A function of more is traced anew: to list it would take as long.
+_LIMIT = 4000
+
+
+class NotListed(Exception):
+    """Something that a function can reach cannot be listed, or holds arrays."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_stateless(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _STATELESS
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a part of a value that is compared by value is the same whenever it is equal.
+
+    That is not so for the classes and functions of the user, whose attributes may change.
+    """
+    if isinstance(value, type):
+        return _is_stateless(value.__module__)
+    if isinstance(value, types.FunctionType):
+        has_cells = bool(value.__code__.co_freevars)
+        return _is_stateless(value.__globals__.get("__name__")) and not has_cells
+    return not callable(value)
+
+
+class Listing:
+    """What has been listed so far, depth first."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Hashable] = []
+        self.codes: list[types.CodeType] = []
+        self.weak: list[weakref.ref[Any]] = []
+        self._order: dict[int, int] = {}  # of what was met, by id; kept alive by `met`
+        self.met: list[Any] = []
+        self._modules: list[types.ModuleType] = []
+        self._attributes: set[str] = set()  # that listed code reads
+
+    def add(self, value: Any) -> None:
+        """Lists a value and all that can be reached from it."""
+        kind = type(value)
+        if kind in _BY_VALUE:
+            self.tokens.append((kind, value))
+            return
+        identity = id(value)
+        again = self._order.get(identity)
+        if again is not None:  # also ends cycles
+            self.tokens.append(again)
+            return
+        order = len(self.met)
+        if order > _LIMIT:
+            raise NotListed
+        self._order[identity] = order
+        self.met.append(value)
+        self.tokens.append(kind.__name__)
+        lister = _LISTERS.get(kind)
+        if lister is not None:
+            lister(self, value)
+        elif isinstance(value, type):
+            self._add_class(value)
+        else:
+            self._add_object(value)
+
+    def add_module_attributes(self) -> None:
+        """Lists what listed code may read from modules: attributes of any name that it has."""
+        done = set[tuple[str, str]]()
+        while True:
+            names = sorted(self._attributes)
+            pending = [(m, n) for m in self._modules for n in names if (m.__name__, n) not in done]
+            if not pending:
+                return
+            if "getattr" in self._attributes:
+                raise NotListed
+            for module, name in pending:
+                done.add((module.__name__, name))
+                if name in vars(module):
+                    self.tokens.append((module.__name__, name))
+                    self.add(vars(module)[name])
+
+    def _add_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.add(value)
+
+    def _add_items(self, items: Mapping[str, Any]) -> None:
+        self.tokens.append((*items,))
+        self._add_all(items.values())
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        self._add_code(code)
+        # Of the module that defines it: `functools.wraps` changes the name, and `__module__`.
+        is_stateless = _is_stateless(function.__globals__.get("__name__"))
+        if is_stateless and not code.co_freevars:
+            return
+        self._add_all(function.__defaults__ or ())
+        self._add_items(function.__kwdefaults__ or {})
+        self._add_items(function.__dict__)
+        for cell in function.__closure__ or ():
+            self.add(cell)
+        if not is_stateless:
+            self._add_globals(function)
+
+    def _add_code(self, code: types.CodeType) -> None:
+        self.tokens.append(id(code))
+        self.codes.append(code)
+
+    def _add_globals(self, function: types.FunctionType) -> None:
+        names = names_of(function.__code__)
+        self._attributes |= names.attributes
+        if not all(map(_is_stateless, names.imports)):
+            raise NotListed
+        scope = function.__globals__
+        for name in names.globals:
+            if name in scope:
+                self.add(scope[name])
+                if scope[name] is np and "random" in names.attributes:
+                    raise NotListed
+            elif name in _STATEFUL_BUILTINS:
+                raise NotListed
+            elif name == "getattr":
+                self._attributes.add(name)
+            # Other built-in functions are always there; what is missing may be defined later.
+            self.tokens.append(name in scope)
+
+    def _add_cell(self, cell: types.CellType) -> None:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return
+        self.add(content)
+
+    def _add_class(self, kind: type) -> None:
+        self.tokens.append(id(kind))
+        if _is_stateless(kind.__module__):
+            return
+        self.weak.append(weakref.ref(kind))
+        if type(kind) is not type:
+            self.add(type(kind))
+        self._add_all(kind.__bases__)
+        self._add_items({k: x for k, x in vars(kind).items() if k not in _NOT_READ})
+
+    def _add_module(self, module: types.ModuleType) -> None:
+        self.tokens.append(module.__name__)
+        if module.__name__ in _STATEFUL_MODULES:
+            raise NotListed
+        if not _is_stateless(module.__name__):
+            if module.__name__.partition(".")[0] in sys.stdlib_module_names:
+                raise NotListed
+            self._modules.append(module)
+
+    def _add_builtin(self, function: types.BuiltinFunctionType) -> None:
+        owner = function.__self__
+        self.tokens.append(function.__qualname__)
+        if owner is None or isinstance(owner, types.ModuleType):
+            name = getattr(owner, "__name__", "builtins")
+            if not _is_stateless(name.lstrip("_")) or function.__name__ in _STATEFUL_BUILTINS:
+                raise NotListed
+        else:
+            self.add(owner)
+
+    def _add_method(self, method: types.MethodType) -> None:
+        self._add_all((method.__func__, method.__self__))
+
+    def _add_property(self, prop: property) -> None:
+        self._add_all((prop.fget, prop.fset, prop.fdel))
+
+    def _add_cached_property(self, prop: functools.cached_property[Any]) -> None:
+        self.add(prop.func)
+
+    def _add_tuple_field(self, field: Any) -> None:
+        self.tokens.append(field.__reduce__()[1])  # its index
+
+    def _add_descriptor(self, descriptor: Any) -> None:
+        self.tokens.append(descriptor.__qualname__)
+
+    def _add_wrapped(self, wrapper: Any) -> None:
+        self.add(wrapper.__wrapped__)
+
+    def _add_context_variable(self, variable: contextvars.ContextVar[Any]) -> None:
+        self.tokens.append(variable.name)
+        self.add(variable.get(None))
+
+    def _add_object(self, value: Any) -> None:
+        kind = type(value)
+        if _holds_values(kind, value):
+            raise NotListed
+        if isinstance(value, _DESCRIPTORS):
+            self._add_descriptor(value)
+        elif isinstance(value, logging.Logger):  # on which no result depends
+            self._add_identity(value)
+        elif _is_wrapper(value):
+            # Of a library's wrapper (`jax.jit(f)`, say), the functions that the user gave it. Its
+            # options are those of the same object.
+            self._add_identity(value)
+            own = getattr(value, "__dict__", {}).values()
+            self._add_all([value.__wrapped__, *(x for x in own if isinstance(x, _FUNCTIONS))])
+        elif issubclass(kind, _OF_LIBRARIES):
+            self._add_value(value)
+        elif is_builtin(kind) or not has_hidden_state(kind):
+            self.add(kind)
+            shape, parts = open_object(value)
+            self.tokens.append((shape.detail, shape.names))
+            self._add_all(parts)
+        else:
+            self._add_value(value)
+
+    def _add_identity(self, value: Any) -> None:
+        try:
+            self.weak.append(weakref.ref(value))
+        except TypeError:
+            raise NotListed from None
+        self.tokens.append(id(value))
+
+    def _add_value(self, value: Any) -> None:
+        """Lists an object that Python does not open, if it is compared by value."""
+        key = value_key(value)
+        if key is None:
+            raise NotListed
+        self.tokens.append(key)
+
+
+def _holds_values(kind: type, value: Any) -> bool:
+    """Whether something is or holds arrays, which a trace has as constants."""
+    return (
+        issubclass(kind, jax.Array | np.ndarray)
+        or _compat.is_graph_object(value)
+        or _compat.is_ref(value)
+        or _compat.is_hijax_variable(value)
+    )
+
+
+def _is_wrapper(value: Any) -> bool:
+    return _is_stateless(type(value).__module__) and callable(getattr(value, "__wrapped__", None))
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_BY_VALUE = frozenset({bool, bytes, int, str, type(None), type(Ellipsis), type(NotImplemented)})
+_LISTERS: dict[type, Any] = {
+    types.FunctionType: Listing._add_function,
+    types.CodeType: Listing._add_code,
+    types.CellType: Listing._add_cell,
+    types.ModuleType: Listing._add_module,
+    types.BuiltinFunctionType: Listing._add_builtin,
+    types.MethodType: Listing._add_method,
+    type: Listing._add_class,
+    property: Listing._add_property,
+    functools.cached_property: Listing._add_cached_property,
+    staticmethod: Listing._add_wrapped,
+    classmethod: Listing._add_wrapped,
+    type(functools.lru_cache(len)): Listing._add_wrapped,
+    contextvars.ContextVar: Listing._add_context_variable,
+    type(vars(collections.namedtuple("Single", "field"))["field"]): Listing._add_tuple_field,
+    **dict.fromkeys((float, complex), Listing._add_value),
+}
+assert vars(builtins).keys() >= _STATEFUL_BUILTINS

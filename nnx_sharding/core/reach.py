@@ -1,0 +1,122 @@
+"""What a function can reach besides its arguments, as a key: when a trace may be used again.
+
+Python reads the world when a function runs; JAX keeps what it read then as constants of a trace. So
+a trace is only right for another call if everything that the function can read is the same. This
+module lists that:
+
+  A trace is used again only if everything that its function can reach is listed and the same.
+
+What can be reached starts at the function, and at the classes and static values of its arguments,
+whose methods it may call. From there it goes on
+
+    function   its code, defaults, attributes, closure cells, and the globals that the code names
+    class      its bases, methods and other attributes
+    object     its class, its items and attributes; of a bound method and a partial, their parts
+    module     the attributes that some listed code names
+
+down to numbers, strings and the like, which are compared by value. The code of JAX, Flax, NumPy and
+of the parts of the standard library that have no state is not opened; their configuration is part
+of the context of a trace. Arrays, Variables and modules are never listed: a trace has their values
+as constants, so a function that captures one is traced at each call. The same holds for everything
+whose content Python does not show, or that reads the state of the process, such as ``open``.
+
+``jit`` asks for it within a trace only. At top level it keeps, like ``jax.jit``, what its function
+captured when it was traced.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+from .. import _compat
+from .listing import Listing, NotListed, is_constant
+from .static_equality import Static
+from .structure import Container, Group, Structure, children_of
+from .treedefs import node_types
+
+
+class Reach:
+    """A key that is equal as long as all that was listed is the same."""
+
+    __slots__ = ("_codes", "_hash", "_tokens", "_weak")
+
+    def __init__(
+        self,
+        tokens: tuple[Hashable, ...],
+        codes: list[types.CodeType],
+        weak: list[weakref.ref[Any]],
+    ):
+        # Ids stand for codes and classes: comparing codes would compare their instructions. Codes
+        # are held, so that no other one gets the id; classes may hold the function, and may die.
+        self._tokens, self._codes, self._weak = tokens, codes, weak
+        self._hash = hash(tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Reach) or self._tokens != other._tokens:
+            return False
+        return all(reference() is not None for reference in self._weak)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def reach_of(values: Iterable[Any]) -> Reach | None:
+    """Lists what can be reached from some functions, classes and static values.
+
+    Args:
+      values: where to start.
+
+    Returns:
+      A key for all of it; None if it cannot be listed, so that no trace may be used again.
+    """
+    listing = Listing()
+    try:
+        for value in values:
+            listing.add(value)
+        listing.add_module_attributes()
+    except NotListed:
+        return None
+    # Rules for logical axes decide the specs of new Variables.
+    tokens = (*listing.tokens, _compat.logical_axis_rules())
+    try:
+        return Reach(tokens, listing.codes, listing.weak)
+    except TypeError:  # something listed by value has no hash after all
+        return None
+
+
+def values_in(structure: Structure) -> list[Any]:
+    """The classes and the static values in a structure: what a function may call of its arguments.
+
+    Static objects that can change are left out, since they are those of the call; and so is what is
+    the same for all equal structures, such as numbers and the classes of Flax.
+    """
+    found: dict[int, Any] = {}
+    children = [structure.root, *structure.statics]
+    for entry in structure.entries:
+        if entry is not None:
+            found[id(entry.type)] = entry.type
+            children += children_of(entry)
+    while children:
+        child = children.pop()
+        if isinstance(child, Static):
+            found[id(child)] = child
+        elif isinstance(child, Container | Group):
+            children += (*child.children, *getattr(child, "aux", ()))
+            kinds = {child.kind.type} if isinstance(child, Group) else node_types(child.treedef)
+            found |= {id(kind): kind for kind in kinds}
+    return [x for x in found.values() if not _is_constant(x)]
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether nothing that can change is reached from a class or static value."""
+    if isinstance(value, Static) and value.by_identity and not is_constant(value.value):
+        return False
+    listing = Listing()
+    try:
+        listing.add(value.value if isinstance(value, Static) else value)
+    except NotListed:
+        return False
+    return all(map(is_constant, listing.met)) if isinstance(value, Static) else is_constant(value)

@@ -1,0 +1,179 @@
+"""Programs that are found by the content of their jaxpr, for functions that capture arrays.
+
+A function that captures arrays, or something that cannot be listed, is traced at each call
+(:mod:`~nnx_sharding.core.reach`). Within a trace that is all. At top level the new jaxpr would also
+be compiled at each call, which takes ten times as long, although mostly only captured arrays have
+other values. So those are made inputs of the program, and the program is that of the first jaxpr
+with the same content:
+
+    f(x), which captures the array w
+      → trace:    { lambda w; x. let y = dot w x in (y,) }, and the value of w
+      → content:  the equations, with variables as numbers and parameters by value
+      → program:  jit(jaxpr)(w, x), compiled once for this content
+
+Derivative rules are not part of the content, because nothing is differentiated at top level. A
+jaxpr with parameters that are not compared by value, such as the functions of callbacks, has no
+content and is compiled at each call.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .. import _compat
+from ..core.bounded import make_room
+from ..core.static_equality import value_key
+from ..core.static_parts import has_hidden_state, open_object
+
+Function: TypeAlias = Callable[..., Any]
+
+# Primitives that hold rules for derivatives; what they compute is one jaxpr.
+_WITH_RULES = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+_PROGRAMS: dict[Hashable, Function] = {}
+_MAX_PROGRAMS = 64
+
+
+class _NoContentError(Exception):
+    """A jaxpr has parameters that are not compared by value."""
+
+
+def compiled_by_content(
+    function: Function, *, in_shardings: Any = None, out_shardings: Any = None
+) -> Function:
+    """Compiles a function of arrays once for all its traces with the same content.
+
+    Args:
+      function: a function of arrays that returns a pytree of arrays.
+      in_shardings: a sharding for each argument, as in ``jax.jit``; None for all to leave them.
+      out_shardings: the shardings of the results, as a pytree prefix of them; or None.
+
+    Returns:
+      A function that traces ``function`` at each call.
+    """
+
+    def call(*leaves: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
+        results = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
+        shardings = in_shardings, (*jax.tree.leaves(results, is_leaf=_is_none),)
+        if any(map(_compat.is_ref, closed.consts)):  # which JAX does not take as an argument
+            arrays = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
+        else:
+            arrays = _program_of(closed.jaxpr, *shardings)(closed.consts, leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+    return call
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _program_of(jaxpr: Jaxpr, in_shardings: Any, out_shardings: tuple[Any, ...]) -> Function:
+    try:
+        key = content_of(jaxpr), _value_of(in_shardings), _value_of(out_shardings)
+    except _NoContentError:
+        return _compiled(jaxpr, in_shardings, out_shardings)
+    program = _PROGRAMS.get(key)
+    if program is None:
+        program = _PROGRAMS.setdefault(key, _compiled(jaxpr, in_shardings, out_shardings))
+        make_room(_PROGRAMS, _MAX_PROGRAMS)
+    return program
+
+
+def _compiled(jaxpr: Jaxpr, in_shardings: Any, out_shardings: tuple[Any, ...]) -> Function:
+    def program(constants: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
+
+    options: dict[str, Any] = {}
+    if in_shardings is not None:
+        options["in_shardings"] = (None, in_shardings)
+    if any(sharding is not None for sharding in out_shardings):
+        options["out_shardings"] = [*out_shardings]
+    return jax.jit(program, **options)
+
+
+def content_of(jaxpr: Jaxpr) -> Hashable:
+    """The content of a jaxpr, which is equal for equal programs.
+
+    Args:
+      jaxpr: the jaxpr, without the values of its constants.
+
+    Returns:
+      Its equations, with variables as numbers.
+
+    Raises:
+      _NoContentError: it has parameters that are not compared by value.
+    """
+    numbers: dict[Any, int] = {}
+
+    def define(variables: Iterable[Any]) -> tuple[Hashable, ...]:
+        for variable in variables:
+            numbers[variable] = len(numbers)
+        return tuple(variable.aval for variable in variables)
+
+    def use(atoms: Iterable[Any]) -> tuple[Hashable, ...]:
+        return tuple(
+            (x.aval, _literal(x.val)) if isinstance(x, Literal) else numbers[x] for x in atoms
+        )
+
+    inputs = define(jaxpr.constvars), define(jaxpr.invars)
+    equations = [
+        (
+            equation.primitive.name,
+            use(equation.invars),
+            _parameters(equation),
+            _value_of(equation.ctx),
+            define(equation.outvars),
+        )
+        for equation in jaxpr.eqns
+    ]
+    return *inputs, *equations, use(jaxpr.outvars)
+
+
+def _parameters(equation: JaxprEqn) -> Hashable:
+    inner = _WITH_RULES.get(equation.primitive.name)
+    if inner is not None:
+        return _value_of(equation.params[inner])
+    return tuple((name, _value_of(value)) for name, value in sorted(equation.params.items()))
+
+
+def _literal(value: Any) -> Hashable:
+    if isinstance(value, jax.Array):  # on a device, where reading it would wait
+        raise _NoContentError
+    array = np.asarray(value)
+    return array.dtype, array.shape, array.tobytes()
+
+
+def _value_of(value: Any) -> Hashable:
+    """A parameter of an equation in a form that is equal for equal ones."""
+    jaxpr = getattr(value, "jaxpr", value)
+    if isinstance(jaxpr, Jaxpr):
+        return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))
+    if isinstance(value, tuple | list):
+        return type(value), *map(_value_of, value)
+    if isinstance(value, types.FunctionType) and _is_defined_by_name(value):
+        return value.__module__, value.__qualname__
+    key = None if isinstance(value, jax.Array) else value_key(value)
+    if key is not None:
+        return key
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "jax" or has_hidden_state(kind):
+        raise _NoContentError
+    form, parts = open_object(value)  # of JAX's own classes for trees, options, …
+    return form, *map(_value_of, parts)
+
+
+def _is_defined_by_name(function: types.FunctionType) -> bool:
+    module = sys.modules.get(function.__module__)
+    return getattr(module, function.__qualname__, None) is function
