@@ -131,6 +131,21 @@ def test_a_step_is_that_of_one_device(case):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+class Twice(nnx.MultiHeadAttention):
+    def twice(self, x):
+        return self(self(x))
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_attention_that_another_method_calls(axes):
+    mesh = make_mesh({"context": 4}, [axes], devices=jax.devices()[:4])
+    model = Twice(4, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
+    sharding = context_parallel(model, mesh=mesh)
+    forward = jit(lambda m, x: m.twice(x), mesh=mesh, in_shardings=(sharding, P(None, "context")))
+    np.testing.assert_allclose(forward(model, x), model.twice(x), atol=1e-5)
+
+
 def compiled(model, *, tokens=True, **options):
     mesh = make_mesh({"context": 4}, devices=jax.devices()[:4])
     sharding = context_parallel(model, mesh=mesh, **options)

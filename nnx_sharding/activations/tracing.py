@@ -27,7 +27,12 @@ from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Built
 from ..errors import ActivationError, message, raise_listed, see
-from ..specs.activation_sharding import ActivationSharding, InOutSharding, is_activation_spec
+from ..specs.activation_sharding import (
+    ActivationSharding,
+    CallSchedule,
+    InOutSharding,
+    is_activation_spec,
+)
 from ..specs.filters import glob_hint
 from ..specs.fitting import (
     axes_of,
@@ -246,9 +251,9 @@ class Scope:
         tag = _compat.tag_of(module) or self._root_tag(module)
         schedule = self._schedule(tag, module, method)
         is_other = schedule is None and method != "__call__"
-        missed = self._schedule(tag, module, "__call__") if is_other else None
+        unscheduled = self._schedule(tag, module, "__call__") if is_other else None
         if schedule is not None:
-            tag, module, args = schedule.entered(tag, module, args, kwargs)
+            tag, module, args = schedule.redirect(tag, module, args, kwargs)
             if module is None:  # it runs when a later one is called
                 self._waiting.append(args)
                 return args
@@ -266,26 +271,31 @@ class Scope:
                         error.add_note(f"{tag.accessor} {_NOTE} activation_shardings={entry!r}.")
                 raise
             frame.returned(out)
-        if missed is not None:
-            missed.missed(tag, method, args, out)
+        if unscheduled is not None:
+            unscheduled.report_other_method(tag, method, args, out)
         return out
 
-    def _schedule(self, tag: Tag, module: Any, method: str) -> Any:
-        """What a strategy calls in place of a method, or None."""
-        found = (x._schedule(tag.path, module, method) for x in tag.sources)
+    def _schedule(self, tag: Tag, module: Any, method: str) -> CallSchedule | None:
+        """How a strategy runs a call of a method, or None."""
+        found = (x.find_schedule(tag.path, module, method) for x in tag.sources)
         first = next(filter(None, found), None)
         return None if first is None or first.is_running or self._mesh is None else first
 
     def _called(
-        self, frame: Frame, schedule: Any, call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        frame: Frame,
+        schedule: CallSchedule | None,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         chosen = self._find(frame)
         if chosen.input is not None and args:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
         call = with_right_gradient(frame.module, call, self._pure.batch_axes)
-        if schedule is not None:
+        if schedule is not None and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
-            call = schedule.of(frame.module, call, self._mesh, self._pure.batch_axes, ahead)
+            call = schedule.wrap(frame.module, call, self._mesh, self._pure.batch_axes, ahead)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None

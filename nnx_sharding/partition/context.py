@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
+from ..activations.calls import Tag
 from ..specs.activation_sharding import InOutSharding
 from ..specs.state_sharding import StateSharding
 from .optimizer import with_optimizer
@@ -110,13 +111,27 @@ class _InRing:
 
     axis: str
     balanced: bool
-    is_running = False
 
-    def entered(self, tag: Any, module: Any, args: Any, _: Any) -> tuple[Any, Any, Any]:
+    @property
+    def is_running(self) -> bool:
+        """Never: attention is in no other attention."""
+        return False
+
+    def redirect(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
         """What is called: the module itself."""
         return tag, module, args
 
-    def of(self, module: Any, call: Callable[..., Any], mesh: Any, *_: Any) -> Callable[..., Any]:
+    def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:
+        """Nothing: attention is computed in ``__call__``, which other methods call."""
+
+    def wrap(
+        self,
+        module: Any,
+        call: Callable[..., Any],
+        mesh: Mesh,
+        batch_axes: Iterable[Any],
+        prefetch: bool,
+    ) -> Callable[..., Any]:
         """What is called in place of a method of the module."""
         own, options = module.attention_fn, _options(module) or {}
         ring: Any = functools.partial(

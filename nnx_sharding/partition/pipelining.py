@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -279,7 +279,7 @@ class Schedule:
         """Whether a call is within a pipeline."""
         return _RUNNING.get()
 
-    def entered(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
+    def redirect(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
         """What to call for a stack or a block; no module before the last block is called."""
         if not self.blocks:
             return tag, module, args
@@ -304,15 +304,20 @@ class Schedule:
                 raise ValueError(_IN_A_CHAIN.format(f"{chain.tag.accessor}[{i}]", _CHANGED))
         return chain.tag, nnx.List([call.block for call in chain.calls]), (chain.x, *args[1:])
 
-    def of(
-        self, module: Any, _: Any, mesh: Any, batch_axes: Sequence[Any], prefetch: bool
+    def wrap(
+        self,
+        module: Any,
+        call: Callable[..., Any],
+        mesh: Mesh,
+        batch_axes: Iterable[Any],
+        prefetch: bool,
     ) -> Callable[..., Any]:
         """What is called in place of a stack, or of a list of blocks."""
         if prefetch or getattr(module, "prefetch", False):
             raise ValueError(_NOT_AHEAD)
         rows = tuple(axis for axis in batch_axes if axis != self.axis)
 
-        def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
             here = mesh_here(mesh)
             if axes_of_type(here, AxisType.Explicit):
                 raise ValueError(
@@ -347,7 +352,7 @@ class Schedule:
                 write(number, block)
             return y
 
-        return call
+        return run_stages
 
     def _check(self, layers: Any, x: Any, further: Any) -> None:
         """Refuses what cannot be split into microbatches."""
@@ -391,7 +396,7 @@ class Schedule:
             "belong to the rows, pass them on from layer to layer: blocks((x, mask)).",
         )
 
-    def missed(self, tag: Tag, method: str, args: Any, out: Any) -> None:
+    def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:
         """Warns if blocks of a list are called by a method of which no pipeline is made."""
         *where, number = tag.path or (None,)
         arrays = [x.shape for x in (out, *args) if _compat.is_plain_array(x)]

@@ -4,20 +4,61 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .filters import Predicate, filter_pairs, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
 
+if TYPE_CHECKING:
+    from ..activations.calls import Tag
+
 
 def is_activation_spec(x: Any) -> bool:
     """Whether ``x`` is the spec of one array; None leaves the array unchanged."""
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
+
+
+class CallSchedule(Protocol):
+    """How a strategy runs calls of a module in another way, such as in the stages of a pipeline.
+
+    Tracing calls the methods in this order, for each call of a method that it is given for. It is
+    hashable, and equal to others that do the same, as it is part of keys of traces.
+    """
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis over which it distributes the calls; in the module, no data is on it."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is running a call, so that calls in it are as the module has them."""
+
+    def redirect(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
+        """Returns which module is called instead, by which tag, with which positional arguments.
+
+        The module is None where nothing runs yet: the call returns what is given as ``args``.
+        """
+
+    def wrap(
+        self,
+        module: Any,
+        call: Callable[..., Any],
+        mesh: Mesh,
+        batch_axes: Iterable[Any],
+        prefetch: bool,
+    ) -> Callable[..., Any]:
+        """Returns what is called instead of ``call``, the method of the module.
+
+        ``batch_axes`` shard the rows; ``prefetch`` is whether layers are gathered ahead.
+        """
+
+    def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:
+        """Reports, where that does harm, that another method than ``__call__`` was called as is."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -49,7 +90,7 @@ class InOutSharding:
     input: Any = None
     method: str = "__call__"
     axis_types: AxisType | None = None
-    schedule: Any = None
+    schedule: CallSchedule | None = None
 
     def __post_init__(self) -> None:
         if self.axis_types not in (None, AxisType.Auto, AxisType.Explicit):
@@ -189,10 +230,13 @@ class ActivationSharding:
                 return index, sharding
         return None, None
 
-    def _schedule(self, path: Path, module: Any, method: str) -> Any:
-        """What a strategy calls in place of a call, whichever filter decides on its shardings."""
-        found = (x for x in self._pairs if x[1].schedule and x[1].method == method)
-        return next((x.schedule for predicate, x in found if predicate(path, module)), None)
+    def find_schedule(self, path: Path, module: Any, method: str) -> CallSchedule | None:
+        """Finds how a strategy runs a call, whichever filter decides on its shardings."""
+        for predicate, sharding in self._pairs:
+            is_given = sharding.schedule is not None and sharding.method == method
+            if is_given and predicate(path, module):
+                return sharding.schedule
+        return None
 
     def is_explicit(self, path: Path, module: Any) -> bool:
         """Whether a module is declared to run with Explicit axes."""
