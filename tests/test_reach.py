@@ -555,6 +555,14 @@ def argument_setting():
         scale = yield
 
 
+@way()
+def argument_setting_that_is_a_python_module():
+    value = yield lambda layer, x: layer.function.scale * x, MODULE
+    while True:
+        MODULE.scale = value
+        value = yield
+
+
 class Layer(nnx.Module):
     """The module among the arguments, and one that is captured."""
 
@@ -760,7 +768,7 @@ def exists(name, transform, surrounding, kind):
         return False  # keeps what it captured, as jax.jit does
     if transform is custom_vjp and name in ("keyword_default", "partial_keyword", "wrapped"):
         return False  # it binds its arguments to the signature, which has no keywords
-    if name == "argument_setting" and transform in (stacked, scan_of_a_stack):
+    if name.startswith("argument_setting") and transform in (stacked, scan_of_a_stack):
         return False  # their layers are no arguments
     if transform is while_loop and surrounding == "grad":
         return False

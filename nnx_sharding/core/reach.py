@@ -26,6 +26,7 @@ captured when it was traced.
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Hashable, Iterable
@@ -111,12 +112,20 @@ def values_in(structure: Structure) -> list[Any]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether nothing that can change is reached from a class or static value."""
-    if isinstance(value, Static) and value.by_identity and not is_constant(value.value):
-        return False
+    """Whether nothing that can change is reached from a class or a static value."""
+    if not isinstance(value, Static):
+        return is_constant(value)
+    if value.by_identity:
+        return isinstance(value.value, type | types.FunctionType) and is_constant(value.value)
+    return _holds_constants(value)
+
+
+# Metadata and settings are mostly those of other models; holding them keeps no object alive.
+@functools.lru_cache(maxsize=4096)
+def _holds_constants(static: Static) -> bool:
     listing = Listing()
     try:
-        listing.add(value.value if isinstance(value, Static) else value)
+        listing.add(static.value)
     except NotListed:
         return False
-    return all(map(is_constant, listing.met)) if isinstance(value, Static) else is_constant(value)
+    return all(map(is_constant, listing.met))
