@@ -730,42 +730,77 @@ TRANSFORMS = (
     *(fori_loop_of_unknown_length, grad, value_and_grad, vjp, jvp, linearize, custom_vjp),
     *(checkify, shard_map, make_jaxpr, stacked, scan_of_a_stack, jit),
 )
-# Each calls a function of x in a trace, or in none.
+# Each calls a function of x, which returns three numbers, in a trace or in none.
+
+
+def in_a_stack(fun, x):
+    class Block(nnx.Module):
+        def __call__(self, xs):
+            return fun(xs[0])
+
+    return nnx_sharding.stack([Block()])((x, x, x))
+
+
+def in_while_loop(fun, x):
+    def body(carry):
+        return carry[0] + 1, fun(carry[1][0])
+
+    return nnx_sharding.while_loop(lambda carry: carry[0] < 1, body, (0, (x, x, x)))[1]
+
+
+def in_custom_vjp(fun, x):
+    run = nnx_sharding.custom_vjp(lambda x: fun(x))
+    run.defvjp(lambda x: (fun(x), None), lambda _, g: (x,))
+    return run(x)
+
+
+def in_shard_map(fun, x):
+    mesh = jax.make_mesh((2,), ("y",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    options = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
+    return nnx_sharding.shard_map(lambda x: fun(x), **options)(x)
+
+
+def first(tree):
+    return jax.tree.map(lambda y: y[0], tree)
+
+
 SURROUNDINGS = {
     "top level": lambda fun, x: fun(x),
     "jax.jit": lambda fun, x: jax.jit(lambda x: fun(x))(x),
     "nnx.jit": lambda fun, x: nnx.jit(lambda x: fun(x))(x),
     "jit": lambda fun, x: nnx_sharding.jit(lambda x: fun(x))(x),
     "remat": lambda fun, x: nnx_sharding.remat(lambda x: fun(x))(x),
-    "grad": lambda fun, x: nnx_sharding.grad(lambda x: (fun(x)[0].sum(), fun(x)), has_aux=True)(x)[
-        1
-    ],
-    "vmap": lambda fun, x: jax.tree.map(
-        lambda y: y[0], nnx_sharding.vmap(lambda x: fun(x))(x[None])
-    ),
-    "scan": lambda fun, x: jax.tree.map(
-        lambda y: y[0],
-        nnx_sharding.scan(lambda x: fun(x), in_axes=0, out_axes=0)(x[None]),
+    "grad": lambda fun, x: nnx_sharding.grad(lambda x: (x, fun(x)), has_aux=True)(x)[1],
+    "vjp": lambda fun, x: nnx_sharding.vjp(lambda x: (x, fun(x)), x, has_aux=True)[2],
+    "jvp": lambda fun, x: nnx_sharding.jvp(lambda x: fun(x), (x,), (x,))[0],
+    "linearize": lambda fun, x: nnx_sharding.linearize(lambda x: fun(x), x)[0],
+    "custom_vjp": in_custom_vjp,
+    "vmap": lambda fun, x: first(nnx_sharding.vmap(lambda x: fun(x))(x[None])),
+    "scan": lambda fun, x: first(
+        nnx_sharding.scan(lambda x: fun(x), in_axes=0, out_axes=0)(x[None])
     ),
     "cond": lambda fun, x: nnx_sharding.cond(x == x, lambda x: fun(x), lambda x: (x, x, x), x),
-    "stack": lambda fun, x: fun_in_a_stack(fun, x),
+    "switch": lambda fun, x: nnx_sharding.switch(
+        jnp.int32(0), [lambda x: fun(x), lambda x: (x, x, x)], x
+    ),
+    "while_loop": in_while_loop,
+    "fori_loop": lambda fun, x: nnx_sharding.fori_loop(0, 1, lambda i, xs: fun(xs[0]), (x, x, x)),
+    "checkify": lambda fun, x: nnx_sharding.checkify(lambda x: fun(x))(x)[1],
+    "shard_map": in_shard_map,
+    "stack": in_a_stack,
 }
-
-
-def fun_in_a_stack(fun, x):
-    class Block(nnx.Module):
-        def __call__(self, xs):
-            return fun(xs[0])
-
-    return nnx_sharding.stack(
-        [Block()],
-    )((x, x, x))
 
 
 def exists(name, transform, surrounding, kind):
     """Whether a cell is a program at all."""
-    if transform is jit and surrounding == "top level":
-        return False  # keeps what it captured, as jax.jit does
+    if transform is jit and surrounding in ("top level", "custom_vjp"):
+        return False  # not in a trace, so it keeps what it captured, as jax.jit does
+    if transform is custom_vjp and surrounding in ("jvp", "linearize"):
+        return False  # it has no forward mode
+    if transform is custom_vjp and kind == "array" and surrounding in ("grad", "vjp"):
+        return False  # JAX lets no tracers of derivatives into these
+    if transform is shard_map and surrounding == "shard_map":
+        return False  # over another mesh
     if transform is custom_vjp and name in ("keyword_default", "partial_keyword", "wrapped"):
         return False  # it binds its arguments to the signature, which has no keywords
     if name.startswith("argument_setting") and transform in (stacked, scan_of_a_stack):
