@@ -11,11 +11,10 @@ other modules are internal.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import errors, filters, stages
 from ._version import __version__
 from .core.structure import Structure
 from .diagnostics.retraces import explain_retraces, limit_traces
-from .specs import filters
 from .specs.activation_sharding import ActivationSharding, InOutSharding
 from .specs.state_sharding import StateSharding
 from .transforms import (
@@ -36,7 +35,6 @@ from .transforms import (
     saved_residuals,
     scan,
     stack,
-    stages,
     switch,
     value_and_grad,
     vjp,

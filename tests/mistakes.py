@@ -1193,6 +1193,25 @@ def unfitting_activations(lib: Library) -> Any:
     return lib.jit(forward, mesh=grid(), activation_shardings=chosen)(Model(), X)
 
 
+@mistake(
+    "arguments-in-host-memory",
+    "an array in host memory is used without `fetched`",
+    ValueError,
+    "optimizer.opt_state[0].trace['blocks'][0]['down'], float32",
+    "fetched(optimizer)",
+)
+def forgotten_fetch(lib: Library) -> Any:
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    on_host = NamedSharding(grid(), P(), memory_kind="pinned_host")
+    offloaded = lib.StateSharding({nnx.PathContains("trace"): on_host, ...: None})
+
+    def step(model, optimizer):
+        optimizer.update(model, nnx.state(model, nnx.Param))
+
+    return lib.jit(step, in_shardings=(None, offloaded))(model, optimizer)
+
+
 def message_of(run: Callable[[Library], Any], lib: Library) -> str:
     """The error of a library about a mistake, or else its warnings."""
     with warnings.catch_warnings(record=True) as seen:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import errors, nnx
+from jax.experimental.layout import Format, Layout
 
 import flax_functions
 import nnx_sharding
@@ -134,6 +135,46 @@ def test_functions_of_flax(program):
     mesh = kind and jax.make_mesh((2, 4), ("data", "model"), axis_types=MESHES[kind])
     run = transform(Transforms(nnx_sharding, **MODES[mode]), function)
     assert_same(outcome_of(run, mesh), outcome_of(function), rtol=1e-5)
+
+
+@pytest.mark.parametrize("library", [nnx, nnx_sharding], ids=["flax", "ours"])
+def test_the_number_of_compiled_programs(library):
+    """Trainers ask for it, also through what wraps the function."""
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    run = library.jit(lambda model, x: model(x))
+    cached = functools.partial(nnx.cached_partial(run, model))
+    for rows in (2, 3, 2):
+        cached(jnp.ones((rows, 4)))
+    assert cached.func.jitted_fn._cache_size() == run.jitted_fn._cache_size() == 2
+    if library is nnx_sharding:
+        assert run._cache_size() == 2
+        run.clear_cache()
+        assert run.jitted_fn._cache_size() == 0
+
+
+def test_a_changed_object_that_is_captured_is_named():
+    """Also in a function without a frame of Flax, and beside attributes that are None."""
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.first, self.seen = None, nnx.Variable(jnp.zeros(3))
+
+    def bump(variable, x):
+        variable[...] += 1
+        return x
+
+    holder = Holder()
+    for transform in (nnx_sharding.jit, nnx_sharding.grad):
+        with pytest.raises(errors.TraceContextError, match=r"This is holder\.seen, which") as info:
+            transform(lambda x: nnx_sharding.vmap(bump)(holder.seen, x).sum())(jnp.ones(3))
+        assert "holder.first" not in str(info.value)
+
+
+def test_shapes_of_a_lifted_function_have_its_formats():
+    sharding = jax.NamedSharding(nnx_sharding.make_mesh({"data": 8}), jax.P("data"))
+    declared = Format(Layout((1, 0)), sharding)
+    run = nnx_sharding.jit(lambda x: x + 1, out_shardings=declared)
+    assert nnx_sharding.eval_shape(run, jnp.ones((8, 16))).format == declared
 
 
 def test_cached_partial_of_flax():

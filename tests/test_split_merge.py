@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from flax import errors, nnx
 from hypothesis import given, settings
 
+import nnx_sharding
 from graphs import Graph, Loose, Memory, Node, Tag, build, graphs, reachable, snapshot
 from nnx_sharding import Structure, merge, split
 
@@ -452,3 +453,27 @@ class AbstractAndTracedTest(parameterized.TestCase):
 
         _, after = f(state, jnp.ones((4, 2)))
         np.testing.assert_allclose(after["mean"], [0.01, 0.01], rtol=1e-4)
+
+    def test_structures_are_pytrees_without_leaves(self):
+        """As Flax's graph definitions are: in jit, eval_shape, tree.map and loops, with arrays."""
+        for library in (nnx, nnx_sharding):
+            for transform in (jax.jit, nnx_sharding.jit, nnx.jit):
+
+                def make(library=library):
+                    return library.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+
+                structure, state = jax.tree.map(lambda x: x * 2, transform(make)())
+                assert jax.tree.leaves(structure) == []
+                assert jax.eval_shape(make)[0] == structure
+
+                def step(carry, x, library=library):
+                    return carry, library.merge(*carry)(x)
+
+                (same, _), y = jax.lax.scan(step, (structure, state), jnp.ones((3, 4)))
+                assert same == structure
+
+                def apply(structure, state, x, library=library):
+                    return library.merge(structure, state)(x)
+
+                z = transform(apply)(structure, state, jnp.ones(4))
+                np.testing.assert_allclose(y[0], z, rtol=1e-6)

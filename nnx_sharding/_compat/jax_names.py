@@ -88,6 +88,16 @@ def is_mesh_error(error: BaseException) -> bool:
     return bool(re.search("mesh|closing over", str(error), re.IGNORECASE))
 
 
+def is_memory_error(error: BaseException) -> bool:
+    """Whether JAX refuses to compute with arrays in different memories."""
+    return "memory_space of all inputs" in str(error)
+
+
+def compiled_count(jitted: Any) -> int:
+    """How many programs JAX has compiled for calls of what ``jax.jit`` returned."""
+    return int(jitted._cache_size())
+
+
 def is_timeout(error: BaseException) -> bool:
     """Whether the coordination service had no answer in time."""
     return "DEADLINE_EXCEEDED" in str(error)

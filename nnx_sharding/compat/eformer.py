@@ -372,7 +372,12 @@ def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
     return _extracted(pytree, read)
 
 
-extract_shardings = get_shardings_with_structure = extract_sharding_structure
+get_shardings_with_structure = extract_sharding_structure
+
+
+def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
+    """As :func:`extract_sharding_structure`, whose first argument has another name."""
+    return extract_sharding_structure(tree, mesh)
 
 
 def get_partition_spec(tree: Any) -> Any:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from .. import _compat
 from .bounded import make_room
 from .functions import Several
 from .guard.store import Guards
@@ -38,6 +39,11 @@ class Plans:
         for evicted in make_room(self._plans, MAX_PLANS):
             self.guards.drop(evicted)
         return plan, True
+
+    def _cache_size(self) -> int:
+        """How many programs JAX has compiled for calls, as JAX names it."""
+        programs = (program for plan in self._plans.values() for program in plan.programs.values())
+        return sum(_compat.compiled_count(program.staged) for program in programs)
 
     def clear(self) -> None:
         """Drops all plans and what JAX has traced and compiled for them."""

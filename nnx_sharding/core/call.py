@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import listed_error
 from . import unflatten as graph
 from .call_context import CALLER, Observer
 from .failures import raise_explained
@@ -313,18 +313,22 @@ def _write_back(
 
 def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> None:
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
-    lines = []
+    lines, stale = [], []
     for index in changed:
         if not _compat.can_update(objects[index]):
             kind = getattr(plan.structure.entries[index], "type", object).__name__
             lines.append(f"  {plan.known[index][0] if index in plan.known else f'a {kind}'}")
-    raise_listed(
+            stale.append(objects[index])
+    error = listed_error(
         _compat.TraceContextError,
         "the function changed objects that belong to another trace, where they cannot be updated:",
         lines,
         "Pass them into the transformed function that is being traced, instead of capturing them.",
         anchor="changed-from-outside-its-trace",
     )
+    if error is not None:
+        vars(error)["objects"] = stale  # for the functions around this one, which may capture them
+        raise error
 
 
 def _keep_placed(

@@ -20,7 +20,7 @@ from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
 from ..specs.state_sharding import Axis
 from .functions import note_captured_arrays, note_captured_object
-from .placing import is_committed
+from .placing import is_committed, note_host_arrays
 from .plan import Plan
 from .problems import arguments_not_arrays, array_line, committed_elsewhere, several
 from .pure import Pure
@@ -80,6 +80,8 @@ def _explanation(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any) 
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         note_captured_arrays(fun, plan.fun_name, error)
+    if _compat.is_memory_error(error) and not hasattr(error, "anchor"):
+        note_host_arrays(plan, leaves, error)
     frames = traceback.walk_tb(error.__traceback__)
     is_of_the_function = any(frame.f_code is Pure._called.__code__ for frame, _ in frames)
     if isinstance(error, NoMeshError) or is_of_the_function:

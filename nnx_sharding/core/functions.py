@@ -6,6 +6,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -146,12 +147,10 @@ def note_captured_object(fun: Any, fun_name: str, error: Exception) -> None:
         for function in fun.functions:
             note_captured_object(function, name_of(function), error)
         return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    objects = (frame.f_locals.get("self") for frame in reversed(frames))
-    target = next(filter(_compat.is_graph_object, objects), None)
-    for name, value in captured_values(fun):
+    targets = _refused_objects(error)
+    for name, value in captured_values(fun) if targets else ():
         for path, node in nnx.iter_graph(value) if _compat.is_graph_object(value) else ():
-            if node is target:
+            if id(node) in targets:
                 text = (
                     f"This is {accessor(name, path)}, which {fun_name} captures. Pass what a "
                     "function changes as one of its arguments."
@@ -160,3 +159,13 @@ def note_captured_object(fun: Any, fun_name: str, error: Exception) -> None:
                     error.args = (f"{error}\n{text}", *error.args[1:])
                     see(error, anchor="changed-from-outside-its-trace")
                 return
+
+
+def _refused_objects(error: Exception) -> set[int]:
+    """The ids of the objects that could not be changed: of our error, else the one of Flax's."""
+    objects = vars(error).get("objects")
+    if objects is None:  # Flax raises in a method of the object
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        selves = (frame.f_locals.get("self") for frame in reversed(frames))
+        objects = [*itertools.islice(filter(_compat.is_graph_object, selves), 1)]
+    return {*map(id, objects)}

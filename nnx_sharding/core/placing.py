@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Sharding
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import message, raise_listed, see
 from ..specs.fitting import is_equivalent
 from .plan import Plan
-from .problems import committed_elsewhere
+from .problems import array_line, committed_elsewhere
 from .spec_checks import fit_specs
 from .transfer import obstacle, transfer
 from .transform import OnCommitted, Sharded
@@ -120,3 +120,21 @@ def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
         if decide(leaf, sharding, transform.on_committed) == "move":
             result[slot] = abstract(leaf, sharding)
     return result
+
+
+def note_host_arrays(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
+    """Names the arguments in host memory in a note to an error about kinds of memory."""
+    lines = []
+    for name, leaf, declared in zip(plan.names, leaves, plan.shardings, strict=True):
+        kind = getattr(declared or getattr(leaf, "sharding", None), "memory_kind", None)
+        space = getattr(getattr(leaf, "aval", None), "memory_space", None)
+        if space is jax.memory.Space.Host or str(kind).endswith("host"):
+            lines.append(array_line(name, leaf))
+    if lines:
+        head = "These arguments are in host memory, where nothing is computed:"
+        remedy = (
+            "Move them to the device where the function uses them, and back: with "
+            "nnx_sharding.training.fetched(optimizer): optimizer.update(model, gradients)"
+        )
+        error.add_note(message(head, lines, remedy))
+        see(error, anchor="arguments-in-host-memory")

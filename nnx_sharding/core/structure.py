@@ -102,12 +102,14 @@ class Location(NamedTuple):
     slots: tuple[int, ...]
 
 
+@jax.tree_util.register_static  # a pytree without leaves, as a GraphDef is
 @dataclasses.dataclass(slots=True, repr=False)
 class Structure:
     """All of a graph except its arrays: types, static attributes, metadata, shared references.
 
     Hashable and comparable: two graphs with equal structures differ only in their arrays, so a
-    function traced for one can be used for the other. Made by :func:`~nnx_sharding.split`.
+    function traced for one can be used for the other. Made by :func:`~nnx_sharding.split`. To JAX
+    it is a pytree without leaves: ``jax.jit`` may return it, and loops carry it with the arrays.
 
     Attributes:
       entries: the table. An entry is None if its object is not described.

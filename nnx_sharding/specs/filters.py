@@ -16,8 +16,6 @@ from ..errors import shortened
 from .fitting import suggestion
 from .paths import Path, path_string
 
-__all__ = ["PathGlob", "PathRegex", "Paths"]
-
 Predicate = Callable[[tuple[Any, ...], Any], bool]
 
 

@@ -52,8 +52,10 @@ def eval_shape(
 
     The semantics are those of ``jax.eval_shape`` and ``flax.nnx.eval_shape``.
     """
-    transform = Jit(keeps_captures=False)
-    lifted = lift(Lifted, fun, transform, Roles(), graph, graph_updates)
+    lifted: Any = fun
+    if not isinstance(fun, Lifted):  # one knows the layouts and shardings of its results
+        transform = Jit(keeps_captures=False)
+        lifted = lift(Lifted, fun, transform, Roles(), graph, graph_updates)
     return nnx.as_abstract(lifted.eval_shape(*args, **kwargs), graph=True)
 
 

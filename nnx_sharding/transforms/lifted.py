@@ -211,6 +211,9 @@ class Lifted(LiftedFunction[P, R]):
             self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
         self._observer = Observer(self._cache.log, self._trace_limit)
         self._direct = (self._guards.routes, (), self._fun, self._observer)
+        # What trainers ask for the number of compiled programs, as an attribute of what `nnx.jit`
+        # returns. An entry of the __dict__, which `functools.wraps` copies, as for cached_partial.
+        self.jitted_fn = self._plans
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         bound = super().__get__(obj, objtype)
@@ -336,6 +339,10 @@ class Lifted(LiftedFunction[P, R]):
     def trace_log(self) -> TraceLog:
         """The traces of the function, for :func:`~nnx_sharding.explain_retraces`."""
         return self._observer.log
+
+    def _cache_size(self) -> int:
+        """How many programs are compiled for calls, as trainers ask of what ``jax.jit`` returns."""
+        return self._plans._cache_size()
 
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.
