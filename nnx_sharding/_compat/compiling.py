@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import pickle
 import types
 import uuid
@@ -19,6 +20,7 @@ _xla_client: Any = private_name("jax._src.lib", "xla_client")
 _make_ir_context: Any = private_name("jax._src.interpreters.mlir", "make_ir_context")
 _Module: Any = private_name("jax._src.lib.mlir", "ir.Module")
 _min_compile_time: Any = private_name("jax._src.config", "persistent_cache_min_compile_time_secs")
+_set_log_level: Any = private_name("jax._src.lib", "utils.absl_set_min_log_level", optional=True)
 _CompileOnlyClient: Any = private_name("jax._src.lib", "_jax.CompileOnlyPyClient")
 
 # Compiles a module with options for the devices with these ids; returns what is read from it.
@@ -31,6 +33,25 @@ _READ = (
     "get_output_memory_kinds",
     "cost_analysis",
 )
+
+
+@contextlib.contextmanager
+def without_compiler_warnings() -> Iterator[None]:
+    """Within the block, XLA logs errors only, in all threads."""
+    if _set_log_level is None:
+        yield
+        return
+    _set_log_level(2)  # errors
+    try:
+        yield
+    finally:
+        # XLA has no function that returns the level: that of the user's option, or of the variable
+        # of the environment, to which JAX gives the default.
+        option = jax.config.jax_logging_level
+        levels = {"DEBUG": 0, "INFO": 0, "WARN": 1, "WARNING": 1, "ERROR": 2}
+        given = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1")
+        level = int(given) if given.isdigit() else 1
+        _set_log_level(level if option is None else levels.get(str(option).upper(), 3))
 
 
 def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:

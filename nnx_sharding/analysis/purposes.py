@@ -54,8 +54,17 @@ def _operations_of_arrays(one: Instruction, computation: Computation) -> list[li
         for other in computation.instructions
         if other.opcode == "get-tuple-element" and other.operand_names == (one.name,)
     }
-    found = [by_name.get(name) or parts.get(i) for i, name in enumerate(one.operand_names)]
-    return [operations(name) if name else every for name in found]
+    names = [(by_name.get(name), parts.get(i)) for i, name in enumerate(one.operand_names)]
+    return [_own_operations(pair, every) for pair in names]
+
+
+def _own_operations(names: Sequence[str | None], every: list[str]) -> list[str]:
+    """The operations in the first of these names that shares one with the collective.
+
+    An operand may be named after something else, such as the loop that computes it.
+    """
+    known = [operations(name) for name in names if name]
+    return next((x for x in known if not {*x}.isdisjoint(every)), known[0] if known else every)
 
 
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:

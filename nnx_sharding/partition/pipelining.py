@@ -319,24 +319,25 @@ class Schedule:
 
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
             here = mesh_here(mesh)
+            own = self._on(here, len(module))
             if axes_of_type(here, AxisType.Explicit):
                 raise ValueError(
                     "pipeline: a Stack that is declared to run with Explicit axes cannot be a "
                     "pipeline. Leave it and its layers out of activation_shardings, or use Auto "
                     "axes."
                 )
-            self._check(module, x, (args, kwargs))
+            own._check(module, x, (args, kwargs))
             token = _RUNNING.set(True)
             try:
                 if not self.blocks:
                     with _explained(args, kwargs):
-                        return self._run(module, x, args, kwargs, here, rows)
+                        return own._run(module, x, args, kwargs, here, rows)
                 layers = stack([*module])
                 flat = _flat(layers.layers)
                 pass_tags(_flat(module[0]), flat)
                 before = dict(enumerate(flat.leaves))
                 with _explained(args, kwargs):
-                    y = self._run(layers, x, args, kwargs, here, rows)
+                    y = own._run(layers, x, args, kwargs, here, rows)
             finally:
                 _RUNNING.reset(token)
             after = _flat(layers.layers)
@@ -353,6 +354,22 @@ class Schedule:
             return y
 
         return run_stages
+
+    def _on(self, mesh: Mesh | AbstractMesh, layers: int) -> Schedule:
+        """The schedule on the mesh of a call, which may have another size than that of the specs.
+
+        So a step is compared with one device by the same specs.
+        """
+        stages = mesh.shape.get(self.axis, 0)
+        if stages == self.stages:
+            return self
+        if not stages or layers % (stages * self.repeats):
+            raise ValueError(
+                f"pipeline: the specs are for {self.stages} stages along {self.axis!r}, but the "
+                f"mesh of the call has {stages or 'no such axis'}, and {layers} layers. Call "
+                "pipeline(model, mesh=...) with the mesh of the call."
+            )
+        return dataclasses.replace(self, stages=stages)
 
     def _check(self, layers: Any, x: Any, further: Any) -> None:
         """Refuses what cannot be split into microbatches."""

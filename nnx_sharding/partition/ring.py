@@ -95,8 +95,8 @@ def ring_attention(
         many heads (grouped-query attention).
       value: values of shape (batch, length of keys, key heads, features of values).
       bias: not supported, None.
-      mask: booleans that broadcast to (batch, heads, length, length of keys): where a query may
-        attend. Each device has all columns of its rows; the other options take no memory. A query
+      mask: booleans of at most four dimensions that broadcast to (batch, heads, length, length of
+        keys), as by Flax: where a query may attend. Each device has all columns of its rows; the other options take no memory. A query
         that may attend to nothing gets zeros.
       is_causal: whether a query attends only to keys at its own position and before.
       window: a query attends only to keys whose position differs by less than this.
@@ -186,6 +186,7 @@ def ring_attention(
         positions = jnp.asarray(own, jnp.int32)
     ring = _Ring(mesh, axis, size, is_causal, window, scale, precision, manual, is_even)
     if mask is not None:
+        mask = jnp.expand_dims(mask, range(4 - jnp.ndim(mask)))  # (batch, heads, length, keys)
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], length, key.shape[1]))
     if moves:
         query, key, value, segment_ids = _balanced(ring, (query, key, value, segment_ids))
@@ -212,15 +213,19 @@ def _wrong_shapes(
         if size and count % size:
             yield f"{size} devices along {axis!r} do not divide {count} {name}; pad them"
     whole = (batch, heads, length, own[1])
-    if mask is not None and (
-        mask.ndim != 4 or any(a not in (1, b) for a, b in zip(mask.shape, whole, strict=True))
-    ):
-        yield f"mask: shape {mask.shape} does not broadcast to {whole}"
+    if mask is not None and not _broadcasts(np.shape(mask), whole):
+        yield f"mask: shape {np.shape(mask)} does not broadcast to {whole}"
     if positions is not None and np.shape(positions) not in ((length,), (batch, length)):
         given = np.shape(positions)
         yield f"input_positions: shape {given}, not ({length},) or ({batch}, {length})"
     if segments is not None and segments.shape != (batch, length):
         yield f"segment_ids: shape {segments.shape}, not ({batch}, {length})"
+
+
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of one shape can be broadcast to the other one."""
+    last = whole[len(whole) - len(shape) :] if len(shape) <= len(whole) else ()
+    return len(last) == len(shape) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
 
 
 class _Visible(NamedTuple):

@@ -43,7 +43,8 @@ def assert_same(
 ) -> None:
     """Fails if a step computes other numbers on a mesh than on one device.
 
-    On one device, it runs on a mesh with the same axes of size 1, where collectives do nothing.
+    On one device, it runs on a mesh with the same axes of size 1, where collectives do nothing, and
+    a :func:`~nnx_sharding.partition.pipeline` has one stage.
     After each call, what it returns and all arrays in its arguments are compared, on every device.
     The error names the first module, in the order of execution, whose output differs, or else the
     first one whose gradient does.
@@ -90,7 +91,9 @@ def assert_same(
     one, many = (_Run(step, m, {"in_shardings": shardings, **options}) for m in (alone, mesh))
     inputs = (one, _copied(args)), (one, _copied(args, rounded=True)), (many, _copied(args))
     for count in range(1, steps + 1):
-        outcomes = [run(copies) for run, copies in inputs]
+        # The compiler would warn of each copy that a record of a sharded array is.
+        with _compat.without_compiler_warnings():
+            outcomes = [run(copies) for run, copies in inputs]
         compared = _Compared(*outcomes, tolerance=tolerance)
         if lines := compared.shared_masks() or compared.differences():
             name = getattr(step, "__name__", "the step")
@@ -347,7 +350,8 @@ def _copied(args: Any, *, rounded: bool = False) -> Any:
             return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(x))
         if rounded and _is_inexact(x):
             array = array * (1 + random.choice([-1, 1], x.shape) * _epsilon(x.dtype))
-        return jnp.array(array, x.dtype)
+        # First in NumPy: JAX warns if it is asked for a dtype that it narrows, such as int64.
+        return jnp.array(np.asarray(array, x.dtype))
 
     return unflatten(flat.structure, [*map(copied, flat.leaves)]).root
 

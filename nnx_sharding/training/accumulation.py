@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..analysis.names import around
 from ..core.retyping import mesh_of_types, type_mesh, type_spec
+from ..core.targets import PathFunction
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
-from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, suggestion
-from ..specs.paths import accessor, path_key
+from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes, suggestion
+from ..specs.paths import Path, accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.gradients import ValueAndGrad
 from ..transforms.in_trace import described
@@ -60,11 +63,13 @@ def accumulate_gradients(
       wrt: as for ``value_and_grad``.
       has_aux: as for ``value_and_grad``. The auxiliary data of all microbatches are stacked.
       batch: the names of the arguments that are divided into microbatches; all their arrays have
-        the rows of the batch in the first dimension. By default, all that hold arrays but no
-        modules or Variables and are not differentiated; scalars are the same for all microbatches.
+        the rows of the batch in the first dimension. All other arguments, such as the weights of
+        classes, are the same for all microbatches. By default, all that hold arrays but no modules
+        or Variables and are not differentiated, apart from scalars; if these arrays do not have
+        equally many rows, it is an error.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. It is Explicit
         within the loop, where parameters are replicated over it, so that the reduction follows the
-        loop.
+        loop. What other axes shard, they shard in the loop too.
       dtype: the dtype in which gradients are summed and returned; None for their own.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
@@ -74,8 +79,9 @@ def accumulate_gradients(
 
     Raises:
       TypeError: ``steps`` is not a positive integer. When called: auxiliary data are not arrays.
-      ValueError: when called, if no argument is a batch, ``batch`` names an unknown argument, or
-        the rows are not a multiple of the steps times the devices that shard them.
+      ValueError: when called, if no argument is a batch, arrays of the batch differ in the number
+        of rows, ``batch`` names an unknown argument, or the rows are not a multiple of the steps
+        times the devices that shard them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,7 +121,11 @@ def accumulate_gradients(
         in_axes = (Carry, None, 1)
         run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **modes)
         totals, values = run(zeros, rest, microbatches)
-        means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
+        names = [prepared.plan.names[slot] for slot in prepared.slots]
+        means = [
+            _reduced(x, like, name) / steps
+            for x, like, name in zip(totals, likes, names, strict=True)
+        ]
         value = (values[0].mean(), values[1]) if has_aux else values.mean()
         return value, prepared.in_form(means)
 
@@ -148,6 +158,7 @@ def _with_batch(
         def decorated(*args: Any, **kwargs: Any) -> Any:
             given = parameters.bind(*gradient._bound, *args, **kwargs)
             names = _batch_names(name, gradient, given, batch)
+            _check_rows(name, given, names)
             rows = {name: divided(name, given.arguments[name]) for name in names}
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
@@ -156,12 +167,29 @@ def _with_batch(
 
             if axis is None:
                 return inner(rest, rows)
-            in_sharding = (PartitionSpec(), PartitionSpec(axis))
+            in_sharding = (_types_over_others(axis), _types_over_others(axis, rows=True))
             return explicit_axes(inner, axes=axis, in_sharding=in_sharding)(rest, rows)
 
         return decorated
 
     return decorate if loss is None else decorate(loss)
+
+
+def _types_over_others(axis: Any, *, rows: bool = False) -> PathFunction:
+    """Specs that keep how other Explicit axes shard arrays; ``axis`` shards the rows, if any."""
+    axes = axes_of(axis)
+
+    def spec_of(_: Path, x: Any) -> PartitionSpec:
+        value = _compat.get_value(x) if _compat.is_variable(x) else x
+        spec = type_spec(value)
+        if spec is None:
+            return PartitionSpec(axis) if rows else PartitionSpec()
+        if rows and {*axes} <= {*axes_of(padded(spec, 1)[0])}:
+            return PartitionSpec(*spec.partitions)
+        first, *others = padded(only_axes(spec, {*spec_axes(spec)}.difference(axes)), value.ndim)
+        return PartitionSpec((*axes, *axes_of(first)) if rows else first, *others)
+
+    return PathFunction(spec_of, {})
 
 
 def _batch_names(
@@ -192,6 +220,26 @@ def _batch_names(
             "modules, or is differentiated. Name those that are with batch=..."
         )
     return names
+
+
+def _check_rows(name: str, given: inspect.BoundArguments, names: Sequence[str]) -> None:
+    """Checks that all arrays of the batch have equally many rows, and no other argument has some.
+
+    Where they differ, nobody knows which arrays are the batch, and which are constants.
+    """
+    shapes = {
+        accessor(argument, tuple(map(path_key, path))): jnp.shape(x)
+        for argument in names
+        for path, x in jax.tree_util.tree_flatten_with_path(given.arguments[argument])[0]
+    }
+    if len({shape[:1] for shape in shapes.values()}) > 1:
+        raise_listed(
+            ValueError,
+            f"{name}: not all arrays of the batch have equally many rows, the first dimension:",
+            [f"  {place}: shape {shape}" for place, shape in shapes.items()],
+            "Name the arguments that have the rows: batch='x', or batch=('x', 'y'). All others, "
+            "such as weights of classes, are the same for all rows.",
+        )
 
 
 def _divided(name: str, value: Any, steps: int) -> Any:
@@ -246,11 +294,22 @@ def _partial_sums_of(
     return None if rows is None else PartialSums(type_mesh(typed[0]), rows, gathers=gathers)
 
 
-def _reduced(x: Any, like: Any) -> Any:
-    """A sum in the sharding of the parameter."""
-    total = x.sum(-1) if x.ndim > like.ndim else x
+def _reduced(x: Any, like: Any, name: str) -> Any:
+    """A sum in the sharding of the parameter with this name."""
+    module = around(name)[-1] if around(name) else name
+    with _reduction_scope(module):
+        total = x.sum(-1) if x.ndim > like.ndim else x
     spec = type_spec(like)
     return total if spec is None else jax.sharding.reshard(total, jax.typeof(like).sharding)
+
+
+def _reduction_scope(module: str) -> AbstractContextManager[None]:
+    """The scope of operations of the backward pass, by which reports know sums of gradients.
+
+    To sum over devices is the transpose of using a parameter on each of them. JAX names what it
+    transposes itself in the same way.
+    """
+    return jax.named_scope(f"transpose({module})")
 
 
 @functools.partial(
@@ -415,7 +474,9 @@ def _summed(x: Any, spec: PartitionSpec | None) -> Any:
     """The sum of partial sums, sharded like the parameter on Explicit axes."""
     if spec is None:
         return x
-    total, mesh = x.sum(0), type_mesh(x)
+    mesh = type_mesh(x)
+    with _reduction_scope(""):
+        total = x.sum(0)
     if type_spec(total) is None:
         return total
     goal = only_axes(spec, axes_of_type(mesh, AxisType.Explicit))

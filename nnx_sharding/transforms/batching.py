@@ -15,16 +15,19 @@ from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
 from ..core.pure import Pure
 from ..core.resolve import locate, resolve
+from ..core.retyping import type_spec
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
 from ..errors import raise_listed
+from ..specs.fitting import axes_of, padded
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding, pairs_of
 from .in_trace import Function, Inner, InnerTransform, described
 from .lifted import lift
+from .partial_sums import PartialSums
 
 
 class Carry:
@@ -233,6 +236,17 @@ class _Vmap(Mapped):
     """What ``vmap`` decides."""
 
     name: str = "vmap"
+
+    def can_pass_sums(
+        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
+    ) -> bool:
+        """Not if it maps the rows: JAX shards nothing else over the axes of what is mapped."""
+        mapped = (
+            padded(spec, leaf.ndim)[axis.index]
+            for axis, leaf in zip(in_specs, leaves, strict=True)
+            if axis.index is not None and (spec := type_spec(leaf)) is not None
+        )
+        return all(sums.axes.isdisjoint(axes_of(entry)) for entry in mapped)
 
     def passes_sums(self, spec: Any) -> bool:
         return spec.index is None or spec.index >= 0  # the last dimension is an additional one

@@ -28,7 +28,7 @@ from ..core.unflatten import Built
 from ..errors import raise_listed
 from .by_content import compiled_by_content
 from .lifted import LiftedFunction, P, R, unbind
-from .partial_sums import PARTIAL_SUMS
+from .partial_sums import PARTIAL_SUMS, PartialSums
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -189,13 +189,14 @@ class InnerTransform(Transform):
 
         def inline(*leaves: Any) -> Any:
             sums = PARTIAL_SUMS.get()
-            partials = [None if sums is None else sums.of(leaf) for leaf in leaves]
+            if sums is None or not self.can_pass_sums(sums, in_specs, leaves):
+                return call(*leaves)
             found = {
                 slot: partial
-                for slot, partial in enumerate(partials)
-                if partial is not None and self.passes_sums(in_specs[slot])
+                for slot, leaf in enumerate(leaves)
+                if (partial := sums.of(leaf)) is not None and self.passes_sums(in_specs[slot])
             }
-            if sums is None or not found:
+            if not found:
                 return call(*leaves)
 
             def with_sums(*every: Any) -> Any:
@@ -212,6 +213,12 @@ class InnerTransform(Transform):
         by_content = at_top_level(inline, compiled_by_content)
         anew = by_content if self.compiles_at_top_level else inline
         return Program(staged=None, top_level=inline, inline=inline, traced_anew=anew)
+
+    def can_pass_sums(
+        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
+    ) -> bool:
+        """Whether a call with these arrays can take partial sums at all."""
+        return True
 
     def passes_sums(self, spec: Any) -> bool:
         """Whether the partial sums of a parameter go into the function in the same way."""

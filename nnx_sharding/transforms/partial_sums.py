@@ -37,15 +37,16 @@ class PartialSums:
 
     Attributes:
       rows: the entry of specs for the rows: a mesh axis, or a tuple of them.
+      axes: these axes.
       gathers: whether layers gather parameters that are sharded over these axes; otherwise their
         gradients are reduced at once.
     """
 
     def __init__(self, mesh: AbstractMesh, rows: Any, *, gathers: bool = False):
         self.rows, self.gathers, self._mesh = rows, gathers, mesh
-        self._axes = frozenset(axes_of(rows))
-        self._others = frozenset(mesh.axis_names) - self._axes
-        self._size = math.prod(mesh.shape[axis] for axis in self._axes)
+        self.axes = frozenset(axes_of(rows))
+        self._others = frozenset(mesh.axis_names) - self.axes
+        self._size = math.prod(mesh.shape[axis] for axis in self.axes)
         self._outer = handler_here()
 
     def slots(
@@ -67,7 +68,7 @@ class PartialSums:
 
     def _is_replicated(self, x: Any) -> bool:
         spec = type_spec(x)
-        return spec is not None and self._axes.isdisjoint(spec_axes(spec))
+        return spec is not None and self.axes.isdisjoint(spec_axes(spec))
 
     def _gathered(self, x: Any) -> Any:
         """A parameter or a gradient, replicated over the axes."""
@@ -135,7 +136,7 @@ class PartialSums:
             kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._others)
 
         def on_device(x: Any, values: Sequence[Any], partials: Sequence[Any]) -> Any:
-            new = map(functools.partial(_local, tuple(self._axes)), values, partials)
+            new = map(functools.partial(_local, tuple(self.axes)), values, partials)
             with replaced_values(zip(variables, new, strict=True)):
                 return call(x, *args[1:], **kwargs)
 
@@ -149,7 +150,7 @@ class PartialSums:
             mesh=mesh,
             in_specs=(rows, PartitionSpec(), last),
             out_specs=rows,
-            axis_names=self._axes,
+            axis_names=self.axes,
         )(args[0], values, partials)
 
     def _takes_rows(
@@ -160,13 +161,13 @@ class PartialSums:
         arrays = [y for y in jax.tree.leaves((args, kwargs)) if isinstance(y, jax.Array)]
         if not isinstance(x, jax.Array) or len(arrays) > 1 or not x.ndim:
             return False
-        if self._axes <= axes_of_type(mesh, AxisType.Auto):
+        if self.axes <= axes_of_type(mesh, AxisType.Auto):
             # The layer is the same for each index, whatever the dimension means.
             is_sharded = x.shape[0] % self._size == 0
         else:
             spec = type_spec(x) or PartitionSpec()
             rest = {axis for entry in spec.partitions[1:] for axis in axes_of(entry)}
-            is_sharded = spec.partitions[:1] == (self.rows,) and self._axes.isdisjoint(rest)
+            is_sharded = spec.partitions[:1] == (self.rows,) and self.axes.isdisjoint(rest)
         return is_sharded and by_rows(module, x.ndim, others)
 
 
