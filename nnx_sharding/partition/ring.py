@@ -96,8 +96,8 @@ def ring_attention(
       value: values of shape (batch, length of keys, key heads, features of values).
       bias: not supported, None.
       mask: booleans of at most four dimensions that broadcast to (batch, heads, length, length of
-        keys), as by Flax: where a query may attend. Each device has all columns of its rows; the other options take no memory. A query
-        that may attend to nothing gets zeros.
+        keys), as by Flax: where a query may attend. Each device has all columns of its rows; the
+        other options take no memory. A query that may attend to nothing gets zeros.
       is_causal: whether a query attends only to keys at its own position and before.
       window: a query attends only to keys whose position differs by less than this.
       input_positions: of the tokens, integers of shape (length,) or (batch, length), for

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,8 @@ class Stack(nnx.Module):
           x: what the first layer gets; every other layer gets what the previous one returned, which
             has to have the same structure, shapes and dtypes.
           *args: further arguments, the same for all layers.
-          **kwargs: likewise. Values other than arrays, such as flags, are not traced.
+          **kwargs: likewise. Flags, ints and what is not an array are not traced, so that layers
+            may use them as shapes.
 
         Returns:
           What the last layer returned.
@@ -109,7 +110,8 @@ class Stack(nnx.Module):
           The last carry, and all ``y``, stacked.
         """
         in_axes = (self._axes, Carry, *[0] * len(xs))
-        run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll, self.remat)
+        step = step if self.remat is False else _recomputed(step, self.remat)
+        run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll)
         with self._prefetching():
             return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
 
@@ -319,16 +321,41 @@ def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return out
 
 
+# The ints among further arguments, by their place among the leaves of these.
+_Settings: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def _call_with_settings(layer: Any, x: Any, further: Any, settings: _Settings) -> Any:
+    leaves, treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
+    for place, number in settings:
+        leaves[place] = number
+    return _call(layer, x, *jax.tree.unflatten(treedef, leaves))
+
+
+def _recomputed_call(policy: Any) -> Callable[..., Any]:
+    """The call of a layer by ``remat``, which would trace ints that are not static."""
+    run = _recomputed(_call_with_settings, policy, static_argnums=3)
+
+    def call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
+        settings = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
+        further = replaced(leaves, dict(settings), [False] * len(settings))  # flags stay leaves
+        return run(layer, x, jax.tree.unflatten(treedef, further), settings)
+
+    return call
+
+
+def _recomputed(step: Callable[..., Any], policy: Any, **options: Any) -> Any:
+    return remat_(step, policy=None if policy is True else policy, prevent_cse=False, **options)
+
+
 @functools.lru_cache(maxsize=256, typed=True)  # so that JAX finds what it traced before
 def _loop_of_calls(axes: StateAxes, length: int, unroll: Any, policy: Any) -> Any:
-    return _loop(_call, (axes, Carry, None, None), Carry, length, unroll, policy)
+    step = _call if policy is False else _recomputed_call(policy)
+    return _loop(step, (axes, Carry, None, None), Carry, length, unroll)
 
 
-def _loop(
-    step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: Any, policy: Any
-) -> Any:
-    if policy is not False:
-        step = remat_(step, policy=None if policy is True else policy, prevent_cse=False)
+def _loop(step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: Any) -> Any:
     return scan(step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **_OPTIONS)
 
 
