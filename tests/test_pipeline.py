@@ -16,11 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import (
     ActivationSharding,
+    Carry,
     InOutSharding,
     StateSharding,
     grad,
     jit,
     place,
+    scan,
     shard_map,
     stack,
     value_and_grad,
@@ -571,6 +573,83 @@ def test_other_methods_of_blocks_make_no_pipeline():
     with pytest.warns(UnshardedWarning, match=r"blocks of model are called by apply"):
         assert not permutes(compiled("apply").collectives())
     assert permutes(compiled("__call__", with_norm=True).collectives())  # without a warning
+
+
+def _by_hand(model, x):
+    graph, state = nnx.split(model.blocks.layers)
+    return jax.lax.scan(lambda x, s: (nnx.merge(graph, s)(x), None), x, state)[0]
+
+
+class WithUse(nnx.Module):
+    """A ``Stack`` that is used in one of many ways."""
+
+    def __init__(self, use):
+        self.blocks = stack(nnx.Linear, 4, 4, 4, rngs=nnx.Rngs(0))
+        self.use = use
+
+    def __call__(self, x):
+        return self.use(self, x)
+
+
+def _one_by_one(layers, x):
+    for layer in layers:
+        x = jnp.tanh(layer(x))
+    return x
+
+
+# What a model does with its Stack, and whether the layers run in stages.
+USES = {
+    "called": (lambda m, x: m.blocks(x), True),
+    "called and read": (lambda m, x: m.blocks(x) + m.blocks[0].bias.sum(), True),
+    "iterated": (lambda m, x: _one_by_one(m.blocks, x), False),
+    "indexed": (lambda m, x: _one_by_one([m.blocks[i] for i in range(4)], x), False),
+    "slices": (lambda m, x: m.blocks[2:](m.blocks[:2](x)), False),
+    "unstacked": (lambda m, x: _one_by_one(m.blocks.unstack(), x), False),
+    "method scan": (lambda m, x: m.blocks.scan(lambda n, x: (n(x), 0), x)[0], False),
+    "scan": (
+        lambda m, x: scan(lambda n, x: n(x), in_axes=(0, Carry), out_axes=Carry)(
+            m.blocks.layers, x
+        ),
+        False,
+    ),
+    "scan of Flax": (
+        lambda m, x: nnx.scan(lambda n, x: n(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
+            m.blocks.layers, x
+        ),
+        False,
+    ),
+    "scan of JAX": (_by_hand, False),
+    "in remat": (lambda m, x: nnx.remat(lambda m, x: m.blocks(x))(m, x), True),
+}
+
+
+@pytest.mark.parametrize("where", ["model", "function"])
+@pytest.mark.parametrize("name", USES)
+def test_a_warning_where_layers_do_not_run_in_stages(name, where):
+    use, is_pipeline = USES[name]
+    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    model, x = WithUse(use), jax.random.normal(jax.random.key(0), (8, 4))
+    expected = use(model, x)
+    call = (lambda m, x: m(x)) if where == "model" else use
+    specs = pipeline(model, mesh=mesh, microbatches=4), P("data")
+    step = jit(call, in_shardings=specs, mesh=mesh)
+    if not is_pipeline and not (where == "function" and name == "scan of JAX"):
+        with pytest.warns(UnshardedWarning, match="the layers of m.blocks do not run in stages"):
+            found = step(model, x)
+    else:  # without a warning, which would be an error here
+        found = step(model, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_warning_for_lists_that_are_in_no_pipeline():
+    rngs, mesh = nnx.Rngs(0), AbstractMesh((2,), ("stage",))
+    equal = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(4)])
+    unequal = nnx.List([nnx.Linear(4, 4 + i % 2, rngs=rngs) for i in range(4)])
+    blocks = stack(nnx.Linear, 4, 4, 4, rngs=rngs)
+    for first, other in ((equal, unequal), (blocks, unequal), (blocks, equal)):
+        with pytest.warns(UnshardedWarning, match=r"do not run in stages[^`]*model.other"):
+            pipeline(nnx.Dict(first=first, other=other), mesh=mesh)
+    pipeline(nnx.Dict(first=blocks, other=nnx.List(equal[:1])), mesh=mesh)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

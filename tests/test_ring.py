@@ -21,6 +21,11 @@ from nnx_sharding.partition.ring import _is_needed, _Ring
 from nnx_sharding.planning.predictions import _work
 
 BATCH, LENGTH, HEADS, SIZE = 4, 48, 4, 8
+MASKS = (
+    *((LENGTH,), (1,), (LENGTH, 1), (LENGTH, LENGTH), (1, LENGTH), (HEADS, 1, LENGTH)),
+    *((1, LENGTH, LENGTH), (HEADS, LENGTH, LENGTH), (1, 1, LENGTH, LENGTH)),
+    *((BATCH, 1, LENGTH, LENGTH), (BATCH, HEADS, LENGTH, LENGTH), (BATCH, 1, 1, LENGTH)),
+)
 MESHES = {"all": {"data": 2, "context": 2, "model": 2}, "one": {"context": 8}}
 KINDS = {
     "Auto": AxisType.Auto,
@@ -58,7 +63,7 @@ def cases(count):
         "window": (None, 7),
         "order": (None, "balanced", "of each row"),
         "segments": (False, True),
-        "mask": (None, (1, 1), (BATCH, 1), (BATCH, HEADS)),
+        "mask": (None, *MASKS),
     }
     every = [dict(zip(dimensions, x, strict=True)) for x in itertools.product(*dimensions.values())]
     return random.Random(0).sample(every, count)
@@ -78,7 +83,7 @@ def test_equals_attention_in_one_matrix(case):
         "of each row": np.stack([generator.permutation(LENGTH) for _ in range(BATCH)]),
     }[case["order"]]
     segments = jnp.asarray(generator.integers(0, 3, (BATCH, LENGTH))) if case["segments"] else None
-    shape = case["mask"] and (*case["mask"], LENGTH, LENGTH)
+    shape = case["mask"]
     mask = jnp.asarray(generator.random(shape) < 0.8) if shape else None
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (HEADS, case["key_heads"], case["key_heads"], HEADS)
@@ -215,6 +220,11 @@ Q, K = (2, 48, 4, 8), (2, 48, 2, 8)
         (
             (Q, K, K),
             {"mask": np.ones((3, 1, 48, 48), bool)},
+            "mask: .* does not broadcast",
+        ),
+        (
+            (Q, K, K),
+            {"mask": np.ones((1, 1, 1, 48, 48), bool)},
             "mask: .* does not broadcast",
         ),
         (

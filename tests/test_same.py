@@ -7,14 +7,15 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
 from models import P, mesh_of
-from nnx_sharding import jit, shard_map
-from nnx_sharding.partition import fsdp
+from nnx_sharding import jit, shard_map, stack
+from nnx_sharding.partition import fsdp, pipeline
 from nnx_sharding.testing import assert_same
 
 AXES = ("data", "model")
@@ -233,6 +234,35 @@ class ToleranceTest(parameterized.TestCase):
         for wrapped in (jit(forward), jax.jit(forward)):
             with pytest.raises(TypeError, match="pass it without jit"):
                 assert_same(wrapped, Block(), X, shardings=None, mesh=MESH)
+
+
+class PipelineTest(parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_as_on_one_device(self, is_stack):
+        blocks = [nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)]
+        model = nnx.Sequential(*blocks) if not is_stack else stack(blocks)
+        mesh = mesh_of((4, 2), ("stage", "data"))
+        shardings = pipeline(model, mesh=mesh, microbatches=4), P("data")
+        assert_same(forward, model, X, shardings=shardings, mesh=mesh, steps=1)
+
+    def test_another_number_of_stages(self):
+        model = stack([nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)])
+        sharding = pipeline(model, mesh=mesh_of((4,), ("stage",)), microbatches=4)
+        step = jit(forward, in_shardings=(sharding, P()), mesh=mesh_of((8,), ("stage",)))
+        with pytest.raises(ValueError, match="divide"):
+            step(model, X)
+
+
+def test_neither_xla_nor_jax_warns_of_copies(capfd):
+    def step(model, tokens):
+        return model(jnp.zeros((*tokens.shape, 16)) + tokens[..., None])
+
+    model, tokens = Block(), np.arange(32).reshape(8, 4)
+    assert tokens.dtype == np.int64
+    model.down = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    specs = fsdp(model, mesh=MESH, min_size=0), P("data")
+    assert_same(step, model, tokens, shardings=specs, mesh=MESH, steps=1)
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 if __name__ == "__main__":

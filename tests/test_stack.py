@@ -17,7 +17,7 @@ from flax import nnx
 from graphs import snapshot
 from libraries import FULL, OURS, assert_same, node, param
 from models import MLP, P, mesh_of
-from nnx_sharding import Stack, remat, shard_map, stack
+from nnx_sharding import Stack, grad, jit, remat, shard_map, stack
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 WIDTH, LAYERS = 4, 3
@@ -481,3 +481,25 @@ class ErrorTest(parameterized.TestCase):
             x = layer(x)
         close(layers.layers.seen[...], expected)
         assert node(seen=layers[1].seen).seen.shape == ()
+
+
+@pytest.mark.parametrize("remat", [False, True, "dots_saveable", {"linear": "save"}])
+@pytest.mark.parametrize("transform", [lambda fun: fun, jit])
+def test_ints_are_settings(remat, transform):
+    class Heads(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x, heads, options=None):
+            parts = self.linear(x).reshape(len(x), heads, -1)[..., : options["parts"][0]]
+            return x + jax.nn.softmax(parts, 1).sum((1, 2))[:, None] * options["scale"]
+
+    def loss(layers, x, scale):
+        options = {"parts": [2, None, "unused"], "scale": scale}
+        return (layers(x, heads=2, options=options) ** 2).sum()
+
+    x = jnp.arange(32.0).reshape(4, 8) / 32
+    plain, layers = (stack(Heads, 3, rngs=nnx.Rngs(0), remat=r) for r in (False, remat))
+    found, expected = transform(grad(loss))(layers, x, 0.5), grad(loss)(plain, x, 0.5)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        close(one, other)

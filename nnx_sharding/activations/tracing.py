@@ -58,6 +58,7 @@ from .axis_types import (
 )
 from .calls import RECORD, Frame, Shape, Tag, in_call
 from .intercept import handler_here, original_of, with_handler
+from .schedules import SCHEDULE_USES, Place, ScheduleUses
 from .updates import update
 from .variables import is_layer, modules_in, own_variables, replaced_values
 
@@ -165,6 +166,7 @@ class Scope:
         self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
         self._waiting: list[Any] = []  # what calls returned that run later
+        self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
         self._tag_arguments(sources)
         surrounding = CONTEXT.value
         key = tuple(self._sources), pure.batch_axes
@@ -194,8 +196,22 @@ class Scope:
                 bound = functools.partial(fun, args[0])
                 fun, args = self, (args[0], name, bound, args[1:], kwargs)
                 kwargs = {}
-        out = with_handler(self, named, fun, *args, **kwargs)
+        out = self._with_uses(named, fun, args, kwargs)
         self._check()  # here, as an error at the end of a block would show frames of contextlib
+        return out
+
+    def _with_uses(self, named: set[str], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function, and reports schedules that it did not use."""
+        outer = SCHEDULE_USES.get()
+        if outer is not None or not self._schedules:
+            return with_handler(self, named, fun, *args, **kwargs)
+        uses = ScheduleUses()
+        token = SCHEDULE_USES.set(uses)
+        try:
+            out = with_handler(self, named, fun, *args, **kwargs)
+        finally:
+            SCHEDULE_USES.reset(token)
+        uses.report(self._schedules)
         return out
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
@@ -217,7 +233,10 @@ class Scope:
                 if isinstance(pure.structure.entries[index], NodeEntry) and index not in tagged:
                     tagged.add(index)
                     module = built.objects[index]
-                    _compat.tag_node(module, self._tag(name, path, chosen, module))
+                    tag = self._tag(name, path, chosen, module)
+                    _compat.tag_node(module, tag)
+                    if (schedule := self._schedule(tag, module, "__call__")) is not None:
+                        self._schedules[name, schedule.module_path(path)] = schedule
 
     def _tag(
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
@@ -257,6 +276,8 @@ class Scope:
             if module is None:  # it runs when a later one is called
                 self._waiting.append(args)
                 return args
+        if (uses := SCHEDULE_USES.get()) is not None and method == "__call__":
+            (uses.call if schedule is None else uses.run)(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
             try:
                 out = self._called(frame, schedule, call, args, kwargs)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..activations.calls import Tag
 from ..specs.activation_sharding import InOutSharding
+from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
 from .optimizer import with_optimizer
 from .ring import ring_attention
@@ -120,6 +121,13 @@ class _InRing:
     def redirect(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
         """What is called: the module itself."""
         return tag, module, args
+
+    def module_path(self, path: Path) -> Path:
+        """That of the attention module itself."""
+        return path
+
+    def report_unscheduled(self, module: str) -> None:
+        """Nothing: a model need not call all of its modules."""
 
     def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:
         """Nothing: attention is computed in ``__call__``, which other methods call."""

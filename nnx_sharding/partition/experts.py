@@ -159,7 +159,9 @@ class ExpertStatistics(NamedTuple):
 
     tokens: jax.Array  # (experts,): how often each was chosen, as int32
     dropped: jax.Array  # (): how many of these choices exceeded a capacity, as int32
-    balance_loss: jax.Array | None  # (): 1 if experts are used equally; None without logits
+    # (): 1 if experts are used equally; None without logits. It is that of the tokens of the call:
+    # in a pipeline or with accumulated gradients of one microbatch, whose mean is another number.
+    balance_loss: jax.Array | None
     z_loss: jax.Array | None  # (): the mean square of log-sum-exp of the logits; None without
 
 

@@ -103,6 +103,15 @@ def pipeline(
     the stages, and moves in each step to the one that runs the block, and its gradient back. A
     ``Stack`` spares that.
 
+    Layers that are called one by one, as by indexing or iterating a ``Stack``, or in a scan by
+    hand, are no pipeline: the numbers are the same, but each device computes all layers. That is a
+    warning when the call is traced, and so are, here, lists of at least as many blocks as stages
+    that form none.
+
+    A loss that layers compute from a whole batch, such as the balance loss of
+    :func:`dispatch_to_experts`, is that of each microbatch, and their mean is not that of the
+    batch.
+
     All arrays that a layer gets from the previous one are split along their first dimension, the
     rows. Further arguments are the same for all rows; masks or positions of single rows belong to
     what is passed on from layer to layer, as in ``x, mask = blocks((x, mask))``.
@@ -155,6 +164,7 @@ def pipeline(
     stacks, activations = _stacks(model, schedule), activations_of(base)
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(_NOT_AHEAD)
+    _report_left_out(model, stacks, schedule)
     specs, lines = base_specs("pipeline", model, base, mesh), list[str]()
     of_blocks = {path: dict[Path, PartitionSpec]() for path in stacks}
     for each in variables(model):
@@ -242,6 +252,27 @@ def _stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
         "Give each layer its own, or pass their values as an argument of the layers.",
     )
     return found
+
+
+def _report_left_out(model: Any, stacks: Mapping[Path, Any], schedule: Schedule) -> None:
+    """Warns of lists of at least as many blocks as stages that are in no pipeline."""
+    inside, lines = [*stacks], list[str]()
+    for path, module in modules_in(model):
+        is_inside = any(path[: len(outer)] == outer for outer in inside)
+        blocks = [*module] if isinstance(module, nnx.List) and not is_inside else []
+        are_modules = all(isinstance(x, nnx.Module) and callable(x) for x in blocks)
+        if are_modules and len(blocks) >= max(schedule.stages, 2):
+            inside.append(path)
+            names = [accessor("model", (*path, i)) for i in range(len(blocks))]
+            differences = _unequal([*map(_flat, blocks)], names.__getitem__)
+            lines += differences or [f"  {accessor('model', path)}: equal blocks next to a Stack"]
+    if lines:
+        head = (
+            "pipeline: these lists of blocks do not run in stages: each device gathers their "
+            "parameters, and computes all of them. Compared with the first block:"
+        )
+        remedy = "Make a Stack of blocks that differ only in the values of arrays: stack(blocks)."
+        report(UnshardedWarning, message(head, lines, remedy), strict=False)
 
 
 def _place(path: Path, stacks: Mapping[Path, Any]) -> tuple[Path | None, Path, bool]:
@@ -411,6 +442,25 @@ class Schedule:
             ],
             "They are the same for all microbatches. Give them a first dimension of 1, or, if they "
             "belong to the rows, pass them on from layer to layer: blocks((x, mask)).",
+        )
+
+    def module_path(self, path: Path) -> Path:
+        """The path of the Stack, or of the list that a block is in."""
+        return path[:-1] if self.blocks else path
+
+    def report_unscheduled(self, module: str) -> None:
+        """Warns that layers ran, but not in stages."""
+        remedy = "Call its blocks one after the other: for block in blocks: x = block(x)."
+        if not self.blocks:
+            remedy = (
+                "Call the Stack itself, x = blocks(x), rather than its layers one by one, by "
+                "index, in a for loop, or in a scan."
+            )
+        report(
+            UnshardedWarning,
+            f"pipeline: the layers of {module} do not run in stages: each device gathers their "
+            f"parameters, and computes all of them. {remedy}",
+            strict=False,
         )
 
     def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:

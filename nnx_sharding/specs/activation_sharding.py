@@ -57,6 +57,12 @@ class CallSchedule(Protocol):
         ``batch_axes`` shard the rows; ``prefetch`` is whether layers are gathered ahead.
         """
 
+    def module_path(self, path: Path) -> Path:
+        """Returns the path of what it runs in one piece, given that of a module it is for."""
+
+    def report_unscheduled(self, module: str) -> None:
+        """Reports, where that does harm, that it did not run a module whose layers ran."""
+
     def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:
         """Reports, where that does harm, that another method than ``__call__`` was called as is."""
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from .. import _compat
+from ..activations.schedules import SCHEDULE_USES
 from ..activations.variables import modules_in
 from ..core.flatten import Flat, flatten
 from ..core.resharding import apply_shardings, sharding_of
@@ -109,11 +110,17 @@ class Stack(nnx.Module):
         Returns:
           The last carry, and all ``y``, stacked.
         """
+        self._note_use()
         in_axes = (self._axes, Carry, *[0] * len(xs))
         step = step if self.remat is False else _recomputed(step, self.remat)
         run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll)
         with self._prefetching():
             return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
+
+    def _note_use(self) -> None:
+        """Notes that layers are used one by one, where a strategy would run all of them."""
+        if (uses := SCHEDULE_USES.get()) is not None:
+            uses.take_out(self)
 
     def _prefetching(self) -> AbstractContextManager[None]:
         inside = (x for _, x in modules_in(self.layers) if isinstance(x, Stack))
@@ -128,6 +135,7 @@ class Stack(nnx.Module):
 
     def __getitem__(self, index: Any) -> Any:
         """One layer as a new module; for a slice, a new ``Stack``."""
+        self._note_use()
         numbers = range(self.length)[index if isinstance(index, slice) else operator.index(index)]
         flat = _flat(self.layers)
         slots = self._stacked_slots(flat)

@@ -1,0 +1,54 @@
+"""Which schedules of strategies ran during a trace, and which layers ran without theirs.
+
+A schedule, such as that of a pipeline, runs when the module that it is for is called. Layers that
+are taken out of a ``Stack``, or scanned by hand, compute the same numbers without it: on every
+device. So at the end of a trace, a schedule that did not run is reported if its layers were taken
+out, or a module around them was called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+from .. import _compat
+from ..specs.activation_sharding import CallSchedule
+from ..specs.paths import Path, accessor
+
+Place: TypeAlias = tuple[str, Path]  # the name of an argument, and the path of a module in it
+
+
+class ScheduleUses:
+    """What happened to the modules that have schedules, during one trace and those within it."""
+
+    def __init__(self) -> None:
+        self._ran = set[Place]()
+        self._called = set[Place]()
+        self._taken_out = set[Place]()
+
+    def run(self, name: str, path: Path) -> None:
+        """Notes that the schedule of a module ran."""
+        self._ran.add((name, path))
+
+    def call(self, name: str, path: Path) -> None:
+        """Notes that a module was called as it is."""
+        self._called.add((name, path))
+
+    def take_out(self, stack: Any) -> None:
+        """Notes that layers of a ``Stack`` are used one by one."""
+        if (tag := _compat.tag_of(stack)) is not None:
+            self._taken_out.add((tag.name, tag.path))
+
+    def report(self, schedules: Mapping[Place, CallSchedule]) -> None:
+        """Reports the schedules that did not run, though their layers did."""
+        for (name, path), schedule in schedules.items():
+            around = {(name, path[:count]) for count in range(len(path) + 1)}
+            inside = {(name, (*path, "layers"))}
+            is_used = (name, path) in self._taken_out or self._called & (around | inside)
+            if is_used and (name, path) not in self._ran:
+                schedule.report_unscheduled(accessor(name, path))
+
+
+# Those of the outermost trace of modules with schedules.
+SCHEDULE_USES: ContextVar[ScheduleUses | None] = ContextVar("SCHEDULE_USES", default=None)
