@@ -22,6 +22,8 @@ GATE = (
     "accumulation.py::test_one_reduction[AxisType.Explicit]",
     "accumulation.py::test_specs_without_a_strategy",
     "accumulation.py::test_uses_outside_of_layers_are_reduced_for_each_microbatch",
+    "accumulated_arguments.py::test_some",
+    "accumulated_arguments.py::test_tensor_parallelism_is_kept",
     "accumulation_grid.py::test_some",
     "activation_reports.py::test_in_transforms_of_flax[False]",
     "activation_reports.py::test_methods_and_pytrees",
@@ -193,6 +195,7 @@ GATE = (
 
 # Only nightly: the longest ones, of whose behaviour faster tests show most.
 NIGHTLY = (
+    "accumulated_arguments.py::test_many",
     "accumulation.py::test_equals_a_loop_over_microbatches",
     "activation_reports.py::test_paths_are_in_the_names_of_operations",
     "axis_types.py::AutoAxesOfModulesTest::test_argument_in_the_result",

@@ -90,13 +90,15 @@ def check(case):
         "scalar": jnp.float32(2),
         "of rows": jnp.tile(jnp.linspace(1, 2, ROWS)[:, None], (1, WIDTH)),
     }[case["weights"]]
-    if case["weights"] == "of rows" and fun in (of_rows, of_rows_by_jax):
+    if case["weights"] == "of rows" and fun in (of_rows, of_rows_by_jax):  # not mapped
         weights = WEIGHTS
     expected = value_and_grad(fun)(model, x, y, weights)
     with_rows = ["x", "y", *["weights"] * (weights.shape[:1] == (ROWS,))]
     options = {"steps": case["steps"], "axis": case["axis"], "batch": with_rows}
     rows, own = P("data"), P("data") if "weights" in with_rows else P()
-    specs = STRATEGIES[case["strategy"]](model, mesh=mesh), rows, rows, own
+    maps_rows = fun in (of_rows, of_rows_by_jax)
+    sharding = P() if maps_rows else STRATEGIES[case["strategy"]](model, mesh=mesh)
+    specs = sharding, rows, rows, own
 
     def step(model, x, y, weights):
         if case["form"] == "pytree":

@@ -182,7 +182,7 @@ def _types_over_others(axis: Any, *, rows: bool = False) -> PathFunction:
     def spec_of(_: Path, x: Any) -> PartitionSpec:
         value = _compat.get_value(x) if _compat.is_variable(x) else x
         spec = type_spec(value)
-        if spec is None:
+        if spec is None or not value.ndim:
             return PartitionSpec(axis) if rows else PartitionSpec()
         if rows and {*axes} <= {*axes_of(padded(spec, 1)[0])}:
             return PartitionSpec(*spec.partitions)
