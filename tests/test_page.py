@@ -113,7 +113,10 @@ def test_same_page_each_time():
 
 def test_title():
     assert "<title>step</title>" in html_page(reports.report())
-    assert "<title>3 strategies compared</title>" in html_page(reports.comparison())
+    compared = reports.comparison()
+    count = sum("error" not in report for report in compared["reports"].values())
+    assert f"<title>{count} strategies compared</title>" in html_page(compared)
+    assert ">best: a &lt; b</pre>" in html_page(compared, head="best: a < b")
     assert "<title>a &amp; b</title>" in html_page(reports.report(), title="a & b")
 
 

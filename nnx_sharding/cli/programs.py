@@ -137,10 +137,12 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     add("--html", help="write a self-contained page")
 
 
-def write(arguments: argparse.Namespace, result: Any) -> None:
-    """Prints a result, and writes the files."""
+def write(
+    arguments: argparse.Namespace, result: Any, title: str | None = None, head: str = ""
+) -> None:
+    """Prints a result, and writes the files; the page begins with a title and a text."""
     if arguments.html is not None:
-        write_html(arguments.html, result)
+        write_html(arguments.html, result, title, head)
     if arguments.json not in (None, "-"):
         file_path(arguments.json).write_text(result.to_json(), encoding="utf-8")
     if isinstance(result, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
@@ -191,12 +193,14 @@ def run_compare(arguments: argparse.Namespace) -> int:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Shows the plan; returns the exit code."""
     found = _called(arguments, _plan)
-    write(arguments, found.comparison)
-    if found.best is None:
+    best = found.best
+    title = "Plan: none fits" if best is None else f"Plan: {best.name}"
+    write(arguments, found.comparison, title, "\n".join(found.summary()))
+    if best is None:
         say("plan: no candidate fits", error=True)
     elif arguments.json != "-":
         say("\n".join(found.summary()))
-    return int(found.best is None)
+    return int(best is None)
 
 
 def _options(arguments: argparse.Namespace, target: str, function: Any) -> dict[str, Any]:

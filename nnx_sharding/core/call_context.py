@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .. import _compat
+from ..errors import ShardingWarning, report
 from .interrupts import hold
 
 
@@ -95,6 +96,8 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     if event == _compat.LOWERING:
         plan.reported.pop(_compat.CACHE_HIT, None)  # belongs to a program that moved arguments
     if event == _compat.COMPILATION:
+        if _compat.CACHE_HIT in plan.reported:
+            _warn_of_cached_program(plan, caller.leaves)
         if _LOGGER.isEnabledFor(logging.INFO):
             _LOGGER.info("%s", _described(plan, caller.leaves))
         plan.reported.clear()
@@ -107,14 +110,10 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
 def _described(plan: Any, leaves: Sequence[Any]) -> str:
     """What was compiled, for which devices, how long it took, and whether JAX had it on disk."""
     name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
-    known = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
-    meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in known)]
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
-    if mesh is None:
-        count, axes = max((len(x.device_set) for x in known if x is not None), default=1), ""
-    else:
-        count = mesh.size
-        axes = f" ({', '.join(f'{axis!r}: {size}' for axis, size in mesh.shape.items())})"
+    count, mesh = _devices_of(plan, leaves)
+    shape = {} if mesh is None else mesh.shape
+    axes = ", ".join(f"{axis!r}: {size}" for axis, size in shape.items())
+    axes = f" ({axes})" if axes else ""
     phases = (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION)
     traced, lowered, compiled = (plan.reported.get(phase, 0.0) for phase in phases)
     cache = ", persistent cache: miss" if jax.config.jax_compilation_cache_dir else ""
@@ -123,6 +122,36 @@ def _described(plan: Any, leaves: Sequence[Any]) -> str:
         f"{name} for {count} device{'s' * (count > 1)}{axes}: traced in {traced:.2f} s, "
         f"lowered in {lowered:.2f} s, compiled in {compiled:.2f} s{cache}"
     )
+
+
+def _devices_of(plan: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
+    """The number of devices that a program is for, and their mesh, if there is one."""
+    known = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
+    meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in known)]
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    if mesh is not None:
+        return mesh.size, mesh
+    return max((len(x.device_set) for x in known if x is not None), default=1), None
+
+
+_WARNED: list[str] = []  # the functions; there is one warning in a process
+
+
+def _warn_of_cached_program(plan: Any, leaves: Sequence[Any]) -> None:
+    """Warns once of a program for several CPU devices that JAX has read from its cache."""
+    if _WARNED or not _compat.CACHED_CPU_PROGRAMS_HANG or jax.default_backend() != "cpu":
+        return
+    count, _ = _devices_of(plan, leaves)
+    if count > 1:
+        _WARNED.append(plan.fun_name)
+        report(
+            ShardingWarning,
+            f"jit: {plan.fun_name} for {count} CPU devices comes from JAX's persistent compilation "
+            "cache. By a fault of this jaxlib, such programs may hang or crash when they run; "
+            "others are not affected. Set JAX_ENABLE_COMPILATION_CACHE=false where programs run on "
+            "several CPU devices.",
+            strict=False,
+        )
 
 
 jax.monitoring.register_event_listener(_on_event)

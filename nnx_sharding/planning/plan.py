@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -286,8 +287,9 @@ def plan(
         again = {order[0]: chosen.entries[order[0]].lower}
         reports |= search("modules of the best", again, by_module=True, **judged).compiled
     left = [name for name in chosen.entries if name not in reports and name not in chosen.ruled_out]
-    why = f"the {len(reports)} compiled are predicted to be better"
-    why = f"not compiled within {time_limit} s" if time_limit and len(reports) != most else why
+    compiled = len(reports) - len(mistakes)
+    why = f"the {compiled} compiled are predicted to be better"
+    why = f"not compiled within {time_limit} s" if time_limit and compiled != most else why
     ruled_out = chosen.ruled_out | dict.fromkeys(left, why)
     unknown = [
         name
@@ -488,6 +490,7 @@ class Search:
 
     def pick(self, reports: Mapping[str, Any]) -> str | None:
         """The next program: the one with the shortest estimated time that may fit."""
+        self._rule_out_failing(reports)
         found = None if not reports else Comparison(reports, self.limit)
         fitting = () if found is None else found.fitting
         if self.maximize and found is not None:
@@ -521,6 +524,24 @@ class Search:
             return (-rows, held) if by_memory else (-rows, exceeds, step, sum(times.values()), held)
 
         return min(self.programs, key=order)
+
+    def _rule_out_failing(self, reports: Mapping[str, Any]) -> None:
+        """Rules out what two others with the same strategy and variant could not be traced for.
+
+        They were on different meshes, so their common error does not depend on the mesh.
+        """
+        errors = {
+            (self.entries[name].alike, failure.error, str(self.entries[name].candidate.sizes))
+            for name, failure in reports.items()
+            if isinstance(failure, Failure)
+            and not isinstance(failure.exception, jax.errors.JaxRuntimeError)  # of the compiler
+        }
+        counts = Counter((alike, error) for alike, error, _ in errors)
+        failing = {alike for (alike, _), count in counts.items() if count > 1}
+        for name in [*self.programs]:
+            if self.entries[name].alike in failing:
+                del self.programs[name]
+                self.ruled_out[name] = "fails like others with its strategy, on other meshes"
 
     def _resize(self, found: Comparison) -> None:
         """Adds larger batches of candidates that fit one, smaller ones while none does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
@@ -207,16 +207,15 @@ class Comparison(JsonForm):
                 for path in paths
             ]
             yield table(("held at the peak", *held), rows, numbers=len(held))
-        for name, report in self.reports.items():
-            if isinstance(report, Failure):
-                first, *rest = report.error.splitlines() or [""]
-                yield text(f"{name} failed: {first}", "red")
-                yield from (text(f"  {line}") for line in rest[:12])
+        failed = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
+        for error, names in _by_value(failed).items():
+            first, *rest = error.splitlines() or [""]
+            yield text(f"{_shortened(names)} failed: {first}", "red")
+            yield from (text(f"  {line}") for line in rest[:12])
         if self.ruled_out:
             yield text(f"{len(self.ruled_out)} not compiled:")
-            for reason in dict.fromkeys(self.ruled_out.values()):
-                names = [name for name, why in self.ruled_out.items() if why == reason]
-                yield text(f"  {reason}: {'; '.join(names)}")
+            for reason, names in _by_value(self.ruled_out).items():
+                yield text(f"  {reason}: {_shortened(names)}")
 
     def _table(self, width: int) -> Any:
         """One row for each strategy, with only the most important columns on narrow consoles."""
@@ -278,6 +277,21 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
     return reasons
 
 
+def _by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names with each text, in the order in which texts occur first."""
+    names: dict[str, list[str]] = {}
+    for name, value in texts.items():
+        names.setdefault(value, []).append(name)
+    return names
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are: a plan has hundreds."""
+    more = len(names) - _SHOWN
+    return "; ".join(names) if more <= 1 else f"{'; '.join(names[:_SHOWN])}; and {more} more"
+
+
+_SHOWN = 3
 _OTHERS = ("memory_limit", "seconds", "ruled_out")
 
 

@@ -57,6 +57,7 @@ def search(
     """Takes programs, in the order of ``pick``, and compiles them in threads, or in processes."""
     running: dict[concurrent.futures.Future[_Finished], str] = {}
     started: list[str] = []
+    compiling = 0  # how many of them could be traced
     reports: dict[str, ProgramReport | Failure] = {}
     took: dict[str, float] = {}
     processes = [] if devices is None else [CompilerProcess(devices) for _ in range(_WORKERS)]
@@ -76,13 +77,14 @@ def search(
     try:
         with progress(title, len(programs) if most is None else most, quiet=quiet) as advance:
             while (left := end - time.monotonic()) > 0:
-                if len(running) < _WORKERS and (most is None or len(started) < most):
+                if len(running) < _WORKERS and (most is None or compiling < most):
                     name = pick(reports) if pick else next(iter(programs), None)
                     if name is not None:
                         # Here, as `jax.default_matmul_precision` and its like hold for one thread.
                         started.append(name)
                         start = time.perf_counter()
                         program = attempt(programs.pop(name))
+                        compiling += not isinstance(program, Failure)  # as that compiles nothing
                         seconds = time.perf_counter() - start
                         running[executor.submit(run, program, seconds)] = name
                         continue

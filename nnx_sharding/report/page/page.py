@@ -23,7 +23,7 @@ _SCRIPT = (
 )
 
 
-def html_page(report: Any, title: str | None = None) -> str:
+def html_page(report: Any, title: str | None = None, head: str = "") -> str:
     """Draw a report, or a comparison of several, as one self-contained HTML page.
 
     The page fetches nothing, and shows a summary without JavaScript. Names from the report are
@@ -33,6 +33,7 @@ def html_page(report: Any, title: str | None = None) -> str:
       report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
         in a file; or what :func:`~nnx_sharding.report.diff` returned.
       title: the title of the page; None takes the name in the report.
+      head: text that is shown as it is before the report, such as the summary of a plan.
 
     Example:
       >>> import jax
@@ -46,7 +47,7 @@ def html_page(report: Any, title: str | None = None) -> str:
     if isinstance(report, Changes):
         name, reports = "What changed", []
     elif isinstance(report, Comparison):
-        name, reports = f"{len(report.reports)} strategies compared", [*report.compiled.values()]
+        name, reports = f"{len(report.compiled)} strategies compared", [*report.compiled.values()]
     else:
         name, reports = report.name, [report]
     style = _part("page.css")
@@ -59,6 +60,7 @@ def html_page(report: Any, title: str | None = None) -> str:
         "script_hash": _hash(script),
         "style": style,
         "script": script,
+        "head": f'<pre class="scroll">{_escaped(head)}</pre>' if head else "",
         "summary": _escaped(report),
         "data": _script_data(report.as_dict()),
     }
@@ -66,9 +68,11 @@ def html_page(report: Any, title: str | None = None) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
 
 
-def write_html(path: str | os.PathLike[str], report: Any, title: str | None = None) -> None:
+def write_html(
+    path: str | os.PathLike[str], report: Any, title: str | None = None, head: str = ""
+) -> None:
     """Writes :func:`html_page` to a file, which is replaced if it exists."""
-    file_path(path).write_text(html_page(report, title), encoding="utf-8")
+    file_path(path).write_text(html_page(report, title, head), encoding="utf-8")
 
 
 def _made_with(report: ProgramReport) -> str:
