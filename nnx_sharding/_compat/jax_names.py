@@ -254,6 +254,32 @@ def trace_equations() -> list[Any]:
     return [] if get is None else get()
 
 
+def replace_equations(new: Callable[[Any], tuple[Any, dict[str, Any]] | None]) -> None:
+    """Gives equations of the current trace the primitives and parameters that ``new`` returns."""
+    entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
+    for number, entry in enumerate(entries):
+        equation: Any = entry() if isinstance(entry, weakref.ref) else entry
+        if equation is None:
+            continue
+        is_final = not hasattr(equation, "in_tracers")
+        found = new(equation if is_final else _Equation(equation))
+        if found is not None and is_final:
+            entries[number] = equation.replace(primitive=found[0], params=found[1])
+        elif found is not None:
+            equation.primitive, equation.params = found
+
+
+class _Equation:
+    """An equation of a trace that still goes on, with what those of a jaxpr have."""
+
+    def __init__(self, equation: Any):
+        self._equation = equation
+        self.invars = [tracer.val for tracer in equation.in_tracers]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._equation, name)
+
+
 def varies_in_vmap(x: Any) -> bool:
     """Whether a value may differ between the elements of the innermost ``vmap``."""
     trace = getattr(_trace_ctx, "trace", None)

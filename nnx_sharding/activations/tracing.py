@@ -54,7 +54,6 @@ from .axis_types import (
     opened,
     output_spec,
     with_auto_axes,
-    with_right_gradient,
 )
 from .calls import RECORD, Frame, Shape, Tag, in_call
 from .intercept import handler_here, original_of, with_handler
@@ -313,7 +312,6 @@ class Scope:
         chosen = self._find(frame)
         if chosen.input is not None and args:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
-        call = with_right_gradient(frame.module, call, self._pure.batch_axes)
         if schedule is not None and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
             call = schedule.wrap(frame.module, call, self._mesh, self._pure.batch_axes, ahead)

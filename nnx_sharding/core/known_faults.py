@@ -1,4 +1,4 @@
-"""Operations in a traced program that XLA is known to compute wrong."""
+"""Operations in a traced program that XLA is known to compute wrong: dodged, or warned about."""
 
 from __future__ import annotations
 
@@ -9,55 +9,40 @@ from jax.sharding import AbstractMesh, AxisType
 
 from .. import _compat
 from ..errors import WrongGradientWarning, message, report
-from ..specs.fitting import axes_of, axes_of_type
+from ..specs.fitting import axes_of_type
+from .convolutions import Replacements, is_grouped
 
 
-def warn_of_faults(
-    mesh: AbstractMesh | None, batch_axes: frozenset[Any], *, name: str, strict: bool
-) -> None:
-    """Warns about the gradients in the current trace that XLA may compute wrong.
+def dodge_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: bool) -> None:
+    """Replaces what XLA would compute wrong in the current trace, or warns about it.
 
-    ``batch_axes`` shard the rows, where no axis is Explicit.
+    In a nested trace, too: a gradient around it would make convolutions with groups.
     """
     if mesh is None:
         return
     large = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
     large -= axes_of_type(mesh, AxisType.Manual)
-    lines = []
-    for eqns in _equations(_compat.trace_equations()) if large else ():
-        what, axes, remedy = "", frozenset[Any](), ""
-        match (eqn := eqns[-1]).primitive.name:
-            case "conv_general_dilated" if eqn.params["batch_group_count"] > 1 and len(large) > 1:
-                # The gradient of a kernel is a convolution with groups of rows.
-                axes = large - _axes_of(eqn.invars[0], batch_axes)
-                what, remedy = "kernel of a grouped convolution", _CONVOLUTION
-            case "dot_general":
-                reduced = any(map(_reduced, eqn.invars))
-                axes = large & axes_of_type(mesh, AxisType.Auto) if reduced else axes
-                what, remedy = "reduced operand of a product", _REDUCED
-        if axes:
+    if not large:
+        return
+    auto = large & axes_of_type(mesh, AxisType.Auto)
+    has_groups, lines = False, list[str]()
+    for eqns in _equations(_compat.trace_equations()):
+        has_groups |= is_grouped(eqns[-1])
+        is_product = eqns[-1].primitive.name == "dot_general"
+        if is_product and auto and any(map(_reduced, eqns[-1].invars)):
             path = path_of(eqns)
-            what = f"{path}: {what}" if path else what
-            lines.append(f"  {what}: {', '.join(map(repr, sorted(axes)))}. {remedy}")
-    if lines:
+            what = f"{path}: {_REDUCED}" if path else _REDUCED
+            lines.append(f"  {what}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
+    if has_groups:
+        _compat.replace_equations(Replacements(large).of)
+    if lines and not nested:
         head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
         text = message(f"{head} mesh axes:", lines)
         report(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
 
 
-_CONVOLUTION = (
-    "Run nnx.Conv on Explicit axes or with a strategy for its model, shard the rows over all axes, "
-    "or call the convolution in a shard_map over these axes."
-)
-_REDUCED = "Reshard it before, to a spec that is not reduced."
-
-
-def _axes_of(x: Any, batch_axes: frozenset[Any]) -> frozenset[Any]:
-    """The axes over which an operand is sharded, or a ``shard_map`` mapped."""
-    mesh, spec = x.aval.sharding.mesh, x.aval.sharding.spec
-    sharded = frozenset(axis for entry in spec.partitions for axis in axes_of(entry))
-    is_typed = bool(axes_of_type(mesh, AxisType.Explicit))
-    return axes_of_type(mesh, AxisType.Manual) | (sharded if is_typed else batch_axes)
+_REDUCED = "reduced operand of a product"
+_REMEDY = "Reshard it before, to a spec that is not reduced."
 
 
 def _reduced(x: Any) -> frozenset[Any]:

@@ -26,7 +26,7 @@ from .call_context import Caller, called_by, caller_here
 from .flatten import Flat, flatten
 from .functions import name_as, name_of
 from .interrupts import release
-from .known_faults import warn_of_faults
+from .known_faults import dodge_faults
 from .outcome import Outcome, OutputGroup
 from .problems import not_arrays
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
@@ -188,9 +188,9 @@ class Pure:
         after = arrays.leave_as(self.structure, after, specs, names, **details)
         transform.check_outputs(fun_name, names, after.leaves, specs)
         check_captured(fun, leaves, name=name, strict=transform.strict)
-        if isinstance(transform, Sharded) and not caller.nested:
+        if isinstance(transform, Sharded):
             mesh = mesh_of_types(leaves, transform.context)
-            warn_of_faults(mesh, self.batch_axes, name=name, strict=transform.strict)
+            dodge_faults(mesh, name=name, strict=transform.strict, nested=caller.nested)
         return self._pack(fun_name, leaves, after, specs, names)
 
     def _user_call(self, caller: Caller, arrays: Retyped, built: Built) -> tuple[Any, Snapshot]:

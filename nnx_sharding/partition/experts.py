@@ -109,16 +109,17 @@ def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[Name
     if where is not None:
         is_wanted = to_predicate(where)
         for each in variables(model):
-            shape = each.shape or ()
-            sizes = [*shape[each.num_stacked :], *shape[: each.num_stacked]]
-            if experts in sizes and is_wanted(each.path, each.variable):
-                yield each, (sizes.index(experts) + each.num_stacked) % len(shape)
+            own_first = [*each.layer_dimensions, *each.layers.dimensions]
+            found = (d for d in own_first if (each.shape or ())[d] == experts)
+            dimension = next(found, None)
+            if dimension is not None and is_wanted(each.path, each.variable):
+                yield each, dimension
         return
-    own = [each for each in _own_parameters(model) if _layer_shape(each)[:1] == (experts,)]
-    modules = {each.path[:-1] for each in own if len(_layer_shape(each)) > 2}
+    own = [each for each in _own_parameters(model) if each.layer_shape[:1] == (experts,)]
+    modules = {each.path[:-1] for each in own if len(each.layer_shape) > 2}
     for each in own:
-        if each.path[:-1] in modules and len(_layer_shape(each)) > 1:
-            yield each, each.num_stacked
+        if each.path[:-1] in modules and len(each.layer_shape) > 1:
+            yield each, each.layer_dimensions[0]
 
 
 def _own_parameters(model: Any) -> list[NamedVariable]:
@@ -132,21 +133,16 @@ def _own_parameters(model: Any) -> list[NamedVariable]:
     ]
 
 
-def _layer_shape(each: NamedVariable) -> tuple[int, ...]:
-    """The shape of a parameter without the dimensions of stacked layers."""
-    return (each.shape or ())[each.num_stacked :]
-
-
 def _routed(model: Any) -> int:
     """The number of experts that the outputs of routers tell."""
-    routers = [each for each in variables(model) if len(_layer_shape(each)) == 2]
+    routers = [each for each in variables(model) if len(each.layer_shape) == 2]
     sizes = {
         shape[0]
         for each in _own_parameters(model)
-        if len(shape := _layer_shape(each)) > 2
+        if len(shape := each.layer_shape) > 2
         for router in routers
         if router.path[: len(beside := each.path[:-2])] == beside
-        if _layer_shape(router)[-1] == shape[0]
+        if router.layer_shape[-1] == shape[0]
     }
     if len(sizes) != 1:
         known = f"may be {' or '.join(map(str, sorted(sizes)))}" if sizes else "is not known"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import describe, like, padded
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
+from .layers import Stacked
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 
@@ -90,6 +91,24 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
     mesh = meshes.pop() if len(meshes) == 1 else None  # if all parameters agree
     other = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
     result: dict[Path, Any] = {}
+    for state, owner in _with_owners(optimizer, parameters):
+        result[state.path] = other if owner is None else _following(state, owner, specs[owner.path])
+    return result
+
+
+def optimizer_variables(optimizer: Any, model: Any) -> list[NamedVariable]:
+    """The Variables of an optimizer; those of stacked layers are where their parameter has them."""
+    parameters = {each.path: each for each in variables(model)}
+    return [
+        state if owner is None else state._replace(layers=_layers_of(state, owner))
+        for state, owner in _with_owners(optimizer, parameters)
+    ]
+
+
+def _with_owners(
+    optimizer: Any, parameters: Mapping[Path, NamedVariable]
+) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
+    """Each Variable of an optimizer, and the parameter that it belongs to, if any."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
     copies = {tuple(plain_key(path_key(key)) for key in keys) for keys, x in leaves if _is_state(x)}
     for state in variables(optimizer):
@@ -99,9 +118,17 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
         parts = (path[start:] for start in starts)
         if copy is not None:
             parts = (path[copy:end] for end in reversed(starts[copy:]))
-        owner = next((parameters[part] for part in parts if part in parameters), None)
-        result[state.path] = other if owner is None else _following(state, owner, specs[owner.path])
-    return result
+        yield state, next((parameters[part] for part in parts if part in parameters), None)
+
+
+def _layers_of(state: NamedVariable, parameter: NamedVariable) -> Stacked:
+    """The dimensions of layers in a Variable of the optimizer, found like its spec."""
+    shape, full, layers = state.shape, parameter.shape, parameter.layers
+    if shape is None or full is None or not layers.dimensions:
+        return Stacked()
+    marks = tuple(d in layers.dimensions for d in range(len(full)))
+    found = _entries(shape, full, marks, state.path)
+    return layers._replace(dimensions=tuple(d for d, mark in enumerate(found) if mark))
 
 
 def _is_state(x: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from flax import nnx
@@ -19,8 +19,10 @@ from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from ..transforms.stacking import layer_dimensions
 from .mesh import axes_across_slices
-from .optimizer import optimizer_specs, union, with_optimizer
+from .optimizer import optimizer_specs, optimizer_variables, union, with_optimizer
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
+
+LARGE = 2**14  # arrays with fewer elements are not worth the messages that shards take
 
 
 @_compat.api_boundary
@@ -54,7 +56,7 @@ def fsdp(
     optimizer: Any = None,
     base: StateSharding | None = None,
     axis: Any = "data",
-    min_size: int = 2**14,
+    min_size: int = LARGE,
     across_slices: bool = False,
     prefetch: int = 0,
 ) -> StateSharding:
@@ -63,8 +65,11 @@ def fsdp(
     In each array, the largest dimension that the axis divides is sharded; of equally large ones,
     the last. An array without such a dimension is replicated, as are normalization layers, random
     streams and buffers: the masks, rotary tables and other arrays that a model holds outside its
-    Variables. The dimension of the layers in a :class:`~nnx_sharding.Stack`, or in layers of Flax
-    stacked by ``nnx.vmap``, is never sharded.
+    Variables. The dimensions of stacked layers are never sharded: those of a
+    :class:`~nnx_sharding.Stack`; what parameters of Flax's layers have beyond the shape for one
+    layer, because ``vmap`` put it there along any axis; such a dimension of the Variables beside
+    them; and a dimension named ``layers`` in the metadata (``out_sharding``), as declared by
+    ``nnx.PARTITION_NAME``. Where equal sizes leave several candidates, none is sharded.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
     sharded yet, else after the axes of the largest one. The others keep their specs. So
@@ -127,7 +132,7 @@ def zero1(
     optimizer: Any,
     base: StateSharding | None = None,
     axis: Any = "data",
-    min_size: int = 2**14,
+    min_size: int = LARGE,
 ) -> StateSharding:
     """Shards the state of the optimizer over the data axis; parameters keep their shardings.
 
@@ -166,7 +171,8 @@ def zero1(
     specs = base_specs("zero1", model, base, mesh)
     state = optimizer_specs(optimizer, from_paths(specs), model)
     of_model = "model" if isinstance(optimizer, nnx.ModelAndOptimizer) else None
-    own = (each for each in variables(optimizer) if not each.path or each.path[0] != of_model)
+    states = optimizer_variables(optimizer, model)
+    own = (each for each in states if not each.path or each.path[0] != of_model)
     notes = _shard_all("zero1", state, own, axes, mesh, min_size)
     return from_paths(union(specs, state), activations_of(base), notes)
 
@@ -248,16 +254,17 @@ def _shard_all(
     notes, small, is_used = {}, [], False
     for each in arrays:
         old, new = specs[each.path], shard_largest(specs[each.path], each, axes, mesh)
-        size = math.prod(each.shape[each.num_stacked :]) if each.shape is not None else 0
+        size = each.layer_size
         if new == old or size >= min_size:
             specs[each.path] = new
+            if each.layers.is_ambiguous and not spec_axes_of(new, mesh):
+                notes[each.path] = ambiguous_layers(each)
         elif size:
             small.append((size, each.name))
             if not any(map(axes_of, old.partitions)):
-                per_layer = " in each layer" if each.num_stacked else ""
+                per_layer = " in each layer" if each.layers.dimensions else ""
                 notes[each.path] = f"fewer than min_size={min_size}{per_layer}"
-        pair = spec_and_mesh(specs[each.path], mesh)
-        is_used |= pair is not None and not set(axes).isdisjoint(spec_axes(pair[0]))
+        is_used |= not set(axes).isdisjoint(spec_axes_of(specs[each.path], mesh))
     if small and not is_used and math.prod(mesh.shape[axis] for axis in axes) > 1:
         size, largest = max(small)
         report(
@@ -268,6 +275,20 @@ def _shard_all(
             strict=False,
         )
     return notes
+
+
+def spec_axes_of(sharding: Any, mesh: Any) -> Set[Any]:
+    """The mesh axes that a sharding uses, if it has a spec."""
+    pair = spec_and_mesh(sharding, mesh)
+    return frozenset() if pair is None else frozenset(spec_axes(pair[0]))
+
+
+def ambiguous_layers(variable: NamedVariable) -> str:
+    """Why a Variable is replicated whose dimension of layers is not known."""
+    return (
+        f"its layers are stacked along one of the dimensions {variable.layers.dimensions}, none of "
+        "which is sharded. To tell which, name it 'layers' in its out_sharding, or pass base=…"
+    )
 
 
 def shard_dimension(
@@ -294,9 +315,9 @@ def shard_largest(sharding: Any, variable: NamedVariable, axes: Sequence[Any], m
     is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
     if not isinstance(sharding, PartitionSpec) or is_kept or shape is None:
         return sharding
-    layers = variable.num_stacked  # a loop slices these dimensions
     is_sharded = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)
-    order = sorted(range(layers, len(shape)), key=lambda d: (is_sharded[d], -shape[d], -d))
+    own = variable.layer_dimensions  # a loop slices the others
+    order = sorted(own, key=lambda d: (is_sharded[d], -shape[d], -d))
     free = [axis for axis in axes if axis not in spec_axes(sharding)]
     choices = (
         shard_dimension(sharding, shape, dimension, free[:count], mesh)

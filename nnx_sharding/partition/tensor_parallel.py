@@ -5,22 +5,32 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
+from ..errors import UnshardedWarning, report
 from ..specs.filters import Paths
+from ..specs.fitting import axes_of
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
 from .optimizer import with_optimizer
-from .strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
-from .variables import NamedVariable, variables
+from .strategies import (
+    LARGE,
+    activations_of,
+    ambiguous_layers,
+    base_specs,
+    mesh_and_axes,
+    shard_dimension,
+    spec_axes_of,
+)
+from .variables import NamedVariable, Shape, variables
 
-# The sharded dimension of each parameter of a layer, counted from the end because layers may be
-# stacked; None for none. The first parameter decides whether the style can be used.
+# The sharded dimension of each parameter of one layer, counted from the end; None for none. The
+# first parameter decides whether the style can be used.
 Style: TypeAlias = Mapping[str, "int | None"]
 
 # The styles for a layer, best first, or a function of a layer and its name that returns them.
@@ -111,27 +121,36 @@ def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -
     return _ordered(name, inside, outside, columns, rows)  # heads to features are rows
 
 
-def _own_einsum(layer: Any) -> Rule | None:
-    """The rule for a user's class that has the subscripts of an einsum and one parameter."""
+def _own_rule(layer: Any, known: Mapping[Any, NamedVariable]) -> Rule | None:
+    """The rule for a user's class: an einsum with one parameter, or matrices into and out of."""
     attributes = vars(layer) if isinstance(layer, nnx.Module) else {}
-    matches = [_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str)]
-    texts = [match for match in matches if match]
-    kernels = [
-        (key, shape[len(shape) - len(texts[0][1]) :])  # without the dimensions of a stack
+    shapes = {
+        key: known[id(x)].layer_shape
         for key, x in attributes.items()
-        if texts and isinstance(x, nnx.Param) and not isinstance(x, nnx.LoRAParam)
-        if len(shape := getattr(x.get_raw_value(), "shape", ())) >= len(texts[0][1])
+        if isinstance(x, nnx.Param) and id(x) in known
+    }
+    return _own_einsum(attributes, shapes) or _own_pairs(shapes)
+
+
+def _own_einsum(attributes: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Rule | None:
+    """The rule for a user's class that has the subscripts of an einsum and one parameter."""
+    matches = (_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str))
+    texts = [(match[0], match["kernel"]) for match in matches if match]
+    kernels = [
+        (key, shape)
+        for key, shape in shapes.items()
+        if texts and not isinstance(attributes[key], nnx.LoRAParam)
+        if len(shape) >= len(texts[0][1])
     ]
     if len(texts) != 1 or len(kernels) != 1:
         return None
-    return lambda _, name: _product(texts[0][0], *kernels[0], name)
+    [(text, letters)], [(key, shape)] = texts, kernels
+    # A stack of layers that is not known to be one has them in front.
+    return lambda _, name: _product(text, key, shape[len(shape) - len(letters) :], name)
 
 
-def _own_pairs(layer: Any) -> Rule:
+def _own_pairs(shapes: Mapping[str, Shape]) -> Rule:
     """The rule for a user's class with matrices into hidden features, and back."""
-    attributes = vars(layer) if isinstance(layer, nnx.Module) else {}
-    parameters = ((key, x) for key, x in attributes.items() if isinstance(x, nnx.Param))
-    shapes = {key: tuple(getattr(x.get_raw_value(), "shape", ())) for key, x in parameters}
     style = {}
     for name, (*stack, rows, columns) in ((k, x) for k, x in shapes.items() if len(x) > 1):
         if rows != columns and (*stack, columns, rows) in shapes.values():
@@ -164,7 +183,7 @@ RULES: dict[type, Rule] = {
 }
 
 # The subscripts of an einsum, with those of its second operand.
-_SUBSCRIPTS = re.compile(r"[\w. ]+, *(\w+) *->[\w. ]+")
+_SUBSCRIPTS = re.compile(r"[\w. ]+, *(?P<kernel>\w+) *->[\w. ]+")
 
 # Keys between a layer and the attribute that says what it is for.
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
@@ -218,7 +237,9 @@ def tensor_parallel(
         activations are then sent.
 
     Returns:
-      The spec of each path. All of them divide the shapes.
+      The spec of each path. All of them divide the shapes. Why others are replicated is noted by
+      :func:`~nnx_sharding.report.check_sharding`; if nothing is sharded and a parameter of your
+      own class is large, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
 
     Example:
       >>> from flax import nnx
@@ -234,17 +255,18 @@ def tensor_parallel(
     """
     mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis, across_slices=across_slices)
     before = base_specs("tensor_parallel", model, base, mesh)
-    paths = {_identity(each): each.path for each in variables(model)}
-    specs, rows = dict(before), list[Path]()
-    for path, layer, name, rule in _layers(model):
+    known = {_identity(each): each for each in variables(model)}
+    specs, rows, covered = dict(before), list[Path](), set[Path]()
+    for path, layer, name, rule in _layers(model, known):
         parameters = {
-            each.name: each._replace(path=paths[_identity(each, path)])
+            each.name: known[_identity(each, path)]
             for each in variables(layer)
-            if _identity(each, path) in paths
+            if _identity(each, path) in known
         }
         styles = rule(layer, name) if callable(rule) else rule
         styled, style = _styled(styles, parameters, before, axes, mesh)
         specs.update(styled)
+        covered.update(each.path for each in parameters.values())
         summed = (name for name, d in style.items() if name.endswith("bias") and d is None)
         rows += [(*path, *name.split("/")[:-1]) for name in summed]
     activations = activations_of(base)
@@ -253,7 +275,51 @@ def tensor_parallel(
             rows += [("model", *row) for row in rows]
         entry, rest = axes if len(axes) > 1 else axes[0], PartitionSpec.UNCONSTRAINED
         activations = activations.extended({Paths(rows): PartitionSpec(rest, entry, rest)})
-    return with_optimizer(specs, model, optimizer, activations)
+    notes = _notes(known.values(), specs, covered, axes)
+    used = (axis for spec in specs.values() for axis in spec_axes_of(spec, mesh))
+    if set(axes).isdisjoint(used) and math.prod(mesh.shape[axis] for axis in axes) > 1:
+        _warn_of_unknown(each for each in known.values() if each.path not in covered)
+    return with_optimizer(specs, model, optimizer, activations, notes)
+
+
+def _warn_of_unknown(parameters: Iterable[NamedVariable]) -> None:
+    """Warns of the largest parameter of a class without a rule, if it is large."""
+    own = (x for x in parameters if isinstance(x.variable, nnx.Param) and not x.is_norm)
+    largest = max(own, key=lambda each: each.layer_size, default=None)
+    if largest is not None and largest.layer_size >= LARGE:
+        report(
+            UnshardedWarning,
+            "tensor_parallel: nothing is sharded, because the model has none of the layers that it "
+            f"knows. The largest parameter, {largest.name}, has {largest.layer_size} elements. "
+            f"{_REMEDY}",
+            strict=False,
+        )
+
+
+def _notes(
+    parameters: Iterable[NamedVariable],
+    specs: Mapping[Path, Any],
+    covered: Set[Path],
+    axes: Sequence[Any],
+) -> dict[Path, str]:
+    """Why parameters stay replicated, by path."""
+    notes = {}
+    for each in parameters:
+        spec = specs[each.path]
+        if isinstance(spec, PartitionSpec) and not any(map(axes_of, spec.partitions)):
+            names = ", ".join(map(repr, axes))
+            if each.layers.is_ambiguous:
+                notes[each.path] = ambiguous_layers(each)
+            elif each.is_norm:
+                notes[each.path] = "of a normalization layer"
+            elif each.path in covered:
+                notes[each.path] = f"added to sums over {names}, or not divided by it in its layer"
+            else:
+                notes[each.path] = f"of no layer that tensor_parallel knows. {_REMEDY}"
+    return notes
+
+
+_REMEDY = "Shard parameters of your own classes by from_rules, and pass that as base."
 
 
 def _identity(each: NamedVariable, start: Path = ()) -> Any:
@@ -262,12 +328,14 @@ def _identity(each: NamedVariable, start: Path = ()) -> Any:
     return id(each.variable) if is_variable else (*start, *each.path)
 
 
-def _layers(model: Any) -> Iterator[tuple[Path, Any, str, Rule]]:
+def _layers(
+    model: Any, known: Mapping[Any, NamedVariable]
+) -> Iterator[tuple[Path, Any, str, Rule]]:
     """The layers that have a rule, inner ones first, each with the attribute that holds it."""
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
         found = (RULES[kind] for kind in type(node).__mro__ if kind in RULES)
-        rule = next(found, None) or _own_einsum(node) or _own_pairs(node)
+        rule = next(found, None) or _own_rule(node, known)
         if rule:
             layers.append((path, node, rule))
     for path, node, rule in sorted(layers, key=lambda layer: -len(layer[0])):
@@ -286,9 +354,11 @@ def _styled(
     usable = [style for style in styles if next(iter(style)) in parameters]
     for count, style in itertools.product(range(len(axes), 0, -1), usable):
         specs = {
-            name: shard_dimension(before[each.path], each.shape, dimension, axes[:count], mesh)
+            name: None
+            if (dimension := each.dimension(index)) is None
+            else shard_dimension(before[each.path], each.shape, dimension, axes[:count], mesh)
             for name, each in parameters.items()
-            if (dimension := style.get(name)) is not None
+            if (index := style.get(name)) is not None
         }
         if specs[next(iter(style))] is not None:
             named = [(name, each.path) for name, each in parameters.items() if name in style]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -11,13 +11,13 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..core.flatten import Flat, flatten
+from ..core.flatten import flatten
 from ..core.structure import Structure, VariableEntry, atoms
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.filters import Paths
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
-from ..transforms.stacking import layer_dimensions
+from .layers import LayerDimensions, Stacked
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -29,7 +29,7 @@ class NamedVariable(NamedTuple):
     variable: Any
     arrays: tuple[Any, ...]
     is_buffer: bool = False  # an array that a model with Variables holds outside of them
-    num_stacked: int = 0  # leading dimensions for stacked layers
+    layers: Stacked = Stacked()  # the dimensions of stacked layers
     is_norm: bool = False  # a parameter or statistic of a normalization layer
 
     @property
@@ -49,6 +49,30 @@ class NamedVariable(NamedTuple):
         return shapes.pop() if len(shapes) == 1 else None
 
     @property
+    def layer_shape(self) -> Shape:
+        """The shape for one layer; ``()`` without a shape, or if the layers are not known."""
+        if self.shape is None or self.layers.is_ambiguous:
+            return ()
+        return tuple(self.shape[d] for d in self.layer_dimensions)
+
+    @property
+    def layer_dimensions(self) -> list[int]:
+        """The dimensions that are not those of stacked layers, in their order."""
+        return [d for d in range(len(self.shape or ())) if d not in self.layers.dimensions]
+
+    @property
+    def layer_size(self) -> int:
+        """The number of elements in one layer, or what is known to be part of one."""
+        shape = self.shape
+        return 0 if shape is None else math.prod(shape[d] for d in self.layer_dimensions)
+
+    def dimension(self, index: int) -> int | None:
+        """The dimension that has this index in one layer; None if that is not known."""
+        own = self.layer_dimensions
+        is_known = not self.layers.is_ambiguous and -len(own) <= index < len(own)
+        return own[index] if is_known else None
+
+    @property
     def metadata(self) -> Mapping[str, Any]:
         """The metadata of a Variable; none for a bare array."""
         return self.variable.get_metadata() if isinstance(self.variable, nnx.Variable) else {}
@@ -65,8 +89,7 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
     """All Variables and arrays of a model, an optimizer or a pytree, each under its first path."""
     flat = flatten(tree, graph=True)
     structure = flat.structure
-    parameters, stacked = _plain_parameters(structure), layer_dimensions(flat)
-    sizes, norms = _stacked_layers(flat)
+    parameters, layers = _plain_parameters(structure), LayerDimensions(flat)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
         if arrays:
@@ -75,53 +98,10 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
             is_buffer = is_array and parameters.isdisjoint(location.slots)
             path = tuple(map(plain_key, location.path))
-            prefixes = (path[:count] for count in range(len(path) - 1, -1, -1))
-            size = next((sizes[prefix] for prefix in prefixes if prefix in sizes), ())
-            is_stacked = getattr(arrays[0], "shape", ())[: len(size)] == size
-            count = max(stacked.get(location.slots[0], 0), is_stacked * len(size))
-            yield NamedVariable(path, subject, arrays, is_buffer, count, path[:-1] in norms)
-
-
-def _stacked_layers(flat: Flat) -> tuple[Mapping[Path, Shape], Set[Path]]:
-    """The dimensions that ``nnx.vmap`` added to all layers below a path, and paths of norms."""
-    sizes, norms = dict[Path, Shape](), set[Path]()
-    found = {i: (x, name, rank) for i, x in enumerate(flat.objects) for name, rank in _kernel(x)}
-    paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if found else {}
-    for index, (layer, name, rank) in found.items():
-        path = tuple(map(plain_key, paths[index][0]))
-        shape = getattr(getattr(layer, name).get_raw_value(), "shape", ())
-        size = shape[: max(len(shape) - rank, 0)]
-        for prefix in (path[:count] for count in range(len(path) + 1)):
-            pairs = zip(sizes.get(prefix, size), size, strict=False)
-            same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-            sizes[prefix] = tuple(x for x, _ in same)
-        if isinstance(layer, _NORMS):
-            norms.add(path)
-    return sizes, norms
-
-
-def _kernel(layer: Any) -> Iterator[tuple[str, int]]:
-    """The name and the number of dimensions of the main parameter of a known layer."""
-    kind = next((kind for kind in type(layer).__mro__ if kind in _KERNELS), None)
-    if kind is not None:
-        name, rank = _KERNELS[kind]
-        if isinstance(getattr(layer, name, None), nnx.Variable):
-            yield name, rank(layer) if callable(rank) else rank
-
-
-_NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
-_KERNELS: dict[type, tuple[str, Any]] = {
-    **dict.fromkeys(_NORMS, ("scale", 1)),
-    nnx.Linear: ("kernel", 2),
-    nnx.LinearGeneral: (
-        "kernel",
-        lambda x: len(x.in_features) + len(x.out_features) + len(x.batch_axis),
-    ),
-    nnx.Einsum: ("kernel", lambda x: len(x.kernel_shape)),
-    nnx.Embed: ("embedding", 2),
-    nnx.LoRA: ("lora_a", 2),
-    **dict.fromkeys((nnx.Conv, nnx.ConvTranspose), ("kernel", lambda x: len(x.kernel_size) + 2)),
-}
+            shape = tuple(getattr(arrays[0], "shape", ()))
+            stacked = layers.of(path, subject, location.slots, shape)
+            is_norm = layers.is_norm(subject)
+            yield NamedVariable(path, subject, arrays, is_buffer, stacked, is_norm)
 
 
 def _plain_parameters(structure: Structure) -> Set[int]:

@@ -226,7 +226,7 @@ def _rows(x: Any) -> int:
 
 def _experts(model: Any) -> int:
     """The number of experts: of outputs of a router, and of matrices in a parameter of a class."""
-    found = [x.shape[x.num_stacked :] for x in variables(model) if x.shape]
+    found = [x.layer_shape for x in variables(model)]
     outputs = {shape[1] for shape in found if len(shape) == 2}
     stacked = [shape[0] for shape in found if len(shape) == 3 and shape[0] in outputs]
     for number, _ in Counter(stacked).most_common():

@@ -1,0 +1,228 @@
+"""Grouped convolutions as products, because XLA partitions them wrong.
+
+Drawn at random, one in twenty grouped convolutions of which XLA shards features, windows or groups
+has wrong values or does not compile. The gradients of many programs have such ones: that of the
+kernel of a grouped convolution, of any kernel for each example of a batch, and of a convolution
+that a pipeline maps over its stages. Ungrouped convolutions and products are partitioned right.
+
+So when a trace ends, XLA gets no grouped convolution to partition: each is replaced by one of two
+sums, whichever has fewer terms (positions k of the kernel in a forward pass, positions t of the
+output for the gradient of a kernel), with groups g, rows n, and channels i and o:
+
+    out[n, g, o, t] = sum over k of  lhs[n, g, i, t * stride + k * dilation] · rhs[g, o, i, k]
+    out[.., t] for each t            = lhs[n, g, i, t * stride + all k * dilation] · rhs[g, o, i, k]
+
+Each term is a strided slice and one product, with the groups as a batch dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from ..specs.fitting import axes_of_type
+
+# More terms than these run in a loop, so that the program stays small.
+_MOST_UNROLLED = 64
+
+
+class Replacements:
+    """The equations that take the place of some with grouped convolutions, at any depth."""
+
+    def __init__(self, axes: frozenset[Any]):
+        self._axes = axes  # those of the mesh that have several devices
+        self._jaxprs: dict[int, tuple[Any, Any]] = {}  # by id, with the old one to keep it alive
+
+    def of(self, eqn: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The primitive and parameters that replace those of an equation; None to keep them."""
+        if is_grouped(eqn):
+            types = (eqn.invars[0].aval.sharding.mesh, eqn.ctx.cur_abstract_mesh)
+            manual = frozenset().union(*(axes_of_type(mesh, AxisType.Manual) for mesh in types))
+            return _call_of_products(eqn) if self._axes - manual else None
+        new = {key: self._value(value) for key, value in eqn.params.items()}
+        same = all(value is eqn.params[key] for key, value in new.items())
+        return None if same else (eqn.primitive, new)
+
+    def _value(self, value: Any) -> Any:
+        """A parameter of an equation, with replacements in the jaxprs that it holds."""
+        if isinstance(value, tuple | list):
+            items = [self._value(item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            is_plain = type(value) in (tuple, list)
+            return value if same or not is_plain else type(value)(items)
+        inner = getattr(value, "jaxpr", value)
+        if not hasattr(inner, "eqns"):
+            return value
+        if id(value) not in self._jaxprs:
+            self._jaxprs[id(value)] = value, self._jaxpr(value, inner)
+        return self._jaxprs[id(value)][1]
+
+    def _jaxpr(self, value: Any, inner: Any) -> Any:
+        found = {i: new for i, eqn in enumerate(inner.eqns) if (new := self.of(eqn)) is not None}
+        if not found:
+            return value
+        eqns = [
+            eqn.replace(primitive=found[i][0], params=found[i][1]) if i in found else eqn
+            for i, eqn in enumerate(inner.eqns)
+        ]
+        new = inner.replace(eqns=eqns)
+        return new if inner is value else value.replace(jaxpr=new)
+
+
+def is_grouped(eqn: Any) -> bool:
+    """Whether an equation is a convolution with groups of channels or of rows."""
+    counts = ("feature_group_count", "batch_group_count")
+    is_convolution = eqn.primitive.name == "conv_general_dilated"
+    return is_convolution and any(eqn.params[count] > 1 for count in counts)
+
+
+def _call_of_products(eqn: Any) -> tuple[Any, dict[str, Any]]:
+    """A call of ``as_products`` in the place of a convolution, as the primitive of ``jax.jit``."""
+    out = eqn.outvars[0].aval.sharding
+    products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
+    if explicit := axes_of_type(out.mesh, AxisType.Explicit):
+        # JAX cannot type slices and reshapes of what is sharded; XLA follows the operands.
+        products = jax.sharding.auto_axes(products, axes=tuple(explicit), out_sharding=out)
+
+    # The slices are not kept for a gradient of this program.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def convolution(lhs: Any, rhs: Any) -> Any:
+        return products(lhs, rhs)
+
+    with eqn.ctx.manager:
+        traced = jax.make_jaxpr(jax.jit(convolution))(*(x.aval for x in eqn.invars))
+    [call] = traced.jaxpr.eqns
+    return call.primitive, call.params
+
+
+def as_products(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: lax.ConvDimensionNumbers,
+    feature_group_count: int,
+    batch_group_count: int,
+    precision: Any,
+    preferred_element_type: Any,
+    **_: Any,
+) -> jax.Array:
+    """Computes what ``jax.lax.conv_general_dilated_p`` does with these parameters, by products."""
+    groups = feature_group_count * batch_group_count  # one of them is 1
+    x = lax.transpose(lhs, dimension_numbers.lhs_spec)  # (rows, channels, *spatial)
+    x = _split_groups(x, 0 if batch_group_count > 1 else 1, groups)
+    edges = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + edges)
+    kernel = lax.transpose(rhs, dimension_numbers.rhs_spec)  # (features, channels, *window)
+    kernel = _split_groups(kernel, 0, groups)
+
+    window = kernel.shape[3:]
+    spans = map(_span, window, rhs_dilation)
+    sizes = zip(x.shape[3:], spans, window_strides, strict=True)
+    outputs = tuple((size - span) // stride + 1 for size, span, stride in sizes)
+    out_type = preferred_element_type or jnp.result_type(x, kernel)
+    # A convolution rounds once, not after each term.
+    is_low = jnp.issubdtype(out_type, jnp.floating) and jnp.dtype(out_type).itemsize < 4
+    sum_type = jnp.float32 if is_low else out_type
+    product = functools.partial(
+        lax.dot_general, precision=precision, preferred_element_type=sum_type
+    )
+    terms = _Terms(x, kernel, outputs, window_strides, rhs_dilation, product)
+    if math.prod(window) <= math.prod(outputs):
+        out = jnp.moveaxis(_sum(terms.of_kernel_position, window), -1, 2)
+    else:
+        out = _stacked(terms.of_output, outputs)
+    # (groups, rows, features, *outputs) → (rows, groups * features, *outputs)
+    out = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *outputs).astype(out_type)
+    out_spec = dimension_numbers.out_spec
+    return lax.transpose(out, [out_spec.index(d) for d in range(out.ndim)])
+
+
+class _Terms(NamedTuple):
+    """The products that a convolution with groups is the sum, or the list, of."""
+
+    x: jax.Array  # (groups, rows, channels, *spatial), padded
+    kernel: jax.Array  # (groups, features, channels, *window)
+    outputs: Sequence[int]
+    strides: Sequence[int]
+    dilation: Sequence[int]
+    product: Callable[..., jax.Array]
+
+    def of_kernel_position(self, position: Sequence[Any]) -> jax.Array:
+        """What one position of the kernel adds to all outputs."""
+        starts = [p * step for p, step in zip(position, self.dilation, strict=True)]
+        part = _slice(self.x, starts, self.outputs, self.strides)
+        # part: (groups, rows, channels, *outputs)
+        ones = [1] * len(position)
+        kernel = _slice(self.kernel, position, ones, ones).reshape(self.kernel.shape[:3])
+        # kernel: (groups, features, channels); result: (groups, rows, *outputs, features)
+        return self.product(part, kernel, (((2,), (2,)), ((0,), (0,))))
+
+    def of_output(self, position: Sequence[Any]) -> jax.Array:
+        """One output: all of a window times all of the kernel."""
+        starts = [p * step for p, step in zip(position, self.strides, strict=True)]
+        part = _slice(self.x, starts, self.kernel.shape[3:], self.dilation)
+        # part: (groups, rows, channels, *window); result: (groups, rows, features)
+        summed = tuple(range(2, part.ndim))
+        return self.product(part, self.kernel, ((summed, summed), ((0,), (0,))))
+
+
+def _split_groups(x: jax.Array, dimension: int, groups: int) -> jax.Array:
+    """Splits one of the first two dimensions, and puts the groups in front."""
+    shape = (*x.shape[:dimension], groups, -1, *x.shape[dimension + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dimension, 0)
+
+
+def _span(size: int, step: int) -> int:
+    return (size - 1) * step + 1
+
+
+def _slice(
+    x: jax.Array, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]
+) -> jax.Array:
+    """Takes ``sizes`` positions in steps from the spatial dimensions, the last ones of ``x``."""
+    spans = map(_span, sizes, steps)
+    first = x.ndim - len(sizes)
+    for d, (start, span, step) in enumerate(zip(starts, spans, steps, strict=True), start=first):
+        if isinstance(start, int):
+            x = lax.slice_in_dim(x, start, start + span, step, axis=d)
+        else:
+            part = lax.dynamic_slice_in_dim(x, start, span, axis=d)
+            x = lax.slice_in_dim(part, 0, span, step, axis=d)
+    return x
+
+
+def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
+    """The sum of the terms of all positions."""
+    if math.prod(sizes) <= _MOST_UNROLLED:
+        terms = map(term, itertools.product(*map(range, sizes)))
+        return functools.reduce(operator.add, terms)
+    first = term([0] * len(sizes))
+
+    def add(index: jax.Array, total: jax.Array) -> jax.Array:
+        return total + term(jnp.unravel_index(index, sizes))
+
+    total: jax.Array = lax.fori_loop(1, math.prod(sizes), add, first)
+    return total
+
+
+def _stacked(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
+    """The terms of all positions, in new last dimensions."""
+    if math.prod(sizes) <= _MOST_UNROLLED:
+        terms = jnp.stack([*map(term, itertools.product(*map(range, sizes)))], -1)
+    else:
+        positions = jnp.arange(math.prod(sizes))
+        terms = jnp.moveaxis(lax.map(lambda i: term(jnp.unravel_index(i, sizes)), positions), 0, -1)
+    return terms.reshape(*terms.shape[:-1], *sizes)

@@ -1,0 +1,234 @@
+"""Strategies never shard the dimensions of stacked layers, wherever ``vmap`` put them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from nnx_sharding import StateAxes, eval_shape, jit, scan, vmap
+from nnx_sharding.partition import fsdp, sharded_init, tensor_parallel, zero1
+from nnx_sharding.partition.variables import variables
+from nnx_sharding.report import check_sharding
+
+P = PartitionSpec
+WIDTH = 16
+
+
+class Own(nnx.Module):
+    """A user's class, which tells no shapes."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(rngs.normal((24, WIDTH)) / 8)
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.table[...].T) @ self.table[...]
+
+
+LAYERS = {
+    "linear": lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+    "without bias": lambda rngs: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs),
+    "general": lambda rngs: nnx.LinearGeneral(WIDTH, (WIDTH,), rngs=rngs),
+    "norm": lambda rngs: nnx.LayerNorm(WIDTH, rngs=rngs),
+    "lora": lambda rngs: nnx.LoRA(WIDTH, 4, WIDTH, rngs=rngs),
+    "attention": lambda rngs: nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs),
+    "own": Own,
+}
+
+
+class Block(nnx.Module):
+    def __init__(self, kinds, rngs):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.inner = nnx.List([LAYERS[kind](rngs) for kind in kinds])
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.inner:
+            x = x + (layer(x[:, None])[:, 0] if _is_attention(layer) else layer(x))
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+def _is_attention(layer):
+    return isinstance(layer, nnx.MultiHeadAttention)
+
+
+class Case(NamedTuple):
+    """A stack of blocks, or of stacks of them, and how it is sharded."""
+
+    kinds: tuple[str, ...]
+    axes: tuple[int, ...]  # of Params: the dimension of layers, from the outer stack to the inner
+    lengths: tuple[int, ...]
+    mapping: Any  # ours or Flax's
+    strategy: str
+    axis_type: AxisType
+
+    @classmethod
+    def drawn(cls):
+        depth = random.choice((1, 1, 2))
+        return cls(
+            tuple(random.choices([*LAYERS], k=random.choice((0, 1, 2)))),
+            tuple(random.choice((0, 1, 1, -1)) for _ in range(depth)),
+            tuple(random.sample((2, 4, 8, WIDTH), depth)),
+            random.choice((vmap, nnx.vmap)),
+            random.choice([*STRATEGIES]),
+            random.choice((AxisType.Auto, AxisType.Explicit)),
+        )
+
+    def make(self, rngs=None, level=0):
+        """The blocks below one level of stacks."""
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        if level == len(self.axes):
+            return Block(self.kinds, rngs)
+        kind = StateAxes if self.mapping is vmap else nnx.StateAxes
+        axes = kind({nnx.Param: self.axes[level], ...: 0})
+        make = self.mapping(lambda rngs: self.make(rngs, level + 1), in_axes=(0,), out_axes=axes)
+        return nnx.split_rngs(splits=self.lengths[level])(make)(rngs)
+
+    def call(self, layers, x, level=0):
+        if level == len(self.axes):
+            return layers(x)
+        axes = StateAxes({nnx.Param: self.axes[level], ...: 0})
+        run = scan(
+            lambda x, inner: self.call(inner, x, level + 1),
+            in_axes=(nnx.Carry, axes),
+            out_axes=nnx.Carry,
+        )
+        return run(x, layers)
+
+    def dimensions(self, rank):
+        """The dimensions of layers of a Param of this rank."""
+        found: list[int] = []
+        for inner, axis in enumerate(reversed(self.axes), start=rank - len(self.axes) + 1):
+            axis %= inner
+            found = [axis, *(d + (d >= axis) for d in found)]
+        return found
+
+
+def _fsdp(model, mesh, **options):
+    return fsdp(model, mesh=mesh, min_size=0, **options)
+
+
+STRATEGIES = {
+    "fsdp": _fsdp,
+    "tensor": lambda model, mesh, **options: tensor_parallel(model, mesh=mesh, **options),
+    "both": lambda model, mesh, **options: _fsdp(
+        model, mesh, base=tensor_parallel(model, mesh=mesh), **options
+    ),
+    "zero1": lambda model, mesh, **options: zero1(
+        model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh), **options
+    ),
+}
+
+
+class Trainer(nnx.Module):
+    def __init__(self, case):
+        self.model = case.make()
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(1e-3), wrt=nnx.Param)
+
+
+def unsharded(case, tree, sharding):
+    """Checks that no Param, and no state of one, is sharded along a dimension of layers."""
+    for each in variables(tree):
+        if len(each.shape or ()) >= len(case.axes) and "count" not in each.path:
+            spec = sharding.find(each.path, each.variable)[1]
+            entries = (*spec.partitions, *[None] * len(each.shape))
+            for d in case.dimensions(len(each.shape)):
+                assert entries[d] is None, (case, each.path, each.shape, spec)
+
+
+def check_shardings(case):
+    """Checks the specs of all that a strategy shards, from shapes alone."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(case.axis_type,) * 2)
+    model = nnx.eval_shape(case.make)
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(case.make(), optax.adam(1e-3), wrt=nnx.Param))
+    sharding = STRATEGIES[case.strategy](model, mesh, optimizer=optimizer)
+    unsharded(case, model, sharding)
+    unsharded(case, optimizer, sharding)
+    specs = [sharding.find(each.path, each.variable)[1] for each in variables(optimizer)]
+    assert any(spec != P() for spec in specs), case
+
+
+def check_numbers(case):
+    """Compares the output and the gradients with one device."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(case.axis_type,) * 2)
+    model = eval_shape(case.make)
+    optimizer = eval_shape(lambda: nnx.Optimizer(case.make(), optax.sgd(1.0), wrt=nnx.Param))
+    sharding = STRATEGIES[case.strategy](model, mesh, optimizer=optimizer)
+    x = np.random.default_rng(0).standard_normal((8, WIDTH)).astype(np.float32)
+
+    def step(layers, x):
+        return nnx.value_and_grad(lambda layers: (case.call(layers, x) ** 2).mean())(layers)
+
+    want = nnx.jit(step)(case.make(), x)
+    found = jit(step, in_shardings=(sharding, P("data")), mesh=mesh)(
+        sharded_init(case.make, sharding, mesh), x
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        close = 1e-3 * np.abs(b).max()  # each block adds to the same sum
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=close, err_msg=str(case))
+
+
+def test_specs():
+    """They need no devices, so many are drawn."""
+    for _ in range(6):
+        check_shardings(Case.drawn())
+
+
+@pytest.mark.parametrize("number", range(150))
+def test_drawn(number):
+    case = Case.drawn()
+    check_shardings(case)
+    check_numbers(case)
+
+
+def test_as_much_is_sent_as_with_layers_in_front():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    sent = []
+    for axis in (0, 1):
+        case = Case(("linear", "norm"), (axis,), (8,), vmap, "both", AxisType.Auto)
+        sharding = STRATEGIES["both"](eval_shape(case.make), mesh)
+        layers = sharded_init(case.make, sharding, mesh)
+        step = jit(case.call, in_shardings=(sharding, P("data")), mesh=mesh)
+        collectives = step.lower(layers, jnp.ones((8, WIDTH))).compile().collectives()
+        sent.append(sorted((x.kind, x.axes, x.bytes, x.times) for x in collectives))
+    assert sent[0] == sent[1]
+
+
+class Named(nnx.Module):
+    """Only classes of the user's, whose dimension of layers has a declared name."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(
+            rngs.normal((8, WIDTH)), out_sharding=(None, "out"), eager_sharding=False
+        )
+
+
+@pytest.mark.parametrize("mapping", [vmap, nnx.vmap])
+def test_a_declared_name(mapping):
+    @nnx.split_rngs(splits=64)
+    def make(rngs):
+        return mapping(Named, out_axes=1, transform_metadata={nnx.PARTITION_NAME: "layers"})(rngs)
+
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    assert _fsdp(model, mesh).map_prefix(("table",), model.table) == P(None, None, "data")
+
+
+def test_what_is_not_known_is_not_sharded():
+    @nnx.split_rngs(splits=8)
+    def make(rngs):
+        linear = lambda rngs: nnx.Linear(8, 3, use_bias=False, rngs=rngs)  # noqa: E731
+        return vmap(linear, out_axes=1)(rngs)
+
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    for strategy in (_fsdp, lambda model, mesh: tensor_parallel(model, mesh=mesh, axis="data")):
+        [row] = check_sharding(model, strategy(model, mesh), mesh).rows
+        assert "one of the dimensions (0, 1)" in row.reason
