@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .. import _compat
-from ..errors import ShardingWarning, report
 from .interrupts import hold
 
 
@@ -91,13 +90,12 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     plan = caller.plan
     # JAX also compiles the programs that move arguments to their shardings.
     if details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
+        plan.reported.pop(_compat.CACHE_HIT, None)  # belongs to that program
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:
         plan.reported.pop(_compat.CACHE_HIT, None)  # belongs to a program that moved arguments
     if event == _compat.COMPILATION:
-        if _compat.CACHE_HIT in plan.reported:
-            _warn_of_cached_program(plan, caller.leaves)
         if _LOGGER.isEnabledFor(logging.INFO):
             _LOGGER.info("%s", _described(plan, caller.leaves))
         plan.reported.clear()
@@ -132,26 +130,6 @@ def _devices_of(plan: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
     if mesh is not None:
         return mesh.size, mesh
     return max((len(x.device_set) for x in known if x is not None), default=1), None
-
-
-_WARNED: list[str] = []  # the functions; there is one warning in a process
-
-
-def _warn_of_cached_program(plan: Any, leaves: Sequence[Any]) -> None:
-    """Warns once of a program for several CPU devices that JAX has read from its cache."""
-    if _WARNED or not _compat.CACHED_CPU_PROGRAMS_HANG or jax.default_backend() != "cpu":
-        return
-    count, _ = _devices_of(plan, leaves)
-    if count > 1:
-        _WARNED.append(plan.fun_name)
-        report(
-            ShardingWarning,
-            f"jit: {plan.fun_name} for {count} CPU devices comes from JAX's persistent compilation "
-            "cache. By a fault of this jaxlib, such programs may hang or crash when they run; "
-            "others are not affected. Set JAX_ENABLE_COMPILATION_CACHE=false where programs run on "
-            "several CPU devices.",
-            strict=False,
-        )
 
 
 jax.monitoring.register_event_listener(_on_event)
