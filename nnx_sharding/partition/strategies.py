@@ -22,8 +22,6 @@ from .mesh import axes_across_slices
 from .optimizer import optimizer_specs, optimizer_variables, union, with_optimizer
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
-LARGE = 2**14  # arrays with fewer elements are not worth the messages that shards take
-
 
 @_compat.api_boundary
 def replicated(
@@ -56,7 +54,7 @@ def fsdp(
     optimizer: Any = None,
     base: StateSharding | None = None,
     axis: Any = "data",
-    min_size: int = LARGE,
+    min_size: int = 2**14,
     across_slices: bool = False,
     prefetch: int = 0,
 ) -> StateSharding:
@@ -132,7 +130,7 @@ def zero1(
     optimizer: Any,
     base: StateSharding | None = None,
     axis: Any = "data",
-    min_size: int = LARGE,
+    min_size: int = 2**14,
 ) -> StateSharding:
     """Shards the state of the optimizer over the data axis; parameters keep their shardings.
 

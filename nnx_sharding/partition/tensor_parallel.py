@@ -12,20 +12,17 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
-from ..errors import UnshardedWarning, report
 from ..specs.filters import Paths
 from ..specs.fitting import axes_of
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
 from .optimizer import with_optimizer
 from .strategies import (
-    LARGE,
     activations_of,
     ambiguous_layers,
     base_specs,
     mesh_and_axes,
     shard_dimension,
-    spec_axes_of,
 )
 from .variables import NamedVariable, Shape, variables
 
@@ -238,8 +235,7 @@ def tensor_parallel(
 
     Returns:
       The spec of each path. All of them divide the shapes. Why others are replicated is noted by
-      :func:`~nnx_sharding.report.check_sharding`; if nothing is sharded and a parameter of your
-      own class is large, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
+      :func:`~nnx_sharding.report.check_sharding`.
 
     Example:
       >>> from flax import nnx
@@ -276,24 +272,7 @@ def tensor_parallel(
         entry, rest = axes if len(axes) > 1 else axes[0], PartitionSpec.UNCONSTRAINED
         activations = activations.extended({Paths(rows): PartitionSpec(rest, entry, rest)})
     notes = _notes(known.values(), specs, covered, axes)
-    used = (axis for spec in specs.values() for axis in spec_axes_of(spec, mesh))
-    if set(axes).isdisjoint(used) and math.prod(mesh.shape[axis] for axis in axes) > 1:
-        _warn_of_unknown(each for each in known.values() if each.path not in covered)
     return with_optimizer(specs, model, optimizer, activations, notes)
-
-
-def _warn_of_unknown(parameters: Iterable[NamedVariable]) -> None:
-    """Warns of the largest parameter of a class without a rule, if it is large."""
-    own = (x for x in parameters if isinstance(x.variable, nnx.Param) and not x.is_norm)
-    largest = max(own, key=lambda each: each.layer_size, default=None)
-    if largest is not None and largest.layer_size >= LARGE:
-        report(
-            UnshardedWarning,
-            "tensor_parallel: nothing is sharded, because the model has none of the layers that it "
-            f"knows. The largest parameter, {largest.name}, has {largest.layer_size} elements. "
-            f"{_REMEDY}",
-            strict=False,
-        )
 
 
 def _notes(
@@ -319,7 +298,7 @@ def _notes(
     return notes
 
 
-_REMEDY = "Shard parameters of your own classes by from_rules, and pass that as base."
+_REMEDY = "Give it a spec by override(...)."
 
 
 def _identity(each: NamedVariable, start: Path = ()) -> Any:
