@@ -249,7 +249,7 @@ class PipelineTest(parameterized.TestCase):
         model = stack([nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)])
         sharding = pipeline(model, mesh=mesh_of((4,), ("stage",)), microbatches=4)
         step = jit(forward, in_shardings=(sharding, P()), mesh=mesh_of((8,), ("stage",)))
-        with pytest.raises(ValueError, match="divide"):
+        with pytest.raises(ValueError, match="divisible"):
             step(model, X)
 
 
