@@ -115,6 +115,14 @@ class Model(nnx.Module):
                 x = run(block, x)
         return self.head(self.norm(x)).astype(jnp.float32)
 
+    def losses(self, tokens: jax.Array) -> jax.Array:
+        """The loss of each predicted byte, for tokens of shape (batch, length + 1).
+
+        Outside of the model, logits that are sharded over the bytes would be gathered.
+        """
+        logits = self(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
 
 def make(config: Config) -> tuple[Model, nnx.Optimizer[Model]]:
     """A model and its optimizer."""
@@ -130,16 +138,11 @@ def sharding_of(model: Any, optimizer: Any, mesh: Mesh) -> Any:
     return fsdp(model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), optimizer=optimizer)
 
 
-def losses_of(model: Any, tokens: jax.Array) -> jax.Array:
-    """The loss of each predicted byte, for tokens of shape (batch, context + 1)."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:])
-
-
 def train_step(model: Any, optimizer: Any, tokens: jax.Array, *, microbatches: int) -> jax.Array:
     """One step on a batch; returns the mean loss before it."""
 
-    def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
-        return losses_of(model, tokens).mean()
+    def loss_of(model: Model, tokens: jax.Array) -> jax.Array:
+        return model.losses(tokens).mean()
 
     gradient = value_and_grad(loss_of)
     if microbatches > 1:
@@ -151,7 +154,7 @@ def train_step(model: Any, optimizer: Any, tokens: jax.Array, *, microbatches: i
 
 def evaluate_step(model: Any, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sum of the losses of the rows in the mask, without dropout, and their number."""
-    losses = losses_of(nnx.view(model, deterministic=True), tokens)
+    losses = nnx.view(model, deterministic=True).losses(tokens)
     return jnp.where(mask[:, None], losses, 0).sum(), mask.sum() * losses.shape[1]
 
 

@@ -71,7 +71,7 @@ class CorrectedSpecWarning(ShardingWarning):
 
 
 class UnshardedWarning(ShardingWarning):
-    """A strategy has no effect: all arrays are small, or no pipeline is made of a method."""
+    """A strategy has no effect: on small arrays, other methods than a pipeline's, or outputs."""
 
 
 def see(error: E, anchor: str) -> E:

@@ -27,6 +27,7 @@ from nnx_sharding.errors import (
     ActivationError,
     CapturedArrayWarning,
     StrictError,
+    UnshardedWarning,
     UnusedFilterWarning,
 )
 
@@ -1166,6 +1167,46 @@ def untyped_loss(lib: Library) -> Any:
     with jax.set_mesh(mesh):
         loss = optax.softmax_cross_entropy_with_integer_labels
         return lib.jit(lambda model, x, y: loss(x, y))(Model(), logits, labels)
+
+
+@mistake(
+    "gathered-output",
+    "a loss outside of a model whose logits are sharded over the classes",
+    UnshardedWarning,
+    "model: f32[8@data,16], 512 B, over 'model'",
+    "method of the model",
+)
+def gathered_logits(lib: Library) -> Any:
+    mesh = grid(AxisType.Explicit)
+    model = nnx.Linear(4, 16, rngs=nnx.Rngs(0))
+    shardings = nnx_sharding.tensor_parallel(model, mesh=mesh), P("data"), P("data")
+
+    def loss(model, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+    return lib.jit(loss, mesh=mesh, in_shardings=shardings)(model, X, np.zeros(8, int))
+
+
+class Constrained(nnx.Module):
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x * self.scale[...], P("data"))
+
+
+@mistake(
+    "constraint-on-explicit-axes",
+    "with_sharding_constraint over an axis that is Explicit",
+    ActivationError,
+    "model passes P('data',) to with_sharding_constraint",
+    "jax.sharding.reshard",
+    "InOutSharding(axis_types=AxisType.Auto)",
+)
+def constraint_on_explicit_axes(lib: Library) -> Any:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit, AxisType.Auto))
+    shardings = P(), P("data")
+    return lib.jit(forward, mesh=mesh, in_shardings=shardings)(Constrained(), X)
 
 
 @mistake(

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import ActivationSharding, InOutSharding, StateSharding, jit, shard_map
-from nnx_sharding.errors import ActivationError
+from nnx_sharding.errors import ActivationError, UnshardedWarning
 from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel
 from nnx_sharding.specs.filters import PathGlob
 from nnx_sharding.testing import assert_no_collective
@@ -773,7 +773,9 @@ class TestExplicitAxes:
             activations=ActivationSharding(infer=True),
         )
         step = jit(loss, mesh=EXPLICIT, in_shardings=(specs, P("data"), P("data")))
-        np.testing.assert_allclose(step(optimizer, X, labels), expected, rtol=1e-5)
+        with pytest.warns(UnshardedWarning, match=r"optimizer.model: f32\[4@data,16\], .* 'model'"):
+            found = step(optimizer, X, labels)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
     def test_unconstrained_dimensions_stay(self):
         """Among them the batch of tensor_parallel(sequence=True)."""

@@ -156,7 +156,7 @@ def test_language_model_as_on_one_device(run):
     model, _ = state_of(folder)
     _, held_out = train_lm.texts(64)
     rows = held_out.astype(np.int32)
-    alone = nnx.jit(train_lm.losses_of)(nnx.view(model, deterministic=True), rows)
+    alone = nnx.jit(train_lm.Model.losses)(nnx.view(model, deterministic=True), rows)
     assert rows.shape[0] % 16  # so the last batch is padded
     assert metrics[-1]["evaluated"] == alone.size
     np.testing.assert_allclose(metrics[-1]["evaluation"], alone.mean(), rtol=ROUNDING)

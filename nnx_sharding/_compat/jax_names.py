@@ -98,6 +98,14 @@ def compiled_count(jitted: Any) -> int:
     return int(jitted._cache_size())
 
 
+def spec_of_constraint(error: BaseException) -> str | None:
+    """The spec of a ``with_sharding_constraint`` that JAX refuses for Explicit axes in it."""
+    found = re.search(
+        r"can only refer to Auto axes of the mesh\. Got spec=(.*?) and mesh", str(error)
+    )
+    return found and found[1]
+
+
 def is_timeout(error: BaseException) -> bool:
     """Whether the coordination service had no answer in time."""
     return "DEADLINE_EXCEEDED" in str(error)
@@ -172,6 +180,16 @@ _axis_env: Any = private_name("jax._src.core", "get_axis_env")
 def spmd_axes() -> frozenset[Any]:
     """The ``spmd_axis_name`` of surrounding ``vmap``, over which a ``shard_map`` is manual, too."""
     axes: frozenset[Any] = _axis_env().spmd_axis_names
+    return axes
+
+
+def mapped_axes() -> frozenset[Any]:
+    """The mesh axes of surrounding ``vmap``: JAX puts them in front of all specs in these.
+
+    These are the ``spmd_axis_name`` and the Explicit axes over which mapped arrays are sharded.
+    """
+    here = _axis_env()
+    axes: frozenset[Any] = here.spmd_axis_names | here.explicit_mesh_axis_names
     return axes
 
 

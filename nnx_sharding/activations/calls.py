@@ -66,6 +66,7 @@ class Frame:
         self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
         self.is_strict = False  # whether it is an error if they do not fit
         self.is_by_strategy = False  # whether a strategy chose the types of the output
+        self.is_outermost = FRAME.get() is None
         self._calls: Calls | None = RECORD.value
         self._constrained: list[tuple[Any, NamedSharding]] = []
 

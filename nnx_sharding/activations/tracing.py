@@ -35,7 +35,6 @@ from ..specs.activation_sharding import (
 )
 from ..specs.filters import glob_hint
 from ..specs.fitting import (
-    axes_of,
     axes_of_type,
     fit_sharding,
     only_axes,
@@ -44,7 +43,7 @@ from ..specs.fitting import (
     spec_axes,
     with_entries,
 )
-from ..specs.paths import Path, accessor, path_string
+from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from .axis_types import (
     OPEN,
@@ -56,10 +55,12 @@ from .axis_types import (
     with_auto_axes,
 )
 from .calls import RECORD, Frame, Shape, Tag, in_call
+from .constraints import exact_path, refuse_constraint
 from .intercept import handler_here, original_of, with_handler
 from .schedules import SCHEDULE_USES, Place, ScheduleUses
 from .updates import update
-from .variables import is_layer, modules_in, own_variables, replaced_values
+from .variables import is_layer, is_parameter, modules_in, own_variables, replaced_values
+from .whole_outputs import WholeOutputs
 
 # Part of the key of JAX's cached traces of inner functions: they are not reused in another trace,
 # where filters that matched in them would seem to have no effect.
@@ -144,6 +145,10 @@ def sharded_activations(
             )
         see(error, "operation-outside-of-modules")
         raise
+    except ValueError as error:
+        if not _is_explained(error):
+            refuse_constraint(error, pure.transform.name)
+        raise
 
 
 class Scope:
@@ -166,6 +171,7 @@ class Scope:
         self._misfits: dict[str, None] = {}
         self._waiting: list[Any] = []  # what calls returned that run later
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
+        self._whole = WholeOutputs()
         self._tag_arguments(sources)
         surrounding = CONTEXT.value
         key = tuple(self._sources), pure.batch_axes
@@ -197,6 +203,7 @@ class Scope:
                 kwargs = {}
         out = self._with_uses(named, fun, args, kwargs)
         self._check()  # here, as an error at the end of a block would show frames of contextlib
+        self._whole.warn(self._transform.name, out, strict=self._transform.strict)
         return out
 
     def _with_uses(self, named: set[str], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -256,7 +263,7 @@ class Scope:
             if pair is not None and isinstance(value, jax.Array):
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
                 whole, outside = (with_entries(x, padded(x, len(shape))) for x in (kept, pair[0]))
-                is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
+                is_gathered = is_parameter(variable) and not axes.isdisjoint(spec_axes(pair[0]))
                 specs[own_path] = whole, shape, is_gathered, outside
         return Tag(name, path, sources, axes, specs, self._mesh)
 
@@ -283,17 +290,26 @@ class Scope:
             except _compat.SHARDING_ERRORS as error:
                 self._refuse_untyped(frame, (args, kwargs), error)
             except ValueError as error:
-                if self._is_explicit and _USES_TYPES.search(str(error)):
-                    notes = getattr(error, "__notes__", ())
-                    if not any(_NOTE in note for note in notes):  # it is the innermost module
-                        as_written = InOutSharding(method=method, axis_types=AxisType.Explicit)
-                        entry = {_exactly(tag.path): as_written}
-                        error.add_note(f"{tag.accessor} {_NOTE} activation_shardings={entry!r}.")
+                if self._is_explicit:
+                    self._explain(frame, error)
                 raise
             frame.returned(out)
         if unscheduled is not None:
             unscheduled.report_other_method(tag, method, args, out)
         return out
+
+    def _explain(self, frame: Frame, error: ValueError) -> None:
+        """Says in JAX's error about axis types which module has which, the innermost one first."""
+        if _is_explained(error):
+            return
+        path, name = frame.tag.path, frame.tag.accessor
+        here = jax.sharding.get_abstract_mesh()
+        if axes_of_type(here, AxisType.Explicit) and not frame.is_by_strategy:
+            refuse_constraint(error, self._transform.name, name, path)
+        elif _USES_TYPES.search(str(error)):
+            as_written = InOutSharding(method=frame.method, axis_types=AxisType.Explicit)
+            entry = {exact_path(path): as_written}
+            error.add_note(f"{name} {_NOTE} activation_shardings={entry!r}.")
 
     def _schedule(self, tag: Tag, module: Any, method: str) -> CallSchedule | None:
         """How a strategy runs a call of a method, or None."""
@@ -309,6 +325,8 @@ class Scope:
         args: Any,
         kwargs: Any,
     ) -> Any:
+        if frame.tag.specs:
+            self._whole.begin_layer()
         chosen = self._find(frame)
         if chosen.input is not None and args:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
@@ -332,6 +350,8 @@ class Scope:
 
             def with_columns(x: Any) -> Any:  # on Auto axes
                 spec = self._columns(frame, x) if isinstance(x, jax.Array) else None
+                if spec is not None:
+                    self._whole.end_layer(x, spec)
                 if spec is None or self._mesh is None or not any(spec_axes(spec)):
                     return x
                 return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
@@ -339,11 +359,14 @@ class Scope:
             def leave(x: jax.Array) -> jax.Array:
                 known, like = frame.sharding_of(x), first_typed((args, kwargs))
                 spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
-                if spec is None and frame.tag.path:
-                    spec = self._columns(frame, x)
+                if spec is None and frame.tag.path and (columns := self._columns(frame, x)):
+                    spec = only_axes(columns, explicit)
                 new: jax.Array = retyped(x, mesh, output_spec(x, like, spec))
                 if known is not None:
                     frame.constrained(new, jax.typeof(new).sharding)
+                elif frame.is_outermost:
+                    sizes = {axis: mesh.shape[axis] for axis in axes - self._pure.batch_axes}
+                    self._whole.add(frame.tag.accessor, frame.module, new, like, sizes)
                 return new
 
             if not axes:
@@ -407,7 +430,7 @@ class Scope:
             "the result of an operation:",
             [f"{line}\n    {reason}"],
             "Declare its output: jit(..., activation_shardings="
-            f"{{{_exactly(frame.tag.path)!r}: {entry!r}}}); within the module, the compiler then "
+            f"{{{exact_path(frame.tag.path)!r}: {entry!r}}}); within the module, the compiler then "
             "chooses. Patterns such as r'blocks/\\d+/up$' match several. Strategies such as fsdp "
             "or from_rules do so for all modules. Or give the operation an out_sharding, or use "
             "jit(..., auto_axes=True), with out_shardings.",
@@ -454,7 +477,7 @@ class Scope:
             spec, new = type_spec(value), value
             if spec is not None:
                 kept = spec
-                if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
+                if is_parameter(variable) and not axes.isdisjoint(spec_axes(spec)):
                     kept = with_entries(spec, only_axes(spec, self._axes - axes).partitions)
                 if spec.reduced:  # of which JAX counts some gradients several times
                     kept = with_reduced(kept, ())
@@ -547,17 +570,17 @@ def _unused_line(filter_: Any, method: str) -> str:
     return f"  {filter_!r}{of}{hint and '.' + hint}"
 
 
+def _is_explained(error: Exception) -> bool:
+    """Whether a module inside has said already that it runs with Auto axes."""
+    return any(_NOTE in note for note in getattr(error, "__notes__", ()))
+
+
 _NOTE = (
     "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
     "reshard or a mesh itself, pass"
 )
 _USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)
 _NOTHING = InOutSharding()
-
-
-def _exactly(path: Path) -> str:
-    """The regular expression for one path."""
-    return f"^{re.escape(path_string(path))}$"
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:

@@ -17,7 +17,7 @@ from ..specs.paths import Path
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
 # Found among the base classes: isinstance with abstract base classes would dominate the run time.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
-# A cache is data: it is sharded with the batch, like activations.
+# No layer computes with them as with parameters.
 _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
@@ -27,6 +27,14 @@ def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     for path, value in reversed([*_held(module, nested=False)]):
         if _compat.is_variable(value) and _NO_PARAMETERS.isdisjoint(type(value).__mro__):
             yield path, value
+
+
+def is_parameter(variable: Any) -> bool:
+    """Whether a strategy gathers a Variable while its module runs: Params only.
+
+    Others are data, such as a cache of keys, and are used as they are sharded.
+    """
+    return nnx.Param in type(variable).__mro__
 
 
 def modules_in(root: Any) -> Iterator[tuple[Path, Any]]:

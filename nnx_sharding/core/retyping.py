@@ -86,7 +86,9 @@ def retyped(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None
         padding = [None] * (x.ndim - len(spec))
         if jax.typeof(x).sharding.spec == with_entries(spec, (*spec.partitions, *padding)):
             return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
+    with jax.sharding.use_abstract_mesh(abstract):
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:

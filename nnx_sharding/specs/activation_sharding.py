@@ -146,8 +146,9 @@ class ActivationSharding:
         module that the function makes, at the outermost module that it calls. The path of that
         module itself is empty: ``"^$"``. A spec is a ``PartitionSpec``, a ``NamedSharding``, a
         pytree prefix of them, None, or an :class:`InOutSharding`.
-      gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
-        does; True for the axes over which the first dimension of the data is sharded.
+      gather: mesh axes over which the ``nnx.Param`` Variables of a module are gathered while
+        it runs, as FSDP does; True for the axes over which the first dimension of the data is
+        sharded. Variables of other types are used as they are sharded.
       kept: mesh axes over which parameters stay sharded, even if the data is sharded over them.
       infer: whether the modules that the function calls run with all Explicit axes Auto, so that
         the compiler chooses how arrays in them are sharded. Their outputs are sharded as declared;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
@@ -22,7 +24,7 @@ from ..core.structure import NodeEntry, Structure, atoms
 from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.fitting import axes_of, padded
+from ..specs.fitting import axes_of, padded, spec_axes
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding, pairs_of
 from .in_trace import Function, Inner, InnerTransform, described
@@ -276,12 +278,30 @@ class _Vmap(Mapped):
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
-        return jax.vmap(
-            function,
-            in_axes=tuple(axis.index for axis in in_specs),
-            out_axes=(*(axis.index for axis in out_specs), None),
-            **{key: option.value for key, option in self.options},
-        )
+        options: Any = {key: option.value for key, option in self.options}
+        options["out_axes"] = (*(axis.index for axis in out_specs), None)
+
+        def mapped(*arrays: Any) -> Any:
+            # JAX refuses an unmapped argument that is sharded over the mapped mesh axis, such as a
+            # parameter that a layer gathers, but not what the function captures.
+            known = [
+                axis.index is None and any(spec_axes(type_spec(x) or PartitionSpec()))
+                for x, axis in zip(arrays, in_specs, strict=True)
+            ]
+            if not any(known):  # errors name the arguments
+                in_axes = tuple(axis.index for axis in in_specs)
+                return jax.vmap(function, in_axes, **options)(*arrays)
+            captured = [*itertools.compress(arrays, known)]
+            others = [not is_known for is_known in known]
+
+            def call(*rest: Any) -> Any:
+                by_kind = {True: iter(captured), False: iter(rest)}
+                return function(*(next(by_kind[is_known]) for is_known in known))
+
+            in_axes = tuple(axis.index for axis in itertools.compress(in_specs, others))
+            return jax.vmap(call, in_axes, **options)(*itertools.compress(arrays, others))
+
+        return mapped
 
 
 def options_of(**options: Any) -> tuple[tuple[str, Static], ...]:

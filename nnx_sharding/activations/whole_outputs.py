@@ -1,0 +1,101 @@
+"""Warns of outputs of models that are gathered because operations outside of modules are typed.
+
+On Explicit axes, the type of an array says how all of its dimensions are sharded. In a model with
+a strategy the axes are Auto, and the compiler keeps logits sharded like the columns of the kernel
+that made them. What the outermost module returns is typed like its first input instead: JAX refuses
+to type many operations on sharded columns, such as the indexing of a loss for integer labels. So an
+operation outside of modules gets whole logits, which is one all-gather more than the same operation
+in a method of the model, unless the function returns them anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import _compat
+from ..analysis.units import bytes_text
+from ..errors import UnshardedWarning, message, report
+from ..specs.fitting import axes_of, padded, spec_axes
+from .axis_types import arrays_in
+from .calls import Shape, Tag
+from .variables import modules_in
+
+
+def column_axes(model: Any, size: int) -> frozenset[Any]:
+    """The mesh axes over which a model shards all dimensions of its Variables of this size."""
+    tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
+    pairs = [pair[:2] for tag in tags if tag is not None for pair in tag.specs.values()]
+    entries = [entry for spec, shape in pairs for entry in _entries(spec, shape, size)]
+    return frozenset[Any].intersection(*map(frozenset, entries)) if entries else frozenset()
+
+
+def _entries(spec: PartitionSpec, shape: Shape, size: int) -> list[tuple[Any, ...]]:
+    """The axes of each dimension of a size."""
+    pairs = zip(padded(spec, len(shape)), shape, strict=True)
+    return [axes_of(entry) for entry, length in pairs if length == size]
+
+
+class WholeOutputs:
+    """What the outermost modules of a trace returned with fewer axes than their columns have."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[jax.Array, str, PartitionSpec]] = []
+        self._layer: tuple[int, frozenset[Any]] = 0, frozenset()  # columns of the last one, axes
+
+    def begin_layer(self) -> None:
+        """Forgets the columns of earlier layers."""
+        self._layer = 0, frozenset()
+
+    def end_layer(self, x: jax.Array, spec: PartitionSpec) -> None:
+        """Remembers how a layer shards its columns."""
+        self._layer = x.shape[-1], frozenset(spec_axes(spec))
+
+    def add(
+        self, name: str, model: Any, x: jax.Array, first: jax.Array, sizes: Mapping[Any, int]
+    ) -> None:
+        """Adds an output, if it is gathered over some axes of these sizes.
+
+        A last dimension that is also one of the first input is of the data, not of columns; for
+        integers, such as tokens, columns are an additional dimension.
+        """
+        spec = jax.typeof(x).sharding.spec
+        is_integer = jnp.issubdtype(first.dtype, jnp.integer)
+        if x.ndim < max(2, first.ndim + is_integer) or x.shape == first.shape[: x.ndim]:
+            return
+        columns, of_layer = self._layer
+        axes = column_axes(model, x.shape[-1])
+        axes = (axes | of_layer if columns == x.shape[-1] else axes).difference(spec_axes(spec))
+        if gathered := sorted(axis for axis in axes if sizes.get(axis, 1) > 1):
+            kind = jax.typeof(x).str_short(short_dtypes=True)
+            over = ", ".join(map(repr, gathered))
+            line = f"  {name}: {kind}, {bytes_text(x.size * x.dtype.itemsize)}, over {over}"
+            self._lines.append((x, line, spec))
+
+    def warn(self, name: str, result: Any, *, strict: bool) -> None:
+        """Warns of the outputs that are used in the function, rather than returned by it."""
+        returned = {id(x) for x in arrays_in(result)}
+        used = [pair for pair in self._lines if id(pair[0]) not in returned]
+        if not used:
+            return
+        text = message(
+            f"{name}: on Explicit axes, operations outside of modules get whole arrays, so what "
+            "these modules return is gathered over axes that shard its last dimension:",
+            [*dict.fromkeys(line for _, line, _ in used)],
+            "Compute what follows, such as a loss, in a method of the model: nothing is gathered "
+            "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
+            f"so: activation_shardings={{'^$': {_short(used[0][2])}}}.",
+        )
+        report(UnshardedWarning, text, strict=strict, anchor="gathered-output")
+
+
+def _short(spec: PartitionSpec) -> PartitionSpec:
+    """A spec without the trailing dimensions that are not sharded."""
+    entries = [*spec.partitions]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
