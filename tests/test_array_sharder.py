@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from nnx_sharding.compat.datarax import ArraySharder, SharderModuleConfig
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import place
 
+TRACES = logging.getLogger("traces")
 MESH = mesh_of((2, 4), ("data", "model"))
 EXPLICIT = mesh_of((2, 4), ("data", "model"), "explicit")
 ROWS = NamedSharding(MESH, P("data"))
@@ -157,23 +159,22 @@ class NamesTest(parameterized.TestCase):
 
 class TransformTest(parameterized.TestCase):
     def test_once_for_each_shard(self):
-        traces = []
-
         def center(b):
-            traces.append(b["x"].shape)
+            TRACES.info("%s", b["x"].shape)
             return {"x": b["x"] - b["x"].mean(0)}
 
         sharder, x = make_sharder(), np.arange(32.0, dtype=np.float32).reshape(8, 4)
-        for method in (
-            sharder.apply_parallel_transform,
-            sharder.parallel_transform,
-            make_sharder().parallel_transform,
-        ):
-            new = method({"x": x}, center, MESH, ("batch",))
-            expected = np.concatenate([h - h.mean(0) for h in np.split(x, 2)])
-            np.testing.assert_allclose(new["x"], expected)
-            assert new["x"].sharding.is_equivalent_to(ROWS, 2)
-        assert traces == [(4, 4)]
+        with self.assertLogs(TRACES) as traces:
+            for method in (
+                sharder.apply_parallel_transform,
+                sharder.parallel_transform,
+                make_sharder().parallel_transform,
+            ):
+                new = method({"x": x}, center, MESH, ("batch",))
+                expected = np.concatenate([h - h.mean(0) for h in np.split(x, 2)])
+                np.testing.assert_allclose(new["x"], expected)
+                assert new["x"].sharding.is_equivalent_to(ROWS, 2)
+        assert [x.getMessage() for x in traces.records] == ["(4, 4)"]
         assert sharder.get_operation_stats()["applied_count"] == 2
 
     def test_an_empty_out_spec(self):

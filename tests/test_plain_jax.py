@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import logging
 import traceback
 import warnings
 import weakref
@@ -37,10 +38,14 @@ class Affine:
     name: str = "affine"
 
 
-class Counted:
-    """A function that counts how often Python executes it."""
+class Counted(logging.Logger):
+    """A function that counts how often Python executes it.
+
+    As a logger, since a function that changes anything else that it reaches is traced each time.
+    """
 
     def __init__(self, fun):
+        super().__init__("counted")
         self.count = 0
 
         @functools.wraps(fun)

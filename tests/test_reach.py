@@ -858,6 +858,12 @@ def check(cell):
 CELLS = [*cells()]
 
 
+@pytest.fixture(autouse=True)
+def without_values_of_other_tests():
+    set_global(1.0)
+    Layer.factor = MODULE.scale = 1.0
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way(name):
     check(random.choice([cell for cell in CELLS if cell[0] == name]))

@@ -67,8 +67,12 @@ LAST = (
     ),
     Stage("write-back", ("unflatten.py",)),
 )
-# Not on the way of a call: what is reported when something is wrong, and guards outside of calls.
-BESIDE = ("problems.py", "failures.py", "guard/known_models.py")
+# Not on the way of a call of `jit`: what is reported when something is wrong, guards outside of
+# calls, and whether a trace of another transform is used again.
+BESIDE = (
+    *("bounded.py", "code_names.py", "convolutions.py", "failures.py", "guard/known_models.py"),
+    *("listing.py", "problems.py", "reach.py"),
+)
 
 # Narrow enough for the text to be legible on a phone.
 _WIDTH, _LEFT, _BOX, _GAP, _LINE = 620, 8, 470, 24, 17

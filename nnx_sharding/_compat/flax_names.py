@@ -222,6 +222,8 @@ def is_pytree_type(node_type: type) -> bool:
 
 
 # The state of a Pytree while it is set up: a pytree without leaves, but not constant.
+# The attributes of a module class that Flax makes from its other ones.
+DERIVED_FROM_CLASS = ("_pytree__is_pytree", "_pytree__nodes")
 initializing: Any = private_name("flax.nnx.pytreelib", "PytreeState._initializing")
 is_setup: Any = private_name("flax.nnx.pytreelib", "PytreeState._is_setup")
 

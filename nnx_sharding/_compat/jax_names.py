@@ -287,11 +287,11 @@ class _Equation:
     """An equation of a trace that still goes on, with what those of a jaxpr have."""
 
     def __init__(self, equation: Any):
-        self._equation = equation
+        self.equation = equation
         self.invars = [tracer.val for tracer in equation.in_tracers]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._equation, name)
+        return getattr(self.equation, name)
 
 
 def varies_in_vmap(x: Any) -> bool:

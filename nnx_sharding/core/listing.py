@@ -46,7 +46,7 @@ _NOT_READ = frozenset(
         *("__annotations_cache__", "__dataclass_fields__", "__dataclass_params__", "__dict__"),
         *("__doc__", "__firstlineno__", "__module__", "__orig_bases__", "__parameters__"),
         *("__qualname__", "__static_attributes__", "__weakref__", "_abc_impl"),
-        *("_pytree__is_pytree", "_pytree__nodes"),  # what Flax derives from the class
+        *_compat.DERIVED_FROM_CLASS,
     )
 )
 _DESCRIPTORS = (
