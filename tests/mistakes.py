@@ -971,9 +971,9 @@ def unhashable(lib: Library) -> Any:
     "static-argument-with-arrays",
     "a module as a static argument",
     Exception,
-    "static arguments must not hold arrays",
-    "argument 'model': Model",
-    "Pass it as an ordinary argument",
+    "static values must not hold Variables or arrays",
+    "model: Model with arrays",
+    "Pass them as ordinary arguments",
 )
 def static_module(lib: Library) -> Any:
     model = Model()

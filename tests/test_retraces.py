@@ -347,13 +347,6 @@ class TestNoWarnings:
             assert "is a new object that looks the same" in entry.differences[0]
             assert REMEDY in entry.differences[0]
 
-    def test_values_of_variables_in_static_objects(self):
-        f = jit(lambda model: model.w[...])
-        for value in (1.25, 2.75):
-            f(Block(NoEq(nnx.Param(jnp.full(3, value)))))
-        [_, second] = explain_retraces(f)
-        assert "new object that looks the same" in str(second) and "2.75" not in str(second)
-
     @pytest.mark.parametrize(
         "values",
         [

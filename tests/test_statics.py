@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections import OrderedDict, defaultdict, deque
+from decimal import Decimal
 from functools import partial
-from types import SimpleNamespace
+from pathlib import PurePosixPath, PureWindowsPath
+from types import CellType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from flax import nnx
 
 import nnx_sharding
 from nnx_sharding import split
+from nnx_sharding.core.static_places import static_key
 
 
 class Holder(nnx.Module):
@@ -71,6 +74,26 @@ class Tagged(list):
 
 class Day(datetime.date):
     """Has a ``__dict__``, but its content is hidden in C."""
+
+
+class Scaled(FrozenConfig):
+    def __init__(self, scale: Any, factor: float):
+        super().__init__(scale)
+        object.__setattr__(self, "factor", factor)
+
+
+class Rate(np.float64):
+    pass
+
+
+class Folder(PurePosixPath):
+    pass
+
+
+def with_factor(kind: Any, factor: float) -> Any:
+    value = kind(1) if kind is Rate else kind("a")
+    value.factor = factor
+    return value
 
 
 def tagged(tag: Any, items: Any = ()) -> Tagged:
@@ -132,6 +155,22 @@ OTHERS = {
     "claims_to_be_equal": (Lax(1), Lax(2)),
     "hidden_in_c": (Day(2026, 1, 1), Day(2026, 1, 2)),
     "date": (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)),
+    # Equal for Python, all the same different.
+    "decimal": (Decimal("1"), Decimal("1.00")),
+    "moment": tuple(
+        datetime.datetime(
+            2026, 1, 1, hour, tzinfo=datetime.timezone(datetime.timedelta(hours=hour))
+        )
+        for hour in (0, 1)
+    ),
+    "windows_path": (PureWindowsPath("a"), PureWindowsPath("A")),
+    "union": (int | str, str | int),
+    "range": (range(0, 3, 2), range(0, 4, 2)),
+    "dtype_metadata": (np.dtype("i4", metadata={"a": 1}), np.dtype("i4", metadata={"a": 2})),
+    "child_of_frozen": (Scaled(1, 2.0), Scaled(1, 3.0)),
+    "scalar_subclass": (with_factor(Rate, 2.0), with_factor(Rate, 3.0)),
+    "path_subclass": (with_factor(Folder, 2.0), with_factor(Folder, 3.0)),
+    "cell": (CellType([1]), CellType([1.0])),
 }
 # Flax refuses arrays as attributes, not as metadata.
 OTHER_METADATA = {
@@ -188,6 +227,12 @@ class StaticsTest(parameterized.TestCase):
     @parameterized.named_parameters((name, *pair) for name, pair in OTHERS.items())
     def test_different_values_make_different_structures(self, one, two):
         self.assertNotEqual(split(Holder(one))[0], split(Holder(two))[0])
+
+    @parameterized.named_parameters((name, *pair) for name, pair in OTHERS.items())
+    def test_keys_tell_the_same(self, one, two):
+        self.assertEqual(static_key(one, two), static_key(one, two))
+        self.assertNotEqual(static_key(one), static_key(two))
+        self.assertNotEqual(hash(static_key(one)), 0)
 
     @parameterized.named_parameters((name, *pair) for name, pair in OTHER_METADATA.items())
     def test_different_metadata_makes_different_structures(self, one, two):

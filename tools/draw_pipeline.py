@@ -41,13 +41,14 @@ SLOW_WAY = (
             "treedefs.py",
             "static_equality.py",
             "static_parts.py",
+            "static_objects.py",
             "hijax_variables.py",
             "snapshot.py",
         ),
     ),
     Stage("specs", ("targets.py",)),
     Stage("resolve", ("resolve.py", "spec_checks.py")),
-    Stage("plan", ("plan.py", "transform.py", "retyping.py", "cache.py")),
+    Stage("plan", ("plan.py", "static_places.py", "transform.py", "retyping.py", "cache.py")),
     Stage(
         "trace",
         (

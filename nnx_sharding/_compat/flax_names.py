@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend
+import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError as TraceContextError
 from flax.nnx import extract, graphlib, pytreelib, variablelib
@@ -293,6 +294,12 @@ def is_variable(x: Any) -> bool:
 def is_graph_object(x: Any) -> bool:
     """Whether ``x`` has an identity that the graph keeps: a node or a Variable."""
     return type(x) in _GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__
+
+
+def holds_arrays(x: Any) -> bool:
+    """Whether a graph object is a Variable, or a node that holds Variables or arrays."""
+    kinds = (nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
+    return not is_node(x) or any(isinstance(part, kinds) for _, part in nnx.iter_graph(x))
 
 
 def is_plain_array(x: Any) -> bool:

@@ -17,17 +17,17 @@ from .guard.recorder import NOWHERE, WalkRecorder, rule_of
 from .hijax_variables import describe_hijax
 from .problems import no_tree
 from .snapshot import Snapshot, node_state
-from .static_equality import Content, Static, content_of
+from .static_equality import Static, content_of
+from .static_objects import describe_parts, describe_static, is_linked
 from .static_parts import is_fixed
 from .structure import (
     LEAF,
     Child,
     Container,
     Entry,
-    Group,
     NodeEntry,
     RefEntry,
-    StaticEntry,
+    StaticObject,
     Structure,
     VariableEntry,
     children_of,
@@ -56,6 +56,7 @@ def flatten(
     borrowed: Set[int] = frozenset(),
     snapshot: Snapshot | None = None,
     recorder: WalkRecorder | None = None,
+    shown: Set[int] = frozenset(),
 ) -> Flat:
     """Flattens a pytree of NNX objects, arrays and scalars.
 
@@ -70,8 +71,11 @@ def flatten(
       borrowed: the ids of objects that it never keeps alive.
       snapshot: the known objects as they were before; unchanged ones keep their entries.
       recorder: takes down what is read, for a guard.
+      shown: the ids of objects in static places that are data elsewhere.
     """
-    flattener = _Flattener(graph, [*(known or ())], copied, held, borrowed, snapshot, recorder)
+    options: Any = {"graph": graph, "copied": copied, "held": held, "borrowed": borrowed}
+    options |= {"snapshot": snapshot, "recorder": recorder, "shown": shown}
+    flattener = _Flattener(objects=[*(known or ())], **options)
     root_slots: list[int] = []
     # JAX itself refuses a ref that is passed twice; results may share one.
     root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
@@ -81,6 +85,10 @@ def flatten(
         if index not in copied and index not in flattener.linked:
             flattener.link_index(index)
     flattener.describe_pending()
+    met_later = flattener.hidden.intersection(flattener.index)
+    if met_later:
+        options |= {"shown": shown | met_later, "recorder": recorder and recorder.anew()}
+        return flatten(tree, known=known, statics=statics, **options)
     slots = tuple(flattener.slots), tuple(root_slots)
     entries, origins = tuple(flattener.entries), flattener.origins
     structure = Structure(entries, root, *slots, static_children, origins)
@@ -112,6 +120,7 @@ class _Flattener:
     borrowed: Set[int]
     snapshot: Snapshot | None
     recorder: WalkRecorder | None
+    shown: Set[int]
 
     def __post_init__(self) -> None:
         self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
@@ -123,10 +132,12 @@ class _Flattener:
         self._parents: dict[int, int] = {}
         self._described = -1
         self.linked: set[int] = set()
+        # The ids of objects with arrays in static places, which are not parts of the graph.
+        self.hidden: set[int] = set()
         self.has_repeats = False  # whether two links lead to one object
         self._pending: list[int] = []
         # By id, with the value to keep it alive, so that no other object gets its id.
-        self._statics: dict[int, tuple[Static | Group, Any]] = {}
+        self._statics: dict[int, tuple[Static | StaticObject, Any]] = {}
         self._forms: dict[Any, _compat.NodeForm] = {}
         self._rows: dict[int, _Row] = {}
         self._metadata: dict[tuple[Any, ...], tuple[Any, Sequence[Any], bytes]] = {}
@@ -192,22 +203,11 @@ class _Flattener:
             metadata, value = self.describe_metadata(obj, at), _compat.get_value(obj)
             at = NOWHERE if recorder is None else recorder.open_variable(at, obj, value)
             return VariableEntry(type(obj), metadata, self.pytree(value, slots, at))
-        content = content_of(obj)
-        if content is None:
+        static = describe_static(self, index, obj, at)
+        if static is None:
             self._leaf(obj, slots, at)
             return RefEntry()
-        if self._holds(obj):
-            self.origins[index] = obj
-        if not content.shallow:
-            return StaticEntry(content.kind, self._parts(obj, content, at))
-        # Not from `static`: elsewhere the same object may be compared by content.
-        parts = [Static.of(part, hold=self._holds(part)) for part in content.parts]
-        if recorder is not None:
-            recorder.fix(index, obj)
-            places = recorder.open_static(at, obj, content)
-            for each in zip(places, content.parts, parts, strict=True):
-                recorder.add_static(*each)
-        return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
+        return static
 
     def describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""
@@ -273,31 +273,26 @@ class _Flattener:
         """The child for a static value: a static, or the index of an object that can change."""
         kind = type(value)
         if kind is str or kind is int or kind is bool or value is None:
-            child: Static | Group = Static.of(value)
+            child: Static | StaticObject = Static.of(value)
         elif (known := self._statics.get(_compat.identity(value))) is not None:
             child = known[0]
-            self.has_repeats |= isinstance(child, Group)  # which may hold links
+            self.has_repeats |= isinstance(child, StaticObject)  # which may hold links
         elif (index := self.index.get(_compat.identity(value))) is not None:
             return self.link_index(index, at)
         else:
-            child = Static.of(value, hold=self._holds(value))
+            child = Static.of(value, hold=self.holds(value))
             content = content_of(value) if child.by_identity else None
-            if content is not None and not is_fixed(content.kind):
+            if is_linked(self, value) if content is None else not is_fixed(content[0]):
                 return self.link(value, at)
             if content is not None:
-                child = Group(content.kind, self._parts(value, content, at))
+                child = StaticObject(content[0], describe_parts(self, value, *content, at))
             if content is None or at == NOWHERE:  # a recorder opens a group wherever it is
                 self._statics[_compat.identity(value)] = child, value
         if at != NOWHERE and self.recorder is not None and isinstance(child, Static):
             self.recorder.add_static(at, value, child)
         return child
 
-    def _parts(self, value: Any, content: Content, at: int) -> tuple[Child, ...]:
-        recorder = self.recorder
-        places = repeat(NOWHERE) if recorder is None else recorder.open_static(at, value, content)
-        return tuple(map(self.static, content.parts, places))
-
-    def _holds(self, value: Any) -> bool:
+    def holds(self, value: Any) -> bool:
         return self.held and _compat.identity(value) not in self.borrowed
 
     def pytree(

@@ -23,8 +23,9 @@ from .retyping import first_axes
 from .signature import Call, Parameters, Signature, align_specs
 from .spec_checks import check_mesh, fit_specs, shape_of
 from .static_equality import Static
+from .static_places import check_static_places
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
-from .targets import Target, argument_targets
+from .targets import Target, argument_targets, named_parts
 from .transform import Program, Sharded, Transform
 from .unflatten import parts, picker
 
@@ -121,6 +122,7 @@ def resolve_call(
     positional = [signature.names[i] for i in signature.dynamic]
     option = f"{transform.name}: {transform.in_name}"
     arguments = argument_targets(structure, call.tree, prefixes, positional, option)
+    check_static_places(structure, named_parts(arguments), signature.static_names)
     locations = locate(structure, arguments)
     names = [
         name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))

@@ -34,7 +34,8 @@ from .retyping import Retyped, first_axes, mesh_of_types
 from .signature import Signature, join_call
 from .snapshot import Snapshot
 from .spec_checks import fit_specs, shape_of
-from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
+from .static_places import not_copied
+from .structure import NodeEntry, RefEntry, StaticObject, Structure, VariableEntry
 from .targets import Target, target
 from .trace_checks import check_captured, check_donated, check_objects, check_output
 from .transform import Sharded, Transform
@@ -156,13 +157,13 @@ class Pure:
 
     def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
         arrays = self.transform.entered(self, leaves, nested=caller.nested)
-        # The caller's own static objects: the structure may be that of an earlier, equal call.
-        statics = {i: caller.objects[i] for i in self.structure.static_indices()}
-        built = unflatten(self.structure, arrays.inside, statics)
+        # Copies of the others, or another thread's changes would be taken for the function's.
+        own = {i: caller.objects[i] for i in not_copied(self.structure)}
+        built = unflatten(self.structure, arrays.inside, own)
         try:
             return self._called(caller, arrays, built)
         finally:
-            restore(self.structure, built.objects)
+            restore(self.structure, built.objects, own)
 
     def _called(self, caller: Caller, arrays: Retyped, built: Built) -> Any:
         transform, name = self.transform, self.transform.name
@@ -314,7 +315,7 @@ class Pure:
             elif isinstance(entry, NodeEntry) and isinstance(old, NodeEntry) and self.updates:
                 change = node_changes(index, old, structure, fresh)
                 nodes += [] if change is None else [change]
-            elif isinstance(entry, StaticEntry):
+            elif isinstance(entry, StaticObject):
                 statics.append(index)
         groups = self.group_specs()
         numbers = {spec: number for number, spec in enumerate(groups)}

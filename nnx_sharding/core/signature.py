@@ -7,10 +7,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-from flax import nnx
-
-from .. import _compat
 from ..errors import message, raise_listed, see
 from ..specs.fitting import suggestion
 
@@ -100,6 +96,7 @@ class Parameters:
         unbound = [p.name if p.kind is kinds.POSITIONAL_OR_KEYWORD else None for p in parameters]
         self._unbound = unbound[bound:]
         self._from_call = from_call or self.var_positional is not None
+        self._all_must_be_passed = from_call
         self.static = self._complete(roles.static_argnums, roles.static_argnames)
         donated, names = self._complete(roles.donate_argnums, roles.donate_argnames)
         self.donated = tuple(i for i in donated if i >= 0), names  # as in JAX, after *args
@@ -141,13 +138,18 @@ class Parameters:
     def _positions(
         self, option: str, declared: tuple[int, ...], num_positional: int
     ) -> frozenset[int]:
-        """The positions in a call, without those that were not passed, as in JAX."""
+        """The positions in a call, without those that were not passed, as in JAX.
+
+        `jax.checkpoint` refuses any negative one that was not passed, `jax.jit` if no position was.
+        """
         count = num_positional - self.bound
-        if any(i + count < 0 for i in declared):
+        is_outside = [i + count < 0 for i in declared]
+        none_inside = count > 0 and not any(-count <= i < count for i in declared)
+        if any(is_outside) and (self._all_must_be_passed or none_inside):
             line = f"  {option}={declared}, {count} positional arguments"
             raise ValueError(message("these negative positions are out of range:", [line]))
         inside = (i if i >= 0 else i + count for i in declared)
-        return frozenset(i + self.bound for i in inside if i < count)
+        return frozenset(i + self.bound for i in inside if 0 <= i < count)
 
 
 class Call(NamedTuple):
@@ -191,14 +193,6 @@ def _check_static(name: str, value: Any) -> None:
             "tuple instead of a list.",
         )
         raise see(ValueError(text), anchor="static-argument-that-is-not-hashable") from None
-    if _compat.is_graph_object(value) and jax.tree_util.tree_leaves(nnx.state(value)):
-        text = message(
-            "static arguments must not hold arrays, which would become constants of the program:",
-            [f"  argument {name!r}: {type(value).__name__} with arrays"],
-            "Pass it as an ordinary argument: its structure and static attributes are part of the "
-            "key of the compiled function in any case.",
-        )
-        raise see(ValueError(text), anchor="static-argument-with-arrays")
 
 
 def align_specs(

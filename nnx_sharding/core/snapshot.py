@@ -12,7 +12,7 @@ import jax
 
 from .. import _compat
 from .static_equality import Static
-from .structure import LEAF, Container, Entry, NodeEntry, Structure, VariableEntry
+from .structure import LEAF, Container, Entry, NodeEntry, StaticObject, Structure, VariableEntry
 
 
 class Snapshot:
@@ -24,6 +24,11 @@ class Snapshot:
             _content(obj) if _shows_changes(entry, slots, obj) else None
             for entry, slots, obj in zip(self._entries, structure.slots, objects, strict=True)
         ]
+
+    def attributes_of(self, index: int) -> tuple[str, ...]:
+        """The names of the attributes that a static object had."""
+        entry = self._entries[index] if index < len(self._entries) else None
+        return entry.kind.names if isinstance(entry, StaticObject) else ()
 
     def entry_of(self, index: int, obj: Any) -> NodeEntry | VariableEntry | None:
         """The entry of an object that is unchanged, except for a Variable's array; else None."""

@@ -1,33 +1,36 @@
 """Static values: when two of them are equal, and when one has changed.
 
-A trace may be used again only for equal static values. The rule has three parts; the table in
+A trace may be used again only for equal static values. There is one rule:
+
+*By value* only if an object of the class can hold nothing but that value: type and value are equal.
+It is stricter than ``==``: 1, 1.0 and True are different, so are 0.0 and -0.0, ``Decimal("1")`` and
+``Decimal("1.00")``, and frozensets in different orders.
+
+*Else by content*, at any depth: all that the object shows is equal by this same rule, with the
+order of keys and all attributes, and the same places share one object. If the class has no
+``__eq__``, or keeps something where Python cannot see it, it has to be the same object as well.
+
+What shows nothing, such as a function, is the same object.
+
+An object that is compared by content can be changed in place, so it is an entry of the structure
+(:class:`~nnx_sharding.core.structure.StaticObject`), like a module. The table in
 ``docs/architecture.md`` lists the types.
-
-By value: types and values are equal. It is stricter than ``==``: 1, 1.0 and True are different, so
-are 0.0 and -0.0, ``np.int4(1)`` and ``np.uint4(1)``, and frozensets in different orders.
-
-By content: all parts are equal by this same rule, with the order of keys and all attributes, and
-the same places share one object.
-
-By identity: it is the same object, as for Python and ``jax.jit``. Its attributes are compared as
-well, but not what is inside them: replacing ``schedule.scale`` is a change, appending to a list in
-it is not.
-
-An object that is compared by content or has attributes can be changed in place, so it is an entry
-of the structure (:class:`~nnx_sharding.core.structure.StaticEntry`), like a module.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 import enum
 import functools
+import logging
 import pathlib
+import threading
 import types
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +40,31 @@ from jax.tree_util import PyTreeDef
 
 from .. import _compat
 from ..specs.paths import Item, Path
-from .static_parts import SCALARS, Kind, has_hidden_state, has_state, is_builtin, open_object
+from .static_parts import (
+    Kind,
+    fixed_parts,
+    has_state,
+    is_builtin,
+    open_object,
+    slots_of,
+    wraps_function,
+)
 from .treedefs import aux_of
 
 # By value
 
 _PLAIN_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
-_PLAIN_BASES = (
+# Their own subclasses add caches only; those of the user may hold more.
+_VALUES_OF_LIBRARIES = (
     *(np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec),
-    pathlib.PurePath,  # its slots are caches
+    pathlib.PurePath,
 )
+_LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "pathlib"})
+# What belongs to the process or is code: none of it shows what it does.
 _IDENTITY_TYPES = (
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(jax.jit(len))),
     *(jax.custom_jvp, jax.custom_vjp, jax.core.Tracer, np.ufunc, weakref.ref),
+    *(logging.Logger, threading.Thread),
 )
 
 
@@ -70,41 +85,29 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
         return None
     if issubclass(kind, enum.Enum | type):
         return kind, _compat.identity(value)  # whoever holds the key also holds the value
-    if issubclass(kind, np.generic) and not issubclass(kind, np.void):
-        return kind, value.dtype, value.tobytes()
-    if issubclass(kind, tuple | frozenset) and not has_state(kind):
-        return _key_of_all(kind, value)
-    if kind is _compat.HashableMapping:
-        mapping = _compat.mapping_items(value)
-        if all(type(part) is bool for _, part in mapping):  # which attributes are data
-            return kind, bool, frozenset(mapping)
-        items = [(key, value_key(part)) for key, part in mapping]
-        return None if any(key is None for _, key in items) else (kind, frozenset(items))
-    if kind is slice or kind is range:
-        return _key_of_all(kind, (value.start, value.stop, value.step))
     if issubclass(kind, jax.Array):
         return _array_key(kind, value)
+    if kind is _compat.HashableMapping:
+        return _mapping_key(kind, value)
+    if issubclass(kind, _VALUES_OF_LIBRARIES) and kind.__module__.split(".")[0] in _LIBRARIES:
+        return _library_key(kind, value)
     if kind is PyTreeDef:  # which compares the data of its nodes by `==`
-        return kind, value, *map(value_key, aux_of(value))
-    if issubclass(kind, _PLAIN_BASES):
-        return kind, value
-    for base, plain in SCALARS.items():
-        if issubclass(kind, base) and not has_state(kind):
-            return kind, value_key(plain(value))
-    fields = _fields(kind)
-    if fields is not None:
-        is_frozen = hasattr(kind, "__dataclass_params__") and kind.__dataclass_params__.frozen
-        return _key_of_all(kind, [getattr(value, f, ...) for f in fields]) if is_frozen else None
-    if _has_eq(kind) and not is_builtin(kind) and not has_state(kind):
-        with contextlib.suppress(Exception):  # no hash
-            hash(value)
-            return kind, value
-    return None
+        return _key_of_all(kind, aux_of(value), value)
+    if has_state(kind):
+        return _fields_key(kind, value)
+    if issubclass(kind, np.generic) and not issubclass(kind, np.void):
+        return kind, value.dtype, value.tobytes()
+    parts = fixed_parts(value)
+    if parts is not None:
+        return _key_of_all(kind, parts)
+    if is_builtin(kind) or kind.__eq__ is object.__eq__:
+        return None
+    return _key_as_pickled(kind, value)
 
 
-def _key_of_all(kind: type, parts: Iterable[Any]) -> Hashable | None:
+def _key_of_all(kind: type, parts: Iterable[Any], *others: Hashable) -> Hashable | None:
     keys = tuple(map(value_key, parts))
-    return None if None in keys else (kind, *keys)
+    return None if None in keys else (kind, *keys, *others)
 
 
 def _array_key(kind: type, value: jax.Array) -> Hashable | None:
@@ -113,6 +116,58 @@ def _array_key(kind: type, value: jax.Array) -> Hashable | None:
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
     data = np.asarray(jax.random.key_data(value) if is_key else value)
     return kind, value.dtype, value.shape, value.aval.weak_type, data.tobytes()
+
+
+def _mapping_key(kind: type, value: Any) -> Hashable | None:
+    mapping = _compat.mapping_items(value)
+    if all(type(part) is bool for _, part in mapping):  # which attributes are data
+        return kind, bool, frozenset(mapping)
+    items = [(key, value_key(part)) for key, part in mapping]
+    return None if any(key is None for _, key in items) else (kind, frozenset(items))
+
+
+def _library_key(kind: type, value: Any) -> Hashable | None:
+    if issubclass(kind, pathlib.PurePath):
+        return kind, str(value)  # as == ignores the case of paths of Windows
+    if issubclass(kind, np.dtype) and value.metadata:  # which == ignores
+        return None
+    return kind, value
+
+
+def _fields_key(kind: type, value: Any) -> Hashable | None:
+    """The key of a frozen dataclass that has no room for anything but its fields."""
+    params = getattr(kind, "__dataclass_params__", None)
+    if params is None or not params.frozen or kind.__dictoffset__:
+        return None
+    names = [field.name for field in dataclasses.fields(kind)]
+    if not {*slots_of(kind)}.issubset(names):
+        return None
+    return _key_of_all(kind, [getattr(value, name, ...) for name in names])
+
+
+def _key_as_pickled(kind: type, value: Any) -> Hashable | None:
+    """The key of a value whose content is in C: the parts from which pickle would make it.
+
+    Types of which pickle knows nothing have their own ``==``.
+    """
+    with contextlib.suppress(Exception):  # no hash, so it may change
+        hash(value)
+        reduced: Any
+        if kind in copyreg.dispatch_table:
+            reduced = copyreg.dispatch_table[kind](value)
+        elif any(name in vars(own) for own in kind.__mro__[:-1] for name in _REDUCERS):
+            reduced = value.__reduce_ex__(4)
+        else:
+            return kind, value
+        return kind, _held_key(reduced[1:])
+    return None
+
+
+_REDUCERS = ("__reduce__", "__reduce_ex__")
+
+
+def _held_key(part: Any) -> Hashable:
+    return tuple(map(_held_key, part)) if type(part) is tuple else Static.of(part)
 
 
 class Static:
@@ -174,33 +229,22 @@ def strict(value: Any) -> Any:
     if type(value) is Static:
         return value
     static = Static.of(value)
+    if static.by_identity and dataclasses.is_dataclass(value) and has_state(type(value)):
+        return type(value), *map(strict, open_object(value)[1])
     return value if static.by_identity else static
 
 
 # By content
 
 
-class Content(NamedTuple):
-    """The content of an object: its kind, its items and then the values of its attributes."""
-
-    kind: Kind
-    parts: Sequence[Any]
-    shallow: bool  # whether it is compared by identity, and its attributes by value or identity
-
-
-def content_of(value: Any) -> Content | None:
-    """The content of an object that is not compared by value; None if it has none."""
+def content_of(value: Any) -> tuple[Kind, list[Any]] | None:
+    """The kind and the parts of an object that is not compared by value; None if it shows none."""
     kind = type(value)
     if issubclass(kind, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None
-    if _compat.is_hijax_variable(value) or _compat.is_ref(value):
+    if _compat.is_hijax_variable(value) or _compat.is_ref(value) or wraps_function(value):
         return None
-    built_in = is_builtin(kind)
-    if not built_in and not has_state(kind):
-        return None
-    by_content = _has_eq(kind) or _fields(kind) is not None
-    shallow = not built_in and (not by_content or has_hidden_state(kind))
-    return Content(*open_object(value), shallow)
+    return open_object(value) if is_builtin(kind) or has_state(kind) else None
 
 
 def opened(value: Any) -> tuple[list[Any], tuple[Kind, int]]:
@@ -208,21 +252,8 @@ def opened(value: Any) -> tuple[list[Any], tuple[Kind, int]]:
     content = content_of(value)
     if content is None:
         raise TypeError(f"{type(value).__name__} objects have no content")
-    return list(content.parts), (content.kind, len(content.parts))
-
-
-def _fields(kind: type) -> tuple[str, ...] | None:
-    """The names of the fields of a dataclass, or of a class made by attrs; None for others."""
-    if dataclasses.is_dataclass(kind):
-        return tuple(field.name for field in dataclasses.fields(kind))
-    if hasattr(kind, "__attrs_attrs__"):
-        return tuple(field.name for field in kind.__attrs_attrs__)
-    return None
-
-
-def _has_eq(kind: type) -> bool:
-    equal: Any = kind.__eq__
-    return equal is not object.__eq__
+    kind, parts = content
+    return parts, (kind, len(parts))
 
 
 def static_paths(kind: Kind, children: Sequence[Any]) -> list[Path]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import array
 import collections
 import functools
+import itertools
+import pathlib
 import struct
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -39,6 +41,7 @@ class Form(NamedTuple):
     make: Callable[[Any, Any, Sequence[Any]], Any] | None = None  # class, detail, items to object
     assign: Callable[[Any, Any, Sequence[Any]], list[Operation]] = lambda *_: []
     empty: Callable[[type, Any], Any] | None = None  # class and detail to object
+    is_view: bool = False  # of something that others may hold as well, so another is not the same
 
 
 def _pairs(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -92,6 +95,27 @@ def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
     return [(type(plain).__setitem__, plain, ..., content.reshape(shape))]
 
 
+def _open_view(x: Any) -> tuple[Hashable, Sequence[Any]]:
+    return (x.format, x.shape, x.readonly, x.tobytes()), ()
+
+
+def _assign_view(x: Any, detail: Any, _: Sequence[Any]) -> list[Operation]:
+    return [(memoryview.__setitem__, x.cast("B"), slice(None), detail[-1])]
+
+
+def _open_cell(x: Any) -> tuple[Hashable, Sequence[Any]]:
+    try:
+        return True, (x.cell_contents,)
+    except ValueError:  # not yet assigned
+        return False, ()
+
+
+def _assign_cell(x: Any, is_full: Any, items: Sequence[Any]) -> list[Operation]:
+    if is_full:
+        return [(setattr, x, "cell_contents", *items)]
+    return [(delattr, x, "cell_contents")]
+
+
 # Convert strings and numbers of subclasses to plain ones.
 SCALARS: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
@@ -104,6 +128,7 @@ _FORMS: dict[type, Form] = {
     **{base: _scalar(base, plain) for base, plain in SCALARS.items()},
     tuple: Form(_iterate(tuple), lambda kind, _, items: tuple.__new__(kind, items)),
     frozenset: Form(_iterate(frozenset), lambda kind, _, items: frozenset.__new__(kind, items)),
+    slice: Form(lambda x: (None, (x.start, x.stop, x.step)), lambda kind, _, items: slice(*items)),
     types.MappingProxyType: Form(
         lambda x: (None, _flat(x.items())), lambda kind, _, items: kind(dict(_pairs(items)))
     ),
@@ -115,6 +140,9 @@ _FORMS: dict[type, Form] = {
         lambda kind, count, items: functools.partial.__new__(
             kind, *items[:count], **dict(_pairs(items[count:]))
         ),
+    ),
+    pathlib.PurePath: Form(  # without its slots, which are caches
+        lambda x: (None, (pathlib.PurePath.__str__(x),)), lambda kind, _, items: kind(*items)
     ),
     list: Form(
         lambda x: (None, list.__getitem__(x, slice(None))),
@@ -140,6 +168,12 @@ _FORMS: dict[type, Form] = {
     ),
     np.ndarray: Form(_open_array, assign=_assign_array, empty=_empty_array),
     np.void: Form(_open_array, assign=_assign_array, empty=_empty_array),
+    np.generic: Form(
+        lambda x: ((x.dtype, x.tobytes()), ()),
+        lambda kind, detail, _: np.frombuffer(detail[1], detail[0])[0],
+    ),
+    memoryview: Form(_open_view, assign=_assign_view, is_view=True),
+    types.CellType: Form(_open_cell, assign=_assign_cell, is_view=True),
     object: Form(lambda x: (None, ())),
 }
 
@@ -159,12 +193,39 @@ def is_fixed(kind: Kind) -> bool:
     return not kind.names and _FORMS[_base_of(kind.type)].make is not None
 
 
+def is_told_apart(kind: type) -> bool:
+    """Whether two objects of a class with equal parts are different all the same.
+
+    Python tells them apart by their identity, or they keep something where it cannot see it.
+    """
+    base = _base_of(kind)
+    if base is not object:
+        return _FORMS[base].is_view
+    equal: Any = kind.__eq__
+    return equal is object.__eq__ or has_hidden_state(kind)
+
+
+def can_be_made(kind: Kind) -> bool:
+    """Whether there can be a copy of an object, with the same parts."""
+    is_fixed_base = _FORMS[_base_of(kind.type)].make is not None
+    return not is_told_apart(kind.type) and not (kind.names and is_fixed_base)
+
+
+def fixed_parts(value: Any) -> Sequence[Any] | None:
+    """The items of an object that has nothing else, and always the same; None for others."""
+    base = _base_of(type(value))
+    form = _FORMS[base]
+    if form.make is None or base is types.MappingProxyType or has_state(type(value)):
+        return None
+    return form.open(value)[1]
+
+
 def open_object(value: Any) -> tuple[Kind, list[Any]]:
     """The kind and the parts of an object."""
     cls = type(value)
     detail, items = _FORMS[_base_of(cls)].open(value)
-    attributes = _instance_dict(value)
-    slots = {name: getattr(value, name) for name in _slots(cls) if hasattr(value, name)}
+    attributes = attributes_of(value)
+    slots = {name: getattr(value, name) for name in slots_of(cls) if hasattr(value, name)}
     names = (*attributes, *slots)
     return Kind(cls, detail, names), [*items, *attributes.values(), *slots.values()]
 
@@ -181,7 +242,12 @@ def make_empty(kind: Kind) -> Any:
     form = _FORMS[base]
     if form.make is not None:
         raise TypeError(f"cannot make a {kind.type.__name__} object that has attributes")
+    if base is object:  # or another class in C, such as SimpleNamespace, whose objects are others
+        base = next(own for own in kind.type.__mro__ if not own.__flags__ & _MADE_BY_CLASS)
     return form.empty(kind.type, kind.detail) if form.empty else base.__new__(kind.type)
+
+
+_MADE_BY_CLASS = 1 << 9  # CPython's flag of types that are made at run time, Py_TPFLAGS_HEAPTYPE
 
 
 def assign(value: Any, kind: Kind, parts: Sequence[Any]) -> list[Operation]:
@@ -191,13 +257,13 @@ def assign(value: Any, kind: Kind, parts: Sequence[Any]) -> list[Operation]:
     count = len(parts) - len(kind.names)
     operations = _FORMS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
     attributes = dict(zip(kind.names, parts[count:], strict=True))
-    for name in _slots(kind.type):
+    for name in slots_of(kind.type):
         if name in attributes:
             operations.append((object.__setattr__, value, name, attributes.pop(name)))
         elif hasattr(value, name):
             operations.append((object.__delattr__, value, name))
     if kind.type.__dictoffset__:
-        content = _instance_dict(value)
+        content = attributes_of(value)
         operations += [(dict.clear, content), (dict.update, content, attributes)]
     return operations
 
@@ -207,12 +273,12 @@ def assign(value: Any, kind: Kind, parts: Sequence[Any]) -> list[Operation]:
 
 def has_state(kind: type) -> bool:
     """Whether objects of a class can have attributes."""
-    return bool(kind.__dictoffset__) or bool(_slots(kind))
+    return bool(kind.__dictoffset__) or bool(slots_of(kind))
 
 
 def has_only_dict(kind: type, base: type = object) -> bool:
     """Whether objects of a class have their ``__dict__`` and what they hold as a base, no more."""
-    return bool(kind.__dictoffset__) and _base_of(kind) is base and not _slots(kind)
+    return bool(kind.__dictoffset__) and _base_of(kind) is base and not slots_of(kind)
 
 
 def has_hidden_state(kind: type) -> bool:
@@ -221,11 +287,11 @@ def has_hidden_state(kind: type) -> bool:
     It is found by their size, as when ``object.__reduce_ex__`` refuses to pickle such an object.
     """
     # Offsets are negative where the interpreter manages the dict or the weak references.
-    pointers = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    pointers = len(slots_of(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
 
 
-def _instance_dict(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """The ``__dict__`` of an object, past any ``__getattribute__`` of its class."""
     if not type(value).__dictoffset__:
         return {}
@@ -233,19 +299,39 @@ def _instance_dict(value: Any) -> dict[str, Any]:
     return content
 
 
+def wraps_function(value: Any) -> bool:
+    """Whether an object stands for a function, as those of ``jit`` and ``functools.wraps`` do."""
+    return "__wrapped__" in attributes_of(value)
+
+
+def is_cache(kind: type, name: Any) -> bool:
+    """Whether an attribute is a ``cached_property``: what it stores follows from the others."""
+    owner = next((base for base in kind.__mro__ if name in vars(base)), object)
+    return isinstance(vars(owner).get(name), functools.cached_property)
+
+
+def forget_cached(value: Any, kept: Collection[str]) -> None:
+    """Deletes what ``cached_property`` has stored in an object, except under some names."""
+    attributes = attributes_of(value)
+    for name in [*attributes]:
+        if name not in kept and is_cache(type(value), name):
+            del attributes[name]
+
+
 # ``default_factory`` of a defaultdict is such a descriptor, too.
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    """The names of the slots that classes written in Python define."""
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots that classes written in Python add to a built-in one."""
     names = _SLOTS.get(kind)
     if names is None:
+        added = itertools.takewhile(lambda own: own is not _base_of(kind), kind.__mro__)
         names = _SLOTS[kind] = tuple(
             name
-            for base in kind.__mro__
-            if "__slots__" in vars(base) or base is collections.defaultdict
-            for name, member in vars(base).items()
+            for own in added
+            if "__slots__" in vars(own) or own is collections.defaultdict
+            for name, member in vars(own).items()
             if isinstance(member, types.MemberDescriptorType)
         )
     return names

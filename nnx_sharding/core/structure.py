@@ -44,15 +44,21 @@ class Container(NamedTuple):
     aux: tuple[Any, ...] = ()  # its node data as children: the treedef compares it by ``==`` only
 
 
-class Group(NamedTuple):
-    """An immutable static value that holds mutable objects."""
+class StaticObject(NamedTuple):
+    """A static object that is compared by content: an entry, or a child if it cannot change."""
 
     kind: Kind
     children: tuple[Any, ...]
+    identity: Static | None = None  # if it has to be the same object as well
+
+    @property
+    def type(self) -> type:
+        """The class of the object."""
+        return self.kind.type
 
 
 # The index of an entry, or what is not in the table.
-Child: TypeAlias = "int | Leaf | Static | Container | Group"
+Child: TypeAlias = "int | Leaf | Static | Container | StaticObject"
 
 
 class NodeEntry(NamedTuple):
@@ -78,20 +84,7 @@ class RefEntry(NamedTuple):
     type: type = jax.Ref
 
 
-class StaticEntry(NamedTuple):
-    """A static object that is compared by content, or by identity and its attributes."""
-
-    kind: Kind
-    children: tuple[Child, ...]
-    identity: Static | None = None  # None if it is compared by content
-
-    @property
-    def type(self) -> type:
-        """The class of the object."""
-        return self.kind.type
-
-
-Entry: TypeAlias = NodeEntry | VariableEntry | RefEntry | StaticEntry
+Entry: TypeAlias = NodeEntry | VariableEntry | RefEntry | StaticObject
 
 
 class Location(NamedTuple):
@@ -143,7 +136,7 @@ class Structure:
 
     def static_indices(self) -> list[int]:
         """The entries of static objects."""
-        return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticEntry)]
+        return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticObject)]
 
     def identities(self) -> Sequence[Static]:
         """The static values that are compared by identity alone."""
@@ -215,7 +208,7 @@ class Structure:
         while queue:
             path, child, above = queue.popleft()
             parts: dict[Path, Child] = {}
-            if isinstance(child, Container | Group):
+            if isinstance(child, Container | StaticObject):
                 parts = parts_of(child)
             elif isinstance(child, int) and len(paths.setdefault(child, [])) < limit:
                 paths[child].append(path)
@@ -242,7 +235,7 @@ class Structure:
                 if isinstance(part, int):
                     pending += [] if part in links else [children_of(self.entries[part])]
                     links[part] += 1
-                elif isinstance(part, Container | Group):
+                elif isinstance(part, Container | StaticObject):
                     pending.append(part.children)
         return links
 
@@ -250,7 +243,7 @@ class Structure:
         """The modules, Variables and refs in ``child`` with more than one reference."""
         links = self._links(child) if self.shares else {}
         shared = (index for index, count in links.items() if count > 1)
-        return {index for index in shared if not isinstance(self.entries[index], StaticEntry)}
+        return {index for index in shared if not isinstance(self.entries[index], StaticObject)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
         """Up to ``limit`` paths to each Variable that has more than one path from ``child``."""
@@ -288,7 +281,7 @@ class Structure:
 
     def __repr__(self) -> str:
         lines = [
-            f"  {index}: {type(entry).__name__[:-5]} {entry.type.__name__}"
+            f"  {index}: {type(entry).__name__.removesuffix('Entry')} {entry.type.__name__}"
             for index, entry in enumerate(self.entries)
             if entry is not None
         ]
@@ -300,7 +293,7 @@ def children_of(entry: Entry | None) -> Sequence[Any]:
     """The children of an entry."""
     if isinstance(entry, VariableEntry):
         return (entry.value, *(setting for _, setting in entry.metadata))
-    return entry.children if isinstance(entry, (NodeEntry, StaticEntry)) else ()
+    return entry.children if isinstance(entry, (NodeEntry, StaticObject)) else ()
 
 
 def is_leaf_variable(entry: Any) -> TypeGuard[VariableEntry]:
@@ -311,7 +304,7 @@ def is_leaf_variable(entry: Any) -> TypeGuard[VariableEntry]:
 def atoms(children: Iterable[Any]) -> Iterator[Any]:
     """The indices, leaves and statics within children."""
     for child in children:
-        if isinstance(child, Container | Group):
+        if isinstance(child, Container | StaticObject):
             yield from atoms(chain(child.children, getattr(child, "aux", ())))
         else:
             yield child
@@ -330,11 +323,11 @@ def holds_objects(entry: VariableEntry) -> bool:
     return any(isinstance(part, int) for part in parts)
 
 
-def parts_of(x: Entry | Container | Group | None) -> dict[Path, Child]:
+def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
     """The parts of an entry or a value, by path."""
     if isinstance(x, Container):
         return dict(zip(container_keys(x.treedef), x.children, strict=True))
-    if isinstance(x, Group | StaticEntry):
+    if isinstance(x, StaticObject):
         return dict(zip(static_paths(x.kind, x.children), x.children, strict=True))
     if isinstance(x, VariableEntry):
         return {(): x.value, **{(Metadata(name),): setting for name, setting in x.metadata}}

@@ -18,10 +18,10 @@ from .problems import array_line
 from .retyping import type_spec
 from .static_equality import Static
 from .structure import (
+    Child,
     Container,
-    Group,
     NodeEntry,
-    StaticEntry,
+    StaticObject,
     Structure,
     VariableEntry,
     children_of,
@@ -86,7 +86,7 @@ def check_objects(
                 places[_CAPTURED_OBJECT].append((index, ()))
             elif old is not None and old.type is not entry.type:
                 places[_CLASS_CHANGED].append((index, ()))
-        elif isinstance(entry, StaticEntry) and not updates and old not in (None, entry):
+        elif isinstance(entry, StaticObject) and not updates and old not in (None, entry):
             places[_STATIC_CHANGED].append((index, ()))
     misuse = next((misuse for misuse, found in places.items() if found), None)
     if misuse is None:
@@ -162,20 +162,30 @@ _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 
 
 def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
-    """The paths to traced arrays among the static values of an entry, without borrowed ones."""
-    if not any(isinstance(s.value, jax.core.Tracer) for s in identities_in(children_of(entry))):
+    """The paths to Variables and traced arrays among the static values of an entry.
+
+    Without borrowed ones.
+    """
+    if not any(map(_is_traced, identities_in(children_of(entry)))):
         return
     stack = list(parts_of(entry).items())
     while stack:
         path, child = stack.pop()
         if isinstance(child, Container):
             stack += [(path, aux) for aux in child.aux]
-        elif isinstance(child, Group):
+        elif isinstance(child, StaticObject):
             stack += [(path + key, part) for key, part in parts_of(child).items()]
-        elif isinstance(child, Static):
-            is_traced = isinstance(child.value, jax.core.Tracer)
-            if is_traced and _compat.identity(child.value) not in borrowed:
-                yield path
+        elif _is_traced(child) and _compat.identity(_value_of(child)) not in borrowed:
+            yield path
+
+
+def _is_traced(child: Child) -> bool:
+    value = _value_of(child)
+    return isinstance(value, jax.core.Tracer) or _compat.is_graph_object(value)
+
+
+def _value_of(child: Child) -> Any:
+    return child.value if isinstance(child, Static) else None
 
 
 def check_donated(

@@ -17,11 +17,10 @@ from .structure import (
     LEAF,
     Child,
     Container,
-    Group,
     Location,
     NodeEntry,
     RefEntry,
-    StaticEntry,
+    StaticObject,
     Structure,
     VariableEntry,
     atoms,
@@ -72,7 +71,7 @@ def unflatten(
             _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
         elif isinstance(entry, NodeEntry):
             _compat.fill_node(objects[index], _attributes(entry, arrays, objects))
-        elif isinstance(entry, StaticEntry):
+        elif isinstance(entry, StaticObject):
             perform(_assign(entry, objects[index], objects))
     root_leaves = (leaves[slot] for slot in structure.root_slots)
     return Built(assemble(structure.root, root_leaves, objects), objects)
@@ -98,7 +97,7 @@ def _new_object(
             kind: Any = entry.type
             return kind.from_metadata(value, settings)
         return _compat.new_variable(entry.type, settings, trace_state)
-    if isinstance(entry, StaticEntry):
+    if isinstance(entry, StaticObject):
         return make_empty(entry.kind)
     if entry is None:
         return None
@@ -116,9 +115,9 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any
         return objects[child]
     if isinstance(child, Static):
         return child.value
-    assert isinstance(child, Container | Group)
+    assert isinstance(child, Container | StaticObject)
     parts = [assemble(part, leaves, objects) for part in child.children]
-    if isinstance(child, Group):
+    if isinstance(child, StaticObject):
         return make_fixed(child.kind, parts)
     treedef = child.treedef
     if not all(isinstance(aux, Static) for aux in child.aux):
@@ -156,16 +155,17 @@ def value_at(structure: Structure, location: Location, leaves: Sequence[Any]) ->
 # Static objects
 
 
-def _assign(entry: StaticEntry, value: Any, objects: Sequence[Any]) -> list[Operation]:
+def _assign(entry: StaticObject, value: Any, objects: Sequence[Any]) -> list[Operation]:
     """The operations that give an object the content of an entry."""
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
 
-def restore(structure: Structure, objects: Sequence[Any]) -> None:
+def restore(structure: Structure, objects: Sequence[Any], indices: Iterable[int]) -> None:
     """Restores the content of static objects from their entries, where it has changed."""
     known = dict(enumerate(objects))
-    for index, entry in enumerate(structure.entries):
-        if isinstance(entry, StaticEntry) and not _has_content(entry, objects[index], known):
+    for index in indices:
+        entry = structure.entries[index]
+        if isinstance(entry, StaticObject) and not _has_content(entry, objects[index], known):
             perform(_assign(entry, objects[index], objects))
 
 
@@ -194,20 +194,22 @@ def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -
     return kept
 
 
-def _has_content(entry: StaticEntry | Group, value: Any, objects: Mapping[int, Any]) -> bool:
+def _has_content(entry: StaticObject, value: Any, objects: Mapping[int, Any]) -> bool:
     content = content_of(value)
+    if content is None:
+        return False
+    kind, found = content
     return (
-        content is not None
-        and content.kind == entry.kind
-        and len(content.parts) == len(entry.children)
-        and all(map(_has_value, entry.children, content.parts, itertools.repeat(objects)))
+        kind == entry.kind
+        and len(found) == len(entry.children)
+        and all(map(_has_value, entry.children, found, itertools.repeat(objects)))
     )
 
 
 def _has_value(child: Child, value: Any, objects: Mapping[int, Any]) -> bool:
     if isinstance(child, int):
         return child in objects and objects[child] is value
-    if isinstance(child, Group):
+    if isinstance(child, StaticObject):
         return _has_content(child, value, objects)
     return Static.of(value) == child
 

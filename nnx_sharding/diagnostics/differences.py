@@ -18,7 +18,7 @@ from ..core.problems import shorten, show
 from ..core.signature import Signature
 from ..core.static_equality import Static
 from ..core.static_parts import Kind
-from ..core.structure import LEAF, Container, Group, StaticEntry, Structure, parts_of
+from ..core.structure import LEAF, Container, StaticObject, Structure, parts_of
 from ..errors import shortened
 from ..specs.paths import accessor
 
@@ -169,9 +169,7 @@ def _fact(text: str, x: Any) -> Fact:
     """The fact about a part that is not a single static value."""
     if x is LEAF or isinstance(x, Container):
         return Fact(text, content=type(x), rest=getattr(x, "treedef", None))
-    if isinstance(x, Group):
-        return Fact(text, content=x.kind)
-    if isinstance(x, StaticEntry):
+    if isinstance(x, StaticObject):
         why = "" if x.identity is None else f"{x.type.__name__} defines no __eq__"
         rest = x.kind if x.identity is None else (x.kind, _identity(x.identity))
         return Fact(text, _origin(x.type), rest=rest, by_identity=why)
@@ -197,7 +195,7 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
     if isinstance(child, Container):
         return shorten(str(child.treedef))
     entry: Any = structure.entries[child] if isinstance(child, int) else child
-    kind = entry.kind[0] if isinstance(entry, Group) else entry.type
+    kind = entry.type
     brackets = _BRACKETS.get(kind)
     if issubclass(kind, np.ndarray):
         dtype, shape, *_ = entry.kind.detail

@@ -117,7 +117,7 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
             return enter(tree, flat, specs, retyping)
         except BaseException:
             undo()
-            restore(flat.structure, flat.objects)
+            restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
 
     def enter(tree: ArgTree, flat: Flat, specs: Specs, retyping: Retyping) -> Any:

@@ -38,7 +38,7 @@ from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.signature import Call
 from ..core.static_equality import Static
-from ..core.structure import LEAF, Child, Container, Group, StaticEntry, Structure
+from ..core.structure import LEAF, Child, Container, StaticObject, Structure
 from ..core.unflatten import value_at
 from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
@@ -560,10 +560,10 @@ def user_tree(
         if isinstance(child, Container):
             parts = [build(part, slots) for part in child.children]
             return jax.tree_util.tree_unflatten(child.treedef, parts)
-        if isinstance(child, Static | Group):
+        if isinstance(child, Static | StaticObject):
             return None
         assert isinstance(child, int)
-        if isinstance(structure.entries[child], StaticEntry):
+        if isinstance(structure.entries[child], StaticObject):
             return None
         flat = {
             tuple(map(plain_key, x.path)): value_at(structure, x, values)

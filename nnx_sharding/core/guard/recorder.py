@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ... import _compat
-from ..static_equality import Content, Static
+from ..static_equality import Static
+from ..static_parts import Kind as StaticKind
 from ..static_parts import has_only_dict
 from ..treedefs import PyTreeDef, is_leaf_treedef
 from .recipe import Kind, Pins, Recipe, Rule, packed
@@ -55,6 +56,10 @@ class WalkRecorder:
         self._traces: list[int] = []
         self._mentions: dict[int, int] = {}  # by position: the index of the object
         self._fixed: set[int] = set()  # the indices of objects that must stay the same
+
+    def anew(self) -> WalkRecorder:
+        """A recorder of another walk over the same arguments."""
+        return WalkRecorder(self._stream[: self._num_arguments], self._dynamic, self.static)
 
     def open(
         self, kind: Kind, position: int, expected: Any, parts: Collection[Any], rules: bytes = b""
@@ -114,13 +119,15 @@ class WalkRecorder:
         self._open_slots(_TREEDEF, position, (treedef,))
         return self.open(Kind.LEAVES, position, len(leaves), leaves)
 
-    def open_static(self, position: int, value: Any, content: Content) -> Sequence[int]:
+    def open_static(
+        self, position: int, value: Any, described: StaticKind, parts: Sequence[Any]
+    ) -> Sequence[int]:
         """Adds the parts of a static object; returns their positions."""
-        kind, parts = type(value), content.parts
+        kind = type(value)
         if kind is dict and {str, int}.issuperset(map(type, value)):
             values = self.open(Kind.DICT, position, tuple(parts[::2]), parts[1::2])
             return [place for value in values for place in (NOWHERE, value)]
-        names = content.kind.names
+        names = described.names
         num_items = len(parts) - len(names)
         items, attributes = parts[:num_items], parts[num_items:]
         if kind is list or kind is tuple:
@@ -130,7 +137,7 @@ class WalkRecorder:
         if has_only_dict(kind, tuple) and kind.__iter__ is tuple.__iter__:
             own = self.open(Kind.NODE, position, names, attributes)
             return [*self.open(Kind.SEQUENCE, position, num_items, items), *own]
-        return self.open(Kind.STATIC, position, (content.kind, len(parts)), parts)
+        return self.open(Kind.STATIC, position, (described, len(parts)), parts)
 
     def open_tree(self, position: int, tree: Any, treedef: PyTreeDef) -> tuple[_Places, _Places]:
         """Adds what a pytree holds: the positions of its leaves, and of the data of its nodes.
