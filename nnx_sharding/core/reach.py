@@ -35,7 +35,7 @@ from typing import Any
 from .. import _compat
 from .listing import Listing, NotListed, is_constant
 from .static_equality import Static
-from .structure import Container, Group, Structure, children_of
+from .structure import Container, StaticObject, Structure, children_of
 from .treedefs import node_types
 
 
@@ -104,9 +104,11 @@ def values_in(structure: Structure) -> list[Any]:
         child = children.pop()
         if isinstance(child, Static):
             found[id(child)] = child
-        elif isinstance(child, Container | Group):
+        elif isinstance(child, Container | StaticObject):
             children += (*child.children, *getattr(child, "aux", ()))
-            kinds = {child.kind.type} if isinstance(child, Group) else node_types(child.treedef)
+            kinds = (
+                {child.kind.type} if isinstance(child, StaticObject) else node_types(child.treedef)
+            )
             found |= {id(kind): kind for kind in kinds}
     return [x for x in found.values() if not _is_constant(x)]
 

@@ -229,9 +229,13 @@ def strict(value: Any) -> Any:
     if type(value) is Static:
         return value
     static = Static.of(value)
-    if static.by_identity and dataclasses.is_dataclass(value) and has_state(type(value)):
-        return type(value), *map(strict, open_object(value)[1])
-    return value if static.by_identity else static
+    if not static.by_identity:
+        return static
+    key = None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (getattr(value, own.name, ...) for own in dataclasses.fields(value))
+        key = _key_of_all(type(value), fields)
+    return value if key is None else key
 
 
 # By content
