@@ -229,6 +229,17 @@ class MergeErrorsTest(parameterized.TestCase):
         with pytest.raises(ValueError, match="v"):
             merge(structure, {"v": value})
 
+    @parameterized.named_parameters(
+        ("graphdef_of_flax", "GraphDef", lambda model: nnx.split(model)),
+        ("order", "State", lambda model: split(model)[::-1]),
+        ("state_alone", "State", lambda model: (nnx.state(model),)),
+        ("model", "Linear", lambda model: (model,)),
+    )
+    def test_first_argument_is_no_structure(self, name, arguments):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        with pytest.raises(TypeError, match=f"type {name}, not a Structure.*nnx.merge"):
+            merge(*arguments(model))
+
     def test_into_objects_of_another_trace(self):
         target = small()
         memory = Memory(target)

@@ -16,6 +16,11 @@ from ..errors import by_kind, raise_listed
 from ..specs.filters import subject_text, to_predicate
 from ..specs.paths import Path, path_string
 
+_NO_STRUCTURE = (
+    "merge: the first argument is of type {type}, not a Structure. Pass what "
+    "nnx_sharding.split returned, the Structure first; nnx.merge merges what nnx.split returned."
+)
+
 
 def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
     """Splits a graph of NNX objects into a hashable structure, and its arrays by path.
@@ -80,6 +85,7 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
     Raises:
       ValueError: arrays are missing, or there are arrays for paths that do not exist; all are
         listed, and nothing is changed.
+      TypeError: the first argument is no Structure, such as a ``GraphDef`` from ``nnx.split``.
       TraceContextError: an object of ``into`` belongs to another trace.
 
     Example:
@@ -91,6 +97,8 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
       >>> merge(structure, state, into=other) is other
       True
     """
+    if not isinstance(structure, Structure):
+        raise TypeError(_NO_STRUCTURE.format(type=type(structure).__name__))
     leaves = _leaves_by_slot(structure, groups)
     if into is None:
         return unflatten(structure, leaves, share=True).root
