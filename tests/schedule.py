@@ -248,6 +248,7 @@ NIGHTLY = (
     "experts.py::test_in_a_stack_with_recomputation",
     "experts.py::test_training_with_fsdp_equals_one_device[Auto]",
     "exporting.py::ManifestTest::test_same_function_same_bytes",
+    "flax_names.py::test_docstrings_of_flax_with_our_names",
     "gradients.py::AsFlaxTest::test_program_in_flax_vmap",
     "gradients.py::AsFlaxTest::test_program_in_jit_by_several_diff_states",
     "gradients.py::AsFlaxTest::test_program_in_jit_pytree_of_modules",
