@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import tempfile
 from collections.abc import Iterator
 
 import jax
@@ -21,6 +22,22 @@ def without_cache() -> Iterator[None]:
     yield
     jax.config.update("jax_compilation_cache_dir", folder)
     reset_cache()
+
+
+@contextlib.contextmanager
+def with_cache(*, is_enabled: bool = True) -> Iterator[None]:
+    """The persistent cache has a folder; programs as quick as those of tests do not get into it."""
+    folder, enabled = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    with tempfile.TemporaryDirectory() as new:
+        jax.config.update("jax_compilation_cache_dir", folder or new)
+        jax.config.update("jax_enable_compilation_cache", is_enabled)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", enabled)
+            jax.config.update("jax_compilation_cache_dir", folder)
+            if folder is None:
+                reset_cache()
 
 
 def ignored_warnings() -> Iterator[str]:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import configurations
 import nnx_sharding
+from nnx_sharding.core.call_context import CacheNotice
 from nnx_sharding.errors import (
     ActivationError,
     CapturedArrayWarning,
+    ShardingWarning,
     StrictError,
     UnshardedWarning,
     UnusedFilterWarning,
@@ -1251,6 +1255,19 @@ def forgotten_fetch(lib: Library) -> Any:
         optimizer.update(model, nnx.state(model, nnx.Param))
 
     return lib.jit(step, in_shardings=(None, offloaded))(model, optimizer)
+
+
+@mistake(
+    "cached-programs-for-several-cpu-devices",
+    "JAX's persistent compilation cache is on for several CPU devices",
+    ShardingWarning,
+    "for 8 CPU devices",
+    "hang or crash",
+    "jax.config.update('jax_enable_compilation_cache', False)",
+)
+def cache_on_several_devices(lib: Library) -> Any:
+    with configurations.with_cache(), mock.patch.object(CacheNotice, "is_due", True):
+        return lib.jit(forward, in_shardings=(None, NamedSharding(grid(), P("data"))))(Model(), X)
 
 
 def message_of(run: Callable[[Library], Any], lib: Library) -> str:

@@ -646,7 +646,11 @@ class ExtractTest(parameterized.TestCase):
         tree = {"p": put(ones(8), P("a")), "q": [abstract], "s": "text", **others}
         known = {"p": named, "q": [named], "s": None}
         extract = (c.extract_sharding_structure, c.get_shardings_with_structure)
-        for function in (*extract, c.extract_shardings, lambda x: c.extract_shardings(x, MESH)):
+        by_name = [
+            lambda x: c.extract_shardings(tree=x),
+            lambda x: c.extract_shardings(tree=x, mesh=MESH),
+        ]
+        for function in (*extract, c.extract_shardings, *by_name):
             assert function(tree) == {**known, **dict.fromkeys(others)}
 
     def test_specs(self):

@@ -13,16 +13,20 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 from absl.testing import parameterized
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import configurations
 import mistakes
 import nnx_sharding
 import transform_mistakes
 from graphs import Memory
 from libraries import Transforms
 from mistakes import MISTAKES, PAGE, Mistake
+from nnx_sharding.core.call_context import CacheNotice
 from nnx_sharding.errors import MAX_WIDTH
 from test_pages import anchors
 
@@ -173,6 +177,29 @@ class MistakesTest(parameterized.TestCase):
         self.assertIn(mistakes.__file__, frames)
         if case.anchor in transform_mistakes.ALSO:
             self.assert_beside_flax(case)
+
+    @parameterized.product(
+        devices=(1, 8), is_on=(True, False), transform=("jit", "shard_map"), stage=(False, True)
+    )
+    def test_cache_is_warned_of_once(self, devices: int, is_on: bool, transform: str, stage: bool):
+        mesh = jax.make_mesh((devices,), ("a",), devices=jax.devices()[:devices])
+        specs = (
+            {"in_shardings": (P("a"),)}
+            if transform == "jit"
+            else {"in_specs": P("a"), "out_specs": P("a")}
+        )
+        with (
+            warnings.catch_warnings(record=True) as seen,
+            configurations.with_cache(is_enabled=is_on),
+            mock.patch.object(CacheNotice, "is_due", True),
+        ):
+            warnings.simplefilter("always")
+            for factor in range(3):
+                fun = getattr(nnx_sharding, transform)(lambda x: x * factor, mesh=mesh, **specs)
+                x = np.ones(8, np.float32)
+                (fun.lower(x).compile() if stage else fun)(x)
+        texts = [str(one.message) for one in seen]
+        self.assertLen(texts, int(devices > 1 and is_on), texts)
 
     @parameterized.named_parameters((name, name) for name in transform_mistakes.MISTAKES)
     def test_transforms(self, name: str):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .. import _compat
+from ..errors import ShardingWarning, report
 from .interrupts import hold
 
 
@@ -90,12 +91,12 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     plan = caller.plan
     # JAX also compiles the programs that move arguments to their shardings.
     if details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
-        plan.reported.pop(_compat.CACHE_HIT, None)  # belongs to that program
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:
         plan.reported.pop(_compat.CACHE_HIT, None)  # belongs to a program that moved arguments
     if event == _compat.COMPILATION:
+        _warn_of_cache(plan, caller.leaves)
         if _LOGGER.isEnabledFor(logging.INFO):
             _LOGGER.info("%s", _described(plan, caller.leaves))
         plan.reported.clear()
@@ -130,6 +131,35 @@ def _devices_of(plan: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
     if mesh is not None:
         return mesh.size, mesh
     return max((len(x.device_set) for x in known if x is not None), default=1), None
+
+
+class CacheNotice:
+    """The warning of the persistent cache, which a process gives once."""
+
+    is_due = _compat.CACHED_CPU_PROGRAMS_FAIL
+
+
+def _warn_of_cache(plan: Any, leaves: Sequence[Any]) -> None:
+    """Warns that programs for several CPU devices may fail when they come from JAX's cache.
+
+    Whether this one came from it is not known: the configuration decides.
+    """
+    is_on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    if not (CacheNotice.is_due and is_on and jax.default_backend() == "cpu"):
+        return
+    count, _ = _devices_of(plan, leaves)
+    if count > 1:
+        CacheNotice.is_due = False
+        report(
+            ShardingWarning,
+            f"{plan.transform.name}: {plan.fun_name} is compiled for {count} CPU devices while "
+            "JAX's persistent compilation cache is on.\nBy a fault of this release of jaxlib, such "
+            "programs may hang or crash when they are read back from the cache, also in a later "
+            "process.\nTurn it off: jax.config.update('jax_enable_compilation_cache', False), or "
+            "use one device.",
+            strict=False,
+            anchor="cached-programs-for-several-cpu-devices",
+        )
 
 
 jax.monitoring.register_event_listener(_on_event)
