@@ -24,6 +24,7 @@ import doctest
 import importlib
 import io
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -160,7 +161,11 @@ def run_in_process(page: Path, mode: str, *options: str) -> list[Outcome]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, *options, "--page", str(page), mode, file.name]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+            # Sets are printed in the order of hashes: the same one for both runs.
+            environment = os.environ | {"PYTHONHASHSEED": "0"}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LIMIT, env=environment
+            )
         except subprocess.TimeoutExpired:
             return [Outcome("(whole page)", "", f"runs longer than {LIMIT} s")]
         if done.returncode:
