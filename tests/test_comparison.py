@@ -220,6 +220,16 @@ class CompareTest(parameterized.TestCase):
         assert lines[4].startswith("tp        data 64 × model 4") and " * " in lines[4]
         only = Comparison({"a": Failure("ValueError: x\ny")})
         assert str(only) == "a failed: ValueError: x\n  y"
+        for count, more in ((4, "a; b; c; d"), (5, "a; b; c; and 2 more")):
+            many = dict.fromkeys("abcde"[:count], Failure("ValueError: x"))
+            ruled_out = dict.fromkeys("abcde"[:count], "too slow") | {"f": "too large"}
+            lines = str(Comparison(many, ruled_out=ruled_out)).splitlines()
+            assert lines == [
+                f"{more} failed: ValueError: x",
+                f"{count + 1} not compiled:",
+                f"  too slow: {more}",
+                "  too large: f",
+            ]
 
     def test_notebook(self):
         html = planned()._repr_html_()

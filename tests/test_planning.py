@@ -357,6 +357,25 @@ def test_uneven_batches_and_failures_are_ruled_out():
 
 
 @pytest.mark.usefixtures("compile_here")
+def test_an_error_on_every_mesh_is_told_once_and_takes_no_slot():
+    model, x = nnx.eval_shape(MLP), jax.ShapeDtypeStruct((64, 4), jnp.float32)
+
+    def fails(model, x):
+        raise RuntimeError("a mistake of the user")
+
+    meshes = [{"data": 8 // size, "model": size} for size in (1, 2, 4, 8)]
+    variants = {"wrong": fails, "right": lambda model, x: model(x)}
+    options = {"meshes": meshes, "strategies": "dp + tensor", "most": 2}
+    found = plan(variants, model, x, **options)
+    assert len(found.comparison.compiled) == 2  # as many as `most`, beside those that failed
+    text = str(found)
+    assert text.count("a mistake of the user") == 1  # of two programs, in one line
+    assert "wrong failed: RuntimeError: a mistake of the user" in text
+    left = {name: why for name, why in found.ruled_out.items() if name.endswith("wrong")}
+    assert len(left) == 1 and "on other meshes" in left.popitem()[1]
+
+
+@pytest.mark.usefixtures("compile_here")
 def test_arguments_of_all_kinds():
     x, keys = jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.random.split(jax.random.key(0), 64)
     key, scalar = jax.random.PRNGKey(0), jax.ShapeDtypeStruct((), jnp.float32)
