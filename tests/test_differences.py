@@ -187,7 +187,7 @@ class TestStatics:
 
     def test_a_list_of_a_look_alike(self):
         lines = self.lines(NoEq([1]), NoEq([1]))
-        assert lines.startswith(".rate is a new") and "part of an object without __eq__" in lines
+        assert lines.startswith(" is a new object") and "NoEq defines no __eq__" in lines
 
     def test_the_part_is_named(self):
         lines = self.lines(optax.sgd(0.1), optax.sgd(0.1)).splitlines()
