@@ -25,6 +25,8 @@ from nnx_sharding.partition import (
     tensor_parallel,
 )
 
+# The loss is outside of the model, so what that returns is gathered on Explicit axes.
+pytestmark = pytest.mark.filterwarnings("ignore:.*operations outside of modules")
 WIDTH, LENGTH, LETTERS = 16, 24, 32
 WITH_ROPE = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
 

@@ -235,6 +235,7 @@ class Case(NamedTuple):
 # By JAX, which gives each mesh axis to one dimension of a type only.
 REFUSED = re.compile(
     "vmapping over|passed to reshard cannot|Please specify the|can map every mesh axis"
+    "|JAX cannot know how a module shards"
 )
 # XLA multiplied or zeroed gradients in these.
 FIXED = [
@@ -256,6 +257,20 @@ FIXED = [
 @pytest.mark.parametrize("case", FIXED, ids=str)
 def test_convolution(case):
     case.check()
+
+
+@pytest.mark.parametrize(("rows", "features", "groups"), [(2, 2, (2, 1)), (4, 8, (1, 2))])
+def test_a_kernel_larger_than_its_input(rows, features, groups):
+    x, kernel = jnp.ones((rows, 2, 8)), jnp.ones((5, 8 // groups[0], features))
+    numbers = jax.lax.conv_dimension_numbers(x.shape, kernel.shape, ("NHC", "HIO", "NHC"))
+    options = {
+        "window_strides": (1,), "padding": ((0, 0),), "lhs_dilation": (1,), "rhs_dilation": (1,),
+        "dimension_numbers": numbers, "feature_group_count": groups[0],
+        "batch_group_count": groups[1], "precision": None, "preferred_element_type": None,
+    }  # fmt: skip
+    expected = jax.lax.conv_general_dilated(x, kernel, **options)
+    assert convolutions.as_products(x, kernel, **options).shape == expected.shape
+    assert 0 in expected.shape
 
 
 @pytest.mark.parametrize("number", range(300))

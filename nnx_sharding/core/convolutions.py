@@ -128,10 +128,11 @@ def as_products(
     kernel = lax.transpose(rhs, dimension_numbers.rhs_spec)  # (features, channels, *window)
     kernel = _split_groups(kernel, 0, groups)
 
-    window = kernel.shape[3:]
+    features, window = groups * kernel.shape[1], kernel.shape[3:]
     spans = map(_span, window, rhs_dilation)
     sizes = zip(x.shape[3:], spans, window_strides, strict=True)
-    outputs = tuple((size - span) // stride + 1 for size, span, stride in sizes)
+    # None for a kernel that is larger than its input.
+    outputs = tuple(max(0, (size - span) // stride + 1) for size, span, stride in sizes)
     out_type = preferred_element_type or jnp.result_type(x, kernel)
     # A convolution rounds once, not after each term.
     is_low = jnp.issubdtype(out_type, jnp.floating) and jnp.dtype(out_type).itemsize < 4
@@ -140,12 +141,14 @@ def as_products(
         lax.dot_general, precision=precision, preferred_element_type=sum_type
     )
     terms = _Terms(x, kernel, outputs, window_strides, rhs_dilation, product)
-    if math.prod(window) <= math.prod(outputs):
+    if 0 in outputs:
+        out = jnp.zeros((groups, x.shape[1], kernel.shape[1], *outputs), sum_type)
+    elif math.prod(window) <= math.prod(outputs):
         out = jnp.moveaxis(_sum(terms.of_kernel_position, window), -1, 2)
     else:
         out = _stacked(terms.of_output, outputs)
     # (groups, rows, features, *outputs) → (rows, groups * features, *outputs)
-    out = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *outputs).astype(out_type)
+    out = jnp.moveaxis(out, 0, 1).reshape(x.shape[1], features, *outputs).astype(out_type)
     out_spec = dimension_numbers.out_spec
     return lax.transpose(out, [out_spec.index(d) for d in range(out.ndim)])
 
