@@ -120,7 +120,7 @@ def test_some(number):
 
 
 def test_many():
-    """40 of the 2880 combinations."""
+    """40 of the 5760 combinations."""
     for _ in range(40):
         check(drawn())
 

@@ -7,6 +7,8 @@ import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .bounded import make_room
+
 
 class Names(NamedTuple):
     """The names that a code uses, and those of the functions defined in it."""
@@ -17,6 +19,7 @@ class Names(NamedTuple):
 
 
 # By id, since hashing a code hashes its instructions; the code is held so that its id stays.
+_MAX_CODES = 4096
 _NAMES: dict[int, tuple[types.CodeType, Names]] = {}
 
 
@@ -25,6 +28,7 @@ def names_of(code: types.CodeType) -> Names:
     known = _NAMES.get(id(code))
     if known is None:
         known = _NAMES[id(code)] = code, _read_names(code)
+        make_room(_NAMES, _MAX_CODES)
     return known[1]
 
 
