@@ -24,7 +24,7 @@ from flax import nnx
 
 from nnx_sharding import Stack, stack, value_and_grad
 from nnx_sharding.analysis import HARDWARE
-from nnx_sharding.partition import dispatch_to_experts, ring_attention
+from nnx_sharding.experimental import dispatch_to_experts, ring_attention
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Candidate
 from nnx_sharding.planning.plan import Plan, predicted

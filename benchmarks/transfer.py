@@ -50,7 +50,8 @@ def measure(case: str, megabytes: int, rounds: int) -> None:
     from flax import nnx
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from nnx_sharding.checkpoint import Tensor, transfer
+    from nnx_sharding.checkpoint import Tensor
+    from nnx_sharding.experimental import transfer
 
     mesh = jax.make_mesh((DEVICES,), ("x",), (jax.sharding.AxisType.Auto,))
     width = round((megabytes * 1e6 / LAYERS / 4) ** 0.5) // 64 * 64

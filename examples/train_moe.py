@@ -32,14 +32,8 @@ from jax.sharding import PartitionSpec as P
 from train_deep import batches
 
 from nnx_sharding import jit, value_and_grad
-from nnx_sharding.partition import (
-    ExpertStatistics,
-    dispatch_to_experts,
-    expert_parallel,
-    fsdp,
-    make_mesh,
-    sharded_init,
-)
+from nnx_sharding.experimental import ExpertStatistics, dispatch_to_experts, expert_parallel
+from nnx_sharding.partition import fsdp, make_mesh, sharded_init
 from nnx_sharding.report import ProgramReport
 
 

@@ -4,8 +4,8 @@ By task: ``partition`` chooses specs, ``placement`` puts models and batches on d
 ``checkpoint`` saves and restores them, ``transforms`` are for use inside others, ``training``
 accumulates gradients and offloads state, ``analysis`` and ``report`` say what a program costs,
 ``planning`` searches for a mesh and a strategy, ``export`` writes programs to files, ``testing``
-has assertions and a launcher of processes, and ``compat`` has the names of other libraries. All
-other modules are internal.
+has assertions and a launcher of processes, and ``compat`` has the names of other libraries.
+``experimental`` has parts with a shorter promise. All other modules are internal.
 """
 
 import importlib
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         checkpoint,
         compat,
         diagnostics,
+        experimental,
         export,
         partition,
         placement,
@@ -135,6 +136,7 @@ _MODULES = frozenset(
         "checkpoint",
         "compat",
         "diagnostics",
+        "experimental",
         "export",
         "partition",
         "placement",

@@ -23,15 +23,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import accumulate_gradients, jit, remat, stack, value_and_grad
-from nnx_sharding.partition import (
-    context_parallel,
-    fsdp,
-    make_mesh,
-    pipeline,
-    replicated,
-    tensor_parallel,
-    zero1,
-)
+from nnx_sharding.experimental import context_parallel
+from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
 from nnx_sharding.training import fetched, offload
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"

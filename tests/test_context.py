@@ -16,14 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, stack, value_and_grad
-from nnx_sharding.partition import (
-    context_parallel,
-    fsdp,
-    make_mesh,
-    pipeline,
-    specs_by_path,
-    tensor_parallel,
-)
+from nnx_sharding.experimental import context_parallel
+from nnx_sharding.partition import fsdp, make_mesh, pipeline, specs_by_path, tensor_parallel
 
 # The loss is outside of the model, so what that returns is gathered on Explicit axes.
 pytestmark = pytest.mark.filterwarnings("ignore:.*operations outside of modules")

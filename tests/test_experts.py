@@ -15,15 +15,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, stack, value_and_grad
-from nnx_sharding.partition import (
-    dispatch_to_experts,
-    expert_parallel,
-    fsdp,
-    make_mesh,
-    pipeline,
-    specs_by_path,
-    tensor_parallel,
-)
+from nnx_sharding.experimental import dispatch_to_experts, expert_parallel
+from nnx_sharding.partition import fsdp, make_mesh, pipeline, specs_by_path, tensor_parallel
 
 GROUPS, TOKENS, FEATURES, HIDDEN, EXPERTS = 8, 6, 4, 8, 8
 MESHES = {

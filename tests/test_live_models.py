@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from models import mesh_of
 from nnx_sharding import place
-from nnx_sharding.checkpoint import Tensor, live_models, transfer
+from nnx_sharding.checkpoint import Tensor
 from nnx_sharding.errors import CheckpointError
+from nnx_sharding.experimental import live_models, transfer
 
 EMBED, HEADS, DIM, LAYERS = 16, 4, 8, 2
 DEVICES = np.array(jax.devices())

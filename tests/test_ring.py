@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, stack, value_and_grad
-from nnx_sharding.partition import balanced_order, fsdp, make_mesh, ring_attention
-from nnx_sharding.partition.ring import _is_needed, _Ring
+from nnx_sharding.experimental import balanced_order, ring_attention
+from nnx_sharding.experimental.ring import _is_needed, _Ring
+from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning.predictions import _work
 
 BATCH, LENGTH, HEADS, SIZE = 4, 48, 4, 8

@@ -21,14 +21,8 @@ from configurations import without_cache
 from module_programs import LAYERS, ROWS, WIDTH, Mlp
 from nnx_sharding import errors, export, jit, planning, stack, value_and_grad
 from nnx_sharding.cli.main import main
-from nnx_sharding.partition import (
-    dispatch_to_experts,
-    fsdp,
-    make_mesh,
-    pipeline,
-    planning_mesh,
-    ring_attention,
-)
+from nnx_sharding.experimental import dispatch_to_experts, ring_attention
+from nnx_sharding.partition import fsdp, make_mesh, pipeline, planning_mesh
 from nnx_sharding.partition.mesh import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective, assert_overlappable

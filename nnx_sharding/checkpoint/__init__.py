@@ -5,7 +5,6 @@ saves, for training ``steps``; ``tensor_files`` and ``tensor_rules`` are for ``s
 """
 
 from .files import ModelRestore, ModelSave, restore, save
-from .live_models import transfer
 from .safetensors import load_safetensors, save_safetensors
 from .steps import Checkpoints
 from .stored import contents
@@ -21,5 +20,4 @@ __all__ = [
     "restore",
     "save",
     "save_safetensors",
-    "transfer",
 ]

@@ -2,27 +2,19 @@
 
 from .axis_modes import auto_axes, explicit_axes
 from .constrain import reshard, with_sharding_constraint
-from .context import context_parallel
-from .experts import ExpertStatistics, dispatch_to_experts, expert_parallel
 from .init import abstract_init, sharded_init
 from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
 from .pipelining import idle_share, pipeline
-from .ring import balanced_order, ring_attention
 from .rules import LogicalRules, from_arrays, from_logical, from_metadata, from_rules, override
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
 from .variables import specs_by_path
 
 __all__ = [
-    "ExpertStatistics",
     "LogicalRules",
     "abstract_init",
     "auto_axes",
-    "balanced_order",
-    "context_parallel",
-    "dispatch_to_experts",
-    "expert_parallel",
     "explicit_axes",
     "from_arrays",
     "from_logical",
@@ -37,7 +29,6 @@ __all__ = [
     "planning_mesh",
     "replicated",
     "reshard",
-    "ring_attention",
     "sharded_init",
     "specs_by_path",
     "tensor_parallel",

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.flatten import Flat
 from ..specs.paths import Path, plain_key
-from ..transforms.stacking import layer_dimensions
+from ..transforms.stack import layer_dimensions
 
 Shape: TypeAlias = tuple[int, ...]
 # What Flax's guides and MaxText call the dimension of layers.

@@ -31,11 +31,10 @@ from ..specs.filters import Paths
 from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes, with_entries
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding
-from ..transforms.batching import Carry, captures, vmap
 from ..transforms.in_trace import replaced
-from ..transforms.loops import scan
-from ..transforms.recompute import remat
-from ..transforms.stacking import (
+from ..transforms.remat import remat
+from ..transforms.scan import scan
+from ..transforms.stack import (
     _OPTIONS,
     Stack,
     _built,
@@ -46,6 +45,7 @@ from ..transforms.stacking import (
     _unequal,
     stack,
 )
+from ..transforms.vmap import Carry, captures, vmap
 from .optimizer import with_optimizer
 from .strategies import activations_of, base_specs, mesh_and_axis, shard_largest
 from .variables import variables

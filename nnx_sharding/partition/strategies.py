@@ -17,7 +17,7 @@ from ..specs.activation_sharding import ActivationSharding, checked_prefetch
 from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_axes, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
-from ..transforms.stacking import layer_dimensions
+from ..transforms.stack import layer_dimensions
 from .mesh import axes_across_slices
 from .optimizer import optimizer_specs, optimizer_variables, union, with_optimizer
 from .variables import FOLLOWING, NamedVariable, from_paths, variables

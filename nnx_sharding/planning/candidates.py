@@ -16,20 +16,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..analysis.parameters import spec_text
 from ..errors import raise_listed
-from ..partition import (
-    context_parallel,
-    expert_parallel,
-    fsdp,
-    pipeline,
-    replicated,
-    tensor_parallel,
-    zero1,
-)
+from ..experimental import context_parallel, expert_parallel
+from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
 from ..partition.pipelining import layers_of
 from ..partition.variables import variables
 from ..specs.fitting import axes_of, suggestion
 from ..training import offload
-from ..transforms.stacking import Stack
+from ..transforms.stack import Stack
 
 # What a strategy does over the axes of the batch; and with layers, over an axis of its own.
 OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")

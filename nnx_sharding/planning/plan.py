@@ -32,7 +32,7 @@ from ..report.compiling import Lower, search
 from ..report.strategies import Strategy, abstract_of, lowered, unwrapped
 from ..specs.paths import accessor
 from ..transforms.jit import jit
-from ..transforms.stacking import Stack
+from ..transforms.stack import Stack
 from .candidates import (
     Arguments,
     Axes,
@@ -186,14 +186,15 @@ def plan(
 
     * ``+ tensor``: :func:`~nnx_sharding.partition.tensor_parallel` over ``model``, and
       ``+ sequence`` the same with ``sequence=True``;
-    * ``+ expert``: :func:`~nnx_sharding.partition.expert_parallel` over ``expert``, for models in
-      which a router has as many outputs as a parameter has matrices. All meshes then have the axis,
-      so that the model may name it;
+    * ``+ expert``: :func:`~nnx_sharding.experimental.expert_parallel` over ``expert``, for models
+      in which a router has as many outputs as a parameter has matrices. All meshes then have the
+      axis, so that the model may name it;
     * ``+ pipeline``: :func:`~nnx_sharding.partition.pipeline` over ``stage``, for models with a
       ``Stack``, with one to eight microbatches for each stage. Stages that wait are in the
       roofline: they compute in each tick;
-    * ``+ context``: :func:`~nnx_sharding.partition.context_parallel` over ``context``, which also
-      shards the second dimension of the batch; by default where there are fewer rows than devices.
+    * ``+ context``: :func:`~nnx_sharding.experimental.context_parallel` over ``context``, which
+      also shards the second dimension of the batch; by default where there are fewer rows than
+      devices.
 
     Args:
       step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are

@@ -23,7 +23,7 @@ from ..partition.axis_modes import explicit_axes
 from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
-from ..transforms.gradients import ValueAndGrad
+from ..transforms.grad import ValueAndGrad
 from ..transforms.in_trace import described
 from ..transforms.partial_sums import PartialSums, with_sums
 

@@ -1,15 +1,15 @@
 """JAX's transforms for functions that take and return NNX objects, and their stages."""
 
-from .batching import Carry, StateAxes, vmap
 from .control_flow import cond, fori_loop, switch, while_loop
 from .custom_derivatives import custom_jvp, custom_vjp
 from .differentiation import jvp, linearize, vjp
 from .evaluation import checkify, eval_shape, make_jaxpr
-from .gradients import grad, value_and_grad
-from .loops import scan
-from .recompute import remat
-from .residuals import Residual, SavedResiduals, saved_residuals
-from .stacking import Stack, stack
+from .grad import grad, value_and_grad
+from .remat import remat
+from .saved_residuals import Residual, SavedResiduals, saved_residuals
+from .scan import scan
+from .stack import Stack, stack
+from .vmap import Carry, StateAxes, vmap
 
 __all__ = [
     "Carry",

@@ -22,7 +22,6 @@ from ..core.targets import Specs, named_parts
 from ..core.unflatten import Built, kept_places
 from ..errors import raise_listed
 from ..specs.state_sharding import BROADCAST, CARRY
-from .batching import options_of
 from .in_trace import (
     Fixed,
     Function,
@@ -37,7 +36,8 @@ from .in_trace import (
     is_kept,
     is_traced,
 )
-from .loops import Loop, Scan, check_carry, differences
+from .scan import Loop, Scan, check_carry, differences
+from .vmap import options_of
 
 
 def _call(

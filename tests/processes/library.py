@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, explain_retraces, jit, limit_traces, merge, shard_map, split
 from nnx_sharding.analysis import parameter_table
-from nnx_sharding.checkpoint import Tensor, transfer
+from nnx_sharding.checkpoint import Tensor
 from nnx_sharding.compat.datarax import ArraySharder
 from nnx_sharding.compat.eformer import make_shard_and_gather_fns
 from nnx_sharding.errors import DonatedError
+from nnx_sharding.experimental import transfer
 from nnx_sharding.partition import (
     abstract_init,
     fsdp,

@@ -18,13 +18,13 @@ from ..activations.tracing import batch_axes_here
 from ..core.resharding import given_mesh, mesh_here
 from ..core.retyping import retyped, type_spec
 from ..errors import raise_listed
+from ..partition.optimizer import with_optimizer
+from ..partition.strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
+from ..partition.variables import NamedVariable, variables
 from ..specs.filters import to_predicate
 from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, suggestion
 from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
-from .optimizer import with_optimizer
-from .strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
-from .variables import NamedVariable, variables
 
 
 @_compat.api_boundary
@@ -72,7 +72,8 @@ def expert_parallel(
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh
-      >>> from nnx_sharding.partition import expert_parallel, tensor_parallel
+      >>> from nnx_sharding.experimental import expert_parallel
+      >>> from nnx_sharding.partition import tensor_parallel
       >>> class Experts(nnx.Module):
       ...     def __init__(self):
       ...         self.up = nnx.Param(jnp.ones((8, 16, 64)))
@@ -217,7 +218,7 @@ def dispatch_to_experts(
     Example:
       >>> import jax
       >>> from flax import nnx
-      >>> from nnx_sharding.partition import dispatch_to_experts
+      >>> from nnx_sharding.experimental import dispatch_to_experts
       >>> class Experts(nnx.Module):
       ...     def __init__(self, number, features, hidden, rngs):
       ...         init = nnx.initializers.lecun_normal(batch_axis=0)

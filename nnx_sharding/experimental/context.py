@@ -12,12 +12,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..activations.calls import Tag
+from ..partition.optimizer import with_optimizer
+from ..partition.strategies import activations_of, base_specs, mesh_and_axis
 from ..specs.activation_sharding import InOutSharding
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
-from .optimizer import with_optimizer
 from .ring import ring_attention
-from .strategies import activations_of, base_specs, mesh_and_axis
 
 
 @_compat.api_boundary
@@ -69,7 +69,7 @@ def context_parallel(
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import jit
-      >>> from nnx_sharding.partition import context_parallel
+      >>> from nnx_sharding.experimental import context_parallel
       >>> mesh = jax.make_mesh((2, 4), ("data", "context"))
       >>> model = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
       >>> sharding = context_parallel(model, mesh=mesh)

@@ -40,7 +40,7 @@ def balanced_order(length: int, shards: int) -> np.ndarray:
       ValueError: ``2 * shards`` does not divide the length.
 
     Example:
-      >>> from nnx_sharding.partition import balanced_order
+      >>> from nnx_sharding.experimental import balanced_order
       >>> balanced_order(8, 2)
       array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
 
@@ -136,7 +136,7 @@ def ring_attention(
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import jit
-      >>> from nnx_sharding.partition import ring_attention
+      >>> from nnx_sharding.experimental import ring_attention
       >>> mesh = jax.make_mesh((2, 4), ("data", "context"))
       >>> model = nnx.MultiHeadAttention(
       ...     4, 32, attention_fn=ring_attention, decode=False, rngs=nnx.Rngs(0)

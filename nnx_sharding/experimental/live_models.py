@@ -18,6 +18,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from .. import _compat
 from ..analysis.memory import array_bytes
+from ..checkpoint.names import (
+    NamedArray,
+    filled,
+    is_key,
+    may_wrap,
+    named_arrays,
+    on_auto_axes,
+    selected,
+)
+from ..checkpoint.safetensors import WEIGHTS
+from ..checkpoint.tensor_files import Region
+from ..checkpoint.tensor_rules import Placement, Rule, boxes, matched, read_rules
 from ..core import transfer as moves
 from ..core.bounded import make_room
 from ..core.flatten import Flat
@@ -27,10 +39,6 @@ from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_o
 from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..specs.fitting import axes_of_type
-from .names import NamedArray, filled, is_key, may_wrap, named_arrays, on_auto_axes, selected
-from .safetensors import WEIGHTS
-from .tensor_files import Region
-from .tensor_rules import Placement, Rule, boxes, matched, read_rules
 
 _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 
@@ -96,7 +104,8 @@ def transfer(
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import make_mesh, place, stack
-      >>> from nnx_sharding.checkpoint import Tensor, transfer
+      >>> from nnx_sharding.experimental import transfer
+      >>> from nnx_sharding.checkpoint import Tensor
       >>> mesh = make_mesh({"model": 8})
       >>> trainer = stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 2, rngs=nnx.Rngs(0))
       >>> server = nnx.List(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in (1, 2))

@@ -28,9 +28,9 @@ from ..errors import raise_listed, see
 from ..specs.paths import accessor, path_key
 from ..specs.state_sharding import BROADCAST, CARRY
 from . import prefetching
-from .batching import Carry, Mapped, axes_specs, captures, options_of
 from .in_trace import Fixed, Function, Inner, described, form, is_array, is_kept
 from .lifted import lift, unbind
+from .vmap import Carry, Mapped, axes_specs, captures, options_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

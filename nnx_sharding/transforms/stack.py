@@ -28,11 +28,11 @@ from ..specs.activation_sharding import checked_prefetch
 from ..specs.filters import Paths
 from ..specs.fitting import with_entries
 from ..specs.paths import Path, accessor, path_key
-from .batching import Carry, StateAxes, change_names, vmap
 from .in_trace import form, replaced
-from .loops import differing, scan
 from .prefetching import prefetching
-from .recompute import remat as remat_
+from .remat import remat as remat_
+from .scan import differing, scan
+from .vmap import Carry, StateAxes, change_names, vmap
 
 # Layers may share Variables, whatever the mode of Flax.
 _METADATA = {nnx.PARTITION_NAME: None}
