@@ -27,8 +27,12 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install demo test coverage test-python test-guard test-modes test-oldest test-matrix
 .PHONY: install-oldest test-tpu asan lint types docs links package wheels check nightly release-check bench clean
 
+LIST = awk -F ':.*\#\# ' '/^[a-z-]+:.*\#\# / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Most changes need three commands:"
+	@$(LIST) | grep -E "^make (demo|test|check) "
+	@echo "All others:"
+	@$(LIST) | grep -vE "^make (demo|test|check) "
 
 # Once for all gates takes a third of the time of one target after the other.
 install: $(VENV)/.installed-demo,docs,lint,matrix,package,tests  ## install what all gates need
@@ -102,8 +106,10 @@ install-oldest: $(VENV)/.installed-matrix
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
 	$(NOX_OLDEST) -- -m "not slow or oldest" $(PYTEST_ARGS) $(CORE_TESTS)
 
+# What takes longer depends on devices and numbers, not on the Python: `make coverage` runs that once.
+MATRIX := (not slow or gate) and not nightly
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
-	$(BIN)/nox --session tests -- $(PYTEST_ARGS)
+	$(BIN)/nox --session tests -- -m "$(MATRIX)" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint  ## check style, formatting, and that measured figures are those of a run
 	$(BIN)/ruff check
@@ -131,7 +137,9 @@ check:  ## run all gates, which have to pass before a merge, and report the time
 
 # What the gates leave out: slow tests with coverage, random walks at full length, the other modes, all
 # Pythons with the newest releases, the TPU compiler, sanitizers.
-nightly: check coverage test-guard test-modes test-matrix test-tpu asan  ## run everything
+# Goes on after a failure, so that one night shows all of them.
+nightly:  ## run everything, and report the time of each part
+	.ci/run nightly
 
 release-check: nightly links  ## run all gates, and check that all places name one version
 	$(BIN)/python tools/check_release.py
