@@ -82,10 +82,10 @@ def see(error: E, anchor: str) -> E:
     return error
 
 
-def report(
+def warn_or_raise(
     category: type[ShardingWarning], message: str, *, strict: bool, anchor: str = ""
 ) -> None:
-    """Issues a warning that points at the user code that led here, or raises a StrictError."""
+    """Warns, pointing at the user code that led here; with ``strict``, raises a StrictError."""
     if strict:
         raise see(StrictError(message), anchor)
     warnings.warn(message, category, stacklevel=_users_level())

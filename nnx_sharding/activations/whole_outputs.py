@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..analysis.units import bytes_text
-from ..errors import UnshardedWarning, message, report
+from ..errors import UnshardedWarning, message, warn_or_raise
 from ..specs.fitting import axes_of, padded, spec_axes
 from .axis_types import arrays_in
 from .calls import Shape, Tag
@@ -90,7 +90,7 @@ class WholeOutputs:
             "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
             f"so: activation_shardings={{'^$': {_short(used[0][2])}}}.",
         )
-        report(UnshardedWarning, text, strict=strict, anchor="gathered-output")
+        warn_or_raise(UnshardedWarning, text, strict=strict, anchor="gathered-output")
 
 
 def _short(spec: PartitionSpec) -> PartitionSpec:

@@ -24,7 +24,7 @@ from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, mesh_here, rebuilt, sharding_of
 from ..core.targets import Specs, check_specs
-from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, report
+from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, warn_or_raise
 from ..partition.constrain import assign, is_array, report_corrections
 from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables
@@ -220,7 +220,7 @@ def match_partition_rules(
     unused = [f"  {getattr(f, 'text', f)!r}" for n, (f, _) in enumerate(pairs) if n not in used]
     if unused:
         head = f"{name}: these rules match nothing, or only what earlier rules match:"
-        report(UnusedFilterWarning, message(head, unused), strict=False)
+        warn_or_raise(UnusedFilterWarning, message(head, unused), strict=False)
     return result
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .. import _compat
-from ..errors import ShardingWarning, report
+from ..errors import ShardingWarning, warn_or_raise
 from .interrupts import hold
 
 
@@ -150,7 +150,7 @@ def _warn_of_cache(plan: Any, leaves: Sequence[Any]) -> None:
     count, _ = _devices_of(plan, leaves)
     if count > 1:
         CacheNotice.is_due = False
-        report(
+        warn_or_raise(
             ShardingWarning,
             f"{plan.transform.name}: {plan.fun_name} is compiled for {count} CPU devices while "
             "JAX's persistent compilation cache is on.\nBy a fault of this release of jaxlib, such "

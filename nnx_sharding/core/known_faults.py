@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import _compat
-from ..errors import WrongGradientWarning, message, report
+from ..errors import WrongGradientWarning, message, warn_or_raise
 from ..specs.fitting import axes_of_type
 from .convolutions import Replacements, is_grouped
 
@@ -38,7 +38,7 @@ def dodge_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: 
     if lines and not nested:
         head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
         text = message(f"{head} mesh axes:", lines)
-        report(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
+        warn_or_raise(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
 
 
 _REDUCED = "reduced operand of a product"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from ..errors import UnusedFilterWarning, message, raise_listed, report
+from ..errors import UnusedFilterWarning, message, raise_listed, warn_or_raise
 from ..specs.filters import (
     Paths,
     is_opaque,
@@ -268,4 +268,4 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
         head = f"{name}: these filters match nothing, or only what earlier filters match:"
         remedy = "Correct or remove them, or put them before the filter that matches the same."
         text = message(head, lines, remedy)
-        report(UnusedFilterWarning, text, strict=strict, anchor="unused-filter")
+        warn_or_raise(UnusedFilterWarning, text, strict=strict, anchor="unused-filter")

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import CorrectedSpecWarning, message, raise_listed, report
+from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
 from ..specs.fitting import Fit, OnIndivisible, describe, fit_sharding, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from .problems import several
@@ -130,5 +130,5 @@ def fit_specs(
         head = f"{transform.name}: the specs of these {arrays} do not fit their shapes"
         anchor = "when-a-spec-does-not-divide-a-shape"
         text = message(f"{head} and were corrected:", corrected)
-        report(CorrectedSpecWarning, text, strict=transform.strict, anchor=anchor)
+        warn_or_raise(CorrectedSpecWarning, text, strict=transform.strict, anchor=anchor)
     return result

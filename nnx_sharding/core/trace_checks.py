@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, report
+from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, warn_or_raise
 from ..specs.fitting import describe
 from ..specs.paths import Path, accessor
 from .flatten import Flat
@@ -155,7 +155,7 @@ def check_captured(fun: Any, leaves: Sequence[Any], *, name: str, strict: bool) 
         head = f"{name}: the function captures sharded arrays, which become constants of the"
         remedy = "Pass them as arguments."
         text = message(f"{head} program, copied to every device:", lines, remedy)
-        report(CapturedArrayWarning, text, strict=strict, anchor="captured-array")
+        warn_or_raise(CapturedArrayWarning, text, strict=strict, anchor="captured-array")
 
 
 _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})

@@ -24,7 +24,7 @@ from ..core.resharding import (
 from ..core.resolve import Resolved, check_filters, locate, resolve, slot_names
 from ..core.targets import Specs, check_specs, target
 from ..core.transfer import obstacle
-from ..errors import CorrectedSpecWarning, message, raise_listed, report
+from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
 from ..specs.fitting import (
     ON_INDIVISIBLE,
     Fit,
@@ -220,7 +220,7 @@ def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None
     """Warns of specs that were corrected, if there are any."""
     if lines:
         text = message(f"{name}: these specs do not fit, and were corrected:", lines)
-        report(CorrectedSpecWarning, text, strict=strict)
+        warn_or_raise(CorrectedSpecWarning, text, strict=strict)
 
 
 def is_array(x: Any) -> bool:

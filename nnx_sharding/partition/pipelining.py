@@ -25,7 +25,7 @@ from ..core.flatten import Flat
 from ..core.resharding import mesh_here
 from ..core.structure import VariableEntry
 from ..core.unflatten import perform, update
-from ..errors import UnshardedWarning, message, raise_listed, report
+from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
 from ..specs.activation_sharding import InOutSharding
 from ..specs.filters import Paths
 from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes, with_entries
@@ -272,7 +272,7 @@ def _report_left_out(model: Any, stacks: Mapping[Path, Any], schedule: Schedule)
             "parameters, and computes all of them. Compared with the first block:"
         )
         remedy = "Make a Stack of blocks that differ only in the values of arrays: stack(blocks)."
-        report(UnshardedWarning, message(head, lines, remedy), strict=False)
+        warn_or_raise(UnshardedWarning, message(head, lines, remedy), strict=False)
 
 
 def _place(path: Path, stacks: Mapping[Path, Any]) -> tuple[Path | None, Path, bool]:
@@ -456,7 +456,7 @@ class Schedule:
                 "Call the Stack itself, x = blocks(x), rather than its layers one by one, by "
                 "index, in a for loop, or in a scan."
             )
-        report(
+        warn_or_raise(
             UnshardedWarning,
             f"pipeline: the layers of {module} do not run in stages: each device gathers their "
             f"parameters, and computes all of them. {remedy}",
@@ -469,7 +469,7 @@ class Schedule:
         arrays = [x.shape for x in (out, *args) if _compat.is_plain_array(x)]
         if not self.blocks or number != 0 or arrays[:1] * 2 != arrays[:2]:
             return
-        report(
+        warn_or_raise(
             UnshardedWarning,
             f"pipeline: the blocks of {accessor(tag.name, tuple(where))} are called by {method}, "
             "of which no pipeline is made: each device gathers their parameters, and computes all "

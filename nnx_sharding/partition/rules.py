@@ -16,7 +16,7 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import UnusedFilterWarning, listed, raise_listed, report, shortened
+from ..errors import UnusedFilterWarning, listed, raise_listed, shortened, warn_or_raise
 from ..specs.filters import PathRegex, glob_hint, to_predicate
 from ..specs.fitting import OnIndivisible, axes_of, padded, suggested_spec, suggestion, with_entries
 from ..specs.state_sharding import StateSharding
@@ -293,7 +293,7 @@ def from_logical(
         hints = (glob_hint(x.text) for x in unused if isinstance(x, PathRegex))
         listed = ", ".join(shortened(map(repr, unused)))
         text = f"from_logical: these names are for no Variable: {listed}.{max(hints, default='')}"
-        report(UnusedFilterWarning, text, strict=strict)
+        warn_or_raise(UnusedFilterWarning, text, strict=strict)
     return sharding
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..core.flatten import flatten
 from ..core.resharding import given_mesh
-from ..errors import NoMeshError, UnshardedWarning, raise_listed, report
+from ..errors import NoMeshError, UnshardedWarning, raise_listed, warn_or_raise
 from ..specs.activation_sharding import ActivationSharding, checked_prefetch
 from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_axes, with_entries
 from ..specs.paths import Path, accessor
@@ -265,7 +265,7 @@ def _shard_all(
         is_used |= not set(axes).isdisjoint(spec_axes_of(specs[each.path], mesh))
     if small and not is_used and math.prod(mesh.shape[axis] for axis in axes) > 1:
         size, largest = max(small)
-        report(
+        warn_or_raise(
             UnshardedWarning,
             f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
             f"be have fewer elements than min_size={min_size}. The largest, {largest}, has {size}. "
