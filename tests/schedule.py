@@ -241,8 +241,6 @@ NIGHTLY = (
     "docs.py::test_page[docs/guides/safetensors.md]",
     "docs.py::test_page[docs/guides/training_run.md]",
     "docs.py::test_page[docs/retraces.md]",
-    "executables.py::test_a_program_from_the_persistent_cache_is_refused",
-    "executables.py::test_in_another_process",
     "experts.py::test_in_a_pipeline",
     "experts.py::test_in_a_stack_with_recomputation",
     "experts.py::test_training_with_fsdp_equals_one_device[Auto]",

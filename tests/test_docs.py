@@ -43,10 +43,6 @@ def without_note(error, anchor):
     return error
 
 
-# Programs from the persistent cache cannot be saved, and some pages are about that cache.
-UNCACHED = "save_executable", "compilation_cache"
-
-
 @pytest.fixture(autouse=True)
 def plain_errors(monkeypatch, compile_here):
     """Keeps notes, by JAX on removed frames and by us, out of the errors that examples show."""
@@ -60,8 +56,8 @@ def plain_errors(monkeypatch, compile_here):
 
 
 def cache_for(text):
-    is_needed = any(name in text for name in UNCACHED)
-    return configurations.without_cache() if is_needed else contextlib.nullcontext()
+    is_about_it = "compilation_cache" in text
+    return configurations.without_cache() if is_about_it else contextlib.nullcontext()
 
 
 def test_there_are_eight_devices():

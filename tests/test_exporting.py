@@ -655,6 +655,7 @@ class FileTest(Case):
     def test_versions(self):
         for version in (1, 3, "2", None):
             self.refuse(self.forged({"version": version}), "reads format 2")
+        self.refuse(self.forged({"format": "nnx_sharding executable"}), "is of another kind")
         oldest = jax.export.minimum_supported_calling_convention_version
         newest = jax.export.maximum_supported_calling_convention_version
         for convention in (oldest - 1, newest + 1):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from configurations import without_cache
 from module_programs import LAYERS, ROWS, WIDTH, Mlp
-from nnx_sharding import errors, export, jit, planning, stack, value_and_grad
+from nnx_sharding import jit, planning, stack, value_and_grad
 from nnx_sharding.cli.main import main
 from nnx_sharding.experimental import dispatch_to_experts, ring_attention
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, planning_mesh
@@ -255,26 +253,6 @@ def test_strategies_on_a_topology():
     found = Comparison({"sizes": found.compiled["sizes"]}).judged()
     assert found.memory_limit == round(15.75 * 2**30) and found.figures["sizes"]["roofline"] > 0
     assert found.judged(memory_limit="1 KiB").fitting == ()
-
-
-@needs_compiler
-def test_executables(tmp_path, uncached):  # what is cached is loaded, which takes a TPU
-    mesh = planning_mesh("v5e:2x4", {"data": 16}, num_slices=2)
-    fun = jit(lambda x: x.sum(0), in_shardings=P("data"), out_shardings=P(), mesh=mesh)
-    stage = fun.lower(jax.ShapeDtypeStruct((1024, 256), "float32"))
-    export.save_executable(tmp_path / "f.zip", stage.compile())
-    with zipfile.ZipFile(tmp_path / "f.zip") as archive:
-        manifest = json.loads(archive.read("manifest.json"))
-        assert len(archive.read("program.bin")) > 10_000
-    machine = manifest["machine"]
-    assert (machine["platform"], machine["device kind"]) == ("tpu", "TPU v5 lite")
-    for i, device in enumerate(mesh.devices.flat):
-        place = f"coordinates {[*device.coords]}, core {device.core_on_chip}"
-        assert f"{place}, slice {device.slice_index}" in machine[f"device {i}"]
-    here = f"here {jax.default_backend()}"
-    with pytest.raises(errors.ExportError, match=f"platform: tpu, {here}") as caught:
-        export.load_executable(tmp_path / "f.zip", stage)
-    assert "device kind: TPU v5 lite, here cpu" in str(caught.value)
 
 
 @needs_compiler

@@ -1,7 +1,6 @@
-"""Programs in files: exported ones, which are called without their code, and compiled ones."""
+"""Programs in files, which are called without the code of their models."""
 
-from .executable import load_executable, save_executable
 from .export import export
 from .exported import Exported, load
 
-__all__ = ["Exported", "export", "load", "load_executable", "save_executable"]
+__all__ = ["Exported", "export", "load"]

@@ -16,21 +16,18 @@ from typing import Any
 from ..analysis.json_codec import file_path
 from ..errors import ExportError
 
-EXPORT, EXECUTABLE = "nnx_sharding export", "nnx_sharding executable"
+_FORMAT = "nnx_sharding export"
 VERSION = 2
-_READERS = {EXPORT: "load", EXECUTABLE: "load_executable"}
 
 _MANIFEST, _PROGRAM = "manifest.json", "program.bin"
 _START = b"PK\x03\x04"
 _DIGEST = 64  # hexadecimal digits of SHA-256
 
 
-def write(
-    path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes, kind: str = EXPORT
-) -> None:
+def write(path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes) -> None:
     """Writes a file; equal contents make equal files."""
     described = {"sha256": _digest(program).decode(), "bytes": len(program)}
-    head = {"format": kind, "version": VERSION, "program": described}
+    head = {"format": _FORMAT, "version": VERSION, "program": described}
     text = json.dumps({**head, **manifest}, indent=1, sort_keys=True).encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
@@ -48,7 +45,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
-def read(path: str | os.PathLike[str], kind: str = EXPORT) -> tuple[dict[str, Any], bytes]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
     """Reads the manifest as JSON data, and the program."""
     data = file_path(path).read_bytes()
     if not data or not _START.startswith(data[: len(_START)]):
@@ -65,10 +62,9 @@ def read(path: str | os.PathLike[str], kind: str = EXPORT) -> tuple[dict[str, An
         found, version, _ = (manifest.pop(key) for key in ("format", "version", "program"))
     except Exception as error:  # zipfile raises errors of many kinds
         raise ExportError(f"{path} is not a file of nnx_sharding.export: {error}.") from None
-    if found != kind:
-        hint = f"; nnx_sharding.export.{_READERS[found]} reads it" if found in _READERS else ""
+    if found != _FORMAT:
         raise ExportError(
-            f"{path} is not a file of nnx_sharding.export: its manifest is of another kind{hint}."
+            f"{path} is not a file of nnx_sharding.export: its manifest is of another kind."
         )
     if version != VERSION:
         raise ExportError(

@@ -299,10 +299,10 @@ class Lowered(Stage):
             raise
         return self._compiled_to(program, compile_with)
 
-    def _compiled_to(self, program: Any, compile_with: CompileWith | None = None) -> Compiled:
+    def _compiled_to(self, program: Any, compile_with: CompileWith) -> Compiled:
         """The compiled function with this program of JAX, and what compiles it again."""
         compiled = self._next(Compiled, program)
-        compiled._lowered, compiled._compile_with = self._stage, compile_with
+        compiled._compile_with = compile_with
         return compiled
 
     def cost(self) -> Cost | None:
@@ -320,8 +320,7 @@ class Compiled(Stage):
     and ``runtime_executable()`` are those of JAX; each returns None if it is unavailable.
     """
 
-    _lowered: Any
-    _compile_with: CompileWith | None  # None for one that was loaded
+    _compile_with: CompileWith
 
     @_compat.api_boundary
     def _flattened(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,8 +336,7 @@ class Compiled(Stage):
 
     def _explain(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
         super()._explain(plan, leaves, error)
-        if self._compile_with is not None:
-            explain_memory(error, plan, lambda: self._recorder, self._compile_with)
+        explain_memory(error, plan, lambda: self._recorder, self._compile_with)
 
     @staticmethod
     def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:
@@ -416,8 +414,7 @@ class Compiled(Stage):
             was compiled for.
 
         Returns:
-          The table. Its memory is None where the compiler writes no such files, and all of it is
-          unknown for a loaded executable; ``why`` says so.
+          The table. Its memory is None where the compiler writes no such files; ``why`` says so.
 
         Example:
           >>> import jax.numpy as jnp
@@ -431,9 +428,6 @@ class Compiled(Stage):
           >>> table.total("model").at_peak["parameters"]
           576
         """
-        if self._compile_with is None:
-            why = "the executable was loaded; use that of lower(...).compile()"
-            return ModuleTable(why=why)
         mesh = mesh_of(self.shardings())
         kind = HARDWARE.get(mesh.devices.flat[0].device_kind) if mesh is not None else None
         peak = kind if hardware is None else hardware_of(hardware)
@@ -446,7 +440,6 @@ class Compiled(Stage):
 
     @functools.cached_property
     def _dumped(self) -> Dumped:
-        assert self._compile_with is not None
         return dumped(self._recorder, self._compile_with)
 
     def collectives(self) -> Collectives | None:
