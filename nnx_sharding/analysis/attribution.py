@@ -1,4 +1,38 @@
-"""Which module of the user's model each instruction and each array of a program belongs to."""
+"""Attributes the work and the memory of a compiled program to modules of the user's model.
+
+**Instructions.** Flax names each operation after the calls of modules around it, JAX after its
+transforms, and XLA keeps the name in the instructions that it makes of the operation:
+
+    %dot.7 = f32[8,64] dot(...), metadata={op_name="jit(step)/transpose(jvp(model))/up/dot_general"}
+    in the backward pass (`transpose`) of `model.up`, the innermost path that is a module's
+
+This module and pass are the *place* of an instruction. Without a module in its name, it is that of
+the last instruction in it that has one, if it is a fusion or a call; then that of the innermost
+instruction around it. What is still without one, such as a loss, is outside of modules. XLA joins
+the names of operations that it merges: then the place is the innermost module around all of them.
+Each instruction has one place, so that flops, bytes accessed and bytes sent sum to the totals.
+
+**Arrays in memory** have the name of the instruction that makes them. Of these rules the first that
+applies says what an array counts as:
+
+ 1. An argument, or a copy, a slice or the gathered whole of one, counts as what the argument is:
+    `parameters`, `optimizer state` (of the module of the parameter whose path it ends in), …
+ 2. Otherwise the array is followed through copies, tuples, calls and loops to the instruction that
+    computes it, whose place it has. Outside of modules, such as in the update of an optimizer, it
+    belongs to a parameter of its shape among what it is computed from.
+ 3. It is in `outputs` if the program returns it; in `gradients` if it has the shape of a parameter
+    of its module and is from the backward pass; in `activations` if it is from the forward pass and
+    still live at an instruction of the backward pass; else in `temporaries`.
+
+With `x` → `up` → `down` → loss, a hidden layer that the compiler keeps for the gradient of `down`:
+
+    schedule   up dot   down dot   loss   down dot, backward   up dot, backward
+    %dot.1     made     read       .      read                 .        activations of model.up
+
+What is approximate: a fusion belongs to one module, though the compiler may have fused the end of
+one with the beginning of the next; shapes decide what is a gradient; and what an array without a
+name is for remains unknown (`ModuleTable.unattributed`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +43,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .buffers import Allocation, Buffer, Buffers
-from .by_module import Kind, MemoryOverTime, ModuleRow, ModuleTable, Phase, ordered
+from .by_module import MemoryOverTime, MemoryUse, ModuleRow, ModuleTable, Phase, ordered
 from .collectives import Collective, Collectives
 from .cost import COMPILED, Cost
 from .hardware import Hardware
@@ -26,7 +60,7 @@ from .work import Work, executed_work
 
 
 class Place(NamedTuple):
-    """The module that an operation belongs to, and whether it is for the backward pass."""
+    """The module that something belongs to, and whether it is for the backward pass."""
 
     path: str  # empty outside of modules
     backward: bool
@@ -36,211 +70,10 @@ class Owner(NamedTuple):
     """What an array in memory counts as; the place is None if it is unknown."""
 
     place: Place | None
-    kind: Kind
+    use: MemoryUse
 
 
 _OUTSIDE = Place("", False)
-# Passed on or known before the program runs.
-_UNTIMED = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
-_MAX_STEPS = 128  # from an array to the instruction that makes its values
-_MOVES = {"bitcast", "convert", "copy", "dynamic-slice", "reshape", "slice", "transpose"}
-_MOVES.add("all-gather")
-
-
-class Attribution:
-    """Finds the modules, those of arguments or in ``paths``, of instructions and arrays."""
-
-    def __init__(self, module: Module, rows: Iterable[ParameterRow], paths: Iterable[str]):
-        self._module = module
-        rows = [row for row in rows if row.used]
-        self._homes = {one.name: c.name for c in module.computations for one in c.instructions}
-        self._named: dict[str, Place] = {}
-        self._places: dict[str, Place | None] = {}
-        self.arguments = _arguments(rows)
-        by_path = {row.path: number for number, row in enumerate(rows)}
-        in_order = bool(inputs_of(module, rows))
-        self._numbers = {
-            number: number if in_order else by_path.get(one.operation or "")
-            for number, one in module.parameters.items()
-        }
-        self._known = {*paths}.union(*(around(row.path) for row in rows))
-        self._dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for row, owner in zip(rows, self.arguments, strict=True):
-            if owner.kind == "parameters" and owner.place:
-                whole = {row.shape, row.shard_shape}
-                # In a loop over layers the first dimension is gone.
-                self._dims[owner.place.path] |= whole | {dims[1:] for dims in whole}
-
-    def argument(self, number: int) -> Owner:
-        """What the argument with this number counts as."""
-        at = self._numbers.get(number)
-        return Owner(None, "inputs") if at is None else self.arguments[at]
-
-    def named(self, operation: str) -> Place:
-        """The place in the name of an operation."""
-        if operation not in self._named:
-            names = operations(operation)
-            found = [module_of(name, self._known) for name in names]
-            paths = [path for path in found if path is not None]
-            backward = all("transpose(" in name for name in names)
-            self._named[operation] = Place(common(paths) if paths else "", backward)
-        return self._named[operation]
-
-    def place(self, one: Instruction) -> Place | None:
-        """The place of an instruction by its name, or those of what it has fused."""
-        if one.name not in self._places:
-            operation = one.operation
-            place = None if operation is None else self.named(operation)
-            calls = one.calls if place is None and one.opcode in _PARTS else ()
-            for _, callee in calls:
-                inner = self._module.by_name.get(callee)
-                found = (self.place(i) for i in reversed(inner.instructions if inner else []))
-                place = place or next(filter(None, found), None)
-            self._places[one.name] = place
-        return self._places[one.name]
-
-    def schedule(self, names: Iterable[str]) -> list[Place]:
-        """The place of each instruction; where it is unknown, that of the one before."""
-        places, place = list[Place](), _OUTSIDE
-        for name in names:
-            one = self._module.maker(Value(self._homes.get(name, ""), name))
-            found = None if one is None or one.opcode in _UNTIMED else self.place(one)
-            place = found or place
-            places.append(place)
-        return places
-
-    def owner(
-        self, value: Buffer, allocation: Allocation, backward: Sequence[int], end: int
-    ) -> Owner:
-        """What an array counts as; ``backward`` are positions among the ``end`` of the schedule."""
-        is_result = allocation.is_result and value.last >= end - 1
-        if is_result and allocation.parameter is not None:
-            return self.argument(allocation.parameter)
-        if value.name not in self._homes:
-            return Owner(None, "temporaries")
-        array = Value(self._homes[value.name], value.name, value.index)
-        number = self._module.argument(self._maker(array, through_moves=True))
-        if number is not None and number in self._numbers:
-            return self.argument(number)
-        array = self._maker(array)
-        one = self._module.maker(array)
-        assert one is not None
-        place, dims = self.place(one), _dims(one, array.index)
-        if place is None or not place.path:
-            place = self._of_parameter(array, dims) or place
-        if is_result or place is None:
-            return Owner(place, "outputs" if is_result else "temporaries")
-        if place.backward and dims in self._dims[place.path]:
-            return Owner(place, "gradients")
-        following = bisect.bisect_right(backward, value.first)
-        is_kept = following < len(backward) and backward[following] <= value.last
-        return Owner(place, "activations" if is_kept and not place.backward else "temporaries")
-
-    def _maker(self, value: Value, *, through_moves: bool = False) -> Value:
-        """The value that is copied, sliced or passed on, by unnamed operations or by all moves."""
-        # What a loop carries is what its body computes; where that is what it gets, the initial.
-        returned: set[Value] = set()
-        for _ in range(_MAX_STEPS):
-            before = self._before(value, through_moves)
-            if len(before) > 1:
-                before = [x for x in before if x not in returned]
-                returned.update(before[-1:])
-            if not before or self._module.maker(before[-1]) is None:
-                break
-            value = before[-1]
-        return value
-
-    def _before(self, value: Value, through_moves: bool) -> Sequence[Value]:
-        """What an array is taken from unchanged."""
-        one, operands = self._module.maker(value), self._module.operands(value)
-        if one is None:
-            return ()
-        is_moved = through_moves or one.operation is None
-        if one.opcode == "fusion":
-            inner = self._module.fused(one)
-            codes = {i.opcode for i in inner.instructions} if inner else set()
-            root = self._module.roots.get(inner.name) if inner else None
-            is_update = root is not None and root.opcode in ("tuple", "dynamic-update-slice")
-            if not is_update and not (
-                is_moved and codes <= _MOVES | {"parameter", "constant", "tuple"}
-            ):
-                return ()
-        if one.opcode == "tuple" and not value.index:
-            return ()
-        if one.opcode == "dynamic-update-slice" and not through_moves:
-            return operands[1:2]
-        is_pair = one.opcode.endswith(("-start", "-done")) and one.opcode != "async-start"
-        if is_pair or (base(one.opcode) in _MOVES and is_moved):
-            is_sum = is_pair and base(one.opcode) in COLLECTIVES - {"all-gather"}
-            return () if is_sum and not one.opcode.endswith("-done") else operands[:1]
-        return self._module.passed(value)
-
-    def _of_parameter(self, value: Value, dims: tuple[int, ...]) -> Place | None:
-        """The place of a parameter of this shape, of which an optimizer's step is computed, say."""
-        pending, seen, found = [value], {value.name}, None
-        while pending and dims and len(seen) < _MAX_STEPS:
-            value = pending.pop(0)
-            one, number = self._module.maker(value), self._module.argument(value)
-            place = self.argument(number).place if number is not None else one and self.place(one)
-            if place is not None and place.path:
-                if dims in self._dims[place.path]:
-                    found = place
-                    if place.backward:
-                        break
-                continue
-            for operand in self._module.operands(value) if one and one.opcode != "while" else ():
-                following = self._maker(operand)
-                maker = self._module.maker(following)
-                if maker and maker.name not in seen and _dims(maker, following.index) == dims:
-                    seen.add(maker.name)
-                    pending.append(following)
-        return found
-
-
-def _dims(one: Instruction, index: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of the array at an index of the result of an instruction."""
-    shape = one.shape
-    for i in index:
-        if isinstance(shape, Shape) or i >= len(shape):
-            return ()
-        shape = shape[i]
-    first = next(arrays(shape), None)
-    return first.dims if first is not None and isinstance(shape, Shape) else ()
-
-
-_KEY = re.compile(r"[^.\[\]'\"]+")
-
-
-def _arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
-    """What each argument counts as; the state of an optimizer belongs where its path ends."""
-    keys = [tuple(_KEY.findall(row.path)) for row in rows]
-    ends: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    whole = set()
-    for row, path in zip(rows, keys, strict=True):
-        if row.variable == "Param":
-            whole.add(path[1:])
-            for start in range(len(path)):
-                ends[path[start:]].add(_around(row.path))
-    owners = []
-    for row, path in zip(rows, keys, strict=True):
-        tails = [path[start:] for start in range(1, len(path))]
-        of_optimizer = (row.variable or "").startswith("Opt")
-        if row.variable == "Param":
-            owners.append(Owner(Place(_around(row.path), False), "parameters"))
-        elif of_optimizer or (row.variable is None and any(tail in whole for tail in tails)):
-            modules = next((ends[tail] for tail in tails if tail in ends), set[str]())
-            module = next(iter(modules)) if len(modules) == 1 else _around(row.path)
-            owners.append(Owner(Place(module, False), "optimizer state"))
-        elif row.variable is None:
-            owners.append(Owner(Place(row.path, False), "inputs"))
-        else:
-            owners.append(Owner(Place(_around(row.path), False), "other state"))
-    return owners
-
-
-def _around(path: str) -> str:
-    """The module that has an array at this path; the path itself without one."""
-    return [path, *around(path)][-1]
 
 
 def module_table(
@@ -254,81 +87,349 @@ def module_table(
     hardware: Hardware | None = None,
     mesh: MeshDescription | None = None,
 ) -> ModuleTable:
-    """Memory and cost by module; ``required`` is what has to be free, None for all buffers."""
+    """Sums memory and cost of a program by module.
+
+    Args:
+      module: the program.
+      buffers: what it keeps in memory; None if the compiler did not say.
+      rows: its arguments.
+      paths: the paths of all modules that were called.
+      required: the bytes that have to be free for a call; None for those of all buffers.
+      collectives: what it sends, if known.
+      hardware: for the roofline of each module; None for none.
+      mesh: where its devices are.
+    """
     attribution = Attribution(module, rows, paths)
-    work = None if module.unread else _work(module, attribution)
+    work = None if module.unread else _work_by_place(module, attribution)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
-    for one in collectives or ():
-        place = one.operation and attribution.named(one.operation)
-        sent[place or _OUTSIDE].append(one)
-    held, over_time = ({}, ()) if buffers is None else _held(attribution, buffers)
+    for collective in collectives or ():
+        name = collective.operation
+        sent[attribution.named(name) if name else _OUTSIDE].append(collective)
+    held, phases = ({}, ()) if buffers is None else _memory_by_place(attribution, buffers)
     table = []
     for place in {**(work or {}), **sent, **held}:
-        own = None if work is None else work.get(place, Work())
-        some = None if collectives is None else Collectives(sent.get(place, ()))
-        cost = None if own is None else Cost(**own._asdict(), stage=COMPILED)
-        roofline = None if hardware is None else roofline_of(cost, some, hardware, mesh)
+        cost = None if work is None else Cost(**work.get(place, Work())._asdict(), stage=COMPILED)
+        own_sent = None if collectives is None else Collectives(sent.get(place, ()))
+        roofline = None if hardware is None else roofline_of(cost, own_sent, hardware, mesh)
         row = ModuleRow(
             *place,
-            flops=own and own.flops,
-            bytes_accessed=own and own.bytes_accessed,
-            bytes_sent=None if some is None else some.bytes_sent,
+            flops=None if cost is None else cost.flops,
+            bytes_accessed=None if cost is None else cost.bytes_accessed,
+            bytes_sent=None if own_sent is None else own_sent.bytes_sent,
             seconds=None if roofline is None else roofline.seconds,
             at_peak=None if buffers is None else dict(held.get(place, Counter()).most_common()),
         )
-        if own or sent.get(place) or row.at_peak:
+        if work is not None or own_sent or row.at_peak:
             table.append(row)
     if buffers is None:
         return ModuleTable(ordered(table), why="the compiler does not say what it assigns")
     if required is None:
-        required = sum(one.size for one in buffers.allocations)  # with the gaps in them
+        required = sum(allocation.size for allocation in buffers.allocations)  # with gaps in them
     peak = max(buffers.in_use())
-    rest = peak - sum(sum(kinds.values()) for kinds in held.values())
-    reserved = max(required - peak, 0)
-    return ModuleTable(ordered(table), peak, rest, reserved, MemoryOverTime(over_time))
+    return ModuleTable(
+        ordered(table),
+        peak=peak,
+        unattributed=peak - sum(uses.total() for uses in held.values()),
+        reserved=max(required - peak, 0),
+        over_time=MemoryOverTime(phases),
+    )
 
 
-def _work(module: Module, attribution: Attribution) -> dict[Place, Work]:
-    """The work of each place, with the bodies of loops counted as often as they run."""
-    done: defaultdict[Place, Work] = defaultdict(Work)
+def _work_by_place(module: Module, attribution: Attribution) -> dict[Place, Work]:
+    """Sums the work of each place, with the bodies of loops counted as often as they run."""
+    sums: defaultdict[Place, Work] = defaultdict(Work)
     for name, parts in executed_work(module).items():
         callers = (attribution.place(caller) for _, caller in module.around(name))
-        outer = next(filter(None, callers), _OUTSIDE)
-        for one, own in parts:
-            place = attribution.place(one) or outer
-            done[place] = done[place].plus(own, module.runs[name].least)
-    return done
+        place_of_caller = next(filter(None, callers), _OUTSIDE)
+        for instruction, work in parts:
+            place = attribution.place(instruction) or place_of_caller
+            sums[place] = sums[place].plus(work, module.runs[name].least)
+    return sums
 
 
-_PARTS = {"fusion", "call", "async-start"}
-
-
-def _held(
+def _memory_by_place(
     attribution: Attribution, buffers: Buffers
-) -> tuple[dict[Place, Counter[Kind]], list[Phase]]:
-    """What each place holds at the peak, by kind, and the memory over the schedule."""
-    in_use, places = buffers.in_use(), attribution.schedule(buffers.schedule)
+) -> tuple[dict[Place, Counter[MemoryUse]], list[Phase]]:
+    """Sums what each place holds at the peak, and lists the phases of the schedule."""
+    in_use, places = buffers.in_use(), attribution.places(buffers.schedule)
     peak = max(range(len(in_use)), key=in_use.__getitem__)
-    backward = [at for at, place in enumerate(places) if place.backward]
-    held: defaultdict[Place, Counter[Kind]] = defaultdict(Counter)
-    for one in buffers.allocations:
-        owned = []
-        live = [value for value in one.values if value.first <= peak <= value.last]
-        if one.parameter is not None:
-            owned.append((attribution.argument(one.parameter), one.size))
-        elif one.is_result and one.values:  # which is held for what is made last
-            live.insert(0, max(one.values, key=lambda value: value.last))
-        for value in live:
-            owned.append((attribution.owner(value, one, backward, len(places)), value.size))
-        rest = one.size
-        for owner, size in reversed(owned):
+    backward_steps = [step for step, place in enumerate(places) if place.backward]
+    held: defaultdict[Place, Counter[MemoryUse]] = defaultdict(Counter)
+    for allocation in buffers.allocations:
+        owners = []
+        live = [buffer for buffer in allocation.values if buffer.first <= peak <= buffer.last]
+        if allocation.parameter is not None:
+            owners.append((attribution.argument(allocation.parameter), allocation.size))
+        elif allocation.is_result and allocation.values:
+            # It is held from the beginning for what is made last.
+            live.insert(0, max(allocation.values, key=lambda buffer: buffer.last))
+        for buffer in live:
+            owner = attribution.owner(buffer, allocation, backward_steps, len(places))
+            owners.append((owner, buffer.size))
+        # What is live in a block that is held for a result or an argument counts first, so that no
+        # byte counts twice.
+        rest = allocation.size
+        for owner, size in reversed(owners):
             taken = min(size, rest)
             rest -= taken
             if owner.place is not None and taken:
-                held[owner.place][owner.kind] += taken
+                held[owner.place][owner.use] += taken
+    return held, _phases(places, in_use)
+
+
+def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
+    """Joins the steps of the schedule that belong to one place, with the most bytes in use."""
     phases: list[Phase] = []
-    for at, (place, size) in enumerate(zip(places, in_use, strict=True)):
+    for step, (place, size) in enumerate(zip(places, in_use, strict=True)):
         if phases and place == (phases[-1].path, phases[-1].backward):
-            size, at = max(phases[-1].bytes, size), phases.pop().start
-        phases.append(Phase(at, *place, size))
-    return held, phases
+            size, step = max(phases[-1].bytes, size), phases.pop().start
+        phases.append(Phase(step, *place, size))
+    return phases
+
+
+# Instructions that pass values on, or whose values are known before the program runs: they have
+# no time of their own in the schedule.
+_UNTIMED = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
+# Instructions that consist of others, whose names may say what they are for.
+_COMPOSED = {"fusion", "call", "async-start"}
+# Instructions whose results have the elements of their operands.
+_MOVES = {"all-gather", "bitcast", "convert", "copy", "dynamic-slice", "reshape", "slice"}
+_MOVES.add("transpose")
+# From an array to the instruction that computes it. Real programs need a few dozen steps; damaged
+# text may have cycles.
+_MAX_STEPS = 128
+
+
+class Attribution:
+    """Finds the modules, those of arguments or in ``paths``, of instructions and of arrays."""
+
+    def __init__(self, module: Module, rows: Iterable[ParameterRow], paths: Iterable[str]):
+        self._module = module
+        rows = [row for row in rows if row.used]
+        self._computation_of = {
+            instruction.name: computation.name
+            for computation in module.computations
+            for instruction in computation.instructions
+        }
+        self._places_by_name: dict[str, Place] = {}
+        self._places: dict[str, Place | None] = {}
+        self._owners = owners_of_arguments(rows)
+        # The row of each parameter of the program: by order, or where that differs, by name.
+        by_path = {row.path: index for index, row in enumerate(rows)}
+        in_order = bool(inputs_of(module, rows))
+        self._rows = {
+            number: number if in_order else by_path.get(parameter.operation or "")
+            for number, parameter in module.parameters.items()
+        }
+        self._known_modules = {*paths}.union(*(around(row.path) for row in rows))
+        # The shapes that gradients of a module's own parameters may have.
+        self._parameter_dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+        for row, owner in zip(rows, self._owners, strict=True):
+            if owner.use == "parameters" and owner.place:
+                whole = {row.shape, row.shard_shape}
+                # In a loop over layers the first dimension is gone.
+                self._parameter_dims[owner.place.path] |= whole | {dims[1:] for dims in whole}
+
+    def argument(self, number: int) -> Owner:
+        """Returns what the argument with this number counts as."""
+        row = self._rows.get(number)
+        return Owner(None, "inputs") if row is None else self._owners[row]
+
+    def named(self, operation: str) -> Place:
+        """Reads the place from the name of an operation."""
+        if operation not in self._places_by_name:
+            names = operations(operation)
+            modules = [module_of(name, self._known_modules) for name in names]
+            paths = [path for path in modules if path is not None]
+            backward = all("transpose(" in name for name in names)
+            self._places_by_name[operation] = Place(common(paths) if paths else "", backward)
+        return self._places_by_name[operation]
+
+    def place(self, instruction: Instruction) -> Place | None:
+        """Finds the place of an instruction by its name, or by the names of what is in it."""
+        if instruction.name not in self._places:
+            operation = instruction.operation
+            place = None if operation is None else self.named(operation)
+            if place is None and instruction.opcode in _COMPOSED:
+                place = next(filter(None, map(self._place_within, instruction.callees)), None)
+            self._places[instruction.name] = place
+        return self._places[instruction.name]
+
+    def _place_within(self, callee: str) -> Place | None:
+        """Finds the place of the last instruction of a computation that has one."""
+        computation = self._module.by_name.get(callee)
+        instructions = computation.instructions if computation else []
+        return next(filter(None, map(self.place, reversed(instructions))), None)
+
+    def places(self, schedule: Iterable[str]) -> list[Place]:
+        """Lists the place at each step of a schedule; that of the last step where it is unknown."""
+        places, place = list[Place](), _OUTSIDE
+        for name in schedule:
+            instruction = self._module.maker(Value(self._computation_of.get(name, ""), name))
+            if instruction is not None and instruction.opcode not in _UNTIMED:
+                place = self.place(instruction) or place
+            places.append(place)
+        return places
+
+    def owner(
+        self, buffer: Buffer, allocation: Allocation, backward_steps: Sequence[int], num_steps: int
+    ) -> Owner:
+        """Decides what a buffer counts as, by the rules at the top of this file.
+
+        Args:
+          buffer: a part of an allocation.
+          allocation: the block of memory that it is in.
+          backward_steps: the steps of the schedule that are in the backward pass, in order.
+          num_steps: the number of all steps.
+        """
+        is_result = allocation.is_result and buffer.last >= num_steps - 1
+        if is_result and allocation.parameter is not None:  # a donated argument, updated in place
+            return self.argument(allocation.parameter)
+        if buffer.name not in self._computation_of:
+            return Owner(None, "temporaries")
+        array = Value(self._computation_of[buffer.name], buffer.name, buffer.index)
+        number = self._module.argument(self._source(array, through_moves=True))
+        if number is not None and number in self._rows:
+            return self.argument(number)
+        array = self._source(array)
+        maker = self._module.maker(array)
+        assert maker is not None  # _source stops before what damaged text lacks
+        place, dims = self.place(maker), _dims(maker, array.index)
+        if place is None or not place.path:
+            place = self._place_of_parameter(array, dims) or place
+        if is_result or place is None:
+            return Owner(place, "outputs" if is_result else "temporaries")
+        if place.backward and dims in self._parameter_dims[place.path]:
+            return Owner(place, "gradients")
+        following = bisect.bisect_right(backward_steps, buffer.first)
+        is_kept = following < len(backward_steps) and backward_steps[following] <= buffer.last
+        return Owner(place, "activations" if is_kept and not place.backward else "temporaries")
+
+    def _source(self, value: Value, *, through_moves: bool = False) -> Value:
+        """Follows an array to the value that computes it, through unnamed moves or through all."""
+        # A loop carries what its body computes. Where the body returns what it was given, which
+        # leads here again, the initial value is taken instead.
+        returned: set[Value] = set()
+        for _ in range(_MAX_STEPS):
+            sources = self._passed_from(value, through_moves)
+            if len(sources) > 1:
+                sources = [source for source in sources if source not in returned]
+                returned.update(sources[-1:])
+            if not sources or self._module.maker(sources[-1]) is None:
+                break
+            value = sources[-1]
+        return value
+
+    def _passed_from(self, value: Value, through_moves: bool) -> Sequence[Value]:
+        """Lists what an array has its elements from; nothing if they are computed here."""
+        instruction, operands = self._module.maker(value), self._module.operands(value)
+        if instruction is None:
+            return ()
+        opcode = instruction.opcode
+        # A move with a name is part of what the user wrote: the array belongs to the move's module.
+        is_followed = through_moves or instruction.operation is None
+        if opcode == "fusion" and not self._only_moves(instruction, is_followed):
+            return ()
+        if opcode == "tuple" and not value.index:
+            return ()
+        if opcode == "dynamic-update-slice" and not through_moves:
+            return operands[1:2]  # what is written into the array, as a loop over layers does
+        if opcode.endswith(("-start", "-done")) and opcode != "async-start":
+            # The start of a collective that sums computes; its end passes on what the start made.
+            is_sum = base(opcode) in COLLECTIVES - {"all-gather"}
+            return () if is_sum and opcode.endswith("-start") else operands[:1]
+        if base(opcode) in _MOVES and is_followed:
+            return operands[:1]
+        return self._module.passed(value)
+
+    def _only_moves(self, fusion: Instruction, is_followed: bool) -> bool:
+        """Tells whether the result of a fusion is what it is given, or an update of that."""
+        inner = self._module.fused(fusion)
+        root = None if inner is None else self._module.roots.get(inner.name)
+        if root is not None and root.opcode in ("tuple", "dynamic-update-slice"):
+            return True
+        opcodes = {instruction.opcode for instruction in inner.instructions} if inner else set()
+        return is_followed and opcodes <= _MOVES | {"parameter", "constant", "tuple"}
+
+    def _place_of_parameter(self, value: Value, dims: tuple[int, ...]) -> Place | None:
+        """Finds the module of a parameter of this shape that a value is computed from.
+
+        Optimizers compute outside of modules, from gradients and parameters of one shape. The
+        search goes breadth-first over operands of that shape, up to those that are in a module; a
+        gradient is preferred to a parameter, as it says more.
+        """
+        pending, seen, best = [value], {value.name}, None
+        while pending and dims and len(seen) < _MAX_STEPS:
+            value = pending.pop(0)
+            instruction, number = self._module.maker(value), self._module.argument(value)
+            if number is not None:
+                place = self.argument(number).place
+            else:
+                place = None if instruction is None else self.place(instruction)
+            if place is not None and place.path:
+                if dims in self._parameter_dims[place.path]:
+                    best = place
+                    if place.backward:
+                        break
+                continue
+            if instruction is None or instruction.opcode == "while":
+                continue
+            for operand in map(self._source, self._module.operands(value)):
+                maker = self._module.maker(operand)
+                if maker and maker.name not in seen and _dims(maker, operand.index) == dims:
+                    seen.add(maker.name)
+                    pending.append(operand)
+        return best
+
+
+def _dims(instruction: Instruction, index: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions of the array at an index of the result of an instruction."""
+    shape = instruction.shape
+    for i in index:
+        if isinstance(shape, Shape) or i >= len(shape):
+            return ()
+        shape = shape[i]
+    first = next(arrays(shape), None)
+    return first.dims if first is not None and isinstance(shape, Shape) else ()
+
+
+_KEY = re.compile(r"[^.\[\]'\"]+")
+
+
+def owners_of_arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
+    """Decides what each argument counts as.
+
+    The state of an optimizer belongs to the module of the parameter that its path ends like:
+    ``optimizer.opt_state[0].mu.up.kernel`` to ``model.up``, of ``model.up.kernel``. If parameters
+    of several modules end so, it belongs to where it is.
+    """
+    keys = [tuple(_KEY.findall(row.path)) for row in rows]
+    modules_by_end: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    inside_arguments = set()  # the paths of parameters without the name of the argument
+    for row, path in zip(rows, keys, strict=True):
+        if row.variable == "Param":
+            inside_arguments.add(path[1:])
+            for start in range(len(path)):
+                modules_by_end[path[start:]].add(_module_around(row.path))
+    owners = []
+    for row, path in zip(rows, keys, strict=True):
+        module = _module_around(row.path)
+        ends = [path[start:] for start in range(1, len(path))]
+        # Trees of arrays that mirror the parameters, such as Optax's own state.
+        is_mirror = row.variable is None and any(end in inside_arguments for end in ends)
+        use: MemoryUse = "other state"
+        if row.variable == "Param":
+            use = "parameters"
+        elif is_mirror or (row.variable or "").startswith("Opt"):
+            use = "optimizer state"
+            modules = next((modules_by_end[end] for end in ends if end in modules_by_end), set())
+            module = next(iter(modules)) if len(modules) == 1 else module
+        elif row.variable is None:
+            module, use = row.path, "inputs"
+        owners.append(Owner(Place(module, False), use))
+    return owners
+
+
+def _module_around(path: str) -> str:
+    """Returns the module that has an array at this path; the path itself without one."""
+    return [path, *around(path)][-1]

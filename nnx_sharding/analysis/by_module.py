@@ -1,4 +1,4 @@
-"""Memory and cost by module of the user's model."""
+"""Tables of memory and cost by module of the user's model; attribution.py fills them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias
 from .json_codec import as_data
 from .names import around, is_within
 from .tables import Pictured, table, text
-from .units import bytes_text, count_text, time_text
+from .units import all_known, bytes_text, count_text, time_text
 
-Kind: TypeAlias = Literal[
+MemoryUse: TypeAlias = Literal[
     "parameters", "optimizer state", "other state", "inputs", "outputs", "gradients", "activations",
     "temporaries",
 ]  # fmt: skip
@@ -74,12 +74,13 @@ class MemoryOverTime(tuple[Phase, ...], Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         most = max((phase.bytes for phase in self), default=0) or 1
-        step = max(1, math.ceil(len(self) / 40))  # of neighbours, that with the most bytes
-        shown = [max(self[i : i + step], key=lambda x: x.bytes) for i in range(0, len(self), step)]
-        rows = [
-            (_pass(x.path, x.backward), text("█" * round(24 * x.bytes / most)), bytes_text(x.bytes))
-            for x in shown
-        ]
+        # At most 40 lines, each the phase with the most bytes among its neighbours.
+        step = max(1, math.ceil(len(self) / 40))
+        rows = []
+        for start in range(0, len(self), step):
+            phase = max(self[start : start + step], key=lambda phase: phase.bytes)
+            bar = text("█" * round(24 * phase.bytes / most))
+            rows.append((_pass(phase.path, phase.backward), bar, bytes_text(phase.bytes)))
         yield table(("memory over time", "", "in use"), rows, numbers=1)
 
 
@@ -106,7 +107,7 @@ class ModuleTable(Pictured):
     why: str | None = None
 
     def total(self, path: str = "", backward: bool | None = None) -> ModuleRow:
-        """The sum over a module and all in it; of all rows for an empty path.
+        """Sums the rows of a module and of all in it; all rows for an empty path.
 
         Args:
           path: the module, such as ``model.blocks``.
@@ -116,7 +117,7 @@ class ModuleTable(Pictured):
         return _sum(path, backward, [row for row in rows if not path or is_within(row.path, path)])
 
     def at_depth(self, depth: int) -> ModuleTable:
-        """The same with modules that are ``depth`` attributes or keys below an argument, or less.
+        """Sums modules that are more than ``depth`` attributes or keys below an argument.
 
         With a depth of 0 there is a row for ``model``, with 2 for ``model.blocks[0]``. Modules
         further down are part of these.
@@ -129,11 +130,11 @@ class ModuleTable(Pictured):
         return dataclasses.replace(self, rows=ordered(rows))
 
     def by_kind(self) -> dict[str, int]:
-        """The bytes at the peak by kind, the largest first."""
+        """Sums the bytes at the peak by kind, the largest first."""
         return dict(Counter(self.total().at_peak or {}).most_common())
 
     def held_by_path(self) -> dict[str, int | None]:
-        """The bytes at the peak by path, for both passes; None if unknown."""
+        """Sums the bytes at the peak by path, for both passes; None if unknown."""
         held: dict[str, int | None] = {}
         for row in self.rows:
             size = None if row.at_peak is None else sum(row.at_peak.values())
@@ -142,42 +143,46 @@ class ModuleTable(Pictured):
         return held
 
     def holders(self, most: int = 5) -> list[str]:
-        """What holds the most bytes at the peak, in words such as ``2 GiB optimizer state``."""
-        groups: Counter[tuple[str, str]] = Counter()
-        members: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        """Lists what holds the most bytes at the peak, as texts such as ``2 GiB inputs``."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         for row in self.rows:
             for kind, size in (row.at_peak or {}).items():
+                # Modules in one list are alike, so that what they make is one line. Arguments are
+                # one line for the whole program.
+                item = _ITEM.match(row.path)
                 is_made = kind in ("activations", "gradients", "temporaries")
-                first = _ITEM.match(row.path)  # of a list of modules that are alike
-                key = kind, (first[1] if first else row.path) if is_made else ""
-                groups[key] += size
-                members[key].update([first[0]] if first else [])
+                key = kind, (item[1] if item else row.path) if is_made else ""
+                sizes[key] += size
+                items[key].update([item[0]] if item else [])
         words = []
-        for (kind, path), size in groups.most_common(most):
-            count = len(members[kind, path]) if path else 0
+        for (kind, path), size in sizes.most_common(most):
+            count = len(items[kind, path]) if path else 0
+            where = f" of {path}" if path else ""
             each = f" ({bytes_text(size / count)} each, {count} ×)" if count > 1 else ""
-            words.append(f"{bytes_text(size)} {kind}{' of ' * bool(path)}{path}{each}")
+            words.append(f"{bytes_text(size)} {kind}{where}{each}")
         return words
 
     def top(self, most: int = 8) -> ModuleTable:
-        """The same with the first rows only."""
+        """Returns the same with the first rows only."""
         return dataclasses.replace(self, rows=self.rows[:most])
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as data for JSON."""
+        """Returns all of it as data for JSON."""
         data: dict[str, Any] = as_data(self)
         return data
 
     def summary(self) -> str:
-        """What holds the peak, in a sentence."""
+        """Says what holds the peak, in a sentence."""
         if self.peak is None:
             return f"what holds the peak is unknown: {self.why}"
-        at = max(self.over_time, key=lambda phase: phase.bytes, default=None)
-        where = f", in {_pass(at.path, at.backward)}" if at else ""
+        highest = max(self.over_time, key=lambda phase: phase.bytes, default=None)
+        where = f", in {_pass(highest.path, highest.backward)}" if highest else ""
         rest = [f"{bytes_text(self.unattributed)} not attributed"] if self.unattributed else []
         words = f"{bytes_text(self.peak)} at the peak{where}: {', '.join(self.holders() + rest)}"
-        more = f"; {bytes_text(self.reserved)} more for code and gaps between arrays"
-        return words + more * bool(self.reserved)
+        if self.reserved:
+            words += f"; {bytes_text(self.reserved)} more for code and gaps between arrays"
+        return words
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self.summary())
@@ -193,11 +198,11 @@ class ModuleTable(Pictured):
         yield table(header, lines, numbers=4, most=40)
 
 
-_ITEM = re.compile(r"(.*?)\[\d+\]")
+_ITEM = re.compile(r"(.*?)\[\d+\]")  # a module in a list: the list is the first group
 
 
 def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """The rows with those first that hold, else do, most."""
+    """Sorts rows by the bytes that they hold at the peak, then by flops, the largest first."""
 
     def key(row: ModuleRow) -> tuple[float, float, str]:
         return -sum((row.at_peak or {}).values()), -(row.flops or 0), row.path
@@ -211,13 +216,13 @@ def _pass(path: str, backward: bool | None) -> str:
 
 
 def _sum(path: str, backward: bool | None, rows: Sequence[ModuleRow]) -> ModuleRow:
-    def added(name: str) -> Any:
-        figures = [getattr(row, name) for row in rows]
-        return None if None in figures else sum(figures)
-
+    """Adds up rows; a sum is None if one of its figures is."""
+    sums: dict[str, float | None] = {}
+    for name in ("flops", "bytes_accessed", "bytes_sent", "seconds"):
+        known = all_known(getattr(row, name) for row in rows)
+        sums[name] = None if known is None else sum(known)
     held: Counter[str] = Counter()
     for row in rows:
         held.update(row.at_peak or {})
     is_known = all(row.at_peak is not None for row in rows)
-    figures = {name: added(name) for name in ("flops", "bytes_accessed", "bytes_sent", "seconds")}
-    return ModuleRow(path, backward, **figures, at_peak=dict(held) if is_known else None)
+    return ModuleRow(path, backward, **sums, at_peak=dict(held) if is_known else None)

@@ -237,6 +237,11 @@ class Instruction(_Written):
             named = [(key, text[0]) for key, end in at if (text := _CALLED.match(before, end))]
         return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
 
+    @property
+    def callees(self) -> list[str]:
+        """The names of the computations that it runs."""
+        return [name for _, name in self.calls]
+
 
 @functools.lru_cache(maxsize=1 << 14)
 def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:

@@ -1,4 +1,23 @@
-"""What collectives are for: parameters, gradients, sums, results, or resharding of other values."""
+"""Decides what each collective of a program is for, from shapes, names and what it computes with.
+
+The first rule that applies decides (`_use_of`):
+
+    parameter, state   it only moves arrays that are computed from Variables alone: parameters, or
+                       others such as caches
+    gradient           an array that it makes is of the backward pass of a module, has the shape of
+                       a parameter of that module, or of a part of one, and is not a partial result
+                       of a product with a parameter (those are activations of the same shape)
+    sum                it adds up anything else: partial products, or a loss
+    result             what it moves is returned, as it is or added to a Variable
+    reshard            it moves anything else, such as activations
+
+So the all-gather of a kernel sharded by `fsdp` is `parameter`, the reduce-scatter of its gradient
+is `gradient`, and the all-reduce after a kernel sharded over rows by `tensor_parallel` is `sum`.
+
+Names of operations alone do not tell these apart: the compiler moves collectives across operations
+and out of loops, and merges several into one. That shapes decide is approximate where activations
+have the shape of a parameter of their own module.
+"""
 
 from __future__ import annotations
 
@@ -30,51 +49,109 @@ def uses_of(
     rows: Iterable[ParameterRow],
     updated: Sequence[str | None] = (),
 ) -> dict[str, Use]:
-    """What collectives are for, by name; ``updated`` are the Variables that results update."""
+    """Decides what collectives are for, by name.
+
+    Args:
+      module: the program.
+      collectives: each after the computation that it is in.
+      rows: the arguments of the program.
+      updated: for each array of its result the path of the Variable that it updates, or None.
+    """
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
     arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
     if inputs_of(module, used):
         arguments |= {number: row.path for number, row in enumerate(used)}
-    origins, results = Origins(module, arguments, variables.paths), _results(module, updated)
+    origins = Origins(module, arguments, variables.paths)
+    results = _returned_by(module, updated)
     return {
-        one.name: _use(one, module, computation, origins, variables, results.get(one.name))
-        for computation, one in collectives
+        collective.name: _use_of(
+            collective, computation, module, origins, variables, results.get(collective.name)
+        )
+        for computation, collective in collectives
     }
 
 
-def _operations_of_arrays(one: Instruction, computation: Computation) -> list[list[str]]:
-    """The operations of each array that a collective makes."""
-    every = operations(one.operation or "")
-    if len(one.results) < 2 or len(one.results) != len(one.operand_names):
-        return [every] * len(one.results)
-    by_name = {other.name: other.operation for other in computation.instructions}
-    parts = {
-        other.tuple_index: other.operation
-        for other in computation.instructions
-        if other.opcode == "get-tuple-element" and other.operand_names == (one.name,)
-    }
-    names = [(by_name.get(name), parts.get(i)) for i, name in enumerate(one.operand_names)]
-    return [_own_operations(pair, every) for pair in names]
+def _use_of(
+    collective: Instruction,
+    computation: Computation,
+    module: Module,
+    origins: Origins,
+    variables: _Variables,
+    updated: tuple[str, ...] | None,
+) -> Use:
+    """Decides what one collective is for; ``updated`` is None if the program does not return it."""
+    operations_of = _operations_of_arrays(collective, computation)
+    names = dict.fromkeys(name for names in operations_of for name in names)
+    modules = [module_of(name, variables.modules) or "" for name in names] or [""]
+    path = common(modules) or None
+    is_sum = collective.collective in ("all-reduce", "reduce-scatter")
+    operands = [Value(computation.name, name) for name in collective.operand_names]
+    moved = [] if is_sum else [origins.of(operand) for operand in operands]
+    if moved and all(map(origins.are_parameters, moved)):
+        sources = frozenset().union(*moved)
+        kind: Purpose = "state" if sources <= variables.states else "parameter"
+        return Use(kind, tuple(sorted(sources)), path)
+    gradients: set[str] = set()
+    lengths = _lengths_around(computation, module)
+    for i, (array, own_names) in enumerate(zip(collective.results, operations_of, strict=True)):
+        own_operands = operands[i : i + 1] if len(operands) == len(operations_of) else operands
+        backward = {module_of(x, variables.modules) for x in own_names if "transpose(" in x}
+        # A sum outside of modules may be that of any gradient: the compiler merges them.
+        candidates = backward if is_sum else backward - {None}
+        parts = variables.with_part(candidates, array.dims, lengths)
+        if parts and not any(map(origins.is_weighted, own_operands)):
+            gradients |= parts
+    if gradients:
+        return Use("gradient", tuple(sorted(gradients)), path)
+    if is_sum:
+        return Use("sum", (), path)
+    return Use("reshard", (), path) if updated is None else Use("result", updated, path)
 
 
-def _own_operations(names: Sequence[str | None], every: list[str]) -> list[str]:
-    """The operations in the first of these names that shares one with the collective.
+def _lengths_around(computation: Computation, module: Module) -> set[int | None]:
+    """Collects how often the loops around a computation run; None for an unknown length."""
+    callers = (caller for _, caller in module.around(computation.name))
+    return {module.trip_counts.get(caller.name) for caller in callers if caller.opcode == "while"}
 
-    An operand may be named after something else, such as the loop that computes it.
+
+def _operations_of_arrays(collective: Instruction, computation: Computation) -> list[list[str]]:
+    """Lists the operations of each array that a collective makes, of which XLA may merge several.
+
+    The operand of an array says which it is, or the instruction that takes it from the tuple.
     """
-    known = [operations(name) for name in names if name]
-    return next((x for x in known if not {*x}.isdisjoint(every)), known[0] if known else every)
+    merged = operations(collective.operation or "")
+    count = len(collective.results)
+    if count < 2 or count != len(collective.operand_names):
+        return [merged] * count
+    by_name = {instruction.name: instruction.operation for instruction in computation.instructions}
+    taken = {
+        instruction.tuple_index: instruction.operation
+        for instruction in computation.instructions
+        if instruction.opcode == "get-tuple-element"
+        and instruction.operand_names == (collective.name,)
+    }
+    operations_of = []
+    for i, operand in enumerate(collective.operand_names):
+        known = [operations(name) for name in (by_name.get(operand), taken.get(i)) if name]
+        # An operand may be named after something else, such as the loop that computes it: the
+        # first name that shares an operation with the collective is the right one.
+        shared = (names for names in known if not {*names}.isdisjoint(merged))
+        operations_of.append(next(shared, known[0] if known else merged))
+    return operations_of
 
 
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
-    """The parameters of a program, if they are in the order of rows; TPU's may be renamed."""
+    """Lists the parameters of a program if they are in the order of rows; empty if they are not.
+
+    The TPU compiler may rename parameters, so names need not agree, but must not contradict.
+    """
     paths = {row.path for row in rows}
     inputs = [module.parameters[i] for i in range(len(rows)) if i in module.parameters]
     in_order = len(inputs) == len(rows) == len(module.parameters) and all(
-        [shape.dims for shape in arrays(x.shape)] == [row.shard_shape]
-        and (x.operation == row.path or x.operation not in paths)
-        for x, row in zip(inputs, rows, strict=True)
+        [shape.dims for shape in arrays(parameter.shape)] == [row.shard_shape]
+        and (parameter.operation == row.path or parameter.operation not in paths)
+        for parameter, row in zip(inputs, rows, strict=True)
     )
     return inputs if in_order else []
 
@@ -90,29 +167,38 @@ class _Variables:
         self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
-            self.states.update([row.path] if row.variable in _WITHOUT_GRADIENT else [])
             outer = around(row.path)
             self.modules.update(outer)
+            if row.variable in _WITHOUT_GRADIENT:
+                self.states.add(row.path)
+                continue
+            # A Variable may be in lists and dicts of its module, but not in a module in it.
             own = [path for path in outer if "." not in row.path[len(path) + 1 :]]
-            for key in (None, *own) if row.variable not in _WITHOUT_GRADIENT else ():
+            for key in (None, *own):
                 self._rows.setdefault(key, []).append(row)
 
     def with_part(
         self, modules: Iterable[str | None], dims: Sequence[int], lengths: Collection[int | None]
     ) -> set[str]:
-        """The Variables of modules that can have a part of this shape, no smaller than a shard."""
-        # Gradients of products may be transposed, and in a loop over layers a dimension is gone.
+        """Finds Variables of modules that can have a part of this shape, no smaller than a shard.
+
+        Args:
+          modules: the paths of modules; None for all Variables of the program.
+          dims: the shape.
+          lengths: how often the loops run in which the part is made. A loop over layers takes one
+            from the first dimension.
+        """
+        # Gradients of products may be transposed.
         orders = itertools.permutations(dims) if 1 < len(dims) < 5 else [tuple(dims)]
-        every = [row for module in modules for row in self._rows.get(module, ())]
+        rows = [row for module in modules for row in self._rows.get(module, ())]
         for order in orders if dims else ():
-            found = {
-                row.path
-                for row in every
-                for missing in ((1,) if row.shape[:1] and row.shape[0] in lengths else (0,))
-                if _is_part(order, row.shape[missing:], row.shard_shape[missing:])
-            }
-            if found:
-                return found
+            paths = set()
+            for row in rows:
+                gone = 1 if row.shape[:1] and row.shape[0] in lengths else 0
+                if _is_part(order, row.shape[gone:], row.shard_shape[gone:]):
+                    paths.add(row.path)
+            if paths:
+                return paths
         return set()
 
 
@@ -122,86 +208,59 @@ _WITHOUT_GRADIENT |= {"OptArray", "OptState", "OptVariable", "RngState"}
 
 
 def _is_part(dims: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> bool:
+    """Tells whether an array can be several shards of a larger one."""
     sizes = zip(dims, shape, shard, strict=False)
     return len(dims) == len(shape) and all(
-        n and not full % n and not n % part for n, full, part in sizes
+        size and whole % size == 0 and size % part == 0 for size, whole, part in sizes
     )
 
 
-def _use(
-    one: Instruction,
-    module: Module,
-    computation: Computation,
-    origins: Origins,
-    variables: _Variables,
-    updated: tuple[str, ...] | None,
-) -> Use:
-    operations_of = _operations_of_arrays(one, computation)
-    every = dict.fromkeys(name for names in operations_of for name in names)
-    modules = [module_of(name, variables.modules) or "" for name in every] or [""]
-    path = common(modules) or None
-    sums = one.collective in ("all-reduce", "reduce-scatter")
-    operands = [Value(computation.name, name) for name in one.operand_names]
-    made_from = [] if sums else [origins.of(operand) for operand in operands]
-    if made_from and all(map(origins.are_parameters, made_from)):
-        moved = frozenset().union(*made_from)
-        kind: Purpose = "state" if moved <= variables.states else "parameter"
-        return Use(kind, tuple(sorted(moved)), path)
-    # How often the loops around it run; None for those of unknown length.
-    callers = [caller.name for _, caller in module.around(computation.name)
-               if caller.opcode == "while"]  # fmt: skip
-    lengths = {module.trip_counts.get(name) for name in callers}
-    gradients: set[str] = set()
-    for i, (array, names) in enumerate(zip(one.results, operations_of, strict=True)):
-        own = operands[i : i + 1] if len(operands) == len(operations_of) else operands
-        found = {module_of(name, variables.modules) for name in names if "transpose(" in name}
-        backward = found if sums else found - {None}
-        parts = variables.with_part(backward, array.dims, lengths)
-        if parts and not any(map(origins.is_weighted, own)):
-            gradients |= parts
-    if gradients:
-        return Use("gradient", tuple(sorted(gradients)), path)
-    if sums or updated is None:
-        return Use("sum" if sums else "reshard", (), path)
-    return Use("result", updated, path)
+# Operations that pass on the elements that they are given.
+_SAME = {"tuple", "get-tuple-element", "copy", "bitcast", "reshape", "transpose", "convert"}
+_SAME.add("parameter")
+_BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
+_UNKNOWN = {"unknown"}  # stands for the opcodes of a computation that is not in the text
 
 
-def _results(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[str, ...]]:
-    """The instructions whose values are returned, unchanged or added to the Variables updated."""
+def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[str, ...]]:
+    """Finds the instructions whose values are returned, unchanged or added to a Variable.
+
+    Returns:
+      By the name of each such instruction the paths among ``updated`` that its value goes to.
+    """
     root = module.roots.get(module.entry.name) if module.entry else None
     if module.entry is None or root is None:
         return {}
     by_name = module.within[module.entry.name]
-    codes = {x.name: {i.opcode for i in x.instructions} for x in module.computations}
+    codes = {c.name: {x.opcode for x in c.instructions} for c in module.computations}
     names = root.operand_names if root.opcode == "tuple" else (root.name,)
     paths = updated if len(updated) == len(names) else [None] * len(names)
-    stack: list[tuple[str, str | None]] = [*zip(names, paths, strict=True)]
-    found: dict[str, tuple[str, ...]] = {}
-    while stack:
-        name, path = stack.pop()
-        own = () if path is None else (path,)
-        if name not in by_name or (name in found and {*own} <= {*found[name]}):
+    pending: list[tuple[str, str | None]] = [*zip(names, paths, strict=True)]
+    returned: dict[str, tuple[str, ...]] = {}
+    while pending:
+        name, path = pending.pop()
+        new = () if path is None else (path,)
+        if name not in by_name or (name in returned and {*new} <= {*returned[name]}):
             continue
-        found[name] = (*found.get(name, ()), *own)
-        one = by_name[name]
-        inside = {one.opcode}.union(*(codes.get(called, {""}) for _, called in one.calls))
-        inside -= {"fusion"}
-        operands = [by_name[x] for x in one.operand_names if x in by_name]
-        if one.opcode.endswith("-done") or inside <= _SAME:
-            stack += [(operand.name, path) for operand in operands]
-        elif path is not None and inside <= _SAME | _BY_ELEMENT:
-            dims = [shape.dims for shape in arrays(one.shape)]
-            alike = (x for x in operands if [shape.dims for shape in arrays(x.shape)] == dims)
-            stack += [(operand.name, path) for operand in alike]
-    return found
+        returned[name] = (*returned.get(name, ()), *new)
+        instruction = by_name[name]
+        opcodes = {instruction.opcode}.union(*(codes.get(x, _UNKNOWN) for x in instruction.callees))
+        opcodes -= {"fusion"}
+        operands = [by_name[x] for x in instruction.operand_names if x in by_name]
+        if instruction.opcode.endswith("-done") or opcodes <= _SAME:
+            pending += [(operand.name, path) for operand in operands]
+        elif path is not None and opcodes <= _SAME | _BY_ELEMENT:
+            # An update by element, such as of an optimizer: from operands of the same shape.
+            dims = _dims_of(instruction)
+            pending += [(operand.name, path) for operand in operands if _dims_of(operand) == dims]
+    return returned
 
 
-_SAME = {"tuple", "get-tuple-element", "copy", "bitcast", "reshape", "transpose", "convert"}
-_SAME.add("parameter")
-_BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
+def _dims_of(instruction: Instruction) -> list[tuple[int, ...]]:
+    return [shape.dims for shape in arrays(instruction.shape)]
 
 
-_MAX_STEPS = 64  # from the initial value of a loop to constants
+_MAX_STEPS = 64  # from the initial value of a loop to constants: counters and zeros need few
 
 
 class Origins:
@@ -210,11 +269,17 @@ class Origins:
     def __init__(self, module: Module, arguments: Mapping[int, str], parameters: Collection[str]):
         self._module = module
         self._arguments, self._parameters = arguments, parameters
-        self._others: dict[Value, str] = {}  # known to be computed from this, which is no parameter
+        # Values that are known to be computed from an argument that is no parameter. One such
+        # argument is enough to know that a collective does not move parameters, so that a search
+        # ends there, and most end soon.
+        self._others: dict[Value, str] = {}
 
     def of(self, value: Value) -> frozenset[str]:
-        """The names of the arguments from which a value is computed; of non-parameters, one."""
-        found: set[str] = set()
+        """Collects the names of the arguments from which a value is computed.
+
+        If some are not parameters, only one of these is returned.
+        """
+        names: set[str] = set()
         users: dict[Value, Value | None] = {value: None}  # by what they are computed from
         pending = [value]
         while pending:
@@ -227,57 +292,60 @@ class Origins:
                 while user is not None:
                     self._others[user], user = name, users[user]
                 return frozenset([name])
-            found.update([name] if name else ())
+            if name:
+                names.add(name)
             for operand in self._before(value):
                 if operand not in users:
                     users[operand] = value
                     pending.append(operand)
-        return frozenset(found)
+        return frozenset(names)
 
     def is_weighted(self, value: Value) -> bool:
-        """Whether it is a partial result: of a product with a parameter, with no product after."""
+        """Tells whether a value is a partial result of a product with a parameter.
+
+        Sums and other products after that product end the search: what comes before them is summed.
+        """
 
         def is_one_of(x: Value, *opcodes: str) -> bool:
-            one = self._module.maker(x)
-            return one is not None and one.opcode in opcodes
+            instruction = self._module.maker(x)
+            return instruction is not None and instruction.opcode in opcodes
 
         def before(x: Value) -> list[Value]:
             return [] if is_one_of(x, "reduce", *PRODUCTS) else self._before(x)
 
-        return any(
-            is_one_of(x, *PRODUCTS)
-            and any(self.are_parameters(self.of(y)) for y in self._module.operands(x))
-            for x in reached(value, before)
-        )
+        products = (x for x in reached(value, before) if is_one_of(x, *PRODUCTS))
+        factors = (factor for product in products for factor in self._module.operands(product))
+        return any(self.are_parameters(self.of(factor)) for factor in factors)
 
     def are_parameters(self, names: frozenset[str]) -> bool:
-        """Whether something is computed from parameters only, and from some."""
+        """Tells whether something is computed from parameters only, and from some."""
         return bool(names) and names <= {*self._parameters}
 
     def _before(self, value: Value) -> list[Value]:
-        """What a value is computed from."""
-        one, passed = self._module.maker(value), self._module.passed(value)
-        if one is None:
+        """Lists what a value is computed from."""
+        instruction, passed = self._module.maker(value), self._module.passed(value)
+        if instruction is None:
             return []
+        # A loop carry is its initial value; or, where that is a constant to be overwritten, such
+        # as zeros for the outputs of a scan, what the loop computes.
         callers = self._module.callers.get(value.computation, [])
-        # A loop carry is its initial value, or what the loop computes if that is a constant.
-        if one.opcode == "parameter" and passed and callers[0][1].opcode == "while":
+        if instruction.opcode == "parameter" and passed and callers[0][1].opcode == "while":
             initial, *after = passed
             return after if self._is_constant(initial) else [initial]
         if passed or not value.index:
             return passed or self._module.operands(value)
-        # A collective of several arrays returns one for each.
+        # A collective of several arrays returns one for each operand.
         operands = self._module.operands(value)
-        is_each = len(operands) > 1 and len(operands) == len(one.results)
+        is_each = len(operands) > 1 and len(operands) == len(instruction.results)
         return operands[value.index[0] :][:1] if is_each else operands
 
     def _is_constant(self, value: Value) -> bool:
-        """Whether it is computed from constants only, in few steps."""
+        """Tells whether a value is computed from constants only, in few steps."""
 
         def before(x: Value) -> list[Value]:
             return self._module.passed(x) or self._module.operands(x)
 
-        found = [*itertools.islice(reached(value, before), _MAX_STEPS)]
-        makers = filter(None, map(self._module.maker, found))
-        is_fixed = all(one.opcode not in ("parameter", "while") for one in makers)
-        return is_fixed and len(found) < _MAX_STEPS
+        values = [*itertools.islice(reached(value, before), _MAX_STEPS)]
+        makers = filter(None, map(self._module.maker, values))
+        is_fixed = all(maker.opcode not in ("parameter", "while") for maker in makers)
+        return is_fixed and len(values) < _MAX_STEPS

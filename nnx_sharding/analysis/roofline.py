@@ -16,7 +16,7 @@ from .cost import Cost, Operation
 from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
 from .tables import Pictured, table, text
-from .units import UNKNOWN, bytes_text, count_text, printable, time_text
+from .units import UNKNOWN, all_known, bytes_text, count_text, printable, time_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,13 +188,6 @@ def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None
                 start = max(ends[one], free[part.links])
                 ends[one] = free[part.links] = start + (part.seconds or 0.0) / times
     return total
-
-
-def all_known(figures: Iterable[float | None]) -> list[float] | None:
-    """The figures; None if one of them is unknown."""
-    listed = [*figures]
-    known = [figure for figure in listed if figure is not None]
-    return known if len(known) == len(listed) else None
 
 
 def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:

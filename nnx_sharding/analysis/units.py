@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 UNKNOWN = "–"  # noqa: RUF001, a dash in a table
@@ -55,6 +55,13 @@ def printable(
         return char[0] if char[0] in kept or char[0].isprintable() else escape(char[0])
 
     return re.sub(r"[^ -~]", shown, str(text))
+
+
+def all_known(figures: Iterable[float | None]) -> list[float] | None:
+    """Lists figures; None if one of them is unknown, as sums and maxima then are."""
+    listed = [*figures]
+    known = [figure for figure in listed if figure is not None]
+    return known if len(known) == len(listed) else None
 
 
 def _scaled(n: float, units: Sequence[str], base: int) -> str:
