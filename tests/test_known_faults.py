@@ -224,7 +224,7 @@ class Case(NamedTuple):
         step = jit(PROGRAMS[self.program], in_shardings=(sharding, P("data")), mesh=mesh)
         try:
             found = step(sharded_init(self.make, sharding, mesh), x)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # JAX's ShardingTypeError derives from nothing narrower
             if EXPLICIT in self.types and REFUSED.search(str(error)):
                 return
             raise

@@ -20,6 +20,9 @@ from nnx_sharding.report import check_sharding
 
 P = PartitionSpec
 WIDTH = 16
+# Of what a layer adds. Up to 128 blocks run in a row: with 1, they amplify the rounding of the sums
+# in another order to 0.3 % of the gradients.
+SHARE = 1 / 8
 
 
 class Own(nnx.Module):
@@ -51,8 +54,9 @@ class Block(nnx.Module):
 
     def __call__(self, x):
         for layer in self.inner:
-            x = x + (layer(x[:, None])[:, 0] if _is_attention(layer) else layer(x))
-        return x + self.down(jnp.tanh(self.up(x)))
+            added = layer(x[:, None])[:, 0] if _is_attention(layer) else layer(x)
+            x = x + SHARE * added
+        return x + SHARE * self.down(jnp.tanh(self.up(x)))
 
 
 def _is_attention(layer):
