@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import accumulate_gradients, jit, stack, value_and_grad, vmap
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel
-from nnx_sharding.training import partial_gradients
 
 ROWS, WIDTH = 32, 8
 WEIGHTS = jnp.linspace(0.5, 3, WIDTH)
@@ -145,10 +144,8 @@ def test_tensor_parallelism_is_kept(axes):
     assert found[0] <= 1.05 * plain[0] + 64 and found[1] <= 1.05 * plain[1] + 64
 
 
-@pytest.mark.parametrize("make_gradient", [accumulate_gradients, partial_gradients])
-def test_a_batch_of_unequal_rows_is_refused(make_gradient):
-    options = {"steps": 2} if make_gradient is accumulate_gradients else {}
+def test_a_batch_of_unequal_rows_is_refused():
     xy, model = jnp.ones((ROWS, WIDTH)), make("MLP")
     for batch in (None, ("x", "weights")):
         with pytest.raises(ValueError, match=r"weights: shape \(8,\)[^$]*batch='x'"):
-            make_gradient(of_batch, batch=batch, **options)(model, xy, xy, WEIGHTS)
+            accumulate_gradients(of_batch, batch=batch, steps=2)(model, xy, xy, WEIGHTS)

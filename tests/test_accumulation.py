@@ -349,6 +349,17 @@ def test_microbatches_that_the_devices_do_not_divide():
         step(model, batch())
 
 
+def test_parameters_that_fsdp_shards_on_auto_axes_are_reduced_once():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    model = MLP(rngs=nnx.Rngs(0))
+    gradient = accumulate_gradients(loss, steps=2, axis="data")
+    specs = (fsdp(model, mesh=mesh, min_size=0), P("data"))
+    compiled = jit(gradient, in_shardings=specs, mesh=mesh).lower(model, batch()).compile()
+    large = [c for c in compiled.collectives().of("all-reduce") if c.bytes > 4]
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    assert [(c.times, c.bytes) for c in large] == [(1, size)]
+
+
 @pytest.mark.parametrize("is_stack", [False, True])
 def test_parameters_are_gathered_before_the_loop_but_those_of_a_stack(is_stack):
     def layer(rngs):

@@ -1,6 +1,6 @@
 """What a training step needs around its gradient."""
 
-from .accumulation import accumulate_gradients, partial_gradients, reduce_gradients
+from .accumulation import accumulate_gradients
 from .offloading import fetched, offload
 
-__all__ = ["accumulate_gradients", "fetched", "offload", "partial_gradients", "reduce_gradients"]
+__all__ = ["accumulate_gradients", "fetched", "offload"]

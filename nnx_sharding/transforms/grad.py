@@ -173,7 +173,7 @@ class ValueAndGrad(Differentiable[P, R]):
             (_, outputs), (gradients, new) = derivative(arrays, zeros)
             if sums:
                 pairs = zip(partial, new, strict=True)
-                total = {slot: sums.with_sum(x, gradients[slots.index(slot)]) for slot, x in pairs}
+                total = {slot: sums.add(x, gradients[slots.index(slot)]) for slot, x in pairs}
                 gradients = [total.get(s, x) for s, x in zip(slots, gradients, strict=True)]
             return gradients, outputs
 

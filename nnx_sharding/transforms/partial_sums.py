@@ -1,9 +1,23 @@
 """Gradients that each device sums over its own rows, so that they are reduced only once.
 
-A layer that computes each row by itself is run by ``shard_map`` over the axes of the rows. There
-the gradient of a parameter is the sum over the rows of one device. It does not become part of the
-gradient of the parameter, which JAX would reduce at once, but of another array, the parameter's
-*partial sums*: it has a last dimension for the devices of these axes, sharded over them.
+Let D devices hold the rows ``x = [x_0; x_1; …]``, and each a copy of the kernel of ``y = x @ w``.
+The gradient is a sum over the devices, ``d_w = Σ_d x_dᵀ @ d_y_d``, and JAX computes that sum, an
+all-reduce, wherever a layer uses ``w``: once for each microbatch, if gradients are accumulated.
+
+Here the layer runs in a ``shard_map`` over the axes of the rows, and takes one more array: the
+*partial sums* ``s`` of the parameter, of shape ``(*w.shape, D)``, whose last dimension is sharded
+over these axes. It adds nothing to the result; it only takes the gradient in place of ``w``::
+
+    device d:     y_d = x_d @ use(w, s[..., d])    where  use(w, s) = w,  d_w = 0,  d_s = d_use
+
+                  device 0      device 1      device 2
+    d_s           x_0ᵀ d_y_0    x_1ᵀ d_y_1    x_2ᵀ d_y_2    added up on each device, in the loop
+    d_s.sum(-1)        └─────────── + ────────────┘         one all-reduce, after the loop
+
+This is right for layers of which row i of the output depends on row i of the input only
+(``BY_ROWS``), and for parameters that are replicated over the axes of the rows. All other uses of a
+parameter add to its usual gradient, which JAX reduces at once, and which :meth:`PartialSums.add`
+puts into the sum of the first device.
 """
 
 from __future__ import annotations
@@ -13,7 +27,7 @@ import contextvars
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -25,11 +39,11 @@ from .. import _compat
 from ..activations.intercept import handler_here, with_handler
 from ..activations.variables import own_variables, replaced_values
 from ..core.retyping import PARTIAL, type_spec
-from ..specs.fitting import axes_of, axes_of_type, only_axes, spec_axes
+from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes
 
-# Whether a layer computes each row independently, from the layer, the number of dimensions of its
-# input, and the other arguments of the call.
-ByRows: TypeAlias = Callable[[Any, int, Sequence[Any]], bool]
+# Whether a layer computes each row by itself, from the layer (whose attributes are those of its
+# class), the rank of its input, and the other positional arguments of the call.
+ByRows: TypeAlias = Callable[[Any, int, Sequence[object]], bool]
 
 
 class PartialSums:
@@ -38,123 +52,136 @@ class PartialSums:
     Attributes:
       rows: the entry of specs for the rows: a mesh axis, or a tuple of them.
       axes: these axes.
-      gathers: whether layers gather parameters that are sharded over these axes; otherwise their
-        gradients are reduced at once.
     """
 
-    def __init__(self, mesh: AbstractMesh, rows: Any, *, gathers: bool = False):
-        self.rows, self.gathers, self._mesh = rows, gathers, mesh
+    def __init__(self, mesh: AbstractMesh, rows: str | tuple[str, ...]):
+        self.rows, self._mesh = rows, mesh
         self.axes = frozenset(axes_of(rows))
-        self._others = frozenset(mesh.axis_names) - self.axes
-        self._size = math.prod(mesh.shape[axis] for axis in self.axes)
+        self._other_axes = frozenset(mesh.axis_names) - self.axes
+        self._num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
         self._outer = handler_here()
 
     def slots(
-        self, objects: Sequence[Any], slots: Sequence[Any], leaves: Sequence[Any]
+        self,
+        objects: Sequence[object],
+        slots_of_objects: Sequence[Sequence[int]],
+        leaves: Sequence[Any],
     ) -> set[int]:
-        """The slots of parameters with partial sums: of layers that compute by rows."""
-        layers = (x for x in objects if _kind_of(x) is not None)
-        own = {id(variable) for layer in layers for _, variable in own_variables(layer)}
+        """Finds the slots of the parameters that have partial sums."""
+        layers = (x for x in objects if _layer_class(x) is not None)
+        parameters = {id(variable) for layer in layers for _, variable in own_variables(layer)}
         return {
             slot
-            for x, some in zip(objects, slots, strict=True)
-            if id(x) in own
-            for slot in some
-            if self._is_usable(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
+            for variable, slots in zip(objects, slots_of_objects, strict=True)
+            if id(variable) in parameters
+            for slot in slots
+            if self._is_replicated(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
         }
 
-    def _is_usable(self, x: Any) -> bool:
-        return type_spec(x) is not None if self.gathers else self._is_replicated(x)
-
-    def _is_replicated(self, x: Any) -> bool:
+    def _is_replicated(self, x: jax.Array) -> bool:
         spec = type_spec(x)
         return spec is not None and self.axes.isdisjoint(spec_axes(spec))
 
-    def _gathered(self, x: Any) -> Any:
-        """A parameter or a gradient, replicated over the axes."""
-        if self._is_replicated(x) or type_spec(x) is None:
-            return x
-        sharding = jax.typeof(x).sharding
-        return jax.sharding.reshard(x, sharding.update(spec=only_axes(sharding.spec, self._others)))
-
-    def zeros(self, x: Any, dtype: Any = None) -> jax.Array:
-        """Partial sums of zero for a parameter."""
-        spec = only_axes(jax.typeof(x).sharding.spec, self._others)
-        entries = [*spec.partitions, *[None] * x.ndim][: x.ndim]
+    def zeros(self, parameter: jax.Array, dtype: Any = None) -> jax.Array:
+        """Returns partial sums of zero, of shape ``(*parameter.shape, shards of the rows)``."""
+        spec = only_axes(jax.typeof(parameter).sharding.spec, self._other_axes)
+        entries = padded(spec, parameter.ndim)
         sharding = NamedSharding(self._mesh, PartitionSpec(*entries, self.rows))
-        return jnp.zeros((*x.shape, self._size), dtype or x.dtype, out_sharding=sharding)
+        shape = (*parameter.shape, self._num_shards)
+        return jnp.zeros(shape, dtype or parameter.dtype, out_sharding=sharding)
 
-    def with_sum(self, partial: Any, gradient: Any) -> jax.Array:
-        """Partial sums, with a gradient that is already reduced added to those of one device."""
+    def add(self, partial: jax.Array, gradient: jax.Array) -> jax.Array:
+        """Adds a gradient that is reduced already to the partial sums, on the first device only."""
         is_first = jax.sharding.reshard(
-            jnp.arange(self._size) == 0, NamedSharding(self._mesh, PartitionSpec(self.rows))
+            jnp.arange(self._num_shards) == 0, NamedSharding(self._mesh, PartitionSpec(self.rows))
         )
-        total: jax.Array = partial + jnp.where(is_first, self._gathered(gradient)[..., None], 0)
+        total: jax.Array = partial + jnp.where(is_first, gradient[..., None], 0)
         return total
 
     @contextlib.contextmanager
-    def known(self, pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
-        """Within the block, parameters have these partial sums."""
-        new = {id(x): (x, partial) for x, partial in pairs}
+    def known(self, pairs: Iterable[tuple[jax.Array, jax.Array]]) -> Iterator[None]:
+        """Lets :meth:`of` find the partial sums of parameters, from pairs of both."""
+        # By id, since tracers cannot be hashed; the parameter is held, so that no other gets its id.
+        new = {id(parameter): (parameter, partial) for parameter, partial in pairs}
         token = PARTIAL.set({**(PARTIAL.get() or {}), **new})
         try:
             yield
         finally:
             PARTIAL.reset(token)
 
-    def of(self, x: Any) -> Any:
-        """The partial sums of a parameter, or None."""
-        return (PARTIAL.get() or {}).get(id(x), (None, None))[1]
+    def of(self, parameter: object) -> jax.Array | None:
+        """Finds the partial sums of a parameter; None if it has none."""
+        return (PARTIAL.get() or {}).get(id(parameter), (None, None))[1]
 
     def __call__(
-        self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        module: Any,
+        method: str,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Calls a method of a module; layers are mapped over the axes of the rows."""
-        if (kind := _kind_of(module)) is not None and method in METHODS:
-            by_rows = BY_ROWS[kind] if method == "__call__" else _last_dimension
-            call = functools.wraps(call)(functools.partial(self._mapped, module, by_rows, call))
+        layer_class = _layer_class(module)
+        if layer_class is not None and method in METHODS:
+            # `Embed.attend` is a product, like that of `Linear`.
+            by_rows = BY_ROWS[layer_class] if method == "__call__" else _has_rows
+            call = functools.wraps(call)(functools.partial(self._map, module, by_rows, call))
         if self._outer is None:
             return call(*args, **kwargs)
         return self._outer(module, method, call, args, kwargs)
 
-    def _mapped(
-        self, module: Any, by_rows: ByRows, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    def _map(
+        self,
+        module: nnx.Module,
+        by_rows: ByRows,
+        call: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        """Calls a layer in a ``shard_map`` over the rows, if all of its parameters allow it."""
         variables = [variable for _, variable in own_variables(module)]
         values = [_compat.get_value(variable) for variable in variables]
         partials = [self.of(value) for value in values]
         mesh = jax.sharding.get_abstract_mesh()
         mesh = self._mesh if mesh.empty else mesh
-        if self.gathers:
-            values = [*map(self._gathered, values)]
         is_known = any(x is not None for x in partials) and all(
             y is not None or self._is_replicated(x) for x, y in zip(values, partials, strict=True)
         )
         if not is_known or not self._takes_rows(mesh, module, by_rows, args, kwargs):
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
-            kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._others)
+            # Within, the axes of the rows are manual, which specs do not name.
+            kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._other_axes)
 
-        def on_device(x: Any, values: Sequence[Any], partials: Sequence[Any]) -> Any:
-            new = map(functools.partial(_local, tuple(self.axes)), values, partials)
-            with replaced_values(zip(variables, new, strict=True)):
+        def call_on_device(
+            x: jax.Array, values: Sequence[Any], partials: Sequence[jax.Array | None]
+        ) -> Any:
+            used = map(functools.partial(_use_locally, tuple(self.axes)), values, partials)
+            with replaced_values(zip(variables, used, strict=True)):
                 return call(x, *args[1:], **kwargs)
 
         rows = PartitionSpec(self.rows)
-        last = [
+        last_dimension = [
             None if x is None else PartitionSpec(*[None] * (x.ndim - 1), self.rows)
             for x in partials
         ]
         return jax.shard_map(
-            on_device,
+            call_on_device,
             mesh=mesh,
-            in_specs=(rows, PartitionSpec(), last),
+            in_specs=(rows, PartitionSpec(), last_dimension),
             out_specs=rows,
             axis_names=self.axes,
         )(args[0], values, partials)
 
     def _takes_rows(
-        self, mesh: AbstractMesh, module: Any, by_rows: ByRows, args: Any, kwargs: Any
+        self,
+        mesh: AbstractMesh,
+        module: nnx.Module,
+        by_rows: ByRows,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> bool:
         """Whether a call takes one array, whose first dimension is or can be that of the rows."""
         x, *others = args or (None,)
@@ -163,7 +190,7 @@ class PartialSums:
             return False
         if self.axes <= axes_of_type(mesh, AxisType.Auto):
             # The layer is the same for each index, whatever the dimension means.
-            is_sharded = x.shape[0] % self._size == 0
+            is_sharded = x.shape[0] % self._num_shards == 0
         else:
             spec = type_spec(x) or PartitionSpec()
             rest = {axis for entry in spec.partitions[1:] for axis in axes_of(entry)}
@@ -188,48 +215,53 @@ def with_sums(sums: PartialSums | None, fun: Callable[..., Any], /, *args: Any) 
         PARTIAL_SUMS.reset(token)
 
 
-def _local(axes: tuple[Any, ...], value: Any, partial: Any) -> Any:
-    """A parameter on one device, whose gradient goes to the device's partial sum, if it has one."""
+def _use_locally(axes: tuple[str, ...], value: Any, partial: jax.Array | None) -> Any:
+    """Returns a parameter on one device, whose gradient goes to that device's partial sum."""
     if partial is None:
         return value
+    # Without the cast, JAX would reduce the gradient of what is equal on all devices.
     varying = jax.lax.pcast(value, axes, to="varying")
-    return _summed_in(jax.lax.stop_gradient(varying), partial)
+    return _use(jax.lax.stop_gradient(varying), partial)
 
 
 @jax.custom_vjp
-def _summed_in(value: Any, partial: Any) -> Any:
+def _use(value: jax.Array, partial: jax.Array) -> jax.Array:
     return value
 
 
-_summed_in.defvjp(
+_use.defvjp(
     lambda value, partial: (value, None),
-    lambda _, gradient: (jnp.zeros_like(gradient), gradient[..., None]),
+    # A device's part of the partial sums is (*value.shape, 1).
+    lambda _, d_use: (jnp.zeros_like(d_use), d_use[..., None]),
 )
 
 
-def _last_dimension(module: Any, ndim: int, _: Any) -> bool:
+def _has_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
+    """For a product with the last dimension: whether there is another one before it."""
     return ndim > 1
 
 
-def _not_the_first(module: Any, ndim: int, _: Any) -> bool:
+def _normalizes_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
     """For normalization: whether the statistics are those of single rows."""
     reduced, features = module.reduction_axes, getattr(module, "feature_axes", -1)
-    axes = {axis % ndim for x in (reduced, features) if x is not None for axis in _axes(x)}
+    axes = {axis % ndim for x in (reduced, features) if x is not None for axis in _axis_tuple(x)}
     return ndim > 1 and 0 not in axes and module.axis_name is None
 
 
-def _contracts_others(module: Any, ndim: int, _: Any) -> bool:
+def _contracts_others(module: Any, ndim: int, _: Sequence[object]) -> bool:
+    """For `LinearGeneral`: whether the first dimension is neither contracted nor of the kernel."""
     return not module.batch_axis and 0 not in {axis % ndim for axis in module.axis}
 
 
-def _looks_up(module: Any, *_: Any) -> bool:
+def _looks_up(module: Any, *_: object) -> bool:
     """For an embedding: XLA cannot partition the look-up over other axes within a ``shard_map``."""
     spec, mesh = type_spec(_compat.get_value(module.embedding)), jax.sharding.get_abstract_mesh()
     auto = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
     return spec is not None and not any(spec_axes(spec)) and not auto
 
 
-def _spatial(module: Any, ndim: int, _: Any) -> bool:
+def _convolves_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
+    """For a convolution: whether there is a dimension before the spatial ones and the features."""
     return ndim > len(module.kernel_size) + 1 and module.mask is None
 
 
@@ -243,22 +275,27 @@ def _keeps_the_first(module: Any, ndim: int, others: Sequence[Any]) -> bool:
     return x[:1].isalpha() and x[0] == out[:1] and x.count(x[0]) == 1 and x[0] not in kernel
 
 
-def _axes(x: Any) -> tuple[int, ...]:
+def _adapts_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
+    """For LoRA: the module that it wraps may be one that mixes rows."""
+    return ndim > 1 and module.base_module is None
+
+
+def _axis_tuple(x: int | Iterable[int]) -> tuple[int, ...]:
     return (x,) if isinstance(x, int) else tuple(x)
 
 
 # Layers that compute each row of their input independently, with what this depends on.
-BY_ROWS: dict[Any, ByRows] = {
-    nnx.Linear: _last_dimension,
+BY_ROWS: dict[type, ByRows] = {
+    nnx.Linear: _has_rows,
     nnx.LinearGeneral: _contracts_others,
     nnx.Einsum: _keeps_the_first,
-    nnx.Conv: _spatial,
-    nnx.ConvTranspose: _spatial,
+    nnx.Conv: _convolves_rows,
+    nnx.ConvTranspose: _convolves_rows,
     nnx.Embed: _looks_up,
-    nnx.LayerNorm: _not_the_first,
-    nnx.RMSNorm: _not_the_first,
-    nnx.GroupNorm: _not_the_first,
-    nnx.LoRA: lambda module, ndim, _: ndim > 1 and module.base_module is None,
+    nnx.LayerNorm: _normalizes_rows,
+    nnx.RMSNorm: _normalizes_rows,
+    nnx.GroupNorm: _normalizes_rows,
+    nnx.LoRA: _adapts_rows,
 }
 # Their methods that use parameters.
 METHODS = ("__call__", "attend")
@@ -270,20 +307,23 @@ _FUNCTIONS = (
     "einsum_op",
     "promote_dtype",
 )
-_DEFAULTS = {
-    kind: {name: parameters[name].default for name in _FUNCTIONS if name in parameters}
-    for kind in BY_ROWS
-    for parameters in [inspect.signature(kind.__init__).parameters]
+_DEFAULTS: dict[type, dict[str, object]] = {
+    layer_class: {name: parameters[name].default for name in _FUNCTIONS if name in parameters}
+    for layer_class in BY_ROWS
+    for parameters in [inspect.signature(layer_class.__init__).parameters]
 }
 
 
-def _kind_of(module: Any) -> Any:
-    """The class of layers by rows whose methods a module has; None if it has others."""
+def _layer_class(module: object) -> type | None:
+    """Finds the class of ``BY_ROWS`` whose methods a module has; None if it overrides them."""
     if not isinstance(module, nnx.Module):
         return None
-    kinds = type(module).__mro__
-    kind, attend = (next((k for k in kinds if name in vars(k)), None) for name in METHODS)
-    if kind not in _DEFAULTS or attend not in (None, kind):
+    call_class, attend_class = (
+        next((base for base in type(module).__mro__ if name in vars(base)), None)
+        for name in METHODS
+    )
+    if call_class not in _DEFAULTS or attend_class not in (None, call_class):
         return None
-    is_default = all(getattr(module, k, x) is x for k, x in _DEFAULTS[kind].items())
-    return kind if is_default else None
+    defaults = _DEFAULTS[call_class].items()
+    is_default = all(getattr(module, name, default) is default for name, default in defaults)
+    return call_class if is_default else None
