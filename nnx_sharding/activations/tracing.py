@@ -272,7 +272,7 @@ class Scope:
     ) -> Any:
         """Calls a method of a module with the shardings chosen for it, or updates an optimizer."""
         if isinstance(module, nnx.Optimizer) and method == "update":
-            return update(module, call, args, kwargs, self._mesh)
+            return update(module, call, args, kwargs)
         tag = _compat.tag_of(module) or self._root_tag(module)
         schedule = self._schedule(tag, module, method)
         is_other = schedule is None and method != "__call__"
