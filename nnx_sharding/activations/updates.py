@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,11 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ..core.retyping import Retyping, retyped, type_spec
 
-if TYPE_CHECKING:
-    import optax
+
+class GradientTransformation(Protocol):
+    """What is used here of ``optax.GradientTransformation``."""
+
+    update: Callable[..., tuple[Any, Any]]
 
 
 def update(
@@ -44,7 +47,7 @@ def update(
 class _WithAutoAxes:
     """A transformation of Optax, of which only ``update`` differs."""
 
-    def __init__(self, tx: optax.GradientTransformation):
+    def __init__(self, tx: GradientTransformation):
         self._tx = tx
 
     def __getattr__(self, name: str) -> Any:

@@ -8,8 +8,8 @@
     gradient = total / steps
 
 Microbatch i has the rows i, i + steps, i + 2·steps, …: the rows, (batch, …), are reshaped to
-(batch / steps, steps, …), and the scan runs over the second dimension. So each device keeps the rows
-that it has; blocks of successive rows would be on some of the devices only.
+(batch / steps, steps, …), and the scan runs over the second dimension. So each device keeps the
+rows that it has; blocks of successive rows would be on some of the devices only.
 
 If rows are sharded over devices, each gradient is a sum over these. The totals of parameters in
 layers that compute each row by itself are kept as partial sums, one for each device
@@ -117,7 +117,7 @@ def accumulate_gradients(
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
-    modes = {"graph": graph, "graph_updates": graph_updates}
+    modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
     def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
         gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **modes)
@@ -143,7 +143,7 @@ class _Accumulation:
     axis: str | tuple[str, ...] | None
     dtype: Any
     has_aux: bool
-    modes: Mapping[str, bool | None]
+    modes: Mapping[str, Any]  # of Flax: graph and graph_updates
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Returns the value and the gradient for the arguments of the loss."""
@@ -345,7 +345,8 @@ def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Arra
             total = total.sum(-1)  # (*parameter.shape, shards of the rows) → parameter.shape
     if type_spec(parameter) is None:
         return total
-    return jax.sharding.reshard(total, jax.typeof(parameter).sharding)
+    reduced: jax.Array = jax.sharding.reshard(total, jax.typeof(parameter).sharding)
+    return reduced
 
 
 def _reduction_scope(module: str) -> AbstractContextManager[None]:

@@ -101,7 +101,7 @@ class PartialSums:
     @contextlib.contextmanager
     def known(self, pairs: Iterable[tuple[jax.Array, jax.Array]]) -> Iterator[None]:
         """Lets :meth:`of` find the partial sums of parameters, from pairs of both."""
-        # By id, since tracers cannot be hashed; the parameter is held, so that no other gets its id.
+        # By id, as tracers cannot be hashed. The parameter is held, so that no other gets its id.
         new = {id(parameter): (parameter, partial) for parameter, partial in pairs}
         token = PARTIAL.set({**(PARTIAL.get() or {}), **new})
         try:
@@ -111,7 +111,8 @@ class PartialSums:
 
     def of(self, parameter: object) -> jax.Array | None:
         """Finds the partial sums of a parameter; None if it has none."""
-        return (PARTIAL.get() or {}).get(id(parameter), (None, None))[1]
+        _, partial = (PARTIAL.get() or {}).get(id(parameter), (None, None))
+        return partial  # type: ignore[no-any-return]
 
     def __call__(
         self,
@@ -310,7 +311,7 @@ _FUNCTIONS = (
 _DEFAULTS: dict[type, dict[str, object]] = {
     layer_class: {name: parameters[name].default for name in _FUNCTIONS if name in parameters}
     for layer_class in BY_ROWS
-    for parameters in [inspect.signature(layer_class.__init__).parameters]
+    for parameters in [inspect.signature(vars(layer_class)["__init__"]).parameters]
 }
 
 
