@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,3 +108,50 @@ def test_architecture_page_lists_the_packages_in_this_order():
         own = package_of(name).removeprefix("nnx_sharding.")
         for target in map(package_of, targets - {"nnx_sharding"}):
             assert order[target.removeprefix("nnx_sharding.")] <= order[own], (name, target)
+
+
+IMPORTS_AND_CALLS = """
+import sys
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import nnx_sharding
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+
+    @nnx_sharding.jit(strict=True)
+    def __call__(self, x):
+        return self.up(x)
+
+
+def tools():
+    names = (name.split(".") for name in sys.modules if name.startswith("nnx_sharding."))
+    return [name for name in names if name[1] in ("analysis", "report", "planning", "testing")]
+
+
+assert not tools(), tools()
+Model()(jnp.ones((2, 4)))
+assert not tools(), tools()
+mesh = nnx_sharding.make_mesh({"data": jax.device_count()})
+model = Model()
+step = nnx_sharding.jit(
+    nnx_sharding.grad(lambda model, x: model(x).sum()),
+    in_shardings=(nnx_sharding.fsdp(model, mesh=mesh, min_size=0), None),
+)
+with jax.set_mesh(mesh):
+    lowered = step.lower(model, jnp.ones((8, 4)))
+    lowered.compile()(model, jnp.ones((8, 4)))
+    step(model, jnp.ones((8, 4)))
+assert not tools(), tools()
+assert lowered.cost().flops and tools()
+"""
+
+
+def test_calls_load_no_tools():
+    """Neither an import nor a call loads what only reports and tests of users need."""
+    subprocess.run([sys.executable, "-c", IMPORTS_AND_CALLS], check=True, cwd=ROOT.parent)

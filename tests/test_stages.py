@@ -24,7 +24,7 @@ from models import (
     values,
 )
 from nnx_sharding import StateSharding, jit, shard_map, stages, testing
-from nnx_sharding.transforms import stages as own
+from nnx_sharding.transforms import figures
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -228,7 +228,7 @@ class EqualToJaxTest(parameterized.TestCase):
     def test_the_program_is_parsed_once(self):
         compiled = jit(apply, in_shardings=(mlp_specs("model"), None), mesh=mesh8())
         compiled = compiled.lower(MLP(), X).compile()
-        with absltest.mock.patch.object(own, "parse", wraps=own.parse) as parse:
+        with absltest.mock.patch.object(figures, "parse", wraps=figures.parse) as parse:
             collectives, cost = compiled.collectives(), compiled.cost()
             roofline = compiled.roofline("TPU v5e")
             testing.assert_no_collective(compiled, "all-to-all")

@@ -156,7 +156,7 @@ def test_memory_and_flops_by_module_sum_to_the_total():
     with without_cache():  # from which programs for topologies cannot be loaded
         program = jit(fun, in_shardings=(P(), P("data")), mesh=mesh).lower(model, x).compile()
         table = program.by_module(hardware="TPU v5e")
-        allocated = sum(one.size for one in program._dumped.buffers.allocations)
+        allocated = sum(one.size for one in program._figures.dumped.buffers.allocations)
     memory = program.memory()
     # Constants are no allocations of the call.
     assert 0 <= memory.peak - memory.generated_code - allocated < 2**16

@@ -89,6 +89,11 @@ def without_cache(stage: Any) -> Iterator[None]:
         arguments["backend"] = backend
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a program does not fit into memory, by the compiler or at run time."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
 class _Client:
     """A client of JAX with a version of its own, which is part of the keys of the cache."""
 

@@ -6,13 +6,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis.parameters import ActivationRow, ChosenBy, activation_row
 from ..core.call_context import Caller, called_by
 from ..core.flatten import Flat
 from ..core.placing import abstract, is_committed
@@ -21,10 +20,25 @@ from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
 
+if TYPE_CHECKING:  # a trace needs nothing of `analysis`, which takes long to import
+    from ..analysis.parameters import ChosenBy
+
 Shape: TypeAlias = tuple[int, ...]
 
 
-class Calls(list[ActivationRow]):
+class ReturnedArray(NamedTuple):
+    """An array that a call of a module returned, from which reports make a row."""
+
+    path: str  # the module, such as ``model.blocks[0].up``
+    module: str  # the name of its class
+    method: str
+    output: str  # where the array is in what the method returned
+    aval: jax.ShapeDtypeStruct
+    sharding: NamedSharding | None  # None if the compiler chooses
+    chosen_by: ChosenBy
+
+
+class Calls(list[ReturnedArray]):
     """What calls of modules returned during one trace."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -86,8 +100,9 @@ class Frame:
         leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
         for keys, x in leaves:
             if isinstance(x, jax.Array):
-                where = path, name, self.method, jax.tree_util.keystr(keys)
-                self._calls.append(activation_row(where, x, *self._sharding(x)))
+                aval, output = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.tree_util.keystr(keys)
+                where = path, name, self.method, output
+                self._calls.append(ReturnedArray(*where, aval, *self._sharding(x)))
 
     def _sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
         if (sharding := self.sharding_of(x)) is not None:

@@ -11,14 +11,13 @@ in a method of the model, unless the function returns them anyway.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..analysis.units import bytes_text
 from ..errors import UnshardedWarning, message, warn_or_raise
 from ..specs.fitting import axes_of, padded, spec_axes
 from .axis_types import arrays_in
@@ -40,11 +39,28 @@ def _entries(spec: PartitionSpec, shape: Shape, size: int) -> list[tuple[Any, ..
     return [axes_of(entry) for entry, length in pairs if length == size]
 
 
+class _GatheredOutput(NamedTuple):
+    """An output of an outermost module that is gathered."""
+
+    name: str
+    array: jax.Array
+    over: str  # the axes, in words
+    spec: PartitionSpec  # of the output
+
+    def __str__(self) -> str:
+        # Only a warning needs `analysis`, which takes long to import.
+        from ..analysis.units import bytes_text
+
+        size = bytes_text(self.array.size * self.array.dtype.itemsize)
+        kind = jax.typeof(self.array).str_short(short_dtypes=True)
+        return f"  {self.name}: {kind}, {size}, over {self.over}"
+
+
 class WholeOutputs:
     """What the outermost modules of a trace returned with fewer axes than their columns have."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[jax.Array, str, PartitionSpec]] = []
+        self._gathered: list[_GatheredOutput] = []
         self._layer: tuple[int, frozenset[Any]] = 0, frozenset()  # columns of the last one, axes
 
     def begin_layer(self) -> None:
@@ -71,24 +87,22 @@ class WholeOutputs:
         axes = column_axes(model, x.shape[-1])
         axes = (axes | of_layer if columns == x.shape[-1] else axes).difference(spec_axes(spec))
         if gathered := sorted(axis for axis in axes if sizes.get(axis, 1) > 1):
-            kind = jax.typeof(x).str_short(short_dtypes=True)
             over = ", ".join(map(repr, gathered))
-            line = f"  {name}: {kind}, {bytes_text(x.size * x.dtype.itemsize)}, over {over}"
-            self._lines.append((x, line, spec))
+            self._gathered.append(_GatheredOutput(name, x, over, spec))
 
     def warn(self, name: str, result: Any, *, strict: bool) -> None:
         """Warns of the outputs that are used in the function, rather than returned by it."""
         returned = {id(x) for x in arrays_in(result)}
-        used = [pair for pair in self._lines if id(pair[0]) not in returned]
+        used = [output for output in self._gathered if id(output.array) not in returned]
         if not used:
             return
         text = message(
             f"{name}: on Explicit axes, operations outside of modules get whole arrays, so what "
             "these modules return is gathered over axes that shard its last dimension:",
-            [*dict.fromkeys(line for _, line, _ in used)],
+            [*dict.fromkeys(map(str, used))],
             "Compute what follows, such as a loss, in a method of the model: nothing is gathered "
             "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
-            f"so: activation_shardings={{'^$': {_short(used[0][2])}}}.",
+            f"so: activation_shardings={{'^$': {_short(used[0].spec)}}}.",
         )
         warn_or_raise(UnshardedWarning, text, strict=strict, anchor="gathered-output")
 

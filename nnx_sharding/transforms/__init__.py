@@ -1,15 +1,20 @@
 """JAX's transforms for functions that take and return NNX objects, and their stages."""
 
+from typing import TYPE_CHECKING, Any
+
 from .control_flow import cond, fori_loop, switch, while_loop
 from .custom_derivatives import custom_jvp, custom_vjp
 from .differentiation import jvp, linearize, vjp
 from .evaluation import checkify, eval_shape, make_jaxpr
 from .grad import grad, value_and_grad
 from .remat import remat
-from .saved_residuals import Residual, SavedResiduals, saved_residuals
+from .saved_residuals import saved_residuals
 from .scan import scan
 from .stack import Stack, stack
 from .vmap import Carry, StateAxes, vmap
+
+if TYPE_CHECKING:
+    from ..analysis.residuals import Residual, SavedResiduals
 
 __all__ = [
     "Carry",
@@ -37,3 +42,12 @@ __all__ = [
     "vmap",
     "while_loop",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # `analysis` takes long to import, and no call needs it.
+    if name in ("Residual", "SavedResiduals"):
+        from ..analysis import residuals
+
+        return getattr(residuals, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

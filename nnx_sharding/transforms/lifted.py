@@ -31,7 +31,7 @@ from ..core.signature import Call, Parameters, Roles
 from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
 from ..diagnostics.retraces import Observer, TraceLimit, TraceLog
-from .module_memory import explain_memory
+from .out_of_memory import explain_memory
 from .stages import Lowered, Traced
 
 P = ParamSpec("P")

@@ -1,6 +1,11 @@
-"""The stages of lifted functions: what :mod:`nnx_sharding.stages` makes public, and how it is made.
+"""The stages of lifted functions: what :mod:`nnx_sharding.stages` makes public.
 
-They translate between the arrays by slot of JAX's stages and the form of the user's arguments.
+JAX's stages know flat arrays: those of the arguments by slot, and those of the results in groups by
+spec. Each class here holds the stage of JAX, and translates both into the user's pytrees with what
+the plan knows of the arguments (:class:`~.structure.Structure`) and the trace of the results
+(:class:`~.outcome.Outcome`); :func:`user_tree` does it.
+
+Figures of compiled programs are in `figures.py`, which is imported when one is asked for.
 """
 
 from __future__ import annotations
@@ -9,26 +14,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 from flax import nnx
+from jax.sharding import Sharding
 
 from .. import _compat
 from ..activations.calls import Recorder
-from ..analysis.by_module import MemoryOverTime, ModuleTable
-from ..analysis.collectives import Collectives, collectives_of
-from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
-from ..analysis.hardware import HARDWARE, Hardware, hardware_of
-from ..analysis.hlo import Module, parse
-from ..analysis.instructions import padded_bytes
-from ..analysis.memory import Memory, memory_of
-from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ActivationTable, ParameterTable, mesh_of
-from ..analysis.program import ProgramReport, describe
-from ..analysis.purposes import inputs_of
-from ..analysis.roofline import Roofline, roofline_of
-from ..analysis.work import with_loops
 from ..core.call import failed, guarded, run
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained, raise_misfit
@@ -44,9 +37,22 @@ from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
 from ..errors import message, see
 from ..specs.paths import plain_key
-from .module_memory import CompileWith, Dumped, argument_rows, dumped, explain_memory
+from .out_of_memory import CompileWith, explain_memory
+
+if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to import
+    from ..analysis.by_module import MemoryOverTime, ModuleTable
+    from ..analysis.collectives import Collectives
+    from ..analysis.cost import Cost
+    from ..analysis.hardware import Hardware
+    from ..analysis.memory import Memory
+    from ..analysis.parameters import ActivationTable, ParameterTable
+    from ..analysis.program import ProgramReport
+    from ..analysis.roofline import Roofline
+    from .figures import Figures
+    from .lifted import Lifted
 
 S = TypeVar("S", bound="Stage")
+JaxStage: TypeAlias = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 
 
 class Stage:
@@ -58,8 +64,8 @@ class Stage:
 
     def __init__(
         self,
-        stage: Any,
-        lifted: Any,  # a Lifted
+        stage: Any,  # a `JaxStage`; each subclass says which
+        lifted: Lifted[..., Any],
         plan: Plan,
         statics: tuple[Any, ...],
         recorder: Recorder,
@@ -70,9 +76,10 @@ class Stage:
         self._statics = statics  # the static arguments
         self._recorder = recorder  # knows the calls of modules
         self._guards = Guards(None, lambda _: _compat.direct_form(stage))
-        # Python puts the static arguments in.
+        # The route in C calls with the arguments as they are, but static ones may be left out.
         routes = [] if statics else self._guards.routes
         self._direct = (routes, lifted._bound, None, None)
+        # JAX keeps the outcome of the trace in the tree structure of the results.
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
 
@@ -117,47 +124,64 @@ class Stage:
         """
         before, outcome = self._plan.structure, self._outcome
         arrays = outcome.arrays([None] * before.num_leaves, self._stage.out_info[:-1])
-        found: dict[int, Any] = {}
+        written: dict[int, Any] = {}  # by slot of the inputs
         for index in (*outcome.values, *outcome.metadata):
+            # Not strict: a Variable may hold another number of arrays after the call.
             slots = zip(before.slots[index], outcome.structure.slots[index], strict=False)
-            found |= {old: arrays[new] for old, new in slots if arrays[new] is not None}
-        values = [found.get(slot) for slot in range(before.num_leaves)]
-        return user_tree(before, values, keep=lambda slots: not found.keys().isdisjoint(slots))
+            written |= {old: arrays[new] for old, new in slots if arrays[new] is not None}
+        values = [written.get(slot) for slot in range(before.num_leaves)]
+        return user_tree(before, values, keep=lambda slots: not written.keys().isdisjoint(slots))
 
     def activations(self) -> ActivationTable:
-        """How what modules return is sharded, in the order in which they return it.
+        """Lists how what modules return is sharded, in the order in which they return it.
 
         A module that is called several times with equal results has one row. Calling this for the
         first time traces the function once more. Under ``shard_map`` there are none.
         """
-        # Without duplicates, as from a loop that is traced twice.
-        return ActivationTable(dict.fromkeys(self._recorder.calls))
+        from ..analysis.parameters import ActivationTable, activation_row
 
-    def _next(self, kind: type[S], stage: Any) -> S:
-        """The next stage."""
+        rows = (
+            activation_row(
+                (call.path, call.module, call.method, call.output),
+                call.aval,
+                call.sharding,
+                call.chosen_by,
+            )
+            for call in self._recorder.calls
+        )
+        # Without duplicates, as from a loop that is traced twice.
+        return ActivationTable(dict.fromkeys(rows))
+
+    def _make_next(self, kind: type[S], stage: JaxStage) -> S:
+        """Makes the next stage from that of JAX."""
         return kind(stage, self._lifted, self._plan, self._statics, self._recorder)
 
-    def _reported(self) -> AbstractContextManager[None]:
-        """Attributes what JAX reports within the block to this plan."""
+    def _attribute_reports(self) -> AbstractContextManager[None]:
+        """Attributes what JAX reports within the block, such as compile times, to this plan."""
         return called_by(Caller(None, (), plan=self._plan, leaves=self._recorder.leaves))
 
-    def _run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the stage of JAX for the user's arguments; ``kind``: what was done for them.
+    def _run(self, done: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the stage of JAX with the user's arguments.
+
+        Args:
+          done: what was done for the arguments, for messages: ``traced`` or ``compiled``.
+          args: the positional arguments.
+          kwargs: the keyword arguments.
 
         Raises:
-          TypeError: their structure differs from that for which the function was ``kind``.
-          ValueError: their shardings differ from those for which it was compiled.
+          TypeError: their structure differs from that for which it was done.
+          ValueError: their shardings differ from those for which the function was compiled.
         """
         plan, stage, is_top = self._plan, self._stage, _compat.trace_is_clean()
         args, kwargs = self._with_statics(args, kwargs)
-        found = self._guards.find(args, kwargs) if is_top else None
-        if found is None:
+        known = self._guards.find(args, kwargs) if is_top else None
+        if known is None:
             call, flat = self._lifted._split(args, kwargs, record=is_top)
-            self._check_structure(kind, call, flat)
+            self._check_structure(done, call, flat)
             if is_top:
                 self._guards.add(plan, flat, args, kwargs, is_new=True)
         else:
-            _, flat = found
+            _, flat = known
         if not is_top:
             return run(plan, flat, stage)
         try:
@@ -170,27 +194,30 @@ class Stage:
     def _failed(
         self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any]
     ) -> None:
+        """Explains an error of a call by the route in C."""
         failed(plan, leaves, error)
         self._explain(plan, leaves, error)
 
     def _explain(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+        """Raises an error that names the arguments that differ, if some do."""
         raise_misfit(plan, leaves, self._stage, error)
 
     def _with_statics(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All arguments of a call: with bound objects, and static ones that were left out."""
+        """Adds bound objects, and the static arguments that were left out, to those of a call."""
         signature, bound = self._plan.signature, self._lifted._bound
         statics: dict[Any, Any] = dict(zip(signature.static_order, self._statics, strict=True))
         keywords = {name: statics.pop(name) for name in signature.static_keywords}
-        missing = [i for i in sorted(statics) if i >= len(bound)]
+        missing = [position for position in sorted(statics) if position >= len(bound)]
         args = (*bound, *args)
+        # Left out are all or none: otherwise it is unclear which.
         if missing and len(args) == len(signature.names) - len(missing):
             for position in missing:
                 args = (*args[:position], statics[position], *args[position:])
         return args, {**keywords, **kwargs}
 
-    def _check_structure(self, kind: str, call: Call, flat: Flat) -> None:
+    def _check_structure(self, done: str, call: Call, flat: Flat) -> None:
         """Raises a ``TypeError`` for arguments of another structure than those of the plan."""
         plan = self._plan
         before, after = (plan.signature, plan.structure), (call.signature, flat.structure)
@@ -199,19 +226,21 @@ class Stage:
         changes = differences(before, after)
         if before[0] != after[0]:
             changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
-        head = f"{plan.fun_name} was {kind} for other arguments than it is called with now:"
+        head = f"{plan.fun_name} was {done} for other arguments than it is called with now:"
         text = message(head, [f"  {change}" for change in changes], "Lower it again for these.")
         raise see(TypeError(text), anchor="compiled-for-another-structure")
 
     def _inputs(self, per_argument: Any) -> Any:
+        """Puts what JAX reports for its arguments into the form of the user's."""
         return user_tree(self._plan.structure, per_argument[0])
 
     def _outputs(self, per_output: Any, per_argument: Any) -> Any:
-        """What JAX reports for its outputs and arguments, in the form of the result."""
+        """Puts what JAX reports for its outputs and arguments into the form of the result."""
         values = self._outcome.arrays([*per_argument[0]], per_output[:-1])
         return user_tree(self._outcome.structure, values)
 
     def __getattr__(self, name: str) -> Any:
+        # A private name is not JAX's, and while the object is copied or unpickled none is set.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._stage, name)
@@ -227,6 +256,8 @@ class Traced(Stage):
       jaxpr: the jaxpr over flat arrays; its arguments are in the order of ``arg_names``.
       fun_name: the name of the function.
     """
+
+    _stage: jax.stages.Traced
 
     @property
     def arg_names(self) -> tuple[str, ...]:
@@ -247,6 +278,12 @@ class Traced(Stage):
         Args:
           lowering_platforms: platforms such as ``("tpu",)``; None for the current one.
           **unknown: other options, as ``jax.export.export`` passes, raise a ``TypeError``.
+
+        Returns:
+          The lowered function, ready to be compiled.
+
+        Raises:
+          TypeError: an option is unknown.
         """
         if unknown:
             raise TypeError(
@@ -255,10 +292,10 @@ class Traced(Stage):
                 "nnx_sharding.export.export in the same way."
             )
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
-        options = {"lowering_platforms": lowering_platforms}
-        with self._reported():
+        options: Any = {"lowering_platforms": lowering_platforms}
+        with self._attribute_reports():
             lowered = explained(self._plan, leaves, lambda *_: self._stage.lower(**options))
-        return self._next(Lowered, lowered)
+        return self._make_next(Lowered, lowered)
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,6 +310,8 @@ class Lowered(Stage):
     ``cost_analysis()``, the estimates made before optimisation, are those of JAX.
     """
 
+    _stage: jax.stages.Lowered
+
     @_compat.api_boundary
     def compile(
         self,
@@ -285,11 +324,18 @@ class Lowered(Stage):
         Args:
           compiler_options: options for XLA.
           device_assignment: the devices to compile for, where the shardings name none.
+
+        Returns:
+          The compiled function.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the compiler fails. If the program does not fit into memory,
+            the message says which modules hold it.
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
 
         def compile_with(stage: Any, more: Mapping[str, Any]) -> Any:
-            with progress(f"compile {self._plan.fun_name}"), self._reported():
+            with progress(f"compile {self._plan.fun_name}"), self._attribute_reports():
                 return stage.compile({**(compiler_options or {}), **more} or None, **options)
 
         try:
@@ -299,14 +345,16 @@ class Lowered(Stage):
             raise
         return self._compiled_to(program, compile_with)
 
-    def _compiled_to(self, program: Any, compile_with: CompileWith) -> Compiled:
-        """The compiled function with this program of JAX, and what compiles it again."""
-        compiled = self._next(Compiled, program)
+    def _compiled_to(self, program: jax.stages.Compiled, compile_with: CompileWith) -> Compiled:
+        """Makes the compiled function from a program of JAX, and what compiles it again."""
+        compiled = self._make_next(Compiled, program)
         compiled._compile_with = compile_with
         return compiled
 
     def cost(self) -> Cost | None:
-        """What all devices together compute, before optimisation; None if unavailable."""
+        """Returns what all devices together compute, before optimisation; None if unavailable."""
+        from ..analysis.cost import LOWERED, cost_of
+
         try:
             return cost_of(self._stage.cost_analysis(), LOWERED)
         except (NotImplementedError, jax.errors.JaxRuntimeError):  # devices without a runtime
@@ -320,6 +368,7 @@ class Compiled(Stage):
     and ``runtime_executable()`` are those of JAX; each returns None if it is unavailable.
     """
 
+    _stage: jax.stages.Compiled
     _compile_with: CompileWith
 
     @_compat.api_boundary
@@ -340,7 +389,7 @@ class Compiled(Stage):
 
     @staticmethod
     def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:
-        """The call as a function of the compiled object."""
+        """Calls a compiled function; a counterpart of ``jax.stages.Compiled.call``."""
         return compiled(*args, **kwargs)
 
     @property
@@ -365,43 +414,36 @@ class Compiled(Stage):
         """The ``Format`` of each array of the result."""
         return self._outputs(self._stage.output_formats, self._stage.input_formats)
 
+    @functools.cached_property
+    def _figures(self) -> Figures:
+        # Imported on first use: calls need nothing of `analysis`.
+        from .figures import Figures
+
+        return Figures(self)
+
     def cost(self, *, loops: bool = True) -> Cost | None:
-        """What one device computes in a call, after optimisation; None if unavailable.
+        """Returns what one device computes in a call, after optimisation; None if unavailable.
 
         Args:
           loops: whether to count the body of a loop as often as it runs; XLA counts it once. The
             ``stage`` of the result says what remains open, such as loops of unknown length.
-        """
-        if loops:
-            return self._cost
-        return cost_of(self._stage.cost_analysis(), COMPILED)
 
-    @functools.cached_property
-    def _cost(self) -> Cost | None:
-        # Compilers for GPUs that are not at hand estimate nothing, but write the program.
-        cost = self.cost(loops=False) or Cost(0.0, 0.0, 0.0, COMPILED)
-        return with_loops(cost, self._module)
+        Returns:
+          The cost.
+        """
+        return self._figures.cost if loops else self._figures.cost_by_xla()
 
     def memory(self) -> Memory | None:
-        """The memory that the program takes on one device; None if unavailable.
+        """Returns the memory that the program takes on one device; None if unavailable.
 
         Printing it says what holds the peak, and compiles like :meth:`by_module` for this.
         """
-        used = [row for row in self.parameters() if row.used]
-        by_path = {row.path: row.bytes_per_device for row in used}
-        analysis = self._stage.memory_analysis()
-        if getattr(analysis, "argument_size_in_bytes", None) not in (None, sum(by_path.values())):
-            inputs = inputs_of(self._module, used)  # whose layouts have the tiles of TPUs
-            by_path |= {
-                r.path: padded_bytes(i.shape_text) for r, i in zip(used, inputs, strict=False)
-            }
-        memory = memory_of(analysis, by_path)
-        return memory and dataclasses.replace(memory, by_module=self.by_module)
+        return self._figures.memory()
 
     def by_module(
         self, depth: int | None = None, *, hardware: Hardware | str | None = None
     ) -> ModuleTable:
-        """Memory and cost by module: what each holds at the peak, computes and sends.
+        """Attributes memory and cost to modules: what each holds at the peak, computes and sends.
 
         The first call traces and compiles the function once more, which takes as long as
         ``compile``: with the paths of modules in the names of operations, and with the XLA option
@@ -428,66 +470,36 @@ class Compiled(Stage):
           >>> table.total("model").at_peak["parameters"]
           576
         """
-        mesh = mesh_of(self.shardings())
-        kind = HARDWARE.get(mesh.devices.flat[0].device_kind) if mesh is not None else None
-        peak = kind if hardware is None else hardware_of(hardware)
-        table = self._dumped.table(self.parameters(), mesh, peak)
-        return table if depth is None else table.at_depth(depth)
+        return self._figures.by_module(depth, hardware)
 
     def memory_over_time(self) -> MemoryOverTime:
-        """The memory in use over one call, and the module that runs; compiles like `by_module`."""
+        """Returns the memory in use over a call, and the module that runs.
+
+        Compiles like :meth:`by_module`.
+        """
         return self.by_module().over_time
 
-    @functools.cached_property
-    def _dumped(self) -> Dumped:
-        return dumped(self._recorder, self._compile_with)
-
     def collectives(self) -> Collectives | None:
-        """What the devices exchange, with bytes and mesh axes; None if that is unknown."""
-        return self._collectives
-
-    @functools.cached_property
-    def _module(self) -> Module:
-        """The parsed program."""
-        return parse(self._stage.as_text() or "")
-
-    @functools.cached_property
-    def _collectives(self) -> Collectives | None:
-        return collectives_of(
-            self._module, mesh_of(self.shardings()), self.parameters(), self._updated()
-        )
-
-    def _updated(self) -> list[str | None]:
-        """The path of the Variable that each array of the result updates, or None."""
-        before, outcome, tree = self._plan.structure, self._outcome, self._stage.out_tree
-        numbers = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))[:-1]
-        arrays = outcome.arrays([None] * before.num_leaves, numbers)
-        paths: list[str | None] = [None] * tree.num_leaves
-        for index in (*outcome.values, *outcome.metadata):
-            for old, new in zip(before.slots[index], outcome.structure.slots[index], strict=False):
-                if arrays[new] is not None:
-                    paths[arrays[new]] = self._plan.names[old]
-        return paths
+        """Lists what the devices exchange, with bytes and mesh axes; None if that is unknown."""
+        return self._figures.collectives
 
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
 
-    @functools.cached_property
-    def _report(self) -> ProgramReport:
-        return describe(self, self._plan.fun_name, self._stage.as_text())
-
     def roofline(self, hardware: Hardware | str) -> Roofline:
-        """The time of a call at peak rates; loop bodies are counted as often as they run.
+        """Computes the time of a call at peak rates, with loop bodies as often as they run.
 
         Args:
           hardware: the peak figures of a device, or a key of
             :data:`nnx_sharding.analysis.HARDWARE`, such as ``"TPU v5e"``.
+
+        Returns:
+          The times for computing, for memory and for collectives.
+
+        Raises:
+          ValueError: the table has no such device.
         """
-        mesh, cost, collectives = mesh_of(self.shardings()), self.cost(), self.collectives()
-        if mesh is None:
-            return roofline_of(cost, collectives, hardware)
-        platform = mesh.devices.flat[0].platform
-        return roofline_of(cost, collectives, hardware, MeshDescription.of(mesh), platform)
+        return self._figures.roofline(hardware)
 
     def report(
         self,
@@ -496,7 +508,7 @@ class Compiled(Stage):
         hardware: Hardware | str | None = None,
         by_module: bool = False,
     ) -> ProgramReport:
-        """All of this in one object, which can be printed, saved as JSON and compared.
+        """Collects all of this in one object, which can be printed, saved as JSON and compared.
 
         The first call traces the function once more, for the activations.
 
@@ -506,20 +518,23 @@ class Compiled(Stage):
             table does not have these, the roofline is None.
           by_module: whether it has the table of :meth:`by_module`, for which the program is
             compiled once more.
+
+        Returns:
+          The report.
         """
-        report = self._report if hardware is None else self._report.with_roofline(hardware)
+        report = self._figures.report
+        if hardware is not None:
+            report = report.with_roofline(hardware)
         if by_module:
             report = dataclasses.replace(report, by_module=self.by_module(hardware=hardware))
         return report if name is None else dataclasses.replace(report, name=name)
 
     def parameters(self) -> ParameterTable:
-        """How each argument array is sharded, including those that the program does not use."""
-        plan = self._plan
-        used = self._stage.input_shardings[0]
-        return argument_rows(plan, self._stage.args_info[0], used, plan.shardings)
+        """Lists how each argument array is sharded, also those that the program does not use."""
+        return self._figures.parameters()
 
-    def shardings(self) -> list[Any]:
-        """The shardings of all arrays that the program is given and returns."""
+    def shardings(self) -> Sequence[Sharding | None]:
+        """Lists the shardings of all arrays that the program is given and returns."""
         inputs = [*self._stage.input_shardings[0], *self._plan.shardings]
         try:
             return [*inputs, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
@@ -541,9 +556,17 @@ def user_tree(
     keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
     objects: Sequence[Any] | None = None,
 ) -> Any:
-    """Values by slot in the form of the structure's root, with None for those not to ``keep``.
+    """Puts values into the form of the structure's root: states for modules, None for statics.
 
-    States hold the ``objects`` by entry, or the values of Variables.
+    Args:
+      structure: the structure of what the user passed or got.
+      values: a value for each slot.
+      keep: whether to keep what belongs to these slots; in place of the rest there is None, or
+        nothing in a state.
+      objects: the Variables to put into states, by entry; without them their values.
+
+    Returns:
+      The pytree.
     """
 
     def build(child: Child, slots: Iterator[int]) -> Any:
@@ -559,12 +582,13 @@ def user_tree(
         if isinstance(structure.entries[child], StaticObject):
             return None
         flat = {
-            tuple(map(plain_key, x.path)): value_at(structure, x, values)
-            if objects is None or x.entry is None
-            else objects[x.entry]
-            for x in structure.walk(child, slots)
-            if keep(x.slots)
+            tuple(map(plain_key, location.path)): value_at(structure, location, values)
+            if objects is None or location.entry is None
+            else objects[location.entry]
+            for location in structure.walk(child, slots)
+            if keep(location.slots)
         }
+        # A bare Variable has the empty path.
         return flat[()] if () in flat else nnx.from_flat_state(flat)
 
     return build(structure.root, iter(structure.root_slots))

@@ -1,0 +1,137 @@
+"""What a function keeps from the forward to the backward pass, and which operation computes it.
+
+Differentiation turns a function into one jaxpr that returns the residuals. Each of them is followed
+back to the operation that computes it: out of the calls that only pass it on, and into those that
+compute it, whose names make up the path of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from ..core.known_faults import jaxprs_of, path_of
+from .memory import array_bytes
+from .tables import Pictured, text
+from .units import bytes_text
+
+
+class Residual(NamedTuple):
+    """One array that is kept from the forward to the backward pass.
+
+    Attributes:
+      source: where it comes from: the path of the module that computes it, such as
+        ``model.blocks[0].up``, or, for an argument, its expression.
+      operation: the operation that computes it; ``"argument"`` for an argument, which is in memory
+        in any case.
+      shape: its shape.
+      dtype: its dtype.
+      memory: where it is kept: ``"device"`` or ``"host"``.
+    """
+
+    source: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: Any
+    memory: str
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return array_bytes(self.shape, self.dtype)
+
+
+class SavedResiduals(tuple[Residual, ...], Pictured):
+    """What a function keeps; ``print`` and notebooks show it as a table, the largest first."""
+
+    __slots__ = ()
+
+    def bytes(self, memory: str = "device") -> int:
+        """Sums the bytes that are kept in a memory, not counting arguments.
+
+        Args:
+          memory: ``"device"`` or ``"host"``.
+
+        Returns:
+          The bytes.
+        """
+        return sum(x.bytes for x in self._computed() if x.memory == memory)
+
+    def _computed(self) -> Iterator[Residual]:
+        return (x for x in self if x.operation != "argument")
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        host = self.bytes("host")
+        on_host = f", {bytes_text(host)} on the host" if host else ""
+        yield text(f"kept for the backward pass: {bytes_text(self.bytes())} on the device{on_host}")
+        rows = [
+            (
+                bytes_text(x.bytes),
+                x.memory,
+                f"{jnp.dtype(x.dtype).name}{[*x.shape]}",
+                x.operation,
+                x.source,
+            )
+            for x in sorted(self._computed(), key=lambda x: -x.bytes)
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            yield text("  ".join(cells))
+
+
+# Primitives by which JAX marks what a policy keeps; the operation is the one before them.
+_MARKS = frozenset({"name", "reduce_precision", "device_put"})
+
+
+def residual_of(
+    var: Var | Literal, jaxpr: Jaxpr, names: Sequence[str], fun_name: str
+) -> Residual | None:
+    """Finds what computes an output of a jaxpr; None for a constant.
+
+    Args:
+      var: the output.
+      jaxpr: the jaxpr.
+      names: the expression for each of its inputs.
+      fun_name: the source of what no module computes.
+
+    Returns:
+      The residual.
+    """
+    aval: Any = var.aval
+    memory = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
+    calls: list[tuple[Jaxpr, JaxprEqn]] = []  # that lead inside: each in its jaxpr
+
+    def residual(operation: str, *innermost: JaxprEqn, source: str = "") -> Residual:
+        path = path_of([*(call for _, call in calls), *innermost])
+        return Residual(source or path or fun_name, operation, aval.shape, aval.dtype, memory)
+
+    while not isinstance(var, Literal):
+        if var in jaxpr.invars:  # go out of the call, to what it was given
+            position = jaxpr.invars.index(var)
+            if not calls:
+                return residual("argument", source=names[position])
+            outer, call = calls[-1]
+            # The last inputs of the call: a `cond` has its predicate before those of a branch.
+            given = call.invars[len(call.invars) - len(jaxpr.invars) + position]
+            # A loop stacks the carry of each step, which is no array outside of it.
+            if given.aval.shape != aval.shape:  # type: ignore[attr-defined]
+                return residual("carry")
+            jaxpr, var = outer, given
+            calls.pop()
+            continue
+        equation = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+        if equation is None:
+            return None
+        inside = [x for x in jaxprs_of(equation) if len(x.outvars) == len(equation.outvars)]
+        if inside:  # go into the call; all branches of a `cond` return the same, so the first
+            calls.append((jaxpr, equation))
+            jaxpr, var = inside[0], inside[0].outvars[equation.outvars.index(var)]
+        elif equation.primitive.name in _MARKS:
+            var = equation.invars[0]
+        else:
+            return residual(equation.primitive.name, equation)
+    return None

@@ -1,0 +1,127 @@
+"""What a compiled function says about its program: cost, memory, collectives, time, a report.
+
+Kept apart from `stages.py` because it needs all of `analysis`, which takes as long to import as
+everything that a call needs. `Compiled` makes one :class:`Figures` when it is first asked for a
+figure, and passes each question on to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..analysis.by_module import ModuleTable
+from ..analysis.collectives import Collectives, collectives_of
+from ..analysis.cost import COMPILED, Cost, cost_of
+from ..analysis.hardware import HARDWARE, Hardware, hardware_of
+from ..analysis.hlo import Module, parse
+from ..analysis.instructions import padded_bytes
+from ..analysis.memory import Memory, memory_of
+from ..analysis.meshes import MeshDescription
+from ..analysis.parameters import ParameterTable, mesh_of
+from ..analysis.program import ProgramReport, describe
+from ..analysis.purposes import inputs_of
+from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.work import with_loops
+from ..core.outcome import Outcome
+from .module_memory import DumpedProgram, argument_rows, dump_program
+
+if TYPE_CHECKING:
+    from .stages import Compiled
+
+
+class Figures:
+    """The figures of one compiled function; what takes long is computed once."""
+
+    def __init__(self, compiled: Compiled):
+        self._compiled = compiled
+        self._stage: jax.stages.Compiled = compiled._stage
+        self._plan = compiled._plan
+
+    @functools.cached_property
+    def cost(self) -> Cost | None:
+        """See :meth:`Compiled.cost`: with the bodies of loops as often as they run."""
+        # Compilers for GPUs that are not at hand estimate nothing, but write the program.
+        cost = self.cost_by_xla() or Cost(0.0, 0.0, 0.0, COMPILED)
+        return with_loops(cost, self.module)
+
+    def cost_by_xla(self) -> Cost | None:
+        """What XLA counts, with the body of each loop once."""
+        return cost_of(self._stage.cost_analysis(), COMPILED)
+
+    def memory(self) -> Memory | None:
+        """See :meth:`Compiled.memory`."""
+        used = [row for row in self.parameters() if row.used]
+        by_path = {row.path: row.bytes_per_device for row in used}
+        analysis = self._stage.memory_analysis()
+        total = getattr(analysis, "argument_size_in_bytes", None)
+        if total is not None and total != sum(by_path.values()):
+            # The layouts of TPUs pad arrays to tiles, as the program's own inputs show.
+            inputs = inputs_of(self.module, used)
+            by_path |= {
+                row.path: padded_bytes(instruction.shape_text)
+                for row, instruction in zip(used, inputs, strict=False)
+            }
+        memory = memory_of(analysis, by_path)
+        return memory and dataclasses.replace(memory, by_module=self._compiled.by_module)
+
+    def by_module(self, depth: int | None, hardware: Hardware | str | None) -> ModuleTable:
+        """See :meth:`Compiled.by_module`."""
+        mesh = mesh_of(self._compiled.shardings())
+        peak = None if hardware is None else hardware_of(hardware)
+        if hardware is None and mesh is not None:
+            peak = HARDWARE.get(mesh.devices.flat[0].device_kind)
+        table = self.dumped.table(self.parameters(), mesh, peak)
+        return table if depth is None else table.at_depth(depth)
+
+    @functools.cached_property
+    def dumped(self) -> DumpedProgram:
+        """The program compiled once more, with the modules in the names of its operations."""
+        return dump_program(self._compiled._recorder, self._compiled._compile_with)
+
+    @functools.cached_property
+    def module(self) -> Module:
+        """The parsed program."""
+        return parse(self._stage.as_text() or "")
+
+    @functools.cached_property
+    def collectives(self) -> Collectives | None:
+        """See :meth:`Compiled.collectives`."""
+        mesh = mesh_of(self._compiled.shardings())
+        return collectives_of(self.module, mesh, self.parameters(), self._updated_paths())
+
+    def _updated_paths(self) -> list[str | None]:
+        """The path of the Variable that each array of the result updates, or None."""
+        outcome: Outcome = self._compiled._outcome
+        before = self._plan.structure
+        tree: Any = self._stage.out_tree
+        # In place of each output array its number among all of them.
+        numbers = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))[:-1]
+        arrays = outcome.arrays([None] * before.num_leaves, numbers)
+        paths: list[str | None] = [None] * tree.num_leaves
+        for index in (*outcome.values, *outcome.metadata):
+            for old, new in zip(before.slots[index], outcome.structure.slots[index], strict=False):
+                if arrays[new] is not None:
+                    paths[arrays[new]] = self._plan.names[old]
+        return paths
+
+    def roofline(self, hardware: Hardware | str) -> Roofline:
+        """See :meth:`Compiled.roofline`."""
+        mesh = mesh_of(self._compiled.shardings())
+        if mesh is None:
+            return roofline_of(self.cost, self.collectives, hardware)
+        description, platform = MeshDescription.of(mesh), mesh.devices.flat[0].platform
+        return roofline_of(self.cost, self.collectives, hardware, description, platform)
+
+    @functools.cached_property
+    def report(self) -> ProgramReport:
+        """All figures in one object, except those by module."""
+        return describe(self._compiled, self._plan.fun_name, self._stage.as_text())
+
+    def parameters(self) -> ParameterTable:
+        """See :meth:`Compiled.parameters`."""
+        used = self._stage.input_shardings[0]
+        return argument_rows(self._plan, self._stage.args_info[0], used, self._plan.shardings)
