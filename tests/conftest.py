@@ -47,8 +47,8 @@ def _put_at_once(cache, key, value):
 def _key_of_one_device(*args, devices, backend, **kwargs):
     """The key of a program; None, which is not cached, for one that runs on several devices.
 
-    Such programs may hang or crash when they come from the cache: docs/status.md describes what was
-    seen. Planned programs are not run: only their figures are in the cache.
+    Such programs may fail when they come from the cache: docs/status.md has an example. Planned
+    programs are not run: only their figures are in the cache.
     """
     is_run = not backend.platform_version.endswith("figures only")
     if is_run and devices.size > 1:

@@ -1262,7 +1262,7 @@ def forgotten_fetch(lib: Library) -> Any:
     "JAX's persistent compilation cache is on for several CPU devices",
     ShardingWarning,
     "for 8 CPU devices",
-    "hang or crash",
+    "hang, crash or return wrong numbers",
     "jax.config.update('jax_enable_compilation_cache', False)",
 )
 def cache_on_several_devices(lib: Library) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import inspect
 import operator
 import re
@@ -74,9 +73,6 @@ TRACING = "/jax/core/compile/jaxpr_trace_duration"
 LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# Programs for several CPU devices that come from the persistent cache may hang or crash when they
-# run. docs/status.md has what was seen; try it with later releases of jaxlib.
-CACHED_CPU_PROGRAMS_FAIL = importlib.metadata.version("jaxlib").startswith("0.12.0")
 # JAX's warning that the sizes of donated buffers differ from the new ones: they are freed.
 UNUSED_DONATION = "Some donated buffers were not usable"
 
