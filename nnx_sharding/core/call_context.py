@@ -158,8 +158,9 @@ def _warn_of_cache(plan: Any, leaves: Sequence[Any]) -> None:
             f"{plan.transform.name}: {plan.fun_name} is compiled for {count} CPU devices while "
             "JAX's persistent compilation cache is on.\nBy a fault of jaxlib, such programs may "
             "hang, crash or return wrong numbers when they are read back from the cache, also in a "
-            "later process.\nTurn it off: jax.config.update('jax_enable_compilation_cache', False), "
-            "or use one device.",
+            "later process.\n"
+            "Turn it off: jax.config.update('jax_enable_compilation_cache', False), or "
+            "use one device.",
             strict=False,
             anchor="cached-programs-for-several-cpu-devices",
         )
