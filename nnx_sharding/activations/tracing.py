@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..core.call_context import Caller
 from ..core.flatten import Flat
+from ..core.plan import Plan
 from ..core.problems import no_mesh
-from ..core.pure import Pure
 from ..core.resharding import apply_shardings, in_context, mesh_here, without_unconstrained
 from ..core.retyping import PARTIAL, retyped, type_spec, with_reduced
 from ..core.structure import NodeEntry
@@ -120,12 +120,12 @@ def pass_paths(caller: Caller, built: Built) -> None:
 
 @contextlib.contextmanager
 def sharded_activations(
-    pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+    plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
 ) -> Iterator[Callable[..., Any]]:
     """Shards the activations of modules in a trace; yields what to call for the user's function."""
-    assert isinstance(pure.transform, Sharded)
+    assert isinstance(plan.transform, Sharded)
     pass_paths(caller, built)
-    scope = Scope(pure, pure.transform, built, leaves)
+    scope = Scope(plan, plan.transform, built, leaves)
     if not scope.is_needed:
         pass_tags(caller, built)
         yield caller.fun
@@ -147,19 +147,19 @@ def sharded_activations(
         raise
     except ValueError as error:
         if not _is_explained(error):
-            refuse_constraint(error, pure.transform.name)
+            refuse_constraint(error, plan.transform.name)
         raise
 
 
 class Scope:
     """The handler of the calls of modules during one trace."""
 
-    def __init__(self, pure: Pure, transform: Sharded, built: Built, leaves: Sequence[Any]):
+    def __init__(self, plan: Plan, transform: Sharded, built: Built, leaves: Sequence[Any]):
         declared = transform.activation_shardings
         sources = () if declared is None else (declared,)
-        self._transform, self._pure, self._built = transform, pure, built
+        self._transform, self._plan, self._built = transform, plan, built
         self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
-        self._mesh = _mesh_of(pure)
+        self._mesh = _mesh_of(plan)
         # Those that are not manual; all of them in `jit`.
         manual = transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
@@ -174,7 +174,7 @@ class Scope:
         self._whole = WholeOutputs()
         self._tag_arguments(sources)
         surrounding = CONTEXT.value
-        key = tuple(self._sources), pure.batch_axes
+        key = tuple(self._sources), plan.batch_axes
         used = surrounding[0] if surrounding else _Used()
         self._used = used.setdefault(key, set())
         self.context = used, key
@@ -221,10 +221,10 @@ class Scope:
         return out
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
-        pure, built = self._pure, self._built
+        plan, built = self._plan, self._built
         parts = [
             (target, part, part.spec.activations if isinstance(part.spec, StateSharding) else None)
-            for target in pure.targets
+            for target in plan.targets
             for part in target.parts
         ]
         if not (sources or self._observes or any(own is not None for *_, own in parts)):
@@ -235,8 +235,8 @@ class Scope:
                 self._sources.append(own)
             chosen = (*sources, *([] if own is None else [own]))
             name = accessor(target.name, part.keys)
-            for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items():
-                if isinstance(pure.structure.entries[index], NodeEntry) and index not in tagged:
+            for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items():
+                if isinstance(plan.structure.entries[index], NodeEntry) and index not in tagged:
                     tagged.add(index)
                     module = built.objects[index]
                     tag = self._tag(name, path, chosen, module)
@@ -248,7 +248,7 @@ class Scope:
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
     ) -> Tag:
         specs: dict[Path, Any] = {}
-        batch = self._pure.batch_axes
+        batch = self._plan.batch_axes
         named = (batch if source.gather is True else source.gather or () for source in sources)
         axes = self._axes.intersection(axis for axes in named for axis in axes)
         axes = axes.difference(axis for source in sources for axis in source.kept)
@@ -257,8 +257,8 @@ class Scope:
         inside = self._axes - axes - {schedule.axis for schedule in every if schedule}
         for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
             value, index = _compat.get_value(variable), self._indices.get(id(variable))
-            slots = () if index is None else self._pure.structure.slots[index]
-            declared = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
+            slots = () if index is None else self._plan.structure.slots[index]
+            declared = self._plan.object_specs.get(slots[0]) if len(slots) == 1 else None
             pair = spec_and_mesh(type_spec(value) if declared is None else declared, self._mesh)
             if pair is not None and isinstance(value, jax.Array):
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
@@ -332,7 +332,7 @@ class Scope:
             args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
         if schedule is not None and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
-            call = schedule.wrap(frame.module, call, self._mesh, self._pure.batch_axes, ahead)
+            call = schedule.wrap(frame.module, call, self._mesh, self._plan.batch_axes, ahead)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None
@@ -365,7 +365,7 @@ class Scope:
                 if known is not None:
                     frame.constrained(new, jax.typeof(new).sharding)
                 elif frame.is_outermost:
-                    sizes = {axis: mesh.shape[axis] for axis in axes - self._pure.batch_axes}
+                    sizes = {axis: mesh.shape[axis] for axis in axes - self._plan.batch_axes}
                     self._whole.add(frame.tag.accessor, frame.module, new, like, sizes)
                 return new
 
@@ -388,7 +388,7 @@ class Scope:
             if is_kernel and path in tag.specs:
                 whole = spec_of_slice(*tag.specs[path][:2], shape)
                 spec = PartitionSpec(*whole.partitions[-count:])
-                free = only_axes(spec, {*spec_axes(spec)}.difference(self._pure.batch_axes))
+                free = only_axes(spec, {*spec_axes(spec)}.difference(self._plan.batch_axes))
                 return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
         return None
 
@@ -594,9 +594,9 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
     return PartitionSpec(*max(chosen, key=lambda entries: sum(map(bool, entries)), default=()))
 
 
-def _mesh_of(pure: Pure) -> Any:
+def _mesh_of(plan: Plan) -> Any:
     """The mesh of a trace: that of the transform, of a spec, or the one in context."""
-    if pure.transform.context is not None:
-        return pure.transform.context
-    meshes = (spec.mesh for spec in pure.object_specs.values() if isinstance(spec, NamedSharding))
+    if plan.transform.context is not None:
+        return plan.transform.context
+    meshes = (spec.mesh for spec in plan.object_specs.values() if isinstance(spec, NamedSharding))
     return next(meshes, None) or _compat.context_mesh()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
@@ -14,20 +14,23 @@ from .. import _compat
 from ..errors import ShardingWarning, warn_or_raise
 from .interrupts import hold
 
+if TYPE_CHECKING:  # a plan is made by what is imported here
+    from .plan import Plan
+
 
 class Observer(Protocol):
     """Is notified of the traces and compilations of a function."""
 
     def traced(
-        self, pure: Any, fun: Any, leaves: Sequence[Any], *, nested: bool
+        self, plan: Plan, fun: Any, leaves: Sequence[Any], *, nested: bool
     ) -> Callable[[], None]:
-        """Is called when ``pure`` is being traced; may raise an error to refuse it.
+        """Is called when the function of a plan is being traced; may raise an error to refuse.
 
         Returns:
           A function that undoes this, to be called if tracing fails.
         """
 
-    def compiled(self, plan: Any, leaves: Sequence[Any]) -> None:
+    def compiled(self, plan: Plan, leaves: Sequence[Any]) -> None:
         """Is called when JAX compiled the program of a plan in a call with these arrays."""
 
 
@@ -42,7 +45,7 @@ class Caller(NamedTuple):
     objects: Sequence[Any]  # the objects of its arguments
     observer: Observer | None = None  # is notified of traces
     nested: bool = False  # whether the call is part of a trace
-    plan: Any = None  # the plan of what JAX may compile, for a call at top level; else None
+    plan: Plan | None = None  # the plan of what JAX may compile, for a call at top level; else None
     leaves: Sequence[Any] = ()  # the arrays of a call at top level
 
 
@@ -106,7 +109,7 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
             caller.observer.compiled(plan, caller.leaves)
 
 
-def _described(plan: Any, leaves: Sequence[Any]) -> str:
+def _described(plan: Plan, leaves: Sequence[Any]) -> str:
     """What was compiled, for which devices, how long it took, and whether JAX had it on disk."""
     name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
     count, mesh = _devices_of(plan, leaves)
@@ -123,7 +126,7 @@ def _described(plan: Any, leaves: Sequence[Any]) -> str:
     )
 
 
-def _devices_of(plan: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
+def _devices_of(plan: Plan, leaves: Sequence[Any]) -> tuple[int, Any]:
     """The number of devices that a program is for, and their mesh, if there is one."""
     known = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
     meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in known)]
@@ -142,7 +145,7 @@ class CacheNotice:
     is_due = True
 
 
-def _warn_of_cache(plan: Any, leaves: Sequence[Any]) -> None:
+def _warn_of_cache(plan: Plan, leaves: Sequence[Any]) -> None:
     """Warns that programs for several CPU devices may fail when they come from JAX's cache.
 
     Whether this one came from it is not known: the configuration decides.

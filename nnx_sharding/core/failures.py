@@ -23,7 +23,7 @@ from .functions import note_captured_arrays, note_captured_object
 from .placing import is_committed, note_host_arrays
 from .plan import Plan
 from .problems import arguments_not_arrays, array_line, committed_elsewhere, several
-from .pure import Pure
+from .pure import call_and_pack
 from .spec_checks import fit_specs, shape_of
 from .transform import Sharded
 
@@ -83,7 +83,7 @@ def _explanation(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any) 
     if _compat.is_memory_error(error) and not hasattr(error, "anchor"):
         note_host_arrays(plan, leaves, error)
     frames = traceback.walk_tb(error.__traceback__)
-    is_of_the_function = any(frame.f_code is Pure._called.__code__ for frame, _ in frames)
+    is_of_the_function = any(frame.f_code is call_and_pack.__code__ for frame, _ in frames)
     if isinstance(error, NoMeshError) or is_of_the_function:
         return None
     checks: Sequence[_Check] = ()

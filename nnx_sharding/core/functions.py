@@ -9,6 +9,7 @@ import inspect
 import itertools
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -54,6 +55,14 @@ def _behind_partial(fun: Any) -> Any:
 def name_of(fun: Any) -> str:
     """The name of a function."""
     return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))  # as JAX calls it
+
+
+def weak_function(fun: Any) -> Callable[[], Any]:
+    """Returns a function that returns ``fun``, or None when that is gone."""
+    try:
+        return weakref.ref(fun)
+    except TypeError:  # some NumPy callables; nothing is kept for them beyond their wrappers
+        return lambda: fun
 
 
 class _SlotParameter(inspect.Parameter):

@@ -1,16 +1,31 @@
-"""What a call did: the outputs of the program, and the changes of the caller's objects."""
+"""The end of a trace: the outputs of the program, and what they mean for the caller's objects.
+
+Comparing the graphs before and after the call, both with the same objects first, tells what
+changed. An unchanged array is no output. The others are in groups by spec, and where each array
+belongs is the :class:`Outcome`, which JAX keeps with the trace: no repeated call computes it again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .structure import Structure
-from .unflatten import NodeChange, node_changes
+from .. import _compat
+from ..errors import raise_listed
+from .flatten import Flat
+from .structure import NodeEntry, RefEntry, StaticObject, Structure, VariableEntry
+from .trace_checks import check_donated
+from .unflatten import NodeChange, kept_places, node_changes
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+INPUT = -1  # instead of the number of a group: the array is the input in this slot, unchanged
 
 
 class OutputGroup(Exception):
@@ -71,6 +86,118 @@ class Outcome:
         return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
 
 
+jax.tree_util.register_pytree_node(
+    Outcome,
+    lambda outcome: ((), outcome),
+    # Returns the first of (outcome, ()): an outcome is true, the empty tuple is not. A lambda would
+    # run Python code where a signal could interrupt it, as for `OutputGroup`.
+    functools.partial(max, key=bool),
+)
+
+
+def pack(
+    plan: Plan,
+    fun_name: str,
+    leaves: Sequence[Any],
+    after: Flat,
+    specs: Sequence[Any],
+    names: Sequence[str],
+) -> tuple[Any, ...]:
+    """Sorts the arrays after a call into outputs and unchanged ones, and notes what changed.
+
+    Returns what the pure function returns: the groups of outputs, and last the outcome.
+    """
+    changes, sources = _compare(plan, leaves, after, specs)
+    numbers = _group_numbers(plan, specs, names)
+    outputs: list[list[Any]] = [[] for _ in numbers]
+    labels: list[list[str]] = [[] for _ in numbers]
+    inputs = {_compat.identity(leaf): slot for slot, leaf in enumerate(leaves)}
+    refs = after.structure.slots_of(RefEntry)
+    for slot, leaf in enumerate(after.leaves):
+        is_ref = slot in refs and _compat.is_ref(leaf)
+        if is_ref and _compat.identity(leaf) in inputs:
+            sources[slot] = (INPUT, inputs[_compat.identity(leaf)])
+        elif slot not in sources:
+            number = numbers[specs[slot]]
+            sources[slot] = (number, len(outputs[number]))
+            # A ref cannot leave a trace; its value can, and becomes a new ref outside.
+            outputs[number].append(leaf[...] if is_ref else leaf)
+            labels[number].append(names[slot])
+    donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.must_be_used)}
+    check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
+    outcome = Outcome(
+        structure=after.structure,
+        sources=tuple(sources[slot] for slot in range(len(after.leaves))),
+        values=tuple(changes.values),
+        metadata=tuple(changes.metadata),
+        nodes=tuple(changes.nodes),
+        statics=tuple(changes.statics),
+        copied=tuple(changes.copied),
+        has_effects=_compat.trace_has_effects(),
+    )
+    return (*map(OutputGroup, map(tuple, labels), outputs), outcome)
+
+
+@dataclasses.dataclass
+class _Changes:
+    """What changed of the input objects; the fields are those of `Outcome`."""
+
+    values: list[int] = dataclasses.field(default_factory=list)
+    metadata: list[int] = dataclasses.field(default_factory=list)
+    nodes: list[NodeChange] = dataclasses.field(default_factory=list)
+    statics: list[int] = dataclasses.field(default_factory=list)
+    copied: list[int] = dataclasses.field(default_factory=list)
+
+
+def _compare(
+    plan: Plan, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
+) -> tuple[_Changes, dict[int, tuple[int, int]]]:
+    """Returns what changed of the input objects, and the sources of their unchanged arrays."""
+    changes, sources = _Changes(), dict[int, tuple[int, int]]()
+    for index, old in enumerate(plan.structure.entries):
+        new, slots = after.structure.entries[index], after.structure.slots[index]
+        if isinstance(new, NodeEntry) and not plan.updates:
+            changes.copied.append(index)
+        if not slots and new == old:
+            continue
+        # A tracer that is still the same is an array that the function did not change.
+        unchanged = {
+            slot: (INPUT, before)
+            for slot, before in kept_places(plan.structure, after.structure, index)
+            if after.leaves[slot] is leaves[before]
+            and before not in plan.donated
+            and specs[slot] == plan.object_specs[before]
+        }
+        sources |= unchanged
+        fresh = {slot for slot in slots if slot not in unchanged}
+        if isinstance(new, VariableEntry) and new != old:
+            changes.metadata.append(index)
+        elif isinstance(new, VariableEntry) and fresh:
+            changes.values.append(index)
+        elif isinstance(new, NodeEntry) and isinstance(old, NodeEntry) and plan.updates:
+            change = node_changes(index, old, after.structure, fresh)
+            changes.nodes += [] if change is None else [change]
+        elif isinstance(new, StaticObject):
+            changes.statics.append(index)
+    return changes, sources
+
+
+def _group_numbers(plan: Plan, specs: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
+    """Returns the number of the group of each spec; an error for specs that have none."""
+    numbers = {spec: number for number, spec in enumerate(plan.out_specs)}
+    # JAX needs the specs before the trace, but the function in a prefix of `nnx.prefix` is asked
+    # about new Variables only in it, and may return others.
+    unknown = [f"  {names[s]}: {spec!r}" for s, spec in enumerate(specs) if spec not in numbers]
+    raise_listed(
+        ValueError,
+        f"{plan.transform.name}: nnx.prefix cannot shard Variables that the function creates, "
+        "because it only sees the arguments. These are new, and get specs that no argument has:",
+        unknown,
+        "Give its filters as StateSharding, or in vmap and scan as StateAxes.",
+    )
+    return numbers
+
+
 def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of whichever of several functions runs; the structure after each is the same.
 
@@ -93,10 +220,3 @@ def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
         first.copied,
         any(outcome.has_effects for outcome in outcomes),
     )
-
-
-jax.tree_util.register_pytree_node(
-    Outcome,
-    lambda outcome: ((), outcome),
-    functools.partial(max, key=bool),  # of the outcome and (), without any Python code
-)

@@ -1,24 +1,49 @@
-"""What is computed once per structure: specs, names, and the pure function transformed by JAX."""
+"""What is computed once per structure of the arguments: a :class:`Plan`.
+
+Calls whose arguments differ only in their arrays share a plan. :func:`make_plan` finds, in order,
+
+    which spec belongs to which argument, and to which graph object in it    targets.py
+    the name of each array and Variable, such as ``model.up.kernel``         resolve.py
+    the one spec of each, by the user's filters                              resolve.py
+    whether the spec fits the mesh and the shape, or what is left of it      spec_checks.py
+    which arrays a call moves to their sharding before it runs
+
+All mistakes in arguments and specs are reported there, before the function is traced. What only a
+trace can tell, such as the number of outputs, is in the :class:`~.outcome.Outcome` of each.
+
+JAX finds a trace by the identity of the function that it traced. So a plan has one pure function
+for each thing that the user's function can reach (``reach.py``), and one program for each of those.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
+from ..specs.fitting import OnIndivisible, in_type
+from ..specs.state_sharding import StateSharding
 from .bounded import make_room
 from .flatten import Flat
-from .functions import name_of
+from .functions import name_of, weak_function
 from .problems import arguments_not_arrays
-from .pure import Pure
+from .pure import pure_function
 from .reach import Reach, values_in
-from .resolve import NamedLocation, locate, resolve, slot_names
+from .resolve import (
+    FilterUse,
+    NamedLocation,
+    known_variables,
+    locate,
+    resolve,
+    slot_names,
+)
 from .retyping import first_axes
 from .signature import Call, Parameters, Signature, align_specs
 from .spec_checks import check_mesh, fit_specs, shape_of
@@ -29,35 +54,59 @@ from .targets import Target, argument_targets, named_parts
 from .transform import Program, Sharded, Transform
 from .unflatten import parts, picker
 
-# The limit of programs of one plan, for functions that reach different things.
+# Programs of one plan, for functions that reach different things; the oldest are dropped.
 MAX_PROGRAMS = 16
-# What ``jit`` has at top level in the place of a `Reach`: it does not ask.
+# The reach of ``jit`` at top level, which does not ask what its function can reach.
 NOT_ASKED = "not asked"
+
+# The pure functions that JAX has traced for one user's function, by what the traces depend on.
+Traced = MutableMapping[Hashable, Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Plan(Pure):
-    """A pure function with all that a call needs once its arguments are split."""
+class Plan:
+    """All that a call needs to know before its function is traced.
 
-    fun: Callable[[], Any]  # the user's function, held weakly
-    fun_name: str  # its name
-    arguments: list[Target]  # the dynamic arguments and their parts
-    # the pure function for what the user's function can reach; JAX finds traces by it
-    pure_function: Callable[[Hashable], Callable[..., Any]]
-    # the pure functions, transformed by JAX, by what the user's function can reach
-    programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
-    out_specs: tuple[Any, ...]  # all specs that outputs can have
-    # the declared sharding of each slot, or None
-    shardings: tuple[jax.sharding.Sharding | None, ...]
-    # by slot, for arrays that are attributes of modules: the module and the name; empty if
-    # those are not updated
+    It holds no arrays, no modules, and the user's function only weakly. A slot is the position of
+    an array among those of the arguments, an index that of an object in their structure.
+    """
+
+    transform: Transform  # with the mesh that applies
+    fun: Callable[[], Any]  # returns the user's function, or None if it is gone
+    fun_name: str
+    graph: bool  # whether shared references are kept, or refused (tree mode)
+    updates: bool  # whether changes of structure are written back
+
+    signature: Signature  # the roles of the arguments
+    structure: Structure
+    arguments: Sequence[Target]  # the dynamic arguments and their parts, with the user's specs
+    known: Mapping[int, tuple[str, Any]]  # the name and the final spec of each Variable, by index
+    uses: Sequence[FilterUse]  # the decisions of each ``StateSharding`` among the arguments
+
+    # Of each array, by slot:
+    names: Sequence[str]  # the expression for it: ``model.up.kernel``
+    specs: Sequence[Any]  # the final spec, or None
+    shardings: Sequence[Sharding | None]  # the declared sharding
+    # Of some arrays, by slot:
+    on_indivisible: Mapping[int, OnIndivisible]  # before the option of the transform
+    donated: frozenset[int]  # those of objects are always outputs
+    # attributes of modules that are JAX arrays: the module and the name; empty without updates
     attributes: Mapping[int, tuple[int, Any]]
-    # of Variables and these attributes; if committed arrays may be moved, of all
-    placed_slots: tuple[int, ...]
-    placed_shardings: list[jax.sharding.Sharding]  # the shardings of these slots
-    pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks these slots from all arrays
-    # what JAX has reported about an unfinished compilation
-    reported: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Those that a call moves to their declared shardings: of Variables and of these attributes,
+    # and if committed arrays may be moved, all.
+    placed_slots: Sequence[int]
+    placed_shardings: list[Sharding]
+    pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks them from all arrays
+    # Arrays outside of objects without a declared sharding, if activations are sharded, and the
+    # mesh axes over which the first dimension of any is sharded; in a trace also those in types.
+    batch_slots: tuple[int, ...]
+    batch_axes: frozenset[Any]
+
+    traced: Traced
+    # The programs that JAX made, by what the user's function can reach.
+    programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
+    # What JAX has reported about an unfinished compilation.
+    reported: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def program(self) -> Program:
@@ -65,26 +114,99 @@ class Plan(Pure):
         return self._kept_program(NOT_ASKED)
 
     def program_for(self, reach: Reach | None) -> Program:
-        """The program for what the function can reach now; a new one if that is not listed."""
-        return self._compiled(None) if reach is None else self._kept_program(reach)
+        """Returns the program for what the function can reach; a new one if that is not listed."""
+        return self._compile(None) if reach is None else self._kept_program(reach)
 
     def _kept_program(self, reach: Hashable) -> Program:
         program = self.programs.get(reach)
         if program is None:
-            program = self.programs.setdefault(reach, self._compiled(reach))
+            program = self.programs.setdefault(reach, self._compile(reach))
             make_room(self.programs, MAX_PROGRAMS)
         return program
 
-    def _compiled(self, reach: Hashable | None) -> Program:
+    def _compile(self, reach: Hashable | None) -> Program:
         function, donated = self.pure_function(reach), tuple(sorted(self.donated))
         return self.transform.compile(self, function, self.specs, self.out_specs, donated)
+
+    def pure_function(self, reach: Hashable | None) -> Callable[..., Any]:
+        """Returns the function that JAX traces; a new one if the reach is None.
+
+        Plans that differ only in what no trace depends on, such as compiler options, share it.
+        """
+        if reach is None:
+            return self._new_pure_function()
+        key = self.trace_key, reach
+        function = self.traced.get(key)
+        if function is None:
+            function = self.traced.setdefault(key, self._new_pure_function())
+        return function
+
+    def _new_pure_function(self) -> Callable[..., Any]:
+        # Logs of traces hold the plan of a pure function: they must not keep its programs alive.
+        return pure_function(dataclasses.replace(self, programs={}, reported={}), self.fun())
+
+    @functools.cached_property
+    def trace_key(self) -> Hashable:
+        """What the trace depends on, besides the types of the arrays."""
+        return (
+            self.transform.trace_key,
+            self.signature._replace(donated=frozenset(), donated_keywords=frozenset()),
+            self.structure,
+            self.targets,
+            tuple(self.object_specs.items()),
+            tuple(spec for _, spec in self.known.values()),
+            tuple(self.on_indivisible.items()),
+            self.donated.intersection(self.object_specs),
+            self.must_be_used,
+            self.graph,
+            self.updates,
+            self.batch_axes,
+            self.batch_slots,
+            self.typed,
+        )
+
+    @functools.cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """The arguments with graph objects only: what a function can change in place."""
+        return tuple(target.objects_only() for target in self.arguments)
+
+    @functools.cached_property
+    def object_specs(self) -> dict[int, Any]:
+        """The final specs of all arrays that belong to objects, by slot."""
+        open_spec, specs = self.transform.spec_of(None), self.specs
+        slots = itertools.chain.from_iterable(self.structure.slots)
+        return {slot: open_spec if specs[slot] is None else specs[slot] for slot in slots}
+
+    @functools.cached_property
+    def out_specs(self) -> tuple[Any, ...]:
+        """All specs that outputs can have; there is a group of outputs for each."""
+        transform = self.transform
+        specs = [transform.spec_of(None), *transform.own_specs]
+        written = (part.spec for target in self.targets for part in target.parts)
+        for rule in (*transform.out_specs.rules, *written):
+            has_filters = isinstance(rule, StateSharding)
+            for spec in map(transform.spec_of, rule.shardings if has_filters else [rule]):
+                option = rule.on_indivisible if has_filters else None
+                specs += [spec, *transform.corrected(spec, option)]
+        return tuple(dict.fromkeys([*specs, *self.object_specs.values()]))
+
+    @functools.cached_property
+    def typed(self) -> tuple[tuple[int, NamedSharding], ...]:
+        """The declared shardings over Explicit axes of arrays outside of objects, by slot."""
+        pairs = ((slot, in_type(self.specs[slot])) for slot in self.structure.root_slots)
+        return tuple((slot, part) for slot, part in pairs if part is not None)
+
+    @functools.cached_property
+    def must_be_used(self) -> frozenset[int]:
+        """The donated slots whose buffers an output has to use."""
+        return self.donated if self.transform.strict else frozenset()
 
     @functools.cached_property
     def _values(self) -> list[Any]:
         return values_in(self.structure)
 
     def reached_from(self, objects: Sequence[Any]) -> Iterator[Any]:
-        """What a function can reach from its arguments, which are these objects, except arrays."""
+        """Yields what a function can reach from its arguments, these objects, except arrays."""
         for value in self._values:
             yield value.value if isinstance(value, Static) else value
         for index in self.structure.static_indices():
@@ -92,7 +214,7 @@ class Plan(Pure):
 
 
 def plan_key(transform: Transform, call: Call, flat: Flat) -> Hashable:
-    """All of a call on which its plan depends."""
+    """Returns all of a call on which its plan depends."""
     structure, leaves = flat.structure, flat.leaves
     # Only arrays of JAX that are attributes of modules are placed.
     others = {s for s, x in enumerate(leaves) if type(x) is not _compat.ArrayImpl}
@@ -101,27 +223,27 @@ def plan_key(transform: Transform, call: Call, flat: Flat) -> Hashable:
     return call.signature, structure, transform.key(leaves), frozenset(others)
 
 
-def resolve_call(
+def make_plan(
+    fun: Callable[..., Any],
     transform: Transform,
     parameters: Parameters,
     call: Call,
     flat: Flat,
+    traced: Traced,
     *,
     graph: bool,
     updates: bool,
-) -> tuple[Pure, list[Target]]:
-    """The pure function for a call, and the arguments with the specs that the user wrote.
+) -> Plan:
+    """Makes the plan for the structure of a call.
 
-    All that is wrong with arguments and specs is found here, except for what the function returns.
+    Raises an error for all that is wrong with arguments and specs, except for what the function
+    returns. The plan finds functions that JAX has traced already in ``traced``.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
     if not graph:
         structure.check_tree()
-    prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
-    positional = [signature.names[i] for i in signature.dynamic]
-    option = f"{transform.name}: {transform.in_name}"
-    arguments = argument_targets(structure, call.tree, prefixes, positional, option)
+    arguments = _arguments(transform, parameters, call, structure)
     check_static_places(structure, named_parts(arguments), signature.static_names)
     locations = locate(structure, arguments)
     names = [
@@ -132,89 +254,47 @@ def resolve_call(
             raise error
         check_mesh(transform, locations, flat.objects, leaves)
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
-    specs = fit_specs(
-        transform,
-        names,
-        list(map(shape_of, leaves)),
-        transform.input_specs(resolved.slots, leaves),
-        resolved.on_indivisible,
-    )
-    written = (part.spec for target in arguments for part in target.parts)
-    declared = [getattr(spec, "activations", None) for spec in written]
-    declared.append(getattr(transform, "activation_shardings", None))
-    batch = structure.root_slots if any(x is not None for x in declared) else ()
-    pure = Pure(
+    shapes, wanted = [*map(shape_of, leaves)], transform.input_specs(resolved.slots, leaves)
+    specs = fit_specs(transform, names, shapes, wanted, resolved.on_indivisible)
+    shardings = tuple(map(transform.sharding_of, specs))
+    attributes = _array_attributes(structure, leaves) if graph and updates else {}
+    placed = _placed(transform, structure, shardings, attributes)
+    batch = structure.root_slots if _shards_activations(transform, arguments) else ()
+    return Plan(
         transform=transform,
-        signature=signature,
-        structure=structure,
-        targets=tuple(target.objects_only() for target in arguments),
-        names=names,
-        specs=tuple(specs),
-        known=_known_variables(locations, specs, transform.spec_of(None), resolved.variables),
-        on_indivisible=resolved.on_indivisible,
-        donated=_donated_slots(structure, signature, arguments, locations),
-        uses=tuple(resolved.uses),
+        fun=weak_function(fun),
+        fun_name=name_of(fun),
         graph=graph,
         updates=updates,
-        batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
-        batch_slots=tuple(slot for slot in batch if not specs[slot]),
-    )
-    return pure, arguments
-
-
-def make_plan(
-    fun: Callable[..., Any],
-    pure: Pure,
-    arguments: list[Target],
-    leaves: Sequence[Any],
-    traced: MutableMapping[Hashable, Callable[..., Any]],
-) -> Plan:
-    """Makes the plan for a structure.
-
-    ``traced`` has the functions that JAX has traced for ``fun``, so that options that do not affect
-    the trace, such as compiler options, do not cause another one.
-    """
-    weak, name = _weak(fun), name_of(fun)
-
-    def pure_function(reach: Hashable | None) -> Callable[..., Any]:
-        if reach is None:
-            return pure.function(weak())
-        key = pure.key, reach
-        function = traced.get(key)
-        return traced.setdefault(key, pure.function(weak())) if function is None else function
-
-    transform, groups = pure.transform, pure.group_specs()
-    shardings = tuple(map(transform.sharding_of, pure.specs))
-    attributes = _attributes(pure.structure, leaves) if pure.graph and pure.updates else {}
-    placed = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
-    if not isinstance(transform, Sharded) or transform.on_committed != "move":
-        kept = pure.structure.slots_of(VariableEntry).union(attributes)
-        placed = {slot: sharding for slot, sharding in placed.items() if slot in kept}
-    return Plan(
-        **{field.name: getattr(pure, field.name) for field in dataclasses.fields(pure)},
-        fun=weak,
-        fun_name=name,
+        signature=signature,
+        structure=structure,
         arguments=arguments,
-        pure_function=pure_function,
-        out_specs=groups,
+        known=known_variables(locations, specs, transform.spec_of(None), resolved),
+        uses=resolved.uses,
+        names=names,
+        specs=tuple(specs),
         shardings=shardings,
+        on_indivisible=resolved.on_indivisible,
+        donated=_donated_slots(structure, signature, arguments, locations),
         attributes=attributes,
         placed_slots=tuple(placed),
         placed_shardings=list(placed.values()),
         pick_placed=picker(tuple(placed)),
+        batch_slots=tuple(slot for slot in batch if not specs[slot]),
+        batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
+        traced=traced,
     )
 
 
-def _attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[int, Any]]:
-    """The slots of JAX arrays that are attributes of modules, each with its module and name."""
-    return {
-        slots[0]: (index, key)
-        for index, entry in enumerate(structure.entries)
-        if isinstance(entry, NodeEntry) and structure.slots[index]
-        if issubclass(entry.type, nnx.Pytree)
-        for key, (child, slots) in parts(structure, index).items()
-        if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct))
-    }
+def _arguments(
+    transform: Transform, parameters: Parameters, call: Call, structure: Structure
+) -> list[Target]:
+    """Returns the dynamic arguments, each with the spec that the user gave for it."""
+    signature = call.signature
+    prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
+    positional = [signature.names[i] for i in signature.dynamic]
+    option = f"{transform.name}: {transform.in_name}"
+    return argument_targets(structure, call.tree, prefixes, positional, option)
 
 
 def _donated_slots(
@@ -225,29 +305,43 @@ def _donated_slots(
 ) -> frozenset[int]:
     are_donated = [i in signature.donated for i in signature.dynamic]
     are_donated += [k in signature.donated_keywords for k in signature.dynamic_keywords]
-    donated = {target.name for target, given in zip(arguments, are_donated, strict=True) if given}
-    in_donated = (x.location.slots for x in locations if x.target.name in donated)
-    return frozenset(slot for slots in in_donated for slot in slots) - structure.slots_of(RefEntry)
+    pairs = zip(arguments, are_donated, strict=True)
+    names = {target.name for target, is_donated in pairs if is_donated}
+    in_donated = (place.location.slots for place in locations if place.target.name in names)
+    # JAX refuses to donate references, which a program changes in place anyway.
+    return frozenset(itertools.chain.from_iterable(in_donated)) - structure.slots_of(RefEntry)
 
 
-def _known_variables(
-    locations: Sequence[NamedLocation],
-    specs: Sequence[Any],
-    open_spec: Any,
-    declared: Mapping[int, tuple[str, Any]],
-) -> dict[int, tuple[str, Any]]:
-    """The first name and the spec of each Variable: the declared one if it holds no array yet."""
-    known: dict[int, tuple[str, Any]] = {}
-    for found in locations:
-        index, slots = found.location.entry, found.location.slots
-        if index is not None and index not in known:
-            spec = specs[slots[0]] if slots else declared.get(index, ("", None))[1]
-            known[index] = found.name, open_spec if slots and spec is None else spec
-    return known
+def _array_attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[int, Any]]:
+    """Returns the slots of JAX arrays that are attributes of modules: the module and the name."""
+    return {
+        slots[0]: (index, key)
+        for index, entry in enumerate(structure.entries)
+        if isinstance(entry, NodeEntry) and structure.slots[index]
+        if issubclass(entry.type, nnx.Pytree)
+        for key, (child, slots) in parts(structure, index).items()
+        if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct))
+    }
 
 
-def _weak(fun: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(fun)
-    except TypeError:  # some NumPy callables; nothing is kept for them beyond their wrappers
-        return lambda: fun
+def _placed(
+    transform: Transform,
+    structure: Structure,
+    shardings: Sequence[Sharding | None],
+    attributes: Mapping[int, Any],
+) -> dict[int, Sharding]:
+    """Returns the shardings of the arrays that a call moves, by slot."""
+    placed = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
+    if isinstance(transform, Sharded) and transform.on_committed == "move":
+        return placed
+    # The caller keeps the moved arrays of these; any others would be moved again in each call.
+    kept = structure.slots_of(VariableEntry).union(attributes)
+    return {slot: sharding for slot, sharding in placed.items() if slot in kept}
+
+
+def _shards_activations(transform: Transform, arguments: Sequence[Target]) -> bool:
+    """Whether shardings of activations are declared, for the call or for an argument."""
+    written = (part.spec for target in arguments for part in target.parts)
+    declared = [getattr(spec, "activations", None) for spec in written]
+    declared.append(getattr(transform, "activation_shardings", None))
+    return any(x is not None for x in declared)

@@ -142,6 +142,20 @@ def resolve(
     return result
 
 
+def known_variables(
+    locations: Sequence[NamedLocation], specs: Sequence[Any], open_spec: Any, resolved: Resolved
+) -> dict[int, tuple[str, Any]]:
+    """Returns the first name and the spec of each Variable; without an array, the declared spec."""
+    known: dict[int, tuple[str, Any]] = {}
+    for place in locations:
+        index, slots = place.location.entry, place.location.slots
+        if index is None or index in known:
+            continue
+        spec = specs[slots[0]] if slots else resolved.variables.get(index, ("", None))[1]
+        known[index] = place.name, open_spec if slots and spec is None else spec
+    return known
+
+
 def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
     if not uses:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -21,11 +21,16 @@ from ..specs.fitting import (
     variants,
 )
 from .call_context import Caller
+from .flatten import Flat
 from .problems import no_mesh
 from .retyping import Retyped, Retyping, mesh_of_types, type_mesh, typed_as
 from .signature import Call, Parameters, Signature, sort_call
 from .static_equality import strict
 from .targets import Specs
+from .unflatten import Built
+
+if TYPE_CHECKING:  # a plan is made for a transform, which then gets it
+    from .plan import Plan
 
 # What is done with arrays that are committed to a sharding other than declared: raise an error,
 # reshard them on the same devices, move them from any devices, or keep their own sharding.
@@ -132,11 +137,11 @@ class Transform:
         """The specs of all inputs, with those that the user left open."""
         return specs
 
-    def carried_objects(self, pure: Any) -> frozenset[int]:
+    def carried_objects(self, plan: Plan) -> frozenset[int]:
         """The objects of the arguments that may be results even without graph updates."""
         return frozenset()
 
-    def written_specs(self, pure: Any, after: Any) -> Mapping[int, Any]:
+    def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Any]:
         """Other specs than declared for arrays that the function wrote to Variables, by slot."""
         return {}
 
@@ -144,12 +149,12 @@ class Transform:
         """The sharding that a Variable with this final spec gets and keeps."""
         return None
 
-    def entered(self, pure: Any, leaves: Sequence[Any], *, nested: bool) -> Retyped:
+    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> Retyped:
         """Arrays with the types that they have while the function runs."""
         return Retyped.of(None, leaves)
 
     def tracing(
-        self, pure: Any, caller: Caller, built: Any, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
         """The context of the user's function in a trace; yields what to call in its place.
 
@@ -164,7 +169,7 @@ class Transform:
 
     def compile(
         self,
-        pure: Any,
+        plan: Plan,
         function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
@@ -246,17 +251,17 @@ class Sharded(Transform):
             return None
         return spec if isinstance(spec, jax.sharding.Sharding) else None
 
-    def entered(self, pure: Any, leaves: Sequence[Any], *, nested: bool) -> Retyped:
+    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> Retyped:
         """Arrays with declared shardings in their types, and with the axis types of the function.
 
         JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
         whose types have no mesh get them.
         """
-        goals = dict(pure.typed)
+        goals = dict(plan.typed)
         is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
         if is_auto and not nested:
             auto = NamedSharding(self.context, PartitionSpec())  # type: ignore[arg-type]
-            goals = dict.fromkeys(pure.structure.root_slots, auto)
+            goals = dict.fromkeys(plan.structure.root_slots, auto)
         typed = [*leaves]
         for slot, goal in goals.items():
             if not nested or type_mesh(leaves[slot]) is None:

@@ -20,7 +20,6 @@ from .. import _compat
 from ..core.placing import is_committed
 from ..core.plan import Plan
 from ..core.problems import show
-from ..core.pure import Pure
 from ..core.structure import Structure
 from ..errors import RetraceError, message, shortened
 from ..specs.fitting import describe_both, describe_mesh
@@ -33,7 +32,7 @@ class Trace(NamedTuple):
     """One trace of a function, without references to arrays or to the function."""
 
     number: int
-    pure: Pure
+    plan: Plan
     avals: tuple[Any, ...]
     context: dict[str, Any]  # the part of JAX's configuration on which the trace depends
     key: tuple[Any, ...]  # everything on which the trace depends
@@ -203,7 +202,7 @@ def _compilations(log: Any, name: str) -> Iterator[Retrace]:
         if not earlier:
             continue
         since = (t for t in traces if earlier[-1].number < t.number <= new.number)
-        if any(t.pure.structure == new.structure for t in since):
+        if any(t.plan.structure == new.structure for t in since):
             continue
         changes = min((_reshardings(old, new) for old in reversed(earlier)), key=len)
         yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
@@ -225,17 +224,17 @@ def nearest(
     """The earlier trace with the fewest differences from a new one, and these differences."""
 
     def facts(trace: Trace) -> Facts:
-        side = trace.pure.signature, trace.pure.structure
+        side = trace.plan.signature, trace.plan.structure
         return cache.get(side) or cache.setdefault(side, facts_of(*side))
 
     candidates = earlier[: -MAX_COMPARED - 1 : -1]
-    alike = (old for old in candidates if hash(old.pure.structure) == hash(new.pure.structure))
+    alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     same = next((old for old in alike if old.key == new.key), None)
     if same is not None or not candidates:
         return same and (same, [])
     old, least = candidates[0], math.inf
     for candidate in candidates:
-        is_same = candidate.pure.structure == new.pure.structure
+        is_same = candidate.plan.structure == new.plan.structure
         number = 0 if is_same else distance(facts(candidate), facts(new))
         if number < least:
             number += 2 * len(_other_differences(candidate, new))
@@ -243,7 +242,7 @@ def nearest(
             old, least = candidate, number
         if least <= 2:  # one change: no other trace is more similar
             break
-    is_same = old.pure.structure == new.pure.structure
+    is_same = old.plan.structure == new.plan.structure
     static = [] if is_same else compare(facts(old), facts(new))
     lines = [*static, *_other_differences(old, new)]
     return old, lines or ["the structure of the arguments, in a part without a name"]
@@ -251,15 +250,15 @@ def nearest(
 
 def _other_differences(old: Trace, new: Trace) -> list[str]:
     """All differences except those of static values."""
-    calls = arguments_of(old.pure.signature), arguments_of(new.pure.signature)
+    calls = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
     lines = [f"arguments {calls[0]} → {calls[1]}"] * (calls[0] != calls[1])
     return [*lines, *_arrays(old, new), *_options(old, new)]
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[str]:
-    before = dict(zip(old.pure.names, old.avals, strict=True))
-    shape = "shape of each shard" if new.pure.transform.name == "shard_map" else "shape"
-    for name, aval in zip(new.pure.names, new.avals, strict=True):
+    before = dict(zip(old.plan.names, old.avals, strict=True))
+    shape = "shape of each shard" if new.plan.transform.name == "shard_map" else "shape"
+    for name, aval in zip(new.plan.names, new.avals, strict=True):
         if before.get(name, aval) == aval:
             continue
         parts = []
@@ -274,7 +273,7 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
 
 
 def _options(old: Trace, new: Trace) -> Iterator[str]:
-    yield from _transforms(old.pure.transform, new.pure.transform)
+    yield from _transforms(old.plan.transform, new.plan.transform)
     before = _facts(old)
     for label, value in _facts(new).items():
         if before.get(label, value) != value:
@@ -295,14 +294,14 @@ def _transforms(old: Any, new: Any) -> Iterator[str]:
 
 def _facts(trace: Trace) -> dict[str, Any]:
     """What a trace depends on besides the arguments and the transform, by label."""
-    pure, names, signature = trace.pure, trace.pure.names, trace.pure.signature
+    plan, names, signature = trace.plan, trace.plan.names, trace.plan.signature
     arguments = (*signature.names, *signature.keywords)
     return {
         **{f"argument {name}: static": name in signature.static_names for name in arguments},
-        **{f"spec of {names[slot]}:": spec for slot, spec in pure.object_specs.items()},
-        **{f"{name}: donated": slot in pure.donated for slot, name in enumerate(names)},
-        "graph:": pure.graph,
-        "graph_updates:": pure.updates,
+        **{f"spec of {names[slot]}:": spec for slot, spec in plan.object_specs.items()},
+        **{f"{name}: donated": slot in plan.donated for slot, name in enumerate(names)},
+        "graph:": plan.graph,
+        "graph_updates:": plan.updates,
         **{f"{label}:": value for label, value in trace.context.items()},
     }
 
@@ -352,14 +351,15 @@ class Observer(NamedTuple):
     limit: TraceLimit | None
 
     def traced(
-        self, pure: Pure, fun: Any, leaves: Sequence[Any], *, nested: bool
+        self, plan: Plan, fun: Any, leaves: Sequence[Any], *, nested: bool
     ) -> Callable[[], None]:
         """Records a trace, unless a limit forbids it; returns what removes the record."""
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
         traces, earlier = self.log.by_number, self.log.traces()
         avals, context = tuple(map(jax.typeof, leaves)), _compat.trace_context()
-        new = Trace(self.log.count + 1, pure, avals, context, (context, pure.key, avals), nested)
+        key = context, plan.trace_key, avals
+        new = Trace(self.log.count + 1, plan, avals, context, key, nested)
         is_known = any(new.key == trace.key for trace in earlier)
         limits = LIMITS.get()
         if self.limit is not None and not is_known:
@@ -374,7 +374,7 @@ class Observer(NamedTuple):
             new = new._replace(number=new.number + 1)
         while len(traces) > MAX_TRACES:
             traces.pop(min(traces), None)
-        note_identities(pure.structure)
+        note_identities(plan.structure)
 
         def forget() -> None:
             traces.pop(new.number, None)

@@ -16,7 +16,7 @@ from ..activations.variables import resharded
 from ..core.call_context import Caller, called_by, caller_here
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup, union
-from ..core.pure import Pure
+from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.targets import Specs, named_parts
 from ..core.unflatten import Built, kept_places
@@ -76,12 +76,12 @@ class _Switch(InnerTransform):
     bound: tuple[tuple[int, ...], ...]
 
     def applied(
-        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         # JAX traces again for each new function, so branches are kept, but no objects of the user.
         @functools.lru_cache(maxsize=64)
         def kept(fixed: Fixed, types: Any, context: Any) -> _Branches:
-            return _Branches(self, pure, function, fixed)
+            return _Branches(self, plan, function, fixed)
 
         def call(*leaves: Any) -> Any:
             fixed, operands = fixed_of(leaves), [*filter(is_traced, leaves)]
@@ -89,7 +89,7 @@ class _Switch(InnerTransform):
                 types = tuple(map(jax.typeof, operands))
                 branches = kept(fixed, types, _compat.context_key())
             else:
-                branches = _Branches(self, pure, function, fixed)
+                branches = _Branches(self, plan, function, fixed)
             if self.name == "cond":
                 results = jax.lax.cond(operands[0], *branches.functions, operands)
             else:
@@ -106,9 +106,9 @@ class _Branches:
     branch changes. Branches that are the same function are traced once.
     """
 
-    def __init__(self, transform: _Switch, pure: Pure, function: Function, fixed: Fixed):
+    def __init__(self, transform: _Switch, plan: Plan, function: Function, fixed: Fixed):
         self._name, self._labels = transform.name, transform.labels
-        self._pure, self._function, self._fixed = pure, function, dict(fixed)
+        self._plan, self._function, self._fixed = plan, function, dict(fixed)
         # By the number of the branch: what it returns, in words, and the types of its arrays.
         self._outcomes: dict[int, Outcome] = {}
         self._forms: dict[int, str] = {}
@@ -123,14 +123,14 @@ class _Branches:
 
     def _branch(self, number: int, operands: Sequence[Any]) -> list[Any]:
         """One branch, as a function of the arrays that are operands."""
-        arrays, count = iter(operands), len(self._pure.names)
+        arrays, count = iter(operands), len(self._plan.names)
         every = [self._fixed[s].value if s in self._fixed else next(arrays) for s in range(count)]
         *groups, outcome = self._outputs(number, every)
         self._outcomes[number] = outcome
         self._check_structures(number)
         results: list[Any] = outcome.arrays(every, groups)
-        for index, own in enumerate(self._pure.structure.slots):
-            kept = kept_places(self._pure.structure, outcome.structure, index) if own else ()
+        for index, own in enumerate(self._plan.structure.slots):
+            kept = kept_places(self._plan.structure, outcome.structure, index) if own else ()
             for slot, old in kept:  # as elsewhere, with the sharding of the old array
                 if is_traced(every[old]) and not _compat.is_ref(every[old]):
                     results[slot] = resharded(results[slot], every[old])
@@ -140,7 +140,7 @@ class _Branches:
             None if not is_traced(x) or _compat.is_ref(x) or any(x is y for y in kept) else x
             for x in results
         ]
-        labels = [*(group.names for group in groups), self._pure.names]
+        labels = [*(group.names for group in groups), self._plan.names]
         self._types[number] = [
             (labels[group][position], None if x is None else jax.typeof(x))
             for x, (group, position) in zip(results, outcome.sources, strict=True)
@@ -163,7 +163,7 @@ class _Branches:
 
     def output(self, results: Sequence[Any]) -> tuple[OutputGroup, Outcome]:
         """What the chosen branch did: the arrays that some branch changes, and the outcome."""
-        outcome = union(self._pure.structure, [*self._outcomes.values()])
+        outcome = union(self._plan.structure, [*self._outcomes.values()])
         slots = [slot for slot, (group, _) in enumerate(outcome.sources) if group >= 0]
         arrays = [results[slot] for slot in slots]
         return OutputGroup(("",) * len(arrays), arrays), outcome
@@ -176,7 +176,7 @@ class _Branches:
         labels = self._labels[0], self._labels[number]
         forms = self._forms[0], self._forms[number]
         found = [("output", *forms)] if forms[0] != forms[1] else []
-        starts = named_parts(self._pure.targets)
+        starts = named_parts(self._plan.targets)
         sides = one.structure, other.structure
         names, others = (side.names([*starts, ("output", side.root)]) for side in sides)
         same = {index: name for index, name in names.items() if others.get(index) == name}
@@ -336,9 +336,9 @@ class _While(Scan):
     def is_stacked(self, slots: Sequence[int], leaf: Any) -> bool:
         return False  # the number of steps may be unknown
 
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:
         if not isinstance(caller.fun, Functions):  # the condition
-            return super().wrapped(pure, caller, built)
+            return super().wrapped(plan, caller, built)
         body = caller.fun.which(-1)
 
         def step(objects: Sequence[Any], *args: Any) -> Any:
@@ -350,11 +350,11 @@ class _While(Scan):
         return step
 
     def applied(
-        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         if self.options:
-            return super().applied(pure, function, in_specs, out_specs)
-        return at_top_level(_WhileLoop((), pure, function, in_specs, out_specs))
+            return super().applied(plan, function, in_specs, out_specs)
+        return at_top_level(_WhileLoop((), plan, function, in_specs, out_specs))
 
 
 class _WhileLoop(Loop):

@@ -18,7 +18,7 @@ from ..core.call_context import called_by, caller_here
 from ..core.flatten import Flat, flatten
 from ..core.functions import Several, name_of
 from ..core.outcome import Outcome, OutputGroup
-from ..core.pure import Pure
+from ..core.plan import Plan
 from ..core.reach import reach_of
 from ..core.retyping import type_spec
 from ..core.signature import Roles
@@ -52,10 +52,10 @@ class _Custom(InnerTransform):
         return False  # the rule has the whole gradient
 
     def applied(
-        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         kind = _WithVjp if self.name == "custom_vjp" else _WithJvp
-        return lambda *leaves: kind(self, pure, function, leaves).result()
+        return lambda *leaves: kind(self, plan, function, leaves).result()
 
 
 class _Rules(Several):
@@ -73,13 +73,13 @@ class _Rules(Several):
 class _Call:
     """One call: JAX may trace the function and its rules later, and several times."""
 
-    def __init__(self, transform: _Custom, pure: Pure, function: Function, leaves: Sequence[Any]):
+    def __init__(self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[Any]):
         caller = caller_here()
         assert caller is not None
-        self.transform, self.pure, self._function, self._caller = transform, pure, function, caller
+        self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
         self.rules: tuple[Any, ...] = caller.fun.functions
         self._places, fixed = dict[Path, tuple[int, ...]](), set[int]()
-        structure, filters = pure.structure, dict(transform.filters)
+        structure, filters = plan.structure, dict(transform.filters)
         for location in structure.walk(structure.root, iter(structure.root_slots)):
             _, number, *path = location.path
             is_nondiff = number in transform.nondiff
@@ -90,7 +90,7 @@ class _Call:
                 or (is_nondiff and not isinstance(leaves[slot], jax.core.Tracer))
             }
             if location.entry is not None and number in filters:
-                parts = (part.keys for part in pure.targets[number].parts)
+                parts = (part.keys for part in plan.targets[number].parts)
                 depth = next(len(keys) for keys in parts if (*path[: len(keys)],) == keys)
                 subject = caller.objects[location.entry]
                 is_nondiff |= not to_predicate(filters[number])((*path[depth:],), subject)
@@ -107,7 +107,7 @@ class _Call:
         """The outputs of the function."""
         results = self.differentiable()(self._arrays)
         # JAX may keep the rules, but not these.
-        statics = {*self.pure.structure.static_indices()}
+        statics = {*self.plan.structure.static_indices()}
         objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
         self._caller, self._arrays = self._caller._replace(objects=objects), []
         groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
@@ -131,7 +131,7 @@ class _Call:
         names = [name_of(one), name_of(other)]
         changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in (first, second)]
         lines = [
-            f"  {self.pure.known[i][0] if i in self.pure.known else 'an object'}: changed by "
+            f"  {self.plan.known[i][0] if i in self.plan.known else 'an object'}: changed by "
             f"{names[i in changed[1]]} only"
             for i in sorted(changed[0] ^ changed[1])
         ]
@@ -280,7 +280,7 @@ class _WithJvp(_Call):
         # The tangents of changed Variables are in those of the arguments.
         state = flatten(given)
         places = slots_by_path(state.structure)
-        for path, slots in slots_by_path(_arguments_after(self.pure.structure, outcome)).items():
+        for path, slots in slots_by_path(_arguments_after(self.plan.structure, outcome)).items():
             for slot, position in zip(slots, places.get(path[1:], ()), strict=False):
                 if slot >= 0:
                     after[slot] = state.leaves[position]

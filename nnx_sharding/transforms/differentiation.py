@@ -16,7 +16,6 @@ from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
 from ..core.functions import name_of
 from ..core.plan import Plan
-from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.structure import Child, Container, Structure
 from ..core.targets import leaves_by_path
@@ -36,7 +35,7 @@ class Differentiation(InnerTransform):
     in_name: str = "primals"
     has_aux: bool = False
 
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:  # noqa: D102
+    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:  # noqa: D102
         def checked(*args: Any, **kwargs: Any) -> Any:
             out = caller.fun(*args, **kwargs)
             name = name_of(caller.fun)

@@ -20,7 +20,6 @@ from ..core.call_context import Caller
 from ..core.flatten import Flat
 from ..core.functions import Several
 from ..core.plan import Plan
-from ..core.pure import Pure
 from ..core.static_equality import Static
 from ..core.targets import PLAIN
 from ..core.transform import Program, Transform
@@ -166,26 +165,26 @@ class InnerTransform(Transform):
     compiles_at_top_level: ClassVar[bool] = False
 
     def tracing(  # noqa: D102
-        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Function]:
         pass_tags(caller, built)
         pass_paths(caller, built)
-        return contextlib.nullcontext(self.wrapped(pure, caller, built))
+        return contextlib.nullcontext(self.wrapped(plan, caller, built))
 
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:
         """What is called for the user's function."""
         fun: Function = caller.fun
         return fun
 
     def compile(  # noqa: D102
         self,
-        pure: Pure,
+        plan: Plan,
         function: Function,
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        call = self.applied(pure, function, in_specs, out_specs)
+        call = self.applied(plan, function, in_specs, out_specs)
 
         def inline(*leaves: Any) -> Any:
             sums = PARTIAL_SUMS.get()
@@ -204,9 +203,9 @@ class InnerTransform(Transform):
                 with sums.known(pairs):
                     return function(*every[: len(leaves)])
 
-            names = [*pure.names, *(pure.names[slot] for slot in found)]
+            names = [*plan.names, *(plan.names[slot] for slot in found)]
             specs = [*in_specs, *(in_specs[slot] for slot in found)]
-            every = dataclasses.replace(pure, names=names)
+            every = dataclasses.replace(plan, names=names)
             more = self.applied(every, with_sums, specs, out_specs)
             return more(*leaves, *found.values())
 
@@ -225,7 +224,7 @@ class InnerTransform(Transform):
         return True
 
     def applied(
-        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         """What is called for a pure function; the arguments are those of :meth:`compile`."""
         return function

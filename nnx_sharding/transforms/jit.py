@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
+from ..core.plan import Plan
 from ..core.problems import check_options
-from ..core.pure import Pure
 from ..core.resharding import in_context
 from ..core.signature import Roles
 from ..core.targets import Specs, check_specs
@@ -45,14 +45,14 @@ class Jit(Sharded):
     keeps_captures: bool = True  # type: ignore[misc]  # as jax.jit, for speed
 
     def tracing(
-        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
         """The context in which activations get their shardings, with the mesh in it."""
-        return _in_mesh(self.context, sharded_activations(pure, caller, built, leaves))
+        return _in_mesh(self.context, sharded_activations(plan, caller, built, leaves))
 
     def compile(
         self,
-        pure: Any,
+        plan: Plan,
         function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],

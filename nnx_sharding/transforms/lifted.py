@@ -25,7 +25,7 @@ from ..core.functions import Several
 from ..core.guard.store import recorder_of
 from ..core.outcome import Outcome
 from ..core.placing import abstract, as_declared
-from ..core.plan import Plan, make_plan, plan_key, resolve_call
+from ..core.plan import Plan, make_plan, plan_key
 from ..core.reach import Reach, reach_of
 from ..core.signature import Call, Parameters, Roles
 from ..core.transform import Program, Transform
@@ -139,8 +139,8 @@ class LiftedFunction(Generic[P, R]):
         transform = self._transform
 
         def make() -> Plan:
-            pure, arguments = resolve_call(transform, self._parameters, call, flat, **self._modes)
-            return make_plan(self._fun, pure, arguments, flat.leaves, self._cache.traced)
+            parameters, traced = self._parameters, self._cache.traced
+            return make_plan(self._fun, transform, parameters, call, flat, traced, **self._modes)
 
         return self._plans.get_or_make(plan_key(transform, call, flat), make)
 

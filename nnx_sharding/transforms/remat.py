@@ -15,7 +15,7 @@ from ..activations.intercept import handler_here, with_handler
 from ..activations.tracing import KNOWN, Known
 from ..core.call_context import Caller
 from ..core.known_faults import jaxprs_of
-from ..core.pure import Pure
+from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
@@ -122,17 +122,17 @@ class _Remat(InnerTransform):
     policy: Callable[..., Any] | _Rules | None
     prevent_cse: bool
 
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:
         if not isinstance(self.policy, _Rules):
-            return super().wrapped(pure, caller, built)
+            return super().wrapped(plan, caller, built)
         rules, outer = self.policy, handler_here()
         known = Known(
             {
                 id(built.objects[index]): (path, built.objects[index])
-                for target in pure.targets
+                for target in plan.targets
                 for part in target.parts
-                for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
-                if isinstance(pure.structure.entries[index], NodeEntry)
+                for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items()
+                if isinstance(plan.structure.entries[index], NodeEntry)
             }
         )
 
@@ -154,7 +154,7 @@ class _Remat(InnerTransform):
         return call
 
     def applied(
-        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()

@@ -17,7 +17,7 @@ from ..activations.variables import resharded
 from ..core.call_context import Caller, caller_here
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup
-from ..core.pure import Pure
+from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, Structure, VariableEntry, parts_of
@@ -49,8 +49,8 @@ class Scan(Mapped):
     carried: int | str | None
     returned: int | None
 
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:  # noqa: D102
-        fun = super().wrapped(pure, caller, built)
+    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:  # noqa: D102
+        fun = super().wrapped(plan, caller, built)
         if self.carried is None:
             return fun
 
@@ -76,14 +76,14 @@ class Scan(Mapped):
         # dimension of sums is an additional one.
         return spec.index is not None and spec.index >= 0
 
-    def carried_objects(self, pure: Pure) -> frozenset[int]:  # noqa: D102
-        parts = (part for target in pure.targets for part in target.parts if part.spec is CARRY)
-        return frozenset().union(*(pure.structure._links(part.child) for part in parts))
+    def carried_objects(self, plan: Plan) -> frozenset[int]:  # noqa: D102
+        parts = (part for target in plan.targets for part in target.parts if part.spec is CARRY)
+        return frozenset().union(*(plan.structure._links(part.child) for part in parts))
 
     def applied(  # noqa: D102
-        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
-        return Loop(self.options, pure, function, in_specs, out_specs)
+        return Loop(self.options, plan, function, in_specs, out_specs)
 
 
 def check_carry(name: str, fun_name: str, given: Any, out: Any) -> None:
@@ -151,15 +151,15 @@ class Loop:
     def __init__(
         self,
         options: Iterable[tuple[str, Static]],
-        pure: Pure,
+        plan: Plan,
         function: Function,
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
     ):
         self._options = {key: option.value for key, option in options}
-        self._function, self._structure, self._names = function, pure.structure, pure.names
-        self._signature, self._transform = pure.signature, cast("Scan", pure.transform)
-        structure = pure.structure
+        self._function, self._structure, self._names = function, plan.structure, plan.names
+        self._signature, self._transform = plan.signature, cast("Scan", plan.transform)
+        structure = plan.structure
         self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
         self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
         refs = structure.slots_of(RefEntry)
@@ -170,11 +170,11 @@ class Loop:
             )
         # Where each other carried array belongs: the index of its object, and its place in that.
         # Without graph updates only Variables and the carry keep what a step writes.
-        carried = pure.transform.carried_objects(pure)
+        carried = plan.transform.carried_objects(plan)
         self._places = {
             slot: (index, number)
             for index, slots in enumerate(structure.slots)
-            if pure.updates
+            if plan.updates
             or index in carried
             or isinstance(structure.entries[index], VariableEntry)
             for number, slot in enumerate(slots)
@@ -189,8 +189,8 @@ class Loop:
         self._carry_group = out_specs.index(CARRY) if CARRY in out_specs else None
         # Each step gets the same structure, so none may change the structure of what it passes on:
         # what is not mapped, and the object of each other carried array.
-        self._targets = pure.targets
-        parts = [part for target in pure.targets for part in target.parts]
+        self._targets = plan.targets
+        parts = [part for target in plan.targets for part in target.parts]
         passed = (x.child for x in parts if x.spec in (None, BROADCAST, CARRY))
         self._fixed = set[int]().union(*map(structure._links, passed))
         self._fixed -= {index for index in captures(structure) if not structure.slots[index]}

@@ -15,8 +15,8 @@ from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
 from ..core.placing import is_committed
+from ..core.plan import Plan
 from ..core.problems import array_line, check_options
-from ..core.pure import Pure
 from ..core.resharding import mesh_here
 from ..core.retyping import typed_as
 from ..core.signature import Call, Parameters, Roles, Signature
@@ -136,13 +136,13 @@ class _ShardMap(Sharded):
         return NamedSharding(self.context, spec) if isinstance(self.context, Mesh) else None
 
     def tracing(
-        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        return sharded_activations(pure, caller, built, leaves)
+        return sharded_activations(plan, caller, built, leaves)
 
     def compile(
         self,
-        pure: Any,
+        plan: Plan,
         function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from .. import _compat
 from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
-from ..core.pure import Pure
+from ..core.plan import Plan
 from ..core.resolve import locate, resolve
 from ..core.retyping import type_spec
 from ..core.signature import Roles
@@ -127,14 +127,14 @@ class Mapped(InnerTransform):
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:  # noqa: D102
         return [*map(self.spec_of, specs)]
 
-    def written_specs(self, pure: Any, after: Flat) -> Mapping[int, Any]:
+    def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Any]:
         """What is captured in a module that is not mapped is stacked along the first dimension."""
         return {
             slot: Axis(0)
-            for index in captures(pure.structure)
-            if (known := pure.known[index][1]) is None or known.index is None
+            for index in captures(plan.structure)
+            if (known := plan.known[index][1]) is None or known.index is None
             for slot in after.structure.slots[index]
-            if self.is_stacked(pure.structure.slots[index], after.leaves[slot])
+            if self.is_stacked(plan.structure.slots[index], after.leaves[slot])
         }
 
     def is_stacked(self, slots: Sequence[int], leaf: Any) -> bool:
@@ -161,14 +161,14 @@ class Mapped(InnerTransform):
             anchor="axes-that-arrays-do-not-have",
         )
 
-    def wrapped(self, pure: Any, caller: Caller, built: Built) -> Function:  # noqa: D102
-        fun = super().wrapped(pure, caller, built)
+    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:  # noqa: D102
+        fun = super().wrapped(plan, caller, built)
         if not self.metadata:
             return fun
         settings = dict(self.metadata)
         mapped = [
             (built.objects[index], axis.index)
-            for index, (_, axis) in pure.known.items()
+            for index, (_, axis) in plan.known.items()
             if axis is not None and axis.index is not None
         ]
 
@@ -176,7 +176,7 @@ class Mapped(InnerTransform):
             change_names(nnx.spmd.remove_axis, mapped, settings)
             try:
                 out = fun(*args, **kwargs)
-                new = self._new_variables(out, pure, built)
+                new = self._new_variables(out, plan, built)
                 change_names(nnx.spmd.add_axis, new, settings)
                 return out
             finally:
@@ -184,18 +184,18 @@ class Mapped(InnerTransform):
 
         return named
 
-    def _new_variables(self, out: Any, pure: Any, built: Built) -> list[tuple[Any, int]]:
+    def _new_variables(self, out: Any, plan: Plan, built: Built) -> list[tuple[Any, int]]:
         """The Variables that the function made and returns or attached, each with its axis."""
         flat = flatten(out, known=built.objects)
         caller = f"{self.name}: {self.out_name}"
         output = target("output", self.out_specs.tree, out, flat.structure.root, caller)
         resolved = resolve(
-            locate(flat.structure, [*pure.targets, output]),
+            locate(flat.structure, [*plan.targets, output]),
             flat.objects,
             flat.leaves,
             self.spec_of,
-            known=pure.known,
-            settled={each.name for each in pure.targets},
+            known=plan.known,
+            settled={each.name for each in plan.targets},
         )
         return [
             (flat.objects[index], axis.index)
@@ -276,7 +276,7 @@ class _Vmap(Mapped):
         )
 
     def applied(
-        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         options: Any = {key: option.value for key, option in self.options}
         options["out_axes"] = (*(axis.index for axis in out_specs), None)
