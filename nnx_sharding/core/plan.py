@@ -1,6 +1,6 @@
-"""What is computed once per structure of the arguments: a :class:`Plan`.
+"""Plans: what is computed once for all calls whose arguments have the same structure.
 
-Calls whose arguments differ only in their arrays share a plan. :func:`make_plan` finds, in order,
+Such arguments differ only in their arrays. :func:`make_plan` finds, in this order,
 
     which spec belongs to which argument, and to which graph object in it    targets.py
     the name of each array and Variable, such as ``model.up.kernel``         resolve.py
