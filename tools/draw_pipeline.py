@@ -64,9 +64,9 @@ SLOW_WAY = (
 LAST = (
     Stage(
         "run",
-        ("call.py", "placing.py", "interrupts.py", "transfer.py", "resharding.py"),
+        ("call.py", "declared.py", "interrupts.py", "place.py", "constrain.py"),
     ),
-    Stage("write-back", ("unflatten.py",)),
+    Stage("write-back", ("unflatten.py", "rebuild.py")),
 )
 # Not on the way of a call of `jit`: what is reported when something is wrong, guards outside of
 # calls, and whether a trace of another transform is used again.

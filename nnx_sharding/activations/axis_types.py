@@ -10,9 +10,10 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
+from ..core.constrain import type_spec
 from ..core.flatten import flatten
-from ..core.resharding import called, rebuilt
-from ..core.retyping import Retyped, Retyping, type_spec
+from ..core.rebuild import rebuild
+from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
 from ..specs.fitting import axes_of_type, only_axes, spec_axes
 
 
@@ -24,20 +25,20 @@ def with_auto_axes(
 ) -> Any:
     """Calls a function of a tree with some Explicit axes Auto; ``leave`` types what it returns."""
     mesh = jax.sharding.get_abstract_mesh()
-    retyping = Retyping.of(mesh, axes, AxisType.Auto, name="activation_shardings")
+    retyping = AxisTypeChange.of(mesh, axes, AxisType.Auto, name="activation_shardings")
     if retyping is None:
         return call(tree)
     flat = flatten(tree)
-    arrays = Retyped.of(retyping, flat.leaves)
+    arrays = RetypedArrays.of(retyping, flat.leaves)
     try:
-        after = called(flat, arrays, call)
+        after = call_retyped(flat, arrays, call)
     except BaseException:
-        rebuilt(flat._replace(leaves=arrays.inside), flat.leaves, foreign=True)
+        rebuild(flat._replace(leaves=arrays.inside), flat.leaves, foreign=True)
         raise
     left, untyped = arrays.leave(flat.structure, after)
     for slot, x in untyped.items():
         left[slot] = leave(x)
-    return rebuilt(after, left, foreign=True)
+    return rebuild(after, left, foreign=True)
 
 
 def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:

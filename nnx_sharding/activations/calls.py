@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller, called_by
+from ..core.declared import abstract, is_committed
 from ..core.flatten import Flat
-from ..core.placing import abstract, is_committed
 from ..core.plan import Plan
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import axes_of_type

@@ -18,11 +18,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
+from ..core.constrain import (
+    apply_shardings,
+    in_context,
+    mesh_here,
+    retype,
+    type_spec,
+    without_unconstrained,
+)
 from ..core.flatten import Flat
 from ..core.plan import Plan
 from ..core.problems import no_mesh
-from ..core.resharding import apply_shardings, in_context, mesh_here, without_unconstrained
-from ..core.retyping import PARTIAL, retyped, type_spec, with_reduced
+from ..core.retyping import PARTIAL
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Built
@@ -42,6 +49,7 @@ from ..specs.fitting import (
     spec_and_mesh,
     spec_axes,
     with_entries,
+    with_reduced,
 )
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
@@ -361,7 +369,7 @@ class Scope:
                 spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
                 if spec is None and frame.tag.path and (columns := self._columns(frame, x)):
                     spec = only_axes(columns, explicit)
-                new: jax.Array = retyped(x, mesh, output_spec(x, like, spec))
+                new: jax.Array = retype(x, mesh, output_spec(x, like, spec))
                 if known is not None:
                     frame.constrained(new, jax.typeof(new).sharding)
                 elif frame.is_outermost:

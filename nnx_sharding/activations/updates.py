@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from ..core.retyping import Retyping, retyped, type_spec
+from ..core.constrain import retype, type_spec
+from ..core.retyping import AxisTypeChange
 
 
 class GradientTransformation(Protocol):
@@ -56,14 +57,14 @@ class _WithAutoAxes:
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         """Returns the updates and the new state, typed like the parameters and the old state."""
         mesh = jax.sharding.get_abstract_mesh()
-        retyping = Retyping.of(mesh, True, AxisType.Auto, name="Optimizer.update")
+        retyping = AxisTypeChange.of(mesh, True, AxisType.Auto, name="Optimizer.update")
         if retyping is None:
             return self._tx.update(updates, state, params, **extra)
         outer, inner = retyping
         like = updates if params is None else params
 
         def enter(x: Any) -> Any:
-            return _with_outer_axes(x, like, retyping) if callable(x) else retyped(x, inner)
+            return _with_outer_axes(x, like, retyping) if callable(x) else retype(x, inner)
 
         # Gradients may be sharded otherwise than parameters; all have to meet as these are.
         outside = (_typed_like(updates, like, outer), state, params), extra
@@ -73,7 +74,9 @@ class _WithAutoAxes:
         return _typed_like(new, (like, state), outer)
 
 
-def _with_outer_axes(fun: Callable[..., Any], like: Any, retyping: Retyping) -> Callable[..., Any]:
+def _with_outer_axes(
+    fun: Callable[..., Any], like: Any, retyping: AxisTypeChange
+) -> Callable[..., Any]:
     """Returns a function that a transformation calls, such as the loss of a line search.
 
     It runs with the axes outside of the transformation; arguments of the structure of the
@@ -86,7 +89,7 @@ def _with_outer_axes(fun: Callable[..., Any], like: Any, retyping: Retyping) -> 
         args = tuple(_typed_like(arg, like, outer) for arg in args)
         with jax.sharding.use_abstract_mesh(outer):
             out = fun(*args, **_typed_like(kwargs, (), outer))
-        return jax.tree.map(lambda x: retyped(x, inner), out)
+        return jax.tree.map(lambda x: retype(x, inner), out)
 
     return call
 
@@ -105,6 +108,6 @@ def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
             return x
         is_like = other is not None and jnp.shape(x) == jnp.shape(other)
         spec = (type_spec(other) if is_like else None) or PartitionSpec()
-        return retyped(x, mesh, PartitionSpec(*spec.partitions))
+        return retype(x, mesh, PartitionSpec(*spec.partitions))
 
     return jax.tree.unflatten(treedef, map(typed, leaves, others))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core.resharding import finished_on_cpu
+from ..core.place import finish_on_cpu
 from .names import is_key
 
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.
@@ -34,7 +34,7 @@ def _sum(x: Any) -> Any:
         if x is None:
             return None
         if x.nbytes > _SMALL or not x.is_fully_addressable:
-            [total] = finished_on_cpu([_on_devices(x)])
+            [total] = finish_on_cpu([_on_devices(x)])
             return _local(total)
     words = _words(np.atleast_1d(x), np)
     index = np.arange(words.size, dtype=np.uint32).reshape(words.shape)

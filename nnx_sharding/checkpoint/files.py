@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.interrupts import deferred
-from ..core.transfer import transfer
+from ..core.place import place_arrays
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import unsummed
@@ -265,7 +265,7 @@ def _standard_args(args: ModelSave) -> Any:
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
     summed = [None if unsummed(s) is s else unsummed(s) for s in shardings]
-    leaves = transfer(flat.leaves, summed)
+    leaves = place_arrays(flat.leaves, summed)
     contents = {array.name: _content(leaves[array.slot]) for array in arrays}
     stored = {name: content for name, content in contents.items() if np.size(content)}
     if not stored:

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import _compat
 from ..analysis.parameters import keys_inside
+from ..core.constrain import sharding_of
 from ..core.flatten import Flat
-from ..core.resharding import rebuilt, sharding_of
+from ..core.place import out_of_range
+from ..core.rebuild import rebuild
 from ..core.structure import VariableEntry
-from ..core.transfer import out_of_range
 from ..errors import raise_listed, shortened
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
@@ -90,7 +91,7 @@ def filled(flat: Flat, values: Iterable[tuple[NamedArray, Any]], caller: str) ->
             references.append((array.leaf, value))
         else:
             leaves[array.slot] = value
-    tree = rebuilt(flat, leaves, caller)
+    tree = rebuild(flat, leaves, caller)
     for reference, value in references:
         reference[...] = value
     return tree

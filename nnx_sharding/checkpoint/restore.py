@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.constrain import other_memory
 from ..core.flatten import Flat, flatten
-from ..core.resharding import finished_on_cpu, other_memory
-from ..core.transfer import out_of_range, transfer
+from ..core.place import finish_on_cpu, out_of_range, place_arrays
+from ..core.spec_checks import assign_shardings
 from ..errors import CheckpointError, by_kind, raise_listed
-from ..partition.constrain import assign
 from ..specs.fitting import fit_sharding, unsummed
 from ..specs.paths import path_string
 from .names import (
@@ -68,7 +68,7 @@ def _shardings(
     """The sharding of each slot; None for the default device, and for what stays on the host."""
     declared: list[Any] = [None] * len(flat.leaves)
     if sharding is not None:
-        _, declared = assign(tree, flat, sharding, mesh=mesh, caller="restore")
+        _, declared = assign_shardings(tree, flat, sharding, mesh=mesh, caller="restore")
     result: dict[int, Any] = {}
     problems = []
     for array in arrays:
@@ -312,8 +312,8 @@ def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
         return parts[0][0]
     if not all(isinstance(array, jax.Array) for array, _ in parts):
         return _built(parts, stacked, np)
-    [built] = finished_on_cpu([_program(on_auto_axes(unsummed(target.sharding)), stacked)(parts)])
-    return transfer([built], [unsummed(target.sharding)])[0]
+    [built] = finish_on_cpu([_program(on_auto_axes(unsummed(target.sharding)), stacked)(parts)])
+    return place_arrays([built], [unsummed(target.sharding)])[0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -349,8 +349,8 @@ def _like(value: Any, leaf: Any, sharding: Any) -> Any:
 def _placed(value: Any, dtype: Any, sharding: Any, is_weak: bool = False) -> Any:
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
-        value = jnp.asarray(host) if sharding is None else transfer([host], [sharding])[0]
+        value = jnp.asarray(host) if sharding is None else place_arrays([host], [sharding])[0]
     elif value.dtype == dtype and unsummed(sharding) is not sharding:
-        value = transfer([value], [sharding])[0]
+        value = place_arrays([value], [sharding])[0]
     is_like = value.dtype == dtype and value.weak_type == is_weak
     return value if is_like else _program(sharding, (), dtype, is_weak)([(value, ())])

@@ -19,10 +19,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from .. import _compat
+from ..core.constrain import sharding_of
 from ..core.flatten import flatten
 from ..core.interrupts import deferred
-from ..core.resharding import sharding_of
-from ..core.transfer import transfer
+from ..core.place import place_arrays
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import unsummed
@@ -172,7 +172,7 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], misfits: set
         return jnp.asarray(read(everything))
     array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
     # Otherwise what is read for the next array would take memory simultaneously.
-    return transfer([array], [sharding])[0].block_until_ready()
+    return place_arrays([array], [sharding])[0].block_until_ready()
 
 
 def _read(
@@ -395,7 +395,7 @@ def _shards(value: Any) -> Iterable[tuple[Region, Any]]:
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)
         return
-    value = transfer([value], [unsummed(value.sharding)])[0]
+    value = place_arrays([value], [unsummed(value.sharding)])[0]
     for shard in value.addressable_shards:
         if shard.replica_id == 0:
             bounds = zip(shard.index, value.shape, strict=True)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.transfer import out_of_range
+from ..core.place import out_of_range
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from .stored import as_folder
 

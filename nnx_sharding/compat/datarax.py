@@ -14,10 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
+from ..core.constrain import apply_shardings, sharding_of
 from ..core.flatten import flatten
-from ..core.resharding import apply_shardings, rebuilt, sharding_of
+from ..core.rebuild import rebuild
+from ..core.spec_checks import assign_shardings, is_shardable
 from ..errors import raise_listed
-from ..partition.constrain import assign, is_array
 from ..partition.rules import LogicalRules
 from ..placement.place import trimmed
 from ..transforms.shard_map import shard_map
@@ -111,8 +112,10 @@ class ArraySharder(nnx.Module):
     def shard_static(batch: Any, sharding: Any) -> Any:
         """Does the same as :meth:`shard` without a sharder, and is not counted."""
         name, flat = "ArraySharder.shard", flatten(batch)
-        _, shardings = assign(batch, flat, sharding, caller=name, whole=True, adapt=trimmed)
-        return rebuilt(flat, apply_shardings(flat.leaves, shardings), name)
+        _, shardings = assign_shardings(
+            batch, flat, sharding, caller=name, whole=True, adapt=trimmed
+        )
+        return rebuild(flat, apply_shardings(flat.leaves, shardings), name)
 
     def shard_with_info(self, batch: Any, sharding: Any, info: dict[str, Any] | None = None) -> Any:
         """Does the same as :meth:`shard`, and describes the batch before and after in ``info``.
@@ -185,7 +188,7 @@ class ArraySharder(nnx.Module):
         if onto is not None:
             spec, x = self.get_partition_spec(logical_spec), jax.ShapeDtypeStruct(shape, "float32")
             options: Any = {"mesh": onto, "caller": "create_sharded_param", "whole": True}
-            _, shardings = assign(x, flatten(x), spec, **options)
+            _, shardings = assign_shardings(x, flatten(x), spec, **options)
             if isinstance(shardings[0].mesh, Mesh):
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=shardings[0])
             metadata["mesh"] = onto
@@ -223,7 +226,7 @@ class ArraySharder(nnx.Module):
         self._skipped_count[...] *= 0
 
     def _counted(self, batch: Any, result: Any) -> Any:
-        has_arrays = any(map(is_array, flatten(batch).leaves))
+        has_arrays = any(map(is_shardable, flatten(batch).leaves))
         counter = self._applied_count if has_arrays else self._skipped_count
         counter[...] += 1
         return result
@@ -323,8 +326,8 @@ def _types(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _described(batch: Any) -> dict[str, Any]:
-    shapes = jax.tree.map(lambda x: tuple(x.shape) if is_array(x) else None, batch)
-    shardings = jax.tree.map(lambda x: sharding_of(x) if is_array(x) else None, batch)
+    shapes = jax.tree.map(lambda x: tuple(x.shape) if is_shardable(x) else None, batch)
+    shardings = jax.tree.map(lambda x: sharding_of(x) if is_shardable(x) else None, batch)
     return {"structure": jax.tree.structure(batch), "shapes": shapes, "shardings": shardings}
 
 

@@ -21,11 +21,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
+from ..core.constrain import apply_shardings, mesh_here, sharding_of
 from ..core.flatten import flatten
-from ..core.resharding import apply_shardings, mesh_here, rebuilt, sharding_of
+from ..core.rebuild import rebuild
+from ..core.spec_checks import assign_shardings, is_shardable, warn_of_corrections
 from ..core.targets import Specs, check_specs
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, warn_or_raise
-from ..partition.constrain import assign, is_array, report_corrections
 from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables
 from ..specs.fitting import describe, fit_sharding, like, spec_axes, suggestion, with_entries
@@ -123,7 +124,7 @@ def get_corrected_named_sharding(
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
     raise_listed(ValueError, f"{name}:", [fit.line("array")] * bool(fit.problems))
-    report_corrections(name, [fit.line("array")] * bool(fit.corrections), strict=False)
+    warn_of_corrections(name, [fit.line("array")] * bool(fit.corrections), strict=False)
     return NamedSharding(mesh, fit.sharding)
 
 
@@ -151,14 +152,16 @@ def with_sharding_constraint(
     ``LOG_SHARDING_MOVE`` is set to 1 or true, arrays that get another sharding are logged.
     """
     flat = flatten(tree)
-    names, shardings = assign(tree, flat, sharding, mesh=mesh, strict=strict, lenient=True)
+    names, shardings = assign_shardings(
+        tree, flat, sharding, mesh=mesh, strict=strict, lenient=True
+    )
     if log if log is not None else os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES:
         for name, leaf, new in zip(names, flat.leaves, shardings, strict=True):
             old = sharding_of(leaf)
             if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
                 was = "host memory" if old is None else describe(old)
                 _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
-    return rebuilt(flat, apply_shardings(flat.leaves, shardings))
+    return rebuild(flat, apply_shardings(flat.leaves, shardings))
 
 
 def match_partition_rules(
@@ -295,11 +298,13 @@ def analyze_sharding_strategy(
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
     leaves = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)) if is_array(x) else x
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)) if is_shardable(x) else x
         for x in flat.leaves
     ]
     abstract = flat._replace(leaves=leaves)
-    _, shardings = assign(pytree, abstract, partition_specs, mesh=mesh, strict=False, lenient=True)
+    _, shardings = assign_shardings(
+        pytree, abstract, partition_specs, mesh=mesh, strict=False, lenient=True
+    )
     rows = parameter_table(apply_shardings(leaves, shardings))
     ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
     held = dict.fromkeys(ids, 0) | device_bytes(rows)
@@ -336,7 +341,9 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
 
     def gather(spec: Any, tree: Any) -> Any:
         full = like(spec, PartitionSpec())
-        return jax.tree.map(lambda x: jax.device_get(shard(full, x)) if is_array(x) else x, tree)
+        return jax.tree.map(
+            lambda x: jax.device_get(shard(full, x)) if is_shardable(x) else x, tree
+        )
 
     return tuple(
         jax.tree.map(lambda x, f=f: functools.partial(f, x), partition_specs, is_leaf=_is_leaf)
@@ -404,7 +411,7 @@ def _extracted(tree: Any, read: Callable[[Any], list[Any]]) -> Any:
     def choose(each: NamedVariable) -> Any:
         found = [read(leaf) for leaf in each.arrays]
         if [] in found or any(one != found[0] for one in found):
-            leaves = [sharding_of(leaf) if is_array(leaf) else leaf for leaf in each.arrays]
+            leaves = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in each.arrays]
             listed = "; ".join(dict.fromkeys(map(str, leaves)))
             missing.append(f"  {each.name or 'the root'}: {listed}")
             return None

@@ -16,13 +16,13 @@ from .. import _compat
 from ..errors import listed_error
 from . import unflatten as graph
 from .call_context import CALLER, Observer
+from .declared import place_as_declared
 from .failures import raise_explained
 from .flatten import Flat
 from .guard.recipe import packed
 from .guard.walk import PythonWalk, Walk
 from .interrupts import held, hold, release
 from .outcome import Outcome, OutputGroup
-from .placing import place
 from .plan import Plan
 from .static_parts import Operation
 from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
@@ -49,7 +49,7 @@ def run(
     leaves: Sequence[Any] = flat.leaves
     placed: Sequence[int] = ()
     if plan.placed_slots:
-        leaves, placed = place(plan, leaves)
+        leaves, placed = place_as_declared(plan, leaves)
     compiles = None if nested or fun is None else plan
     defers = plan.donated and not nested
     is_direct = getattr(execute, _DIRECT, False)

@@ -19,8 +19,8 @@ from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
 from ..specs.state_sharding import Axis
+from .declared import is_committed, note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
-from .placing import is_committed, note_host_arrays
 from .plan import Plan
 from .problems import arguments_not_arrays, array_line, committed_elsewhere, several
 from .pure import call_and_pack

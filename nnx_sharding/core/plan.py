@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
-from ..specs.fitting import OnIndivisible, in_type
+from ..specs.fitting import OnIndivisible, first_axes, in_type
 from ..specs.state_sharding import StateSharding
 from .bounded import make_room
 from .flatten import Flat
@@ -44,7 +44,6 @@ from .resolve import (
     resolve,
     slot_names,
 )
-from .retyping import first_axes
 from .signature import Call, Parameters, Signature, align_specs
 from .spec_checks import check_mesh, fit_specs, shape_of
 from .static_equality import Static

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from .. import _compat
+from ..specs.fitting import first_axes
 from .call_context import Caller, called_by, caller_here
+from .constrain import mesh_of_types
 from .flatten import Flat, flatten
 from .functions import name_as, name_of
 from .interrupts import release
@@ -30,7 +32,7 @@ from .known_faults import dodge_faults
 from .outcome import pack
 from .problems import not_arrays
 from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
-from .retyping import Retyped, first_axes, mesh_of_types
+from .retyping import RetypedArrays
 from .signature import join_call
 from .snapshot import Snapshot
 from .spec_checks import fit_specs, shape_of
@@ -100,7 +102,9 @@ def _trace(plan: Plan, caller: Caller, leaves: Sequence[Any]) -> tuple[Any, ...]
         restore(plan.structure, built.objects, own)
 
 
-def call_and_pack(plan: Plan, caller: Caller, arrays: Retyped, built: Built) -> tuple[Any, ...]:
+def call_and_pack(
+    plan: Plan, caller: Caller, arrays: RetypedArrays, built: Built
+) -> tuple[Any, ...]:
     """Calls the user's function; returns its outputs by spec, and the outcome."""
     transform, fun_name = plan.transform, name_of(caller.fun)
     name, strict = transform.name, transform.strict
@@ -125,7 +129,7 @@ def call_and_pack(plan: Plan, caller: Caller, arrays: Retyped, built: Built) -> 
 
 
 def _call_function(
-    plan: Plan, caller: Caller, arrays: Retyped, built: Built
+    plan: Plan, caller: Caller, arrays: RetypedArrays, built: Built
 ) -> tuple[Any, Snapshot]:
     """Returns what the user's function returns, and the objects as they were before."""
     statics = [assemble(child, iter(()), built.objects) for child in plan.structure.statics]

@@ -1,102 +1,34 @@
-"""Axis types that change for the duration of a call, and array types before, in and after it."""
+"""Calls of a function under other axis types, as ``auto_axes`` makes: arrays before, in and after.
+
+On the way in, an array keeps its sharding over the axes that remain Explicit. On the way out, an
+unchanged array is the original one, a new one in an existing object gets the type of what it
+replaces, and anything else needs a declared spec: on Auto axes, nobody knows its sharding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from .. import _compat
 from ..errors import raise_listed
-from ..specs.fitting import (
-    axes_of,
-    axes_of_type,
-    fit_sharding,
-    only_axes,
-    spec_and_mesh,
-    with_entries,
-)
-from .flatten import Flat
+from ..specs.fitting import axes_of_type, fit_sharding, spec_and_mesh
+from .constrain import retype, type_mesh, type_spec
+from .flatten import Flat, flatten
 from .problems import array_line
+from .rebuild import rebuild
 from .structure import Structure
 
 # The parameters of the current trace whose gradients go to partial sums, each by its id with them.
 PARTIAL: ContextVar[dict[int, tuple[Any, Any]] | None] = ContextVar("PARTIAL", default=None)
 
 
-def type_spec(x: Any) -> PartitionSpec | None:
-    """The spec in the type of an array; None if none of the axes is Explicit."""
-    mesh = type_mesh(x)
-    if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
-        return None
-    spec: PartitionSpec = jax.typeof(x).sharding.spec
-    return spec
-
-
-def type_mesh(x: Any) -> Any:
-    """The mesh in the type of an array, or None."""
-    if type(x) is _compat.ArrayImpl and not isinstance(x.sharding, NamedSharding):
-        return None  # most arrays
-    if not _compat.is_plain_array(x) and (not isinstance(x, jax.Array) or _compat.is_ref(x)):
-        return None
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-    return None if mesh is None or mesh.empty else mesh
-
-
-def typed_as(x: Any, goal: NamedSharding) -> Any:
-    """An array with the type that it has on the mesh of another sharding.
-
-    It is unchanged if both meshes have Auto axes only.
-    """
-    here, there = type_mesh(x), goal.mesh.abstract_mesh
-    is_untyped = type_spec(x) is None and not axes_of_type(there, AxisType.Explicit)
-    return x if here == there or is_untyped or _compat.is_ref(x) else jax.sharding.reshard(x, goal)
-
-
-def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
-    """The mesh with which JAX types arrays: the one in context, a default, or that of an array."""
-    here = jax.sharding.get_abstract_mesh()
-    if not here.empty:
-        return here
-    found = (mesh for mesh in map(type_mesh, leaves) if mesh is not None)
-    return next(found, None) if default is None else default
-
-
-def retyped(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
-    """An array with the axis types of a mesh, and a spec over its Explicit axes or its present one.
-
-    Without ``spec``, anything else is returned unchanged. Where a reduced axis would become Auto,
-    the array is no longer reduced over it: JAX counts some gradients of what is reduced over Auto
-    axes once per device.
-    """
-    here, abstract = type_mesh(x), mesh.abstract_mesh
-    if spec is None:
-        if here is None or here == abstract or here.axis_names != mesh.axis_names:
-            return x
-        old, kept = jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
-        if not kept.issuperset(old.reduced):
-            plain = with_reduced(old, old.reduced & kept)
-            x = jax.sharding.reshard(x, NamedSharding(here, plain))
-        spec = only_axes(old, kept)
-    elif here == abstract:
-        padding = [None] * (x.ndim - len(spec))
-        if jax.typeof(x).sharding.spec == with_entries(spec, (*spec.partitions, *padding)):
-            return x
-    # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
-    with jax.sharding.use_abstract_mesh(abstract):
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
-    """A spec with other reduced axes."""
-    return PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=frozenset(axes))
-
-
-class Retyping(NamedTuple):
+class AxisTypeChange(NamedTuple):
     """Axis types that change for the duration of a call."""
 
     outer: AbstractMesh  # the mesh around the call
@@ -105,8 +37,8 @@ class Retyping(NamedTuple):
     @classmethod
     def of(
         cls, mesh: Any, axes: Any, kind: AxisType, *, name: str, option: str = "axes"
-    ) -> Retyping | None:
-        """The retyping of some axes (True or None: all that are not manual); None if none changes.
+    ) -> AxisTypeChange | None:
+        """The change of some axes (True or None: all that are not manual); None if none changes.
 
         A ValueError of the caller with this name if the mesh has no such axis, or it is manual.
         """
@@ -120,33 +52,31 @@ class Retyping(NamedTuple):
         return cls(outer, outer.update_axis_types(changed)) if changed else None
 
 
-class Retyped(NamedTuple):
+class RetypedArrays(NamedTuple):
     """The arrays that go into a call."""
 
-    retyping: Retyping | None  # the axis types that change for the call; None if none do
+    change: AxisTypeChange | None  # the axis types that change for the call; None if none do
     leaves: Sequence[Any]  # the arrays before the call
     inside: Sequence[Any]  # the same arrays during the call
 
     @classmethod
-    def of(cls, retyping: Retyping | None, leaves: Sequence[Any]) -> Retyped:
+    def of(cls, change: AxisTypeChange | None, leaves: Sequence[Any]) -> RetypedArrays:
         """Arrays that keep their sharding over the axes that remain Explicit."""
-        if retyping is None:
+        if change is None:
             return cls(None, leaves, leaves)
-        inside = [retyped(leaf, retyping.inner) for leaf in leaves]
+        inside = [retype(leaf, change.inner) for leaf in leaves]
         if (partial := PARTIAL.get()) is not None:
             pairs = ((new, partial.get(id(old))) for old, new in zip(leaves, inside, strict=True))
             partial.update(
-                (id(new), (new, retyped(found[1], retyping.inner)))
-                for new, found in [*pairs]
-                if found
+                (id(new), (new, retype(found[1], change.inner))) for new, found in [*pairs] if found
             )
-        return cls(retyping, leaves, inside)
+        return cls(change, leaves, inside)
 
     def context(self) -> AbstractContextManager[Any]:
         """The context of the call."""
-        if self.retyping is None:
+        if self.change is None:
             return nullcontext()
-        return jax.sharding.use_abstract_mesh(self.retyping.inner)
+        return jax.sharding.use_abstract_mesh(self.change.inner)
 
     def leave(self, before: Structure, after: Flat) -> tuple[list[Any], dict[int, Any]]:
         """The arrays after the call, and, by slot, those that have no type yet.
@@ -154,8 +84,8 @@ class Retyped(NamedTuple):
         Unchanged arrays are the original ones; new ones in existing objects have the type of what
         they replace; scalars are replicated. Both structures have the same objects first.
         """
-        assert self.retyping is not None
-        outer, inner = self.retyping
+        assert self.change is not None
+        outer, inner = self.change
         origins = {id(new): old for new, old in zip(self.inside, self.leaves, strict=True)}
         left = [origins.get(id(leaf), leaf) for leaf in after.leaves]
         untyped = {slot: x for slot, x in enumerate(left) if type_mesh(x) == inner}
@@ -166,7 +96,7 @@ class Retyped(NamedTuple):
                 specs.update(zip(slots, old, strict=True))
         for slot, spec in specs.items():
             if slot in untyped and not fit_sharding(spec, outer, left[slot].shape).problems:
-                left[slot] = retyped(untyped.pop(slot), outer, spec)
+                left[slot] = retype(untyped.pop(slot), outer, spec)
         return left, untyped
 
     def leave_as(
@@ -180,13 +110,13 @@ class Retyped(NamedTuple):
         option: str,
     ) -> Flat:
         """The outputs with the types of :meth:`leave`, but as declared where there is a spec."""
-        if self.retyping is None:
+        if self.change is None:
             return after
         left, untyped = self.leave(before, after)
         for slot, declared in enumerate(specs):
-            pair = spec_and_mesh(declared, self.retyping.outer)
+            pair = spec_and_mesh(declared, self.change.outer)
             if pair is not None and not _compat.is_ref(left[slot]):
-                left[slot] = retyped(left[slot], self.retyping.outer, pair[0])
+                left[slot] = retype(left[slot], self.change.outer, pair[0])
                 untyped.pop(slot, None)
         raise_listed(
             ValueError,
@@ -198,8 +128,12 @@ class Retyped(NamedTuple):
         return after._replace(leaves=left)
 
 
-def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:
-    """The axes of a mesh over which the first dimension is sharded by some of these."""
-    pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
-    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
-    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
+def call_retyped(flat: Flat, arrays: RetypedArrays, call: Callable[[Any], Any]) -> Flat:
+    """Calls a function of a tree under other axis types, and flattens what it returns.
+
+    The objects of the tree hold the arrays of the call until the caller rebuilds the result with
+    others or, after an exception, restores the old ones.
+    """
+    with arrays.context():
+        out = call(rebuild(flat, arrays.inside, foreign=True))
+    return flatten(out, known=flat.objects)

@@ -12,10 +12,10 @@ from .. import _compat
 from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, warn_or_raise
 from ..specs.fitting import describe
 from ..specs.paths import Path, accessor
+from .constrain import type_spec
 from .flatten import Flat
 from .functions import captured_shards
 from .problems import array_line
-from .retyping import type_spec
 from .static_equality import Static
 from .structure import (
     Child,

@@ -21,9 +21,10 @@ from ..specs.fitting import (
     variants,
 )
 from .call_context import Caller
+from .constrain import mesh_of_types, type_as, type_mesh
 from .flatten import Flat
 from .problems import no_mesh
-from .retyping import Retyped, Retyping, mesh_of_types, type_mesh, typed_as
+from .retyping import AxisTypeChange, RetypedArrays
 from .signature import Call, Parameters, Signature, sort_call
 from .static_equality import strict
 from .targets import Specs
@@ -149,9 +150,9 @@ class Transform:
         """The sharding that a Variable with this final spec gets and keeps."""
         return None
 
-    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> Retyped:
+    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> RetypedArrays:
         """Arrays with the types that they have while the function runs."""
-        return Retyped.of(None, leaves)
+        return RetypedArrays.of(None, leaves)
 
     def tracing(
         self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
@@ -251,7 +252,7 @@ class Sharded(Transform):
             return None
         return spec if isinstance(spec, jax.sharding.Sharding) else None
 
-    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> Retyped:
+    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> RetypedArrays:
         """Arrays with declared shardings in their types, and with the axis types of the function.
 
         JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
@@ -265,12 +266,14 @@ class Sharded(Transform):
         typed = [*leaves]
         for slot, goal in goals.items():
             if not nested or type_mesh(leaves[slot]) is None:
-                typed[slot] = typed_as(leaves[slot], goal)
+                typed[slot] = type_as(leaves[slot], goal)
         mesh = mesh_of_types(typed, self.context) if self.auto_axes else None
         if mesh is None:
-            return Retyped.of(None, typed)
+            return RetypedArrays.of(None, typed)
         options = {"name": self.name, "option": "auto_axes"}
-        return Retyped.of(Retyping.of(mesh, self.auto_axes, AxisType.Auto, **options), typed)
+        return RetypedArrays.of(
+            AxisTypeChange.of(mesh, self.auto_axes, AxisType.Auto, **options), typed
+        )
 
     def needing_devices(
         self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool

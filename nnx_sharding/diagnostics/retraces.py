@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from .. import _compat
-from ..core.placing import is_committed
+from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.problems import show
 from ..core.structure import Structure

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from ..activations.tracing import batch_axes_here
-from ..core.resharding import given_mesh, mesh_here
-from ..core.retyping import retyped, type_spec
+from ..core.constrain import given_mesh, mesh_here, retype, type_spec
 from ..errors import raise_listed
 from ..partition.optimizer import with_optimizer
 from ..partition.strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
@@ -350,7 +349,7 @@ class _Layout(NamedTuple):
 
         def typed(x: Any, spec: P) -> Any:
             part = only_axes(spec, explicit)
-            return jax.tree.map(lambda leaf: retyped(leaf, mesh, part), x)
+            return jax.tree.map(lambda leaf: retype(leaf, mesh, part), x)
 
         args = tuple(map(typed, args, in_specs)) if explicit else args
         specs = {"in_specs": in_specs, "out_specs": out_specs}

@@ -30,14 +30,15 @@ from ..checkpoint.names import (
 from ..checkpoint.safetensors import WEIGHTS
 from ..checkpoint.tensor_files import Region
 from ..checkpoint.tensor_rules import Placement, Rule, boxes, matched, read_rules
-from ..core import transfer as moves
 from ..core.bounded import make_room
+from ..core.constrain import other_memory, sharding_of
 from ..core.flatten import Flat
 from ..core.guard.known_models import KnownModels
 from ..core.interrupts import deferred
-from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
+from ..core.place import assembled, finish_on_cpu, obstacle, place_arrays
+from ..core.rebuild import rebuild
+from ..core.spec_checks import is_shardable
 from ..errors import raise_listed
-from ..partition.constrain import is_array
 from ..specs.fitting import axes_of_type
 
 _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
@@ -190,7 +191,7 @@ def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
     for slot, abstract in ((g.array.slot, g.array.leaf) for step in steps for g in step.goals):
         if isinstance(empty[slot], jax.Array):
             empty[slot] = abstract
-    rebuilt(flat, empty, "transfer")
+    rebuild(flat, empty, "transfer")
     return flat._replace(leaves=empty)
 
 
@@ -211,16 +212,16 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
         if step.goals[0].is_put:
             made = jax.device_put(made, shardings, may_alias=False)
         elif step.goals[0].is_copied:
-            finished_on_cpu(made)
+            finish_on_cpu(made)
             pairs = zip(made, shardings, strict=True)
-            made = [moves.assembled(x, sharding, alias=True) for x, sharding in pairs]
+            made = [assembled(x, sharding, alias=True) for x, sharding in pairs]
         elif step.program is None:
             is_free = donate and len(free) == len(taken)
-            made = moves.transfer(made, shardings, donate=is_free, alias=False)
+            made = place_arrays(made, shardings, donate=is_free, alias=False)
         elif not all(goal.is_final for goal in step.goals):
-            made = moves.transfer(finished_on_cpu(made), shardings)
+            made = place_arrays(finish_on_cpu(made), shardings)
             jax.block_until_ready(made)  # before the next program takes memory
-        finished_on_cpu(made)
+        finish_on_cpu(made)
         for goal, x in zip(step.goals, made, strict=True):
             values.append((goal.array, np.array(x) if goal.sharding is None else x))
         kept = set(map(id, made))
@@ -239,7 +240,7 @@ def _plan(
 ) -> list[_Step]:
     """The steps that move the arrays of one structure into those of another."""
     sources, targets = (
-        {x.path: x for x in selected("transfer", named_arrays(each), only, is_array, "arrays")}
+        {x.path: x for x in selected("transfer", named_arrays(each), only, is_shardable, "arrays")}
         for each in (given, flat)
     )
     sides = [{path: x.leaf for path, x in each.items()} for each in (sources, targets)]
@@ -353,7 +354,7 @@ def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
         yield "its sources are on different devices; place them on the same ones"
     for leaf in leaves:
         place = goal.sharding or SingleDeviceSharding(jax.local_devices()[0])
-        if problem := moves.obstacle(leaf, place):
+        if problem := obstacle(leaf, place):
             yield problem
         if goal.build is not _first and isinstance(leaf, jax.Array) and other_memory(leaf.sharding):
             yield f"the source is in {leaf.sharding.memory_kind}; place it on its devices"

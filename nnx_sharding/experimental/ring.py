@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
-from ..core.resharding import given_mesh, mesh_here
-from ..core.retyping import retyped, type_mesh, type_spec
+from ..core.constrain import given_mesh, mesh_here, retype, type_mesh, type_spec
 from ..errors import raise_listed
 from ..specs.fitting import axes_of_type, padded, suggestion
 
@@ -276,7 +275,7 @@ class _Ring(NamedTuple):
 
         def typed(x: Any, spec: P) -> Any:  # as the specs say along the sequence
             pairs = zip(padded(spec, x.ndim), padded(type_spec(x) or P(), x.ndim), strict=True)
-            return retyped(x, mesh, P(*(new or old for new, old in pairs)))
+            return retype(x, mesh, P(*(new or old for new, old in pairs)))
 
         return lambda *args: run(*jax.tree.map(typed, args, inputs))
 

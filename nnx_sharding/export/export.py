@@ -13,9 +13,9 @@ import jax
 from .. import _compat
 from .._version import __version__
 from ..analysis.meshes import MeshDescription
+from ..core.declared import abstract, is_committed
 from ..core.failures import explained
 from ..core.outcome import Outcome
-from ..core.placing import abstract, is_committed
 from ..core.plan import Plan
 from ..core.problems import show
 from ..core.static_equality import Static

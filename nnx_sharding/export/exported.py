@@ -18,9 +18,9 @@ from ..analysis import json_codec
 from ..analysis.meshes import MeshDescription
 from ..analysis.tables import Pictured
 from ..analysis.units import printable
+from ..core.declared import is_committed
 from ..core.flatten import flatten
-from ..core.placing import is_committed
-from ..core.transfer import transfer
+from ..core.place import place_arrays
 from ..errors import ExportError, by_kind, raise_listed
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, accessor, path_string
@@ -407,4 +407,4 @@ def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> l
         else sharding
         for array, sharding in zip(arrays, shardings, strict=True)
     ]
-    return transfer(arrays, targets)
+    return place_arrays(arrays, targets)

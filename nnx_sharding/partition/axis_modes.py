@@ -9,18 +9,19 @@ from typing import Any
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.constrain import mesh_of_types, retype, type_mesh
 from ..core.flatten import Flat, flatten
 from ..core.problems import array_line
-from ..core.resharding import called, rebuilt
+from ..core.rebuild import rebuild
 from ..core.resolve import NamedLocation, locate, resolve, slot_names
-from ..core.retyping import Retyped, Retyping, mesh_of_types, retyped, type_mesh
+from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
 from ..core.signature import ArgTree, Parameters, Roles, align_specs
+from ..core.spec_checks import fit_shardings
 from ..core.targets import Specs, Target, argument_targets, check_specs, target
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_listed
 from ..specs.fitting import axes_of
 from ..transforms.lifted import unbind
-from .constrain import fitted
 
 
 def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None) -> Any:
@@ -106,12 +107,12 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
         flat = flatten(tree)
         meshes = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
         mesh = mesh_of_types(flat.leaves, next(meshes, None))
-        retyping = None if mesh is None else Retyping.of(mesh, axes, kind, name=name)
+        retyping = None if mesh is None else AxisTypeChange.of(mesh, axes, kind, name=name)
         if kind is AxisType.Auto and retyping is None:
             return function(*tree[0], **kwargs)
         if mesh is None:
             raise NoMeshError(f"{name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
-        retyping = retyping or Retyping(*[getattr(mesh, "abstract_mesh", mesh)] * 2)
+        retyping = retyping or AxisTypeChange(*[getattr(mesh, "abstract_mesh", mesh)] * 2)
         undo = _undo(flat.objects)
         try:
             return enter(tree, flat, specs, retyping)
@@ -120,7 +121,7 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
             restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
 
-    def enter(tree: ArgTree, flat: Flat, specs: Specs, retyping: Retyping) -> Any:
+    def enter(tree: ArgTree, flat: Flat, specs: Specs, retyping: AxisTypeChange) -> Any:
         """Calls the function with arrays of other types."""
         signature = parameters.signature(len(tree[0]), tuple(tree[1]))
         caller = f"{name}: {option}"
@@ -133,11 +134,11 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
             """The name of each array, and its spec or None."""
             names = slot_names(len(flat.leaves), locations)
             resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
-            found = fitted(name, names, flat.leaves, resolved, mesh, explicit=True)
+            found = fit_shardings(name, names, flat.leaves, resolved, mesh, explicit=True)
             return names, [_as_spec(each) for each in found]
 
         if kind is AxisType.Auto:
-            arrays = Retyped.of(retyping, flat.leaves)
+            arrays = RetypedArrays.of(retyping, flat.leaves)
         else:
             names, declared = fit(locate(flat.structure, targets(specs.tree)), flat, retyping.inner)
             undeclared = [
@@ -153,9 +154,9 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
                 "Declare them in in_sharding; P() replicates.",
             )
             pairs = zip(flat.leaves, declared, strict=True)
-            inside = [retyped(x, retyping.inner, spec) for x, spec in pairs]
-            arrays = Retyped(retyping, flat.leaves, inside)
-        after = called(flat, arrays, lambda tree: function(*tree[0], **tree[1]))
+            inside = [retype(x, retyping.inner, spec) for x, spec in pairs]
+            arrays = RetypedArrays(retyping, flat.leaves, inside)
+        after = call_retyped(flat, arrays, lambda tree: function(*tree[0], **tree[1]))
         if kind is AxisType.Auto:
             arguments = [x.objects_only() for x in targets(None)]
             output = target("output", specs.tree, None, after.structure.root, caller)
@@ -167,8 +168,8 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
         else:
             left, untyped = arrays.leave(flat.structure, after)
             for slot, x in untyped.items():
-                left[slot] = retyped(x, retyping.outer)
-        return rebuilt(after, left, foreign=True)
+                left[slot] = retype(x, retyping.outer)
+        return rebuild(after, left, foreign=True)
 
     return call
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
-from ..core.resharding import in_context
+from ..core.constrain import in_context
 from ..core.signature import Roles
 from ..core.targets import Specs, check_specs
 from ..diagnostics.progress import progress

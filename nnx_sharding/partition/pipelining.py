@@ -21,8 +21,8 @@ from .. import _compat
 from ..activations.calls import Tag
 from ..activations.tracing import pass_tags
 from ..activations.variables import modules_in
+from ..core.constrain import mesh_here
 from ..core.flatten import Flat
-from ..core.resharding import mesh_here
 from ..core.structure import VariableEntry
 from ..core.unflatten import perform, update
 from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise

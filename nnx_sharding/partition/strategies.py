@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
+from ..core.constrain import given_mesh
 from ..core.flatten import flatten
-from ..core.resharding import given_mesh
 from ..errors import NoMeshError, UnshardedWarning, raise_listed, warn_or_raise
 from ..specs.activation_sharding import ActivationSharding, checked_prefetch
 from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_axes, with_entries

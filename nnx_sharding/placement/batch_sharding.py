@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .. import _compat
 from ..core.flatten import flatten
+from ..core.place import out_of_range
 from ..core.problems import show
+from ..core.spec_checks import assign_shardings
 from ..core.targets import Specs
-from ..core.transfer import out_of_range
 from ..errors import raise_listed
-from ..partition.constrain import assign
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key
 from .place import trimmed
@@ -303,7 +303,7 @@ def _shardings(treedef: Any, arrays: Sequence[Any], specs: Specs, mesh: Any) -> 
 
 def _assigned(caller: str, name: str, tree: Any, sharding: Any, mesh: Any, adapt: Any) -> list[Any]:
     options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}
-    return assign(tree, flatten(tree), sharding, mesh=mesh, **options)[1]
+    return assign_shardings(tree, flatten(tree), sharding, mesh=mesh, **options)[1]
 
 
 def _names(paths: Sequence[Any]) -> list[str]:

@@ -13,8 +13,8 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.constrain import given_mesh
 from ..core.problems import check_options, no_mesh
-from ..core.resharding import given_mesh
 from ..core.targets import Specs, check_specs
 from .batch_sharding import check_has_devices, check_integer, check_process
 from .feed import Consumer, Feed

@@ -8,12 +8,13 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.constrain import apply_shardings
 from ..core.flatten import flatten
 from ..core.interrupts import deferred
 from ..core.problems import check_options
-from ..core.resharding import apply_shardings, rebuilt
+from ..core.rebuild import rebuild
+from ..core.spec_checks import assign_shardings, is_shardable
 from ..core.unflatten import unflatten
-from ..partition.constrain import assign, is_array
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, with_entries
 
 
@@ -81,13 +82,15 @@ def place(
     check_options("place", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
     options: Any = {"on_indivisible": on_indivisible, "strict": strict}
-    _, shardings = assign(tree, flat, sharding, mesh=mesh, caller="place", whole=True, **options)
+    _, shardings = assign_shardings(
+        tree, flat, sharding, mesh=mesh, caller="place", whole=True, **options
+    )
     with deferred() if donate else contextlib.nullcontext():
         leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
         if not copy:
-            return rebuilt(flat, leaves, "place")
+            return rebuild(flat, leaves, "place")
     copies = [
-        new.copy() if new is old and is_array(old) and hasattr(old, "copy") else new
+        new.copy() if new is old and is_shardable(old) and hasattr(old, "copy") else new
         for new, old in zip(leaves, flat.leaves, strict=True)
     ]
     return unflatten(flat.structure, copies).root
@@ -95,7 +98,7 @@ def place(
 
 def trimmed(spec: Any, leaf: Any) -> Any:
     """A spec without entries beyond the rank of an array; None for what is not an array."""
-    if not is_array(leaf):
+    if not is_shardable(leaf):
         return None
     if isinstance(spec, NamedSharding):
         return spec.update(spec=trimmed(spec.spec, leaf))

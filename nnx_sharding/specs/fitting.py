@@ -236,6 +236,11 @@ def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
     return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
 
 
+def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
+    """A spec with other reduced axes."""
+    return PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=frozenset(axes))
+
+
 def like(sharding: Any, spec: PartitionSpec) -> Any:
     """A spec in the form of a sharding: on its mesh and in its memory, if it names them."""
     if isinstance(sharding, NamedSharding):
@@ -250,6 +255,13 @@ def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] 
     if isinstance(sharding, PartitionSpec) and mesh is not None:
         return sharding, mesh
     return None
+
+
+def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:
+    """The axes of a mesh over which the first dimension is sharded by some of these."""
+    pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
+    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
+    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
 
 
 def unsummed(sharding: Any) -> Any:

@@ -21,8 +21,8 @@ from ..activations.calls import FRAME, RECORD, Calls
 from ..activations.intercept import handler_here, with_handler
 from ..activations.variables import own_variables
 from ..analysis.parameters import spec_text
+from ..core.constrain import type_spec
 from ..core.flatten import flatten
-from ..core.retyping import type_spec
 from ..core.unflatten import unflatten
 from ..errors import message
 from ..specs.fitting import axes_of_type, spec_axes

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..analysis.names import around
-from ..core.retyping import type_mesh, type_spec
+from ..core.constrain import type_mesh, type_spec
 from ..core.targets import PathFunction
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes

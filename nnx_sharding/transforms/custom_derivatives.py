@@ -15,12 +15,12 @@ from flax import nnx
 
 from .. import _compat
 from ..core.call_context import called_by, caller_here
+from ..core.constrain import type_spec
 from ..core.flatten import Flat, flatten
 from ..core.functions import Several, name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
 from ..core.reach import reach_of
-from ..core.retyping import type_spec
 from ..core.signature import Roles
 from ..core.structure import Structure, VariableEntry
 from ..core.unflatten import unflatten

@@ -19,12 +19,12 @@ from ..activations.tracing import inherited
 from ..core.cache import cache_of
 from ..core.call import failed, guarded, run, unmark_direct
 from ..core.call_context import Caller, called_by
+from ..core.declared import abstract, as_declared
 from ..core.failures import explained
 from ..core.flatten import Flat, flatten
 from ..core.functions import Several
 from ..core.guard.store import recorder_of
 from ..core.outcome import Outcome
-from ..core.placing import abstract, as_declared
 from ..core.plan import Plan, make_plan, plan_key
 from ..core.reach import Reach, reach_of
 from ..core.signature import Call, Parameters, Roles

@@ -38,7 +38,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..activations.intercept import handler_here, with_handler
 from ..activations.variables import own_variables, replaced_values
-from ..core.retyping import PARTIAL, type_spec
+from ..core.constrain import type_spec
+from ..core.retyping import PARTIAL
 from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes
 
 # Whether a layer computes each row by itself, from the layer (whose attributes are those of its

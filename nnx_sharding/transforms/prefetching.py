@@ -23,8 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..activations.tracing import PREFETCHED, spec_of_slice
 from ..activations.variables import modules_in, own_variables
-from ..core.resharding import apply_shardings, mesh_here
-from ..core.retyping import type_spec
+from ..core.constrain import apply_shardings, mesh_here, type_spec
 from ..specs.fitting import spec_axes
 from .differentiation import is_inexact
 from .in_trace import replaced

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from .. import _compat
 from ..activations.calls import RECORD, Calls
 from ..core.call_context import Caller, called_by
-from ..core.placing import abstract
+from ..core.declared import abstract
 from .differentiation import is_inexact
 from .in_trace import of_slots
 from .jit import jit

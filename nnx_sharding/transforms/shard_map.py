@@ -14,11 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
-from ..core.placing import is_committed
+from ..core.constrain import mesh_here, type_as
+from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.problems import array_line, check_options
-from ..core.resharding import mesh_here
-from ..core.retyping import typed_as
 from ..core.signature import Call, Parameters, Roles, Signature
 from ..core.targets import Specs, check_specs, with_static_values
 from ..core.transform import Program, Sharded
@@ -219,7 +218,7 @@ def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Ca
         part = in_type(sharding)
         if part is not None and not any(spec_axes(_type_spec(leaf))):
             return jax.sharding.reshard(leaf, part)
-        return typed_as(leaf, part or NamedSharding(sharding.mesh, PartitionSpec()))
+        return type_as(leaf, part or NamedSharding(sharding.mesh, PartitionSpec()))
 
     @functools.wraps(mapped)
     def typed(*leaves: Any) -> Any:

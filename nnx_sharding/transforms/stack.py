@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding
 from .. import _compat
 from ..activations.schedules import SCHEDULE_USES
 from ..activations.variables import modules_in
+from ..core.constrain import apply_shardings, sharding_of, type_spec
 from ..core.flatten import Flat, flatten
-from ..core.resharding import apply_shardings, sharding_of
-from ..core.retyping import type_spec
 from ..core.signature import Signature
 from ..core.structure import Location, NodeEntry, VariableEntry
 from ..core.unflatten import perform, unflatten, update

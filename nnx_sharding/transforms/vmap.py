@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
+from ..core.constrain import type_spec
 from ..core.flatten import Flat, flatten
 from ..core.plan import Plan
 from ..core.resolve import locate, resolve
-from ..core.retyping import type_spec
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms

@@ -1,4 +1,14 @@
-"""Moves arrays to other devices, shardings and memories."""
+"""Moves arrays to other devices, shardings and memories, outside of any trace.
+
+There is no one way in JAX, so an array takes up to three steps, in :func:`_perform`:
+
+    parts of it are on the host only, or cut differently on other devices   assembled there
+    the same devices have other parts                                       one compiled program
+    other devices have the same parts                                       jax.device_put
+
+Everything goes in as few programs and transfers as possible, and each old array can be freed as
+soon as the new one is there. For what happens inside a trace, see ``constrain.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +33,7 @@ _Bounds: TypeAlias = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64  # of memory that a CPU device adopts; XLA copies buffers that are not aligned
 
 
-def transfer(
+def place_arrays(
     leaves: Sequence[Any], shardings: Sequence[Any], *, donate: bool = False, alias: bool = True
 ) -> list[Any]:
     """Moves each array to its sharding; those without one, or that already have it, are returned.
@@ -118,6 +128,23 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
     _reshard([(move, _in_main_memory(move.goal)) for move in programs])
     _put([(move, move.goal) for move in moves], alias=alias)
     _reshard(last)
+
+
+def finish_on_cpu(arrays: list[Any], known: Sequence[Any] = ()) -> list[Any]:
+    """Waits for new arrays (not in ``known``) on several CPU devices, and returns all of them.
+
+    On CPUs, programs with collectives that run simultaneously compete for threads and may deadlock.
+    """
+    before = set(map(id, known))
+    new = [x for x in arrays if isinstance(x, jax.Array) and id(x) not in before]
+    jax.block_until_ready([x for x in new if _is_on_cpus(x.sharding)])
+    return arrays
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_on_cpus(sharding: Any) -> bool:
+    devices = sharding.device_set
+    return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 
 def out_of_range(values: Any, dtype: Any) -> str:

@@ -1,4 +1,9 @@
-"""Which arrays a call brings to their declared shardings, and which it refuses to move."""
+"""Arrays of a call and their declared shardings: which are moved there, and which are refused.
+
+JAX itself moves uncommitted arrays to the sharding that a program declares for its inputs, in each
+call anew. So a call moves Variables itself, once, and the caller's model keeps the moved arrays.
+Committed arrays are where the user put them: they are only moved if the user asked for that.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,10 @@ from jax.sharding import AbstractMesh, Sharding
 from .. import _compat
 from ..errors import message, raise_listed, see
 from ..specs.fitting import is_equivalent
+from .place import obstacle, place_arrays
 from .plan import Plan
 from .problems import array_line, committed_elsewhere
 from .spec_checks import fit_specs
-from .transfer import obstacle, transfer
 from .transform import OnCommitted, Sharded
 
 _CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -64,7 +69,7 @@ def decide(
 _get_sharding = operator.attrgetter("sharding")
 
 
-def place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
+def place_as_declared(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
     """The arrays, with Variables and attributes as declared, and the slots of those that moved."""
     try:
         # Lists compare by identity first, so this is all the work from the second call on.
@@ -95,7 +100,7 @@ def place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[in
     if error := committed_elsewhere(transform.name, found):  # type: ignore[arg-type]
         raise error
     leaves = list(leaves)
-    placed = transfer([leaves[slot] for slot in slots], goals)
+    placed = place_arrays([leaves[slot] for slot in slots], goals)
     for slot, array in zip(slots, placed, strict=True):
         leaves[slot] = array
     return leaves, slots

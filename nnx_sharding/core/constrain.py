@@ -1,0 +1,204 @@
+"""Shardings of arrays inside a trace; for what happens outside of one, see ``place.py``.
+
+A mesh axis says by its type who decides on shardings over it, and this module does what each wants:
+
+    Auto      the compiler decides; a sharding is a constraint      with_sharding_constraint
+    Explicit  it is in the type of each array, and JAX checks it    reshard
+    Manual    the function sees one device's part                   nothing to do
+
+One array may be on a mesh with all three, so :func:`constrain` does each for its axes. Arrays may
+also meet a mesh with the same axes of other types, in ``auto_axes`` for example: :func:`retype`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
+
+from .. import _compat
+from ..specs.fitting import (
+    axes_of,
+    axes_of_type,
+    only_axes,
+    spec_axes,
+    with_entries,
+    with_reduced,
+)
+from .place import finish_on_cpu, place_arrays
+
+
+def apply_shardings(
+    leaves: Sequence[Any], shardings: Sequence[Any], *, donate: bool = False, alias: bool = True
+) -> list[Any]:
+    """Returns the arrays, each with its sharding: placed outside of a trace, constrained in one.
+
+    An array stays as it is if its sharding is None or the present one. ``donate`` and ``alias`` are
+    those of :func:`~.place.place_arrays`.
+    """
+    if _compat.trace_is_clean():
+        return finish_on_cpu(place_arrays(leaves, shardings, donate=donate, alias=alias), leaves)
+    return [
+        leaf if sharding is None else constrain(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+
+
+def constrain(leaf: Any, sharding: Sharding) -> Any:
+    """Returns an array in a trace: constrained, resharded, or both, as the axis types require."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
+    if not isinstance(sharding, NamedSharding):
+        return _CONSTRAINT(leaf, sharding)
+    mesh = sharding.mesh
+    if axes := axes_of_type(mesh, AxisType.Explicit):
+        part = without_unconstrained(only_axes(sharding.spec, axes), leaf, mesh)
+        leaf = _RESHARD(leaf, NamedSharding(mesh, part))
+    if axes := axes_of_type(mesh, AxisType.Auto):
+        leaf = _CONSTRAINT(leaf, NamedSharding(mesh, only_axes(sharding.spec, axes)))
+    # Neither operation moves arrays to another memory.
+    return jax.device_put(leaf, sharding) if other_memory(sharding) else leaf
+
+
+# Compiled so that they also work on the single-device arrays of a transformation without jit.
+_CONSTRAINT = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
+_RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
+
+
+# The mesh and the sharding of an array
+
+
+def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:
+    """Returns the mesh that a function was given, or else the one in context, or None."""
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{caller}: mesh must be a Mesh or an AbstractMesh, got {mesh!r}.")
+    return _compat.context_mesh() if mesh is None else mesh
+
+
+def in_context(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
+    """Puts a mesh in context, for traces; without one, nothing changes."""
+    use = jax.sharding.use_abstract_mesh
+    return contextlib.nullcontext() if mesh is None else use(mesh.abstract_mesh)
+
+
+def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """Returns a mesh with the axis types that it has in the current trace, such as Manual.
+
+    With the same types it keeps its devices, which JAX may know from nowhere else.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    same = context.axis_names == mesh.axis_names and dict(context.shape) == dict(mesh.shape)
+    differs = same and context != mesh.abstract_mesh and not _compat.trace_is_clean()
+    return context if differs else mesh
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Returns the sharding of an array, for a tracer that of its type; None if it has none."""
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    return getattr(jax.typeof(leaf) if is_traced else leaf, "sharding", None)
+
+
+def other_memory(sharding: Any) -> str | None:
+    """Returns the memory kind of a sharding, if it is not the default one."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    default = NamedSharding(sharding.mesh, sharding.spec).memory_kind
+    return None if sharding.memory_kind == default else sharding.memory_kind
+
+
+def without_unconstrained(
+    spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """Replaces UNCONSTRAINED in a spec by the present entries of the array."""
+    if PartitionSpec.UNCONSTRAINED not in spec.partitions:
+        return spec
+    present = sharding_of(leaf)
+    is_known = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
+    old = (*(present.spec.partitions if is_known else ()), *[None] * len(spec))
+    entries, used = list(spec.partitions), set(spec_axes(spec))
+    for dimension, entry in enumerate(entries):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            # An axis can shard one dimension only, and the other entries were asked for.
+            is_free = used.isdisjoint(axes_of(old[dimension]))
+            entries[dimension] = old[dimension] if is_free else None
+    return with_entries(spec, entries)
+
+
+# The types of arrays, which have the part of a sharding that is over Explicit axes
+
+
+def type_spec(x: Any) -> PartitionSpec | None:
+    """Returns the spec in the type of an array; None if none of the axes is Explicit."""
+    mesh = type_mesh(x)
+    if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
+        return None
+    spec: PartitionSpec = jax.typeof(x).sharding.spec
+    return spec
+
+
+def type_mesh(x: Any) -> Any:
+    """Returns the mesh in the type of an array, or None."""
+    # Most arrays are of this kind; asking `jax.typeof` first would take much longer.
+    if type(x) is _compat.ArrayImpl and not isinstance(x.sharding, NamedSharding):
+        return None
+    if not _compat.is_plain_array(x) and (not isinstance(x, jax.Array) or _compat.is_ref(x)):
+        return None
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return None if mesh is None or mesh.empty else mesh
+
+
+def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
+    """Returns the mesh by which JAX types arrays: that in context, a default, or an array's."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty:
+        return context
+    meshes = (mesh for mesh in map(type_mesh, leaves) if mesh is not None)
+    return next(meshes, None) if default is None else default
+
+
+def type_as(x: Any, goal: NamedSharding) -> Any:
+    """Gives an array the type that it has on the mesh of another sharding.
+
+    It is unchanged if both meshes have Auto axes only.
+    """
+    present, wanted = type_mesh(x), goal.mesh.abstract_mesh
+    is_untyped = type_spec(x) is None and not axes_of_type(wanted, AxisType.Explicit)
+    if present == wanted or is_untyped or _compat.is_ref(x):
+        return x
+    return jax.sharding.reshard(x, goal)
+
+
+def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
+    """Gives an array the axis types of a mesh, and a spec over its Explicit axes.
+
+    Without ``spec``, an array keeps its own, and anything else is returned unchanged.
+    """
+    present, wanted = type_mesh(x), mesh.abstract_mesh
+    if spec is None:
+        if present is None or present == wanted or present.axis_names != mesh.axis_names:
+            return x
+        old, kept = jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
+        if not kept.issuperset(old.reduced):
+            # JAX counts some gradients of what is reduced over Auto axes once per device, so the
+            # array is no longer reduced over axes that become Auto.
+            plain = with_reduced(old, old.reduced & kept)
+            x = jax.sharding.reshard(x, NamedSharding(present, plain))
+        spec = only_axes(old, kept)
+    elif present == wanted:
+        padding = [None] * (x.ndim - len(spec))
+        if jax.typeof(x).sharding.spec == with_entries(spec, (*spec.partitions, *padding)):
+            return x
+    # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
+    with jax.sharding.use_abstract_mesh(wanted):
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
