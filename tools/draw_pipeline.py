@@ -46,7 +46,7 @@ SLOW_WAY = (
             "snapshot.py",
         ),
     ),
-    Stage("specs", ("targets.py",)),
+    Stage("specs", ("arguments.py",)),
     Stage("resolve", ("resolve.py", "spec_checks.py")),
     Stage("plan", ("plan.py", "static_places.py", "transform.py", "retyping.py", "cache.py")),
     Stage(

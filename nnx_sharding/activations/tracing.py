@@ -231,18 +231,22 @@ class Scope:
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         plan, built = self._plan, self._built
         parts = [
-            (target, part, part.spec.activations if isinstance(part.spec, StateSharding) else None)
-            for target in plan.targets
-            for part in target.parts
+            (
+                argument,
+                part,
+                part.spec.activations if isinstance(part.spec, StateSharding) else None,
+            )
+            for argument in plan.graph_arguments
+            for part in argument.parts
         ]
         if not (sources or self._observes or any(own is not None for *_, own in parts)):
             return
         tagged = set[int]()
-        for target, part, own in parts:
+        for argument, part, own in parts:
             if own is not None and own not in self._sources:
                 self._sources.append(own)
             chosen = (*sources, *([] if own is None else [own]))
-            name = accessor(target.name, part.keys)
+            name = accessor(argument.name, part.keys)
             for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items():
                 if isinstance(plan.structure.entries[index], NodeEntry) and index not in tagged:
                     tagged.add(index)

@@ -75,7 +75,7 @@ def flatten(
     """
     options: Any = {"graph": graph, "copied": copied, "held": held, "borrowed": borrowed}
     options |= {"snapshot": snapshot, "recorder": recorder, "shown": shown}
-    flattener = _Flattener(objects=[*(known or ())], **options)
+    flattener = Flattener(objects=[*(known or ())], **options)
     root_slots: list[int] = []
     # JAX itself refuses a ref that is passed twice; results may share one.
     root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
@@ -106,7 +106,7 @@ class _Row(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class _Flattener:
+class Flattener:
     """One walk over a graph. Entries are in the order of discovery, depth first.
 
     ``at`` is the position of a value in the stream of the recorder. That is dropped where there is
@@ -293,6 +293,7 @@ class _Flattener:
         return child
 
     def holds(self, value: Any) -> bool:
+        """Whether the structure keeps alive an object that is compared by identity."""
         return self.held and _compat.identity(value) not in self.borrowed
 
     def pytree(

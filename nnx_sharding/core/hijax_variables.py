@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _compat
 from .static_equality import value_key
 from .structure import LEAF, Child, VariableEntry, atoms
 from .treedefs import aux_of
 
+if TYPE_CHECKING:  # flattening calls the functions below
+    from .flatten import Flattener
+    from .guard.recorder import WalkRecorder
+
 _NOWHERE = -1
 
 
-def describe_hijax(flattener: Any, variable: Any, slots: list[int], at: int) -> VariableEntry:
+def describe_hijax(flattener: Flattener, variable: Any, slots: list[int], at: int) -> VariableEntry:
     """The entry of a plain Variable with the same content; ``at`` is its position for a guard."""
     plain = _compat.plain_variable(variable)
     recorder, flattener.recorder = flattener.recorder, None
@@ -24,7 +28,12 @@ def describe_hijax(flattener: Any, variable: Any, slots: list[int], at: int) -> 
 
 
 def _note(
-    flattener: Any, recorder: Any, variable: Any, value: Child, slots: list[int], at: int
+    flattener: Flattener,
+    recorder: WalkRecorder,
+    variable: Any,
+    value: Child,
+    slots: list[int],
+    at: int,
 ) -> bool:
     """Notes it for a guard; False where that cannot compare it.
 
@@ -34,7 +43,7 @@ def _note(
         return False
     treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
     own = (flattener.leaves[slot] for slot in slots)
-    parts = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
+    parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
     found = [next(own) if part is LEAF else flattener.objects[part] for part in parts]
     if [*map(id, found)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
         return False

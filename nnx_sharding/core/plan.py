@@ -2,7 +2,7 @@
 
 Such arguments differ only in their arrays. :func:`make_plan` finds, in this order,
 
-    which spec belongs to which argument, and to which graph object in it    targets.py
+    which spec belongs to which argument, and to which graph object in it    arguments.py
     the name of each array and Variable, such as ``model.up.kernel``         resolve.py
     the one spec of each, by the user's filters                              resolve.py
     whether the spec fits the mesh and the shape, or what is left of it      spec_checks.py
@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _compat
 from ..specs.fitting import OnIndivisible, first_axes, in_type
 from ..specs.state_sharding import StateSharding
+from .arguments import Argument, named_parts, split_arguments
 from .bounded import make_room
 from .flatten import Flat
 from .functions import name_of, weak_function
@@ -49,7 +50,6 @@ from .spec_checks import check_mesh, fit_specs, shape_of
 from .static_equality import Static
 from .static_places import check_static_places
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
-from .targets import Target, argument_targets, named_parts
 from .transform import Program, Sharded, Transform
 from .unflatten import parts, picker
 
@@ -78,7 +78,7 @@ class Plan:
 
     signature: Signature  # the roles of the arguments
     structure: Structure
-    arguments: Sequence[Target]  # the dynamic arguments and their parts, with the user's specs
+    arguments: Sequence[Argument]  # the dynamic arguments and their parts, with the user's specs
     known: Mapping[int, tuple[str, Any]]  # the name and the final spec of each Variable, by index
     uses: Sequence[FilterUse]  # the decisions of each ``StateSharding`` among the arguments
 
@@ -151,7 +151,7 @@ class Plan:
             self.transform.trace_key,
             self.signature._replace(donated=frozenset(), donated_keywords=frozenset()),
             self.structure,
-            self.targets,
+            self.graph_arguments,
             tuple(self.object_specs.items()),
             tuple(spec for _, spec in self.known.values()),
             tuple(self.on_indivisible.items()),
@@ -165,9 +165,9 @@ class Plan:
         )
 
     @functools.cached_property
-    def targets(self) -> tuple[Target, ...]:
+    def graph_arguments(self) -> tuple[Argument, ...]:
         """The arguments with graph objects only: what a function can change in place."""
-        return tuple(target.objects_only() for target in self.arguments)
+        return tuple(argument.objects_only() for argument in self.arguments)
 
     @functools.cached_property
     def object_specs(self) -> dict[int, Any]:
@@ -181,7 +181,7 @@ class Plan:
         """All specs that outputs can have; there is a group of outputs for each."""
         transform = self.transform
         specs = [transform.spec_of(None), *transform.own_specs]
-        written = (part.spec for target in self.targets for part in target.parts)
+        written = (part.spec for argument in self.graph_arguments for part in argument.parts)
         for rule in (*transform.out_specs.rules, *written):
             has_filters = isinstance(rule, StateSharding)
             for spec in map(transform.spec_of, rule.shardings if has_filters else [rule]):
@@ -287,26 +287,26 @@ def make_plan(
 
 def _arguments(
     transform: Transform, parameters: Parameters, call: Call, structure: Structure
-) -> list[Target]:
+) -> list[Argument]:
     """Returns the dynamic arguments, each with the spec that the user gave for it."""
     signature = call.signature
     prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
     positional = [signature.names[i] for i in signature.dynamic]
     option = f"{transform.name}: {transform.in_name}"
-    return argument_targets(structure, call.tree, prefixes, positional, option)
+    return split_arguments(structure, call.tree, prefixes, positional, option)
 
 
 def _donated_slots(
     structure: Structure,
     signature: Signature,
-    arguments: Sequence[Target],
+    arguments: Sequence[Argument],
     locations: Sequence[NamedLocation],
 ) -> frozenset[int]:
     are_donated = [i in signature.donated for i in signature.dynamic]
     are_donated += [k in signature.donated_keywords for k in signature.dynamic_keywords]
     pairs = zip(arguments, are_donated, strict=True)
-    names = {target.name for target, is_donated in pairs if is_donated}
-    in_donated = (place.location.slots for place in locations if place.target.name in names)
+    names = {argument.name for argument, is_donated in pairs if is_donated}
+    in_donated = (place.location.slots for place in locations if place.argument.name in names)
     # JAX refuses to donate references, which a program changes in place anyway.
     return frozenset(itertools.chain.from_iterable(in_donated)) - structure.slots_of(RefEntry)
 
@@ -338,9 +338,9 @@ def _placed(
     return {slot: sharding for slot, sharding in placed.items() if slot in kept}
 
 
-def _shards_activations(transform: Transform, arguments: Sequence[Target]) -> bool:
+def _shards_activations(transform: Transform, arguments: Sequence[Argument]) -> bool:
     """Whether shardings of activations are declared, for the call or for an argument."""
-    written = (part.spec for target in arguments for part in target.parts)
+    written = (part.spec for argument in arguments for part in argument.parts)
     declared = [getattr(spec, "activations", None) for spec in written]
     declared.append(getattr(transform, "activation_shardings", None))
     return any(x is not None for x in declared)

@@ -23,6 +23,7 @@ import jax
 
 from .. import _compat
 from ..specs.fitting import first_axes
+from .arguments import split_argument
 from .call_context import Caller, called_by, caller_here
 from .constrain import mesh_of_types
 from .flatten import Flat, flatten
@@ -38,7 +39,6 @@ from .snapshot import Snapshot
 from .spec_checks import fit_specs, shape_of
 from .static_places import not_copied
 from .structure import NodeEntry, Structure
-from .targets import target
 from .trace_checks import check_captured, check_objects, check_output
 from .transform import Sharded
 from .unflatten import Built, assemble, kept_places, restore, unflatten
@@ -162,7 +162,7 @@ def _flatten_after(
     )
     if not plan.graph:
         after.structure.check_tree()  # of the output
-    check_objects(structure, after, plan.targets, borrowed, name=name, updates=updates)
+    check_objects(structure, after, plan.graph_arguments, borrowed, name=name, updates=updates)
     if not updates:
         check_output(after, plan.known, carried, name=name)
     return after
@@ -175,9 +175,9 @@ def _locate_new(plan: Plan, output: Any, after: Structure) -> list[NamedLocation
     """
     transform = plan.transform
     option = f"{transform.name}: {transform.out_name}"
-    result = target("output", transform.out_specs.tree, output, after.root, option)
+    result = split_argument("output", transform.out_specs.tree, output, after.root, option)
     has_new = plan.updates and not _is_unchanged(plan.structure, after)
-    return locate(after, [*plan.targets, result] if has_new else [result])
+    return locate(after, [*plan.graph_arguments, result] if has_new else [result])
 
 
 def _is_unchanged(before: Structure, after: Structure) -> bool:
@@ -212,7 +212,7 @@ def _output_specs(
         after.leaves,
         transform.spec_of,
         known=plan.known,
-        settled={argument.name for argument in plan.targets},
+        settled={argument.name for argument in plan.graph_arguments},
     )
     check_filters((*plan.uses, *resolved.uses), name=transform.name, strict=transform.strict)
     before = _keep_specs(plan, leaves, after.structure, resolved)

@@ -19,25 +19,25 @@ from ..specs.filters import (
 from ..specs.fitting import OnIndivisible, describe_both
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import Axis, StateSharding, filter_remedy, filters_text
+from .arguments import Argument, Part
 from .problems import several
 from .structure import Location, Structure
-from .targets import Part, Target
 
 SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
 
 
 class NamedLocation(NamedTuple):
-    """A location in a target."""
+    """A location in an argument or output."""
 
-    target: Target  # the target
-    part: Part  # the part of it
+    argument: Argument
+    part: Part  # of the argument
     location: Location  # the location
     name: str  # the expression for it: ``model.blocks[3].kernel``
     paths: Sequence[Path]  # all paths from the part
 
     def name_of(self, path: Path) -> str:
         """The expression for it by another path."""
-        return accessor(self.target.name, (*self.part.keys, *path))
+        return accessor(self.argument.name, (*self.part.keys, *path))
 
     def subject(self, objects: Sequence[Any], leaves: Sequence[Any]) -> Any:
         """The Variable there, or the array outside of Variables."""
@@ -45,22 +45,22 @@ class NamedLocation(NamedTuple):
         return leaves[self.location.slots[0]] if index is None else objects[index]
 
 
-def locate(structure: Structure, targets: Sequence[Target]) -> list[NamedLocation]:
-    """All locations in the targets, in their order; shared ones once for each part.
+def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
+    """All locations in arguments or outputs, in their order; shared ones once for each part.
 
-    The arrays that the targets hold outside of objects must be those of the structure's root.
+    The arrays that they hold outside of objects must be those of the structure's root.
     """
     slots = iter(structure.root_slots)
     locations = []
-    for target in targets:
-        for part in target.parts:
+    for argument in arguments:
+        for part in argument.parts:
             aliases: Mapping[Any, Sequence[Path]] = structure.aliases(part.child)
-            prefix = accessor(target.name, part.keys)
+            prefix = accessor(argument.name, part.keys)
             for location in structure.walk(part.child, slots):
                 others = aliases.get(location.entry, ())
                 paths = tuple(dict.fromkeys((location.path, *others)))
                 name = accessor(prefix, location.path)
-                locations.append(NamedLocation(target, part, location, name, paths))
+                locations.append(NamedLocation(argument, part, location, name, paths))
     return locations
 
 
@@ -93,8 +93,8 @@ def resolve(
 ) -> Resolved:
     """Resolves the spec of the array at every location.
 
-    ``known`` Variables already have their spec: their names and specs. The targets with ``settled``
-    names do not decide about them. ``spec_of`` makes the final form of a spec.
+    ``known`` Variables already have their spec: their names and specs. Arguments whose names are
+    ``settled`` do not decide about them. ``spec_of`` makes the final form of a spec.
     """
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
     attributes: dict[int, tuple[str, Any]] = {}
@@ -103,7 +103,7 @@ def resolve(
     is_inside = False
     for found in locations:
         spec, index, slots = found.part.spec, found.location.entry, found.location.slots
-        if found.target.name in settled and known and index in known:
+        if found.argument.name in settled and known and index in known:
             spec = None
         elif isinstance(spec, StateSharding):
             use = uses.setdefault(id(spec), FilterUse(spec))
@@ -208,7 +208,7 @@ class FilterUse:
         decisions = []
         for path in found.paths:
             counts, index, spec = self.rules.find_below(found.part.below, path, subject)
-            self._note(index, counts, subject, found.target.name)
+            self._note(index, counts, subject, found.argument.name)
             decisions.append((path, index, spec))
         named = [d for d in decisions if self._names_paths(d[1])] if len(decisions) > 1 else []
         for path, _, spec in named[1:]:

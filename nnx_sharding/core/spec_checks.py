@@ -27,12 +27,12 @@ from ..specs.fitting import (
     spec_axes,
 )
 from ..specs.state_sharding import StateSharding
+from .arguments import Specs, check_specs, split_argument
 from .constrain import given_mesh, mesh_here, other_memory, without_unconstrained
 from .flatten import Flat
 from .place import obstacle
 from .problems import no_mesh, several
 from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
-from .targets import Specs, check_specs, target
 from .transform import Sharded, Transform
 
 
@@ -184,7 +184,7 @@ def assign_shardings(
     mesh = given_mesh(caller, mesh)
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
     check_specs(caller, sharding=specs)
-    argument = target(name, specs.tree, tree, flat.structure.root, caller)
+    argument = split_argument(name, specs.tree, tree, flat.structure.root, caller)
     locations = locate(flat.structure, [argument])
     resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
     names = slot_names(len(flat.leaves), locations)

@@ -41,7 +41,7 @@ from jax.tree_util import PyTreeDef
 from .. import _compat
 from ..specs.paths import Item, Path
 from .static_parts import (
-    Kind,
+    StaticKind,
     fixed_parts,
     has_state,
     is_builtin,
@@ -241,7 +241,7 @@ def strict(value: Any) -> Any:
 # By content
 
 
-def content_of(value: Any) -> tuple[Kind, list[Any]] | None:
+def content_of(value: Any) -> tuple[StaticKind, list[Any]] | None:
     """The kind and the parts of an object that is not compared by value; None if it shows none."""
     kind = type(value)
     if issubclass(kind, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
@@ -251,7 +251,7 @@ def content_of(value: Any) -> tuple[Kind, list[Any]] | None:
     return open_object(value) if is_builtin(kind) or has_state(kind) else None
 
 
-def opened(value: Any) -> tuple[list[Any], tuple[Kind, int]]:
+def opened(value: Any) -> tuple[list[Any], tuple[StaticKind, int]]:
     """The parts of an object that is compared by content; its kind, and the number of parts."""
     content = content_of(value)
     if content is None:
@@ -260,7 +260,7 @@ def opened(value: Any) -> tuple[list[Any], tuple[Kind, int]]:
     return parts, (kind, len(parts))
 
 
-def static_paths(kind: Kind, children: Sequence[Any]) -> list[Path]:
+def static_paths(kind: StaticKind, children: Sequence[Any]) -> list[Path]:
     """The path from a static object to each of its parts."""
     own, count = kind.type, len(children) - len(kind.names)
     items: Iterable[Path] = [(index,) for index in range(count)]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _compat
 from .static_equality import Static, content_of
-from .static_parts import Kind, forget_cached, is_told_apart
+from .static_parts import StaticKind, forget_cached, is_told_apart
 from .structure import Child, StaticObject
+
+if TYPE_CHECKING:  # flattening calls the functions below
+    from .flatten import Flattener
 
 _NOWHERE = -1
 
 
-def describe_static(flattener: Any, index: int, obj: Any, at: int) -> StaticObject | None:
+def describe_static(flattener: Flattener, index: int, obj: Any, at: int) -> StaticObject | None:
     """The entry of a static object; ``at`` is its position for a guard. None if it shows nothing.
 
     At the end of a trace, what ``cached_property`` has stored meanwhile is deleted: it may be
@@ -36,7 +39,7 @@ def describe_static(flattener: Any, index: int, obj: Any, at: int) -> StaticObje
 
 
 def describe_parts(
-    flattener: Any, value: Any, kind: Kind, parts: Sequence[Any], at: int
+    flattener: Flattener, value: Any, kind: StaticKind, parts: Sequence[Any], at: int
 ) -> tuple[Child, ...]:
     """The children for the parts of a static object."""
     places: Iterable[int] = repeat(_NOWHERE)
@@ -45,7 +48,7 @@ def describe_parts(
     return tuple(map(flattener.static, parts, places))
 
 
-def is_linked(flattener: Any, value: Any) -> bool:
+def is_linked(flattener: Flattener, value: Any) -> bool:
     """Whether something in a static place is a part of the graph: a module without arrays is.
 
     One with arrays is a part only if it is also met as data; else it stays hidden from the graph.

@@ -22,15 +22,15 @@ import numpy as np
 Operation: TypeAlias = tuple[Any, ...]  # a function and its arguments
 
 
-class Kind(NamedTuple):
+class StaticKind(NamedTuple):
     """Everything about a static object except its parts."""
 
     type: type
-    detail: Hashable  # what its form keeps besides items, such as the bytes of an array
+    detail: Hashable  # what a built-in class keeps besides items, such as the bytes of an array
     names: tuple[str, ...]  # of its attributes, whose values are the last parts
 
 
-class Form(NamedTuple):
+class _Builtin(NamedTuple):
     """How objects of a built-in class are opened, and made or assigned to.
 
     Immutable objects are made with all their items. Others are made empty, by ``empty`` or by
@@ -59,12 +59,14 @@ def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
     return lambda x: (None, list(base.__iter__(x)))
 
 
-def _scalar(base: Any, plain: Callable[[Any], Any]) -> Form:
-    return Form(lambda x: (None, (plain(x),)), lambda kind, _, items: base.__new__(kind, *items))
+def _scalar(base: Any, plain: Callable[[Any], Any]) -> _Builtin:
+    return _Builtin(
+        lambda x: (None, (plain(x),)), lambda kind, _, items: base.__new__(kind, *items)
+    )
 
 
-def _mapping(base: Any) -> Form:
-    return Form(
+def _mapping(base: Any) -> _Builtin:
+    return _Builtin(
         lambda x: (None, _flat(base.items(x))),
         assign=lambda x, _, items: [(base.clear, x), (base.update, x, _pairs(items))],
     )
@@ -124,63 +126,65 @@ SCALARS: dict[type, Callable[[Any], Any]] = {
     complex: complex.__complex__,
     bytes: bytes.__bytes__,
 }
-_FORMS: dict[type, Form] = {
+_BUILTINS: dict[type, _Builtin] = {
     **{base: _scalar(base, plain) for base, plain in SCALARS.items()},
-    tuple: Form(_iterate(tuple), lambda kind, _, items: tuple.__new__(kind, items)),
-    frozenset: Form(_iterate(frozenset), lambda kind, _, items: frozenset.__new__(kind, items)),
-    slice: Form(lambda x: (None, (x.start, x.stop, x.step)), lambda kind, _, items: slice(*items)),
-    types.MappingProxyType: Form(
+    tuple: _Builtin(_iterate(tuple), lambda kind, _, items: tuple.__new__(kind, items)),
+    frozenset: _Builtin(_iterate(frozenset), lambda kind, _, items: frozenset.__new__(kind, items)),
+    slice: _Builtin(
+        lambda x: (None, (x.start, x.stop, x.step)), lambda kind, _, items: slice(*items)
+    ),
+    types.MappingProxyType: _Builtin(
         lambda x: (None, _flat(x.items())), lambda kind, _, items: kind(dict(_pairs(items)))
     ),
-    types.MethodType: Form(
+    types.MethodType: _Builtin(
         lambda x: (None, (x.__func__, x.__self__)), lambda kind, _, items: kind(*items)
     ),
-    functools.partial: Form(
+    functools.partial: _Builtin(
         lambda x: (len(x.args) + 1, [x.func, *x.args, *_flat(x.keywords.items())]),
         lambda kind, count, items: functools.partial.__new__(
             kind, *items[:count], **dict(_pairs(items[count:]))
         ),
     ),
-    pathlib.PurePath: Form(  # without its slots, which are caches
+    pathlib.PurePath: _Builtin(  # without its slots, which are caches
         lambda x: (None, (pathlib.PurePath.__str__(x),)), lambda kind, _, items: kind(*items)
     ),
-    list: Form(
+    list: _Builtin(
         lambda x: (None, list.__getitem__(x, slice(None))),
         assign=lambda x, _, items: [(list.__setitem__, x, slice(None), items)],
     ),
-    set: Form(_iterate(set), assign=lambda x, _, items: [(set.__init__, x, items)]),
-    collections.deque: Form(
+    set: _Builtin(_iterate(set), assign=lambda x, _, items: [(set.__init__, x, items)]),
+    collections.deque: _Builtin(
         lambda x: (x.maxlen, list(x)),
         assign=lambda x, maxlen, items: [(collections.deque.__init__, x, items, maxlen)],
     ),
     dict: _mapping(dict),
     collections.OrderedDict: _mapping(collections.OrderedDict),
-    bytearray: Form(
+    bytearray: _Builtin(
         lambda x: (bytes(x), ()),
         assign=lambda x, data, _: [(bytearray.__setitem__, x, slice(None), data)],
     ),
-    array.array: Form(
+    array.array: _Builtin(
         lambda x: ((x.typecode, x.tobytes()), ()),
         assign=lambda x, data, _: [
             (array.array.__setitem__, x, slice(None), array.array(*data)),
         ],
         empty=lambda kind, data: array.array.__new__(kind, data[0]),
     ),
-    np.ndarray: Form(_open_array, assign=_assign_array, empty=_empty_array),
-    np.void: Form(_open_array, assign=_assign_array, empty=_empty_array),
-    np.generic: Form(
+    np.ndarray: _Builtin(_open_array, assign=_assign_array, empty=_empty_array),
+    np.void: _Builtin(_open_array, assign=_assign_array, empty=_empty_array),
+    np.generic: _Builtin(
         lambda x: ((x.dtype, x.tobytes()), ()),
         lambda kind, detail, _: np.frombuffer(detail[1], detail[0])[0],
     ),
-    memoryview: Form(_open_view, assign=_assign_view, is_view=True),
-    types.CellType: Form(_open_cell, assign=_assign_cell, is_view=True),
-    object: Form(lambda x: (None, ())),
+    memoryview: _Builtin(_open_view, assign=_assign_view, is_view=True),
+    types.CellType: _Builtin(_open_cell, assign=_assign_cell, is_view=True),
+    object: _Builtin(lambda x: (None, ())),
 }
 
 
 def _base_of(kind: type) -> type:
     """The class in the table that a class derives from; ``object`` by default."""
-    return next(base for base in kind.__mro__ if base in _FORMS)
+    return next(base for base in kind.__mro__ if base in _BUILTINS)
 
 
 def is_builtin(kind: type) -> bool:
@@ -188,9 +192,9 @@ def is_builtin(kind: type) -> bool:
     return _base_of(kind) is not object
 
 
-def is_fixed(kind: Kind) -> bool:
+def is_fixed(kind: StaticKind) -> bool:
     """Whether objects of this kind are immutable themselves, whatever they hold."""
-    return not kind.names and _FORMS[_base_of(kind.type)].make is not None
+    return not kind.names and _BUILTINS[_base_of(kind.type)].make is not None
 
 
 def is_told_apart(kind: type) -> bool:
@@ -200,62 +204,62 @@ def is_told_apart(kind: type) -> bool:
     """
     base = _base_of(kind)
     if base is not object:
-        return _FORMS[base].is_view
+        return _BUILTINS[base].is_view
     equal: Any = kind.__eq__
     return equal is object.__eq__ or has_hidden_state(kind)
 
 
-def can_be_made(kind: Kind) -> bool:
+def can_be_made(kind: StaticKind) -> bool:
     """Whether there can be a copy of an object, with the same parts."""
-    is_fixed_base = _FORMS[_base_of(kind.type)].make is not None
+    is_fixed_base = _BUILTINS[_base_of(kind.type)].make is not None
     return not is_told_apart(kind.type) and not (kind.names and is_fixed_base)
 
 
 def fixed_parts(value: Any) -> Sequence[Any] | None:
     """The items of an object that has nothing else, and always the same; None for others."""
     base = _base_of(type(value))
-    form = _FORMS[base]
-    if form.make is None or base is types.MappingProxyType or has_state(type(value)):
+    builtin = _BUILTINS[base]
+    if builtin.make is None or base is types.MappingProxyType or has_state(type(value)):
         return None
-    return form.open(value)[1]
+    return builtin.open(value)[1]
 
 
-def open_object(value: Any) -> tuple[Kind, list[Any]]:
+def open_object(value: Any) -> tuple[StaticKind, list[Any]]:
     """The kind and the parts of an object."""
     cls = type(value)
-    detail, items = _FORMS[_base_of(cls)].open(value)
+    detail, items = _BUILTINS[_base_of(cls)].open(value)
     attributes = attributes_of(value)
     slots = {name: getattr(value, name) for name in slots_of(cls) if hasattr(value, name)}
     names = (*attributes, *slots)
-    return Kind(cls, detail, names), [*items, *attributes.values(), *slots.values()]
+    return StaticKind(cls, detail, names), [*items, *attributes.values(), *slots.values()]
 
 
-def make_fixed(kind: Kind, parts: Sequence[Any]) -> Any:
+def make_fixed(kind: StaticKind, parts: Sequence[Any]) -> Any:
     """A new object of an immutable kind."""
-    make: Any = _FORMS[_base_of(kind.type)].make
+    make: Any = _BUILTINS[_base_of(kind.type)].make
     return make(kind.type, kind.detail, parts)
 
 
-def make_empty(kind: Kind) -> Any:
+def make_empty(kind: StaticKind) -> Any:
     """A new object without its parts."""
     base: Any = _base_of(kind.type)
-    form = _FORMS[base]
-    if form.make is not None:
+    builtin = _BUILTINS[base]
+    if builtin.make is not None:
         raise TypeError(f"cannot make a {kind.type.__name__} object that has attributes")
     if base is object:  # or another class in C, such as SimpleNamespace, whose objects are others
         base = next(own for own in kind.type.__mro__ if not own.__flags__ & _MADE_BY_CLASS)
-    return form.empty(kind.type, kind.detail) if form.empty else base.__new__(kind.type)
+    return builtin.empty(kind.type, kind.detail) if builtin.empty else base.__new__(kind.type)
 
 
 _MADE_BY_CLASS = 1 << 9  # CPython's flag of types that are made at run time, Py_TPFLAGS_HEAPTYPE
 
 
-def assign(value: Any, kind: Kind, parts: Sequence[Any]) -> list[Operation]:
+def assign(value: Any, kind: StaticKind, parts: Sequence[Any]) -> list[Operation]:
     """The operations that give an existing object this kind and these parts."""
     if type(value) is not kind.type or is_fixed(kind):
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
     count = len(parts) - len(kind.names)
-    operations = _FORMS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
+    operations = _BUILTINS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
     attributes = dict(zip(kind.names, parts[count:], strict=True))
     for name in slots_of(kind.type):
         if name in attributes:

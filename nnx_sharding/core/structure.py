@@ -20,7 +20,7 @@ from .. import _compat
 from ..errors import raise_listed
 from ..specs.paths import Metadata, Path, accessor, path_string
 from .static_equality import Static, static_paths
-from .static_parts import Kind
+from .static_parts import StaticKind
 from .treedefs import PyTreeDef, container_keys
 
 
@@ -47,7 +47,7 @@ class Container(NamedTuple):
 class StaticObject(NamedTuple):
     """A static object that is compared by content: an entry, or a child if it cannot change."""
 
-    kind: Kind
+    kind: StaticKind
     children: tuple[Any, ...]
     identity: Static | None = None  # if it has to be the same object as well
 

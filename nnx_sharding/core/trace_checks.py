@@ -12,6 +12,7 @@ from .. import _compat
 from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, warn_or_raise
 from ..specs.fitting import describe
 from ..specs.paths import Path, accessor
+from .arguments import Argument, named_parts
 from .constrain import type_spec
 from .flatten import Flat
 from .functions import captured_shards
@@ -28,7 +29,6 @@ from .structure import (
     identities_in,
     parts_of,
 )
-from .targets import Target, named_parts
 
 
 class _Misuse(NamedTuple):
@@ -63,7 +63,7 @@ _STATIC_CHANGED = _Misuse(
 def check_objects(
     before: Structure,
     after: Flat,
-    targets: Sequence[Target],
+    arguments: Sequence[Argument],
     borrowed: Set[int],
     *,
     name: str,
@@ -91,7 +91,7 @@ def check_objects(
     misuse = next((misuse for misuse, found in places.items() if found), None)
     if misuse is None:
         return
-    starts = named_parts(targets)
+    starts = named_parts(arguments)
     names = structure.names([*starts, ("output", structure.root)])
     names.update(before.names(starts))
     lines = [

@@ -20,6 +20,7 @@ from ..specs.fitting import (
     spec_and_mesh,
     variants,
 )
+from .arguments import Specs
 from .call_context import Caller
 from .constrain import mesh_of_types, type_as, type_mesh
 from .flatten import Flat
@@ -27,7 +28,6 @@ from .problems import no_mesh
 from .retyping import AxisTypeChange, RetypedArrays
 from .signature import Call, Parameters, Signature, sort_call
 from .static_equality import strict
-from .targets import Specs
 from .unflatten import Built
 
 if TYPE_CHECKING:  # a plan is made for a transform, which then gets it

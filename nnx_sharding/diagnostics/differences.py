@@ -17,7 +17,7 @@ from ..core.functions import closure
 from ..core.problems import shorten, show
 from ..core.signature import Signature
 from ..core.static_equality import Static
-from ..core.static_parts import Kind
+from ..core.static_parts import StaticKind
 from ..core.structure import LEAF, Container, StaticObject, Structure, parts_of
 from ..errors import shortened
 from ..specs.paths import accessor
@@ -115,7 +115,7 @@ def _difference(a: Fact, b: Fact) -> str | None:
     arrays = []
     for fact in (a, b):
         match fact.rest:
-            case Kind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
+            case StaticKind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
                 kind, np.ndarray
             ):
                 arrays.append(np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape)))

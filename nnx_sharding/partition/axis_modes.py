@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.arguments import Argument, Specs, check_specs, split_argument, split_arguments
 from ..core.constrain import mesh_of_types, retype, type_mesh
 from ..core.flatten import Flat, flatten
 from ..core.problems import array_line
@@ -17,7 +18,6 @@ from ..core.resolve import NamedLocation, locate, resolve, slot_names
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
 from ..core.signature import ArgTree, Parameters, Roles, align_specs
 from ..core.spec_checks import fit_shardings
-from ..core.targets import Specs, Target, argument_targets, check_specs, target
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_listed
 from ..specs.fitting import axes_of
@@ -126,9 +126,9 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
         signature = parameters.signature(len(tree[0]), tuple(tree[1]))
         caller = f"{name}: {option}"
 
-        def targets(prefix: Any) -> list[Target]:
+        def targets(prefix: Any) -> list[Argument]:
             prefixes = align_specs(prefix, parameters, signature, option)
-            return argument_targets(flat.structure, tree, prefixes, signature.names, caller)
+            return split_arguments(flat.structure, tree, prefixes, signature.names, caller)
 
         def fit(locations: list[NamedLocation], flat: Flat, mesh: Any) -> tuple[Any, Any]:
             """The name of each array, and its spec or None."""
@@ -159,7 +159,7 @@ def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> 
         after = call_retyped(flat, arrays, lambda tree: function(*tree[0], **tree[1]))
         if kind is AxisType.Auto:
             arguments = [x.objects_only() for x in targets(None)]
-            output = target("output", specs.tree, None, after.structure.root, caller)
+            output = split_argument("output", specs.tree, None, after.structure.root, caller)
             names, declared = fit(
                 locate(after.structure, [*arguments, output]), after, retyping.outer
             )

@@ -7,12 +7,12 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.arguments import Specs, check_specs
 from ..core.constrain import apply_shardings
 from ..core.flatten import flatten
 from ..core.problems import check_options
 from ..core.rebuild import rebuild
 from ..core.spec_checks import assign_shardings
-from ..core.targets import Specs, check_specs
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible
 
 

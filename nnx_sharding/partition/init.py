@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
+from ..core.arguments import Specs, check_specs
 from ..core.constrain import in_context
 from ..core.signature import Roles
-from ..core.targets import Specs, check_specs
 from ..diagnostics.progress import progress
 from ..specs.fitting import axes_of_type
 from ..transforms.jit import Jit, jit

@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.arguments import Specs
 from ..core.flatten import flatten
 from ..core.place import out_of_range
 from ..core.problems import show
 from ..core.spec_checks import assign_shardings
-from ..core.targets import Specs
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key

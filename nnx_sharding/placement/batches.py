@@ -13,9 +13,9 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.arguments import Specs, check_specs
 from ..core.constrain import given_mesh
 from ..core.problems import check_options, no_mesh
-from ..core.targets import Specs, check_specs
 from .batch_sharding import check_has_devices, check_integer, check_process
 from .feed import Consumer, Feed
 from .rounds import UNEVEN, Agreement, BatchOptions, Round, Rounds, Uneven

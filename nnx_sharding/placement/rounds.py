@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .. import _compat
-from ..core.targets import Specs
+from ..core.arguments import Specs
 from ..specs.fitting import describe
 from .batch_sharding import BatchSharding, copied, padded
 from .feed import Consumer

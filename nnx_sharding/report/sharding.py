@@ -21,10 +21,10 @@ from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ActivationTable, activations_table
 from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable
+from ..core.arguments import split_argument
 from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, needs_filter
 from ..core.structure import Location
-from ..core.targets import target
 from ..errors import ActivationError, NoMeshError, listed, raise_listed
 from ..specs.filters import Paths, misspelt, shadowed, to_predicate
 from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
@@ -252,7 +252,7 @@ def _decisions(
     structure = flat.structure
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
-    for named in locate(structure, [target("", sharding, None, structure.root)]):
+    for named in locate(structure, [split_argument("", sharding, None, structure.root)]):
         location = named.location
         if location.slots not in seen:
             seen.add(location.slots)

@@ -32,8 +32,8 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..analysis.names import around
+from ..core.arguments import PathFunction
 from ..core.constrain import type_mesh, type_spec
-from ..core.targets import PathFunction
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
 from ..specs.fitting import axes_of, only_axes, padded, spec_axes, suggestion
@@ -242,7 +242,7 @@ def _batch_names(
         )
         return names
     prepared = gradient.prepared(bound.args, bound.kwargs)
-    differentiated = {x.target.name for x in prepared.wanted}
+    differentiated = {x.argument.name for x in prepared.wanted}
 
     def is_batch(value: Any) -> bool:
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)

@@ -13,12 +13,12 @@ from flax import nnx
 
 from .. import _compat
 from ..activations.variables import resharded
+from ..core.arguments import Specs, named_parts
 from ..core.call_context import Caller, called_by, caller_here
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup, union
 from ..core.plan import Plan
 from ..core.signature import Roles
-from ..core.targets import Specs, named_parts
 from ..core.unflatten import Built, kept_places
 from ..errors import raise_listed
 from ..specs.state_sharding import BROADCAST, CARRY
@@ -176,7 +176,7 @@ class _Branches:
         labels = self._labels[0], self._labels[number]
         forms = self._forms[0], self._forms[number]
         found = [("output", *forms)] if forms[0] != forms[1] else []
-        starts = named_parts(self._plan.targets)
+        starts = named_parts(self._plan.graph_arguments)
         sides = one.structure, other.structure
         names, others = (side.names([*starts, ("output", side.root)]) for side in sides)
         same = {index: name for index, name in names.items() if others.get(index) == name}

@@ -90,7 +90,7 @@ class _Call:
                 or (is_nondiff and not isinstance(leaves[slot], jax.core.Tracer))
             }
             if location.entry is not None and number in filters:
-                parts = (part.keys for part in plan.targets[number].parts)
+                parts = (part.keys for part in plan.graph_arguments[number].parts)
                 depth = next(len(keys) for keys in parts if (*path[: len(keys)],) == keys)
                 subject = caller.objects[location.entry]
                 is_nondiff |= not to_predicate(filters[number])((*path[depth:],), subject)

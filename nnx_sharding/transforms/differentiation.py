@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from ..core.arguments import leaves_by_path
 from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
 from ..core.functions import name_of
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.structure import Child, Container, Structure
-from ..core.targets import leaves_by_path
 from ..core.unflatten import Built, unflatten
 from ..errors import raise_listed
 from ..specs.paths import Path, accessor

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import _compat
+from ..core.arguments import Argument
 from ..core.flatten import Flat
 from ..core.functions import name_of
 from ..core.plan import Plan
 from ..core.resolve import NamedLocation, locate
 from ..core.signature import ArgTree, Call, Roles
-from ..core.targets import Target
 from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
@@ -59,9 +59,9 @@ class _Gradient(Differentiation):
 
 
 class Wanted(NamedTuple):
-    """One differentiated argument: its target, its value, and what is differentiated in it."""
+    """One differentiated argument: its argument, its value, and what is differentiated in it."""
 
-    target: Target
+    argument: Argument
     value: Any
     locations: list[NamedLocation]
     is_state: bool  # whether its gradient has states in place of modules
@@ -100,7 +100,7 @@ class Prepared(NamedTuple):
             statics = {i: objects[i] for i in structure.static_indices()}
             built = _by_name(self.plan, unflatten(structure, leaves, statics).root)
         parts = tuple(
-            in_states(self.flat, x, gradients) if x.is_state else built[x.target.name]
+            in_states(self.flat, x, gradients) if x.is_state else built[x.argument.name]
             for x in self.wanted
         )
         return parts[0] if self.is_single else parts
@@ -201,7 +201,7 @@ class ValueAndGrad(Differentiable[P, R]):
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
         seen = set[int]()
         for found in locate(flat.structure, plan.arguments):
-            predicate, (path, entry, slots) = predicates.get(found.target.name), found.location
+            predicate, (path, entry, slots) = predicates.get(found.argument.name), found.location
             # As in Flax, what is shared has its gradient only in the first place.
             if predicate is None or entry in seen:
                 continue
@@ -211,7 +211,7 @@ class ValueAndGrad(Differentiable[P, R]):
             subject = found.subject(flat.objects, flat.leaves)
             # What is not in a module was named by argnums.
             if not path or any(predicate(each, subject) for each in found.paths):
-                locations[found.target.name].append(found)
+                locations[found.argument.name].append(found)
                 seen.update([] if entry is None else [entry])
         is_empty = not any(x.location.slots for found in locations.values() for x in found)
         if is_empty and self._transform.is_chosen:
@@ -248,7 +248,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
 def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
     """Values by slot in the form of an argument, with a state in place of each module."""
-    states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in wanted.target.parts}
+    states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in wanted.argument.parts}
     for found in wanted.locations:
         location = found.location
         value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]

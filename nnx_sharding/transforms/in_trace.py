@@ -15,13 +15,13 @@ import jax
 
 from .. import _compat
 from ..activations.tracing import inherited, pass_paths, pass_tags
+from ..core.arguments import PLAIN
 from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat
 from ..core.functions import Several
 from ..core.plan import Plan
 from ..core.static_equality import Static
-from ..core.targets import PLAIN
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..errors import raise_listed

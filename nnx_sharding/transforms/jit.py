@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .. import _compat
 from ..activations.tracing import sharded_activations
+from ..core.arguments import Specs, check_specs
 from ..core.call_context import Caller
 from ..core.constrain import in_context
 from ..core.plan import Plan
 from ..core.problems import check_options
 from ..core.signature import Roles
-from ..core.targets import Specs, check_specs
 from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..specs.activation_sharding import activations

@@ -129,8 +129,8 @@ class _Remat(InnerTransform):
         known = Known(
             {
                 id(built.objects[index]): (path, built.objects[index])
-                for target in plan.targets
-                for part in target.parts
+                for argument in plan.graph_arguments
+                for part in argument.parts
                 for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items()
                 if isinstance(plan.structure.entries[index], NodeEntry)
             }

@@ -14,6 +14,7 @@ from flax import nnx
 
 from .. import _compat
 from ..activations.variables import resharded
+from ..core.arguments import named_parts
 from ..core.call_context import Caller, caller_here
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup
@@ -21,7 +22,6 @@ from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, Structure, VariableEntry, parts_of
-from ..core.targets import named_parts
 from ..core.unflatten import Built
 from ..diagnostics.differences import show_child
 from ..errors import raise_listed, see
@@ -77,7 +77,12 @@ class Scan(Mapped):
         return spec.index is not None and spec.index >= 0
 
     def carried_objects(self, plan: Plan) -> frozenset[int]:  # noqa: D102
-        parts = (part for target in plan.targets for part in target.parts if part.spec is CARRY)
+        parts = (
+            part
+            for argument in plan.graph_arguments
+            for part in argument.parts
+            if part.spec is CARRY
+        )
         return frozenset().union(*(plan.structure._links(part.child) for part in parts))
 
     def applied(  # noqa: D102
@@ -189,8 +194,8 @@ class Loop:
         self._carry_group = out_specs.index(CARRY) if CARRY in out_specs else None
         # Each step gets the same structure, so none may change the structure of what it passes on:
         # what is not mapped, and the object of each other carried array.
-        self._targets = plan.targets
-        parts = [part for target in plan.targets for part in target.parts]
+        self._targets = plan.graph_arguments
+        parts = [part for argument in plan.graph_arguments for part in argument.parts]
         passed = (x.child for x in parts if x.spec in (None, BROADCAST, CARRY))
         self._fixed = set[int]().union(*map(structure._links, passed))
         self._fixed -= {index for index in captures(structure) if not structure.slots[index]}

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..core.arguments import PathFunction, Specs, leaves_by_path, split_argument
 from ..core.call_context import Caller
 from ..core.constrain import type_spec
 from ..core.flatten import Flat, flatten
@@ -21,7 +22,6 @@ from ..core.resolve import locate, resolve
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
-from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, padded, spec_axes
@@ -188,14 +188,14 @@ class Mapped(InnerTransform):
         """The Variables that the function made and returns or attached, each with its axis."""
         flat = flatten(out, known=built.objects)
         caller = f"{self.name}: {self.out_name}"
-        output = target("output", self.out_specs.tree, out, flat.structure.root, caller)
+        output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
         resolved = resolve(
-            locate(flat.structure, [*plan.targets, output]),
+            locate(flat.structure, [*plan.graph_arguments, output]),
             flat.objects,
             flat.leaves,
             self.spec_of,
             known=plan.known,
-            settled={each.name for each in plan.targets},
+            settled={each.name for each in plan.graph_arguments},
         )
         return [
             (flat.objects[index], axis.index)

@@ -9,8 +9,7 @@ import numpy as np
 
 from ... import _compat
 from ..static_equality import Static
-from ..static_parts import Kind as StaticKind
-from ..static_parts import has_only_dict
+from ..static_parts import StaticKind, has_only_dict
 from ..treedefs import PyTreeDef, is_leaf_treedef
 from .recipe import Kind, Pins, Recipe, Rule, packed
 from .walk import ids_of, open_tree

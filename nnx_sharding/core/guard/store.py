@@ -312,5 +312,5 @@ def watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]
 
 def _modules(plan: Plan, flat: Flat) -> list[Any]:
     """The graph objects among the arguments and in their containers."""
-    parts = (part.child for target in plan.targets for part in target.parts)
+    parts = (part.child for argument in plan.graph_arguments for part in argument.parts)
     return [flat.objects[child] for child in parts if isinstance(child, int)]

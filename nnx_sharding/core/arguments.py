@@ -155,27 +155,27 @@ class Part(NamedTuple):
     child: Child  # where it is in the structure
 
 
-class Target(NamedTuple):
+class Argument(NamedTuple):
     """One argument or output: its name in messages, and its parts."""
 
     name: str
     parts: tuple[Part, ...]
 
-    def objects_only(self) -> Target:
-        """The target without arrays, which a function cannot change in place."""
-        return Target(self.name, tuple(p for p in self.parts if isinstance(p.child, int)))
+    def objects_only(self) -> Argument:
+        """Returns the argument without arrays, which a function cannot change in place."""
+        return Argument(self.name, tuple(p for p in self.parts if isinstance(p.child, int)))
 
 
-def named_parts(targets: Iterable[Target]) -> list[tuple[str, Child]]:
-    """All parts of some targets, each with the expression for it."""
-    pairs = ((target, part) for target in targets for part in target.parts)
-    return [(accessor(target.name, part.keys), part.child) for target, part in pairs]
+def named_parts(arguments: Iterable[Argument]) -> list[tuple[str, Child]]:
+    """Returns all parts of some arguments, each with the expression for it."""
+    pairs = ((argument, part) for argument in arguments for part in argument.parts)
+    return [(accessor(argument.name, part.keys), part.child) for argument, part in pairs]
 
 
-def argument_targets(
+def split_arguments(
     structure: Structure, tree: ArgTree, specs: ArgTree, names: Sequence[str], caller: str = ""
-) -> list[Target]:
-    """One target for each dynamic argument of a call, in the order of the structure's root."""
+) -> list[Argument]:
+    """Splits the dynamic arguments of a call, in the order of the structure's root."""
     assert isinstance(structure.root, Container)
     children = iter(structure.root.children)
     keywords = sorted(tree[1])
@@ -184,7 +184,7 @@ def argument_targets(
     # ``**kwargs`` may have the name of a positional-only parameter.
     labels = [*names, *(f"kwargs[{k!r}]" if k in names else k for k in keywords)]
     return [
-        target(name, prefix, value, _take(value, children), caller)
+        split_argument(name, prefix, value, _take(value, children), caller)
         for name, prefix, value in zip(labels, prefixes, values, strict=True)
     ]
 
@@ -198,8 +198,8 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
     return parts[0] if is_leaf_treedef(treedef) else Container(treedef, parts)
 
 
-def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -> Target:
-    """The target for a pytree: broadcasts a prefix of specs over its parts.
+def split_argument(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -> Argument:
+    """Splits a pytree into parts, and broadcasts a prefix of specs over them.
 
     ``child`` is where the pytree is in the structure, ``caller`` the function and the option that
     the specs are from, in messages.
@@ -223,7 +223,7 @@ def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -
             )
             head = f"{caller}: {head}" if caller else head
             raise see(ValueError(message(head, mismatches)), anchor="not-a-tree-prefix") from None
-    return Target(
+    return Argument(
         name,
         tuple(
             Part(path, path[depth:], spec, part)
