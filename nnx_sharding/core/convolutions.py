@@ -141,7 +141,7 @@ def as_products(
         lax.dot_general, precision=precision, preferred_element_type=sum_type
     )
     terms = _Terms(x, kernel, outputs, window_strides, rhs_dilation, product)
-    if 0 in outputs:
+    if 0 in (*outputs, *window):  # the gradient of a convolution without outputs has no window
         out = jnp.zeros((groups, x.shape[1], kernel.shape[1], *outputs), sum_type)
     elif math.prod(window) <= math.prod(outputs):
         out = jnp.moveaxis(_sum(terms.of_kernel_position, window), -1, 2)
@@ -184,7 +184,9 @@ class _Terms(NamedTuple):
 
 def _split_groups(x: jax.Array, dimension: int, groups: int) -> jax.Array:
     """Splits one of the first two dimensions, and puts the groups in front."""
-    shape = (*x.shape[:dimension], groups, -1, *x.shape[dimension + 1 :])
+    # Not -1, which an array without elements cannot have.
+    size = x.shape[dimension] // groups
+    shape = (*x.shape[:dimension], groups, size, *x.shape[dimension + 1 :])
     return jnp.moveaxis(x.reshape(shape), dimension, 0)
 
 
