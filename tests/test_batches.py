@@ -28,8 +28,6 @@ from models import mesh_of
 from nnx_sharding import StateSharding
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import process_rows, shard_batches
-from nnx_sharding.placement.feed import Consumer
-from nnx_sharding.placement.rounds import Agreement
 
 try:
     import grain
@@ -403,8 +401,6 @@ class ErrorTest(TestCase):
         refused(TypeError, "prefetch must be an integer", [], P(), MESH, prefetch=1.5)
         refused(TypeError, "batch_size must be an integer", [], P(), MESH, batch_size="8")
         refused(ValueError, "batch_size must be at least 1", [], P(), MESH, batch_size=0)
-        refused(TypeError, "timeout", [], P(), MESH, timeout=None)
-        refused(ValueError, "timeout", [], P(), MESH, timeout=0)
 
 
 class LoaderFailureTest(TestCase):
@@ -643,19 +639,6 @@ class PaddingTest(TestCase):
         np.testing.assert_allclose(statistics(norm(), batch)[1], 5.75)
         with self.assertRaisesRegex(ValueError, "left out every batch: 1, all with fewer than 16"):
             list(shard_batches([x], P("data"), MESH, batch_size=16))
-
-
-class AgreementTest(TestCase):
-    """Tests with several processes are in ``tests/processes/batches.py``."""
-
-    def test_without_a_coordination_service(self):
-        with self.assertRaisesRegex(RuntimeError, r"jax.distributed.initialize\(\)"):
-            Agreement((0, 1), 1.0, Consumer())
-
-    def test_one_process(self):
-        alone = Agreement((0,), 1.0, Consumer())
-        self.assertEqual(alone.exchange({"rows": 3}), [{"rows": 3}])
-        alone.leave("closed")
 
 
 class CopiesTest(TestCase):

@@ -243,7 +243,7 @@ class LibraryTest(Case):
         self.monkeypatch.setenv("XLA_FLAGS", flags)
         script, start = str(WORKERS / "library.py"), time.monotonic()
         options = ["--devices-per-process", "4", "--timeout", "240", "--grace", "1"]
-        code, out, err = self.launch(*options, script, str(self.folder))
+        code, out, err = self.launch(*options, script)
         assert "[0] ok 0" in out and "[1] ok 1" in out, err
         assert code == 1 and "[1] ValueError: out of luck" in err, err
         [seconds] = re.findall(r"launch: process 1 failed .*, after (\d+\.\d) s", err)

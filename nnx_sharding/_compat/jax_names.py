@@ -106,11 +106,6 @@ def spec_of_constraint(error: BaseException) -> str | None:
     return found and found[1]
 
 
-def is_timeout(error: BaseException) -> bool:
-    """Whether the coordination service had no answer in time."""
-    return "DEADLINE_EXCEEDED" in str(error)
-
-
 def is_array_like(x: Any) -> bool:
     """Whether JAX accepts ``x`` as an array, or as another value of one of its own types."""
     if type(x) is ArrayImpl or isinstance(x, (jax.Array, int, float, complex)):
@@ -322,11 +317,6 @@ def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Se
 def no_source_locations() -> contextlib.AbstractContextManager[Any]:
     """A context in which programs are lowered without the files and lines of their sources."""
     return contextlib.nullcontext() if _frames_in_locations is None else _frames_in_locations(0)
-
-
-def key_value_store() -> Any:
-    """The client of the coordination service, for messages between processes; None without one."""
-    return getattr(_distributed, "client", None)
 
 
 def process_id() -> int:

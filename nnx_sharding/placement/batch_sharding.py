@@ -1,10 +1,16 @@
-"""The rows of a global batch that each process holds, and the sharding of each of its arrays."""
+"""The rows of a global batch that each process holds, and the sharding of each of its arrays.
+
+The first dimension of each array is the rows of the batch. All arrays with rows must be sharded so
+that a process holds the same rows of each; ``process_rows`` computes which. The first batch of an
+iteration decides on structure, shapes and dtypes (``BatchSharding``), and all others must be alike:
+a training step would be compiled anew for another shape.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,6 +24,7 @@ from ..core.flatten import flatten
 from ..core.place import out_of_range
 from ..core.problems import show
 from ..core.spec_checks import assign_shardings
+from ..core.treedefs import PyTreeDef
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key
@@ -25,7 +32,11 @@ from .place import trimmed
 
 _NAME = "shard_batches"
 
+# Indices of rows of a global batch, in ascending order.
 Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"
+
+# An array of this process's rows. It may also be a leaf that is passed through, of any type.
+HostArray: TypeAlias = "np.ndarray[Any, Any] | jax.Array"
 
 
 @_compat.api_boundary
@@ -67,7 +78,8 @@ def process_rows(
     """
     check_integer("process_rows", "batch_size", batch_size)
     rows = jax.ShapeDtypeStruct((0,), np.bool_)  # 0 rows, which every spec divides
-    [concrete] = _assigned("process_rows", "rows", rows, sharding, mesh, trimmed)
+    specs = Specs(sharding)
+    [concrete] = _assigned("process_rows", "rows", rows, specs, mesh, trimmed)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
     check_has_devices("process_rows", concrete)
@@ -85,7 +97,7 @@ def process_rows(
     return slice(first, end) if end - first == len(selected) else selected
 
 
-def check_integer(caller: str, option: str, value: Any, least: int | None = None) -> None:
+def check_integer(caller: str, option: str, value: object, least: int | None = None) -> None:
     """Raises an error if the value of an option is not an integer, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{caller}: {option} must be an integer, got {value!r}.")
@@ -102,15 +114,15 @@ def check_process(caller: str, process: int, processes: Collection[int]) -> None
         )
 
 
-def check_has_devices(caller: str, sharding: Any) -> None:
+def check_has_devices(caller: str, sharding: Sharding) -> None:
     """Raises an error if a sharding is on an abstract mesh."""
     mesh = getattr(sharding, "mesh", None)
     if isinstance(mesh, AbstractMesh):
         raise ValueError(f"{caller}: {mesh} is abstract, without devices for batches.")
 
 
-def _of_rows(sharding: Sharding) -> Any:
-    """The sharding of the first dimension alone."""
+def _of_rows(sharding: Sharding) -> Sharding:
+    """Returns the sharding of the first dimension alone."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = sharding.spec
@@ -118,13 +130,13 @@ def _of_rows(sharding: Sharding) -> Any:
 
 
 def _parts(sharding: Sharding) -> int:
-    """The number of parts into which the rows are sharded."""
+    """Returns the number of parts into which the rows are sharded."""
     count = sharding.num_devices
     return count // int(_of_rows(sharding).shard_shape((count,))[0])
 
 
 def _axes(sharding: Sharding) -> str:
-    """What shards the rows: ``'data' (2) × 'model' (4)``."""
+    """Describes what shards the rows: ``'data' (2) × 'model' (4)``."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
@@ -134,9 +146,10 @@ def _axes(sharding: Sharding) -> str:
 def rows_by_process(
     sharding: Sharding, size: int, process_of: Callable[[jax.Device], int] | None = None
 ) -> dict[int, Rows]:
-    """The rows of a batch of ``size`` rows that each process holds, in ascending order."""
+    """Returns the rows of a batch of ``size`` rows that each process holds."""
     blocks: dict[int, set[tuple[int, int]]] = {}
-    for device, index in _of_rows(sharding).devices_indices_map((size,)).items():
+    indices: Mapping[Any, tuple[slice, ...]] = _of_rows(sharding).devices_indices_map((size,))
+    for device, index in indices.items():
         process = device.process_index if process_of is None else process_of(device)
         blocks.setdefault(process, set()).add(index[0].indices(size)[:2])
     return {
@@ -146,7 +159,7 @@ def rows_by_process(
 
 
 def _next_size(size: int, parts: int) -> int:
-    """The least positive number of rows, from ``size`` on, that can be divided into parts."""
+    """Returns the least positive number of rows from ``size`` on that ``parts`` divides."""
     return max(1, math.ceil(size / parts)) * parts
 
 
@@ -154,7 +167,7 @@ class Leaf(NamedTuple):
     """One leaf of a batch."""
 
     name: str  # where it is, as Python code
-    sharding: Any  # None if it is passed through
+    sharding: Sharding | None  # None if it is passed through
     kind: str  # dtype and shape of its array: float32[rows, 2]
     has_rows: bool  # whether its first dimension is the rows of the batch
 
@@ -165,8 +178,8 @@ class Leaf(NamedTuple):
 class BatchSharding:
     """The structure and shardings of all batches, taken from the first one."""
 
-    def __init__(self, batch: Any, specs: Specs, mesh: Mesh | None):
-        self._treedef: Any
+    def __init__(self, batch: Any, specs: Specs, mesh: Mesh | AbstractMesh | None):
+        self._treedef: PyTreeDef
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
         names, arrays = _names(paths), [_host_array(leaf) for _, leaf in paths]
         shardings = _shardings(self._treedef, arrays, specs, mesh)
@@ -175,7 +188,11 @@ class BatchSharding:
             Leaf(name, sharding, _kind(array), sharding is not None and array.ndim > 0)
             for name, sharding, array in zip(names, shardings, arrays, strict=True)
         ]
-        self._by_rows = [(leaf.name, leaf.sharding) for leaf in self.leaves if leaf.has_rows]
+        self._by_rows: list[tuple[str, Sharding]] = [
+            (leaf.name, leaf.sharding)
+            for leaf in self.leaves
+            if leaf.has_rows and leaf.sharding is not None
+        ]
         if not self._by_rows:
             raise ValueError(
                 f"{_NAME}: the batch has no array with rows: "
@@ -185,10 +202,10 @@ class BatchSharding:
         # The sharding of the rows: that of the leaf with the most shards along them.
         self.rows = _of_rows(max((s for _, s in self._by_rows), key=_parts))
         self.size = 0  # of a full global batch, once it is set
-        self.held: dict[int, Rows] = {}  # the rows of such a batch that each process holds
+        self.own_rows: Rows = np.arange(0)  # those of such a batch that this process holds
 
-    def arrays(self, batch: Any) -> list[Any]:
-        """The leaves of a batch, which must be like the first one, as host arrays."""
+    def arrays(self, batch: Any) -> list[HostArray]:
+        """Returns the leaves of a batch, which must be like the first one, as host arrays."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
         names = [leaf.name for leaf in self.leaves]
         if treedef != self._treedef:
@@ -221,8 +238,8 @@ class BatchSharding:
         )
         return arrays
 
-    def count(self, arrays: Sequence[Any]) -> int:
-        """The number of rows of a batch, in which all leaves must agree."""
+    def count(self, arrays: Sequence[HostArray]) -> int:
+        """Returns the number of rows of a batch, in which all leaves must agree."""
         pairs = zip(self.leaves, arrays, strict=True)
         counts = {leaf.name: len(array) for leaf, array in pairs if leaf.has_rows}
         if len(set(counts.values())) > 1:
@@ -235,13 +252,17 @@ class BatchSharding:
             )
         return next(iter(counts.values()))
 
-    def set_size(self, batch_size: int | None, counts: dict[int, int | None]) -> None:
-        """Sets the size of a full batch; None for the least into which the loaded rows fit."""
-        if batch_size is None:
+    def set_size(self, size: int | None, loaded: int, *, is_alone: bool) -> None:
+        """Sets the number of rows of a full global batch.
+
+        None is the least size into which the rows fit that this process has ``loaded``, as if all
+        processes had loaded in proportion to their parts.
+        """
+        if size is None:
             parts = _parts(self.rows)
-            shares = rows_by_process(self.rows, parts)
-            batch_size = max(-(-(n or 0) * parts // len(shares[p])) for p, n in counts.items())
-        self.size = size = batch_size
+            own_parts = len(rows_by_process(self.rows, parts)[jax.process_index()])
+            size = -(-loaded * parts // own_parts)
+        self.size = size
         good = _next_size(size, math.lcm(*(_parts(s) for _, s in self._by_rows)))
         raise_listed(
             ValueError,
@@ -250,30 +271,31 @@ class BatchSharding:
             f"Load {good} rows, or pass uneven='pad' with batch_size={good}, which pads each "
             "batch.",
         )
-        self.held = held = rows_by_process(self.rows, size)
-
-        def same(rows: dict[int, Rows]) -> bool:
-            return [*rows] == [*held] and all(map(np.array_equal, rows.values(), held.values()))
-
-        differing = [
-            f"  {name}, by {_axes(sharding)}"
-            for name, sharding in self._by_rows
-            if len(counts) > 1 and not same(rows_by_process(sharding, size))
-        ]
+        held = rows_by_process(self.rows, size)
+        self.own_rows = held[jax.process_index()]
+        if is_alone:
+            return
         raise_listed(
             ValueError,
             f"{_NAME}: a process would have to load different rows of these leaves than of those "
             f"with rows sharded by {_axes(self.rows)}:",
-            differing,
+            [
+                f"  {name}, by {_axes(sharding)}"
+                for name, sharding in self._by_rows
+                if not _are_equal(held, rows_by_process(sharding, size))
+            ],
             "Shard the first dimension of all leaves alike, and replicate in the step.",
         )
 
-    def place(self, arrays: Sequence[Any], mask: Any = None) -> Any:
-        """The global batch of this process's full arrays, with the global mask if there is one."""
+    def place(self, arrays: Sequence[HostArray], mask: HostArray | None = None) -> Any:
+        """Returns the global batch, paired with the mask if there is one.
+
+        ``arrays``, and ``mask`` of shape (own rows,), are full: they have all of ``own_rows``.
+        """
         leaves, local = list(self.leaves), list(arrays)
         if mask is not None:
             leaves.append(Leaf("mask", self.rows, "bool[rows]", has_rows=True))
-            local.append(mask[self.held[jax.process_index()]])
+            local.append(mask)
         places = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None]
         shapes = [(self.size, *local[i].shape[1:]) if leaves[i].has_rows else () for i in places]
         placed = jax.make_array_from_process_local_data(
@@ -285,53 +307,80 @@ class BatchSharding:
         return batch if mask is None else (batch, local[-1])
 
 
-def _shardings(treedef: Any, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
-    """The sharding of each leaf, with specs that fit all dimensions except the rows."""
-    devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
-    rows = math.lcm(*devices, 1 if mesh is None else mesh.size)  # divisible by any mesh axis
+def _are_equal(one: Mapping[int, Rows], other: Mapping[int, Rows]) -> bool:
+    """Whether the same processes hold the same rows."""
+    return [*one] == [*other] and all(map(np.array_equal, one.values(), other.values()))
 
-    def abstract(x: Any) -> Any:
-        shape = getattr(x, "shape", ())  # of an error, which is reported later
+
+def _shardings(
+    treedef: PyTreeDef,
+    arrays: Sequence[HostArray | TypeError],
+    specs: Specs,
+    mesh: Mesh | AbstractMesh | None,
+) -> list[Sharding | None]:
+    """Returns the sharding of each leaf, with specs that fit all dimensions except the rows."""
+    # Loaded rows may be fewer than those of a batch, so each array counts as one with a number of
+    # rows that any mesh axis divides.
+    devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
+    rows = math.lcm(*devices, 1 if mesh is None else mesh.size)
+
+    def abstract(x: HostArray | TypeError) -> jax.ShapeDtypeStruct:
+        shape = getattr(x, "shape", ())  # an error has none, and is reported later
         return jax.ShapeDtypeStruct((rows, *shape[1:])[: len(shape)], getattr(x, "dtype", bool))
 
-    def adapt(spec: Any, leaf: Any) -> Any:
+    def adapt(spec: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         return spec if leaf.shape else trimmed(spec, leaf)  # a number is the same for all rows
 
     tree = treedef.unflatten(map(abstract, arrays))
     return _assigned(_NAME, "batch", tree, specs, mesh, adapt)
 
 
-def _assigned(caller: str, name: str, tree: Any, sharding: Any, mesh: Any, adapt: Any) -> list[Any]:
+def _assigned(
+    caller: str,
+    name: str,
+    tree: Any,
+    specs: Specs,
+    mesh: Mesh | AbstractMesh | None,
+    adapt: Callable[[Any, Any], Any],
+) -> list[Sharding | None]:
+    """Returns the sharding of each array of a tree, of specs that ``adapt`` fits to its rank."""
     options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}
-    return assign_shardings(tree, flatten(tree), sharding, mesh=mesh, **options)[1]
+    return assign_shardings(tree, flatten(tree), specs, mesh=mesh, **options)[1]
 
 
-def _names(paths: Sequence[Any]) -> list[str]:
+def _names(paths: Sequence[tuple[Sequence[Any], Any]]) -> list[str]:
+    """Returns where each leaf is, as Python code: ``batch['x']``."""
     return [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
 
 
-def _kind(array: Any) -> str:
-    if isinstance(array, TypeError):  # of a leaf that is passed through
+def _kind(array: HostArray | TypeError) -> str:
+    """Returns the dtype and shape of an array for comparison and messages: ``float32[rows, 2]``."""
+    if isinstance(array, TypeError):  # the leaf is passed through
         return ""
     sizes = ["rows", *map(str, array.shape[1:])] if array.ndim else []
     return f"{array.dtype}[{', '.join(sizes)}]"
 
 
-def _wrapping(x: Any) -> str:
-    """The range of integers that JAX would shorten, and that do not fit then."""
+def _wrapping(x: HostArray) -> str:
+    """Returns the range of integers that JAX would shorten, if they do not fit then."""
     canonical = jax.dtypes.canonicalize_dtype
     return out_of_range(x, canonical(x.dtype)) if isinstance(x, np.ndarray) else ""
 
 
-def _check_arrays(names: Sequence[str], arrays: Sequence[Any], shardings: Sequence[Any]) -> None:
+def _check_arrays(
+    names: Sequence[str],
+    arrays: Sequence[HostArray | TypeError],
+    shardings: Sequence[Sharding | None],
+) -> None:
+    """Raises an error that lists all leaves with a sharding that are no arrays."""
     found = zip(names, arrays, shardings, strict=True)
     wrong = [f"  {n}: {x}" for n, x, s in found if s is not None and isinstance(x, TypeError)]
     remedy = "Leave them out, or give them the spec None, which passes them through."
     raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
 
 
-def _host_array(x: Any) -> Any:
-    """An array that shares the memory of ``x`` where possible, or a TypeError that says why not."""
+def _host_array(x: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
+    """Returns an array that shares memory with ``x`` if possible, or a TypeError saying why not."""
     if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
         return np.asarray(x, jnp.result_type(type(x)))
     if isinstance(x, jax.Array):
@@ -345,8 +394,8 @@ def _host_array(x: Any) -> Any:
     return array
 
 
-def _converted(x: Any) -> Any:
-    """A foreign array, such as a tensor of PyTorch, as a NumPy array."""
+def _converted(x: object) -> np.ndarray[Any, Any]:
+    """Returns a foreign array, such as a tensor of PyTorch, as a NumPy array."""
     try:
         if hasattr(x, "__array__"):
             with contextlib.suppress(TypeError):
@@ -358,8 +407,8 @@ def _converted(x: Any) -> Any:
     raise TypeError(f"{show(x)} of type {type(x).__name__}")
 
 
-def padded(array: Any, rows: int, filler: Any) -> Any:
-    """The array with ``rows`` rows: its last row, or ``filler`` if it has none, is repeated.
+def padded(array: HostArray, rows: int, filler: HostArray | int | None) -> HostArray:
+    """Returns the array with ``rows`` rows: repeats its last row, or ``filler`` if it has none.
 
     Zeros might become NaN in a model, which a mask does not remove from a sum.
     """
@@ -367,8 +416,8 @@ def padded(array: Any, rows: int, filler: Any) -> Any:
     if count == rows:
         return array
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        words = np.asarray(jax.random.key_data(filler)) if hasattr(filler, "dtype") else filler
-        new = padded(np.asarray(jax.random.key_data(array)), rows, words)
+        words = np.asarray(jax.random.key_data(filler)) if isinstance(filler, jax.Array) else filler
+        new = jnp.asarray(padded(np.asarray(jax.random.key_data(array)), rows, words))
         return jax.random.wrap_key_data(new, impl=jax.random.key_impl(array))
     source = np.asarray(array)
     result = np.empty((rows, *source.shape[1:]), source.dtype)
@@ -377,6 +426,6 @@ def padded(array: Any, rows: int, filler: Any) -> Any:
     return result
 
 
-def copied(array: Any) -> Any:
-    """The array in memory of its own."""
+def copied(array: HostArray) -> HostArray:
+    """Returns the array in memory of its own."""
     return array.copy() if isinstance(array, jax.Array) else np.array(array)

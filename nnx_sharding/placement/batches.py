@@ -1,24 +1,28 @@
-"""``shard_batches``: batches from the host as global arrays, loaded while devices compute."""
+"""``shard_batches``: batches from the host as global arrays, loaded while devices compute.
+
+``global_batches`` makes them one after the other, ``feed`` runs it in a thread ahead of the loop,
+and this module is what users hold: an iterable, its iterators, and their state.
+"""
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..core.arguments import Specs, check_specs
 from ..core.constrain import given_mesh
 from ..core.problems import check_options, no_mesh
 from .batch_sharding import check_has_devices, check_integer, check_process
-from .feed import Consumer, Feed
-from .rounds import UNEVEN, Agreement, BatchOptions, Round, Rounds, Uneven
+from .feed import Feed
+from .global_batches import UNEVEN, BatchOptions, GlobalBatches, Loaded, Uneven
 
 _NAME = "shard_batches"
 
@@ -35,7 +39,6 @@ def shard_batches(
     uneven: Uneven = "drop",
     batch_size: int | None = None,
     prefetch: int = 2,
-    timeout: float = 600.0,
     copy: bool = False,
 ) -> ShardedBatches:
     """Turns batches on the host into global arrays, loading ahead in a thread.
@@ -44,9 +47,10 @@ def shard_batches(
     anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
     batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
-    With several processes, each loads the rows that :func:`process_rows` selects, and all iterate
-    in the same order. They agree on each batch through JAX's coordination service, and so yield the
-    same number of global batches.
+    With several processes, each loads the rows that :func:`process_rows` selects. All have to
+    yield equally many batches, in the same order, as Grain does with ``drop_remainder=True``: a
+    step that only some of them run waits for the others. What one process alone can notice is an
+    error.
 
     Args:
       batches: any iterable, such as a ``DataLoader`` of PyTorch or Grain. It must not write again
@@ -58,13 +62,13 @@ def shard_batches(
       uneven: what to do with a batch that has fewer rows than a full one, such as the last.
         ``"drop"`` leaves it out, for training: layers such as ``nnx.BatchNorm`` would count padding
         in their statistics. ``"pad"`` fills it with copies of its last row and yields a mask of the
-        loaded rows with each batch, for evaluation. ``"error"`` raises an error. With several
-        processes, a batch is full if it is full on each, and ``"drop"`` ends with the first
-        process that ends. To leave out every batch is an error.
+        loaded rows with each batch, for evaluation. ``"error"`` raises an error, and so does
+        ``"drop"`` with several processes, which cannot know whether all would drop theirs. To
+        leave out every batch is an error.
       batch_size: the number of rows of a full global batch; None to use that of the first batch.
+        ``"pad"`` needs it with several processes, of which one may load less than the others.
       prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
         in the thread of the loop.
-      timeout: seconds after which a process stops waiting for another one.
       copy: whether to copy arrays before they are placed. On CPUs, a global array may otherwise
         share the memory of an array of the loader.
 
@@ -95,21 +99,21 @@ def shard_batches(
     check_integer(_NAME, "prefetch", prefetch, 0)
     if batch_size is not None:
         check_integer(_NAME, "batch_size", batch_size, 1)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"{_NAME}: expected a number of seconds for timeout, got {timeout!r}.")
-    if not timeout > 0:
-        raise ValueError(f"{_NAME}: expected a timeout of more than 0 seconds, got {timeout!r}.")
     if not isinstance(batches, Iterable):
         raise TypeError(f"{_NAME}: batches must be an iterable, got {batches!r}.")
     specs = Specs(sharding)
     check_specs(_NAME, sharding=specs)
-    onto: Any = given_mesh(_NAME, mesh)
+    onto = given_mesh(_NAME, mesh)
     processes = _processes_of(specs, onto)
     if processes:
         check_process(_NAME, jax.process_index(), processes)
-    options = BatchOptions(
-        specs, onto, processes or (0,), uneven, batch_size, prefetch, timeout, copy
-    )
+    is_alone = len(processes) <= 1
+    if not is_alone and uneven == "pad" and batch_size is None:
+        raise ValueError(
+            f"{_NAME}: with several processes, uneven='pad' needs batch_size=..., the number of "
+            "rows of a full batch of all of them, since the first batch of one may be short."
+        )
+    options = BatchOptions(specs, onto, is_alone, uneven, batch_size, prefetch, copy)
     return ShardedBatches(batches, options)
 
 
@@ -160,22 +164,22 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
         loader = source.get_state() if hasattr(source, "get_state") else None
-        self._state: Sequence[Any] = options.batch_size, loader
+        # The number of rows of a full batch, if known, and the state of the loader.
+        self._state: tuple[int | None, Any] = options.batch_size, loader
         self._begin(resumed=False)
 
     def _begin(self, *, resumed: bool) -> None:
-        options, consumer = self._options, Consumer()
-        agreement = Agreement(options.processes, options.timeout, consumer)
-        rounds = Rounds(self._source, options, agreement, resumed=resumed)
-        self._feed: Feed[Round] = Feed(rounds.__next__, options.prefetch, consumer, rounds.leave)
+        batches = GlobalBatches(self._source, self._options, resumed=resumed)
+        self._feed: Feed[Loaded] = Feed(batches.__next__, self._options.prefetch)
+        # For an iterator that is dropped; at exit, the feed has a handler of its own.
         self._finalizer = weakref.finalize(self, Feed.stop, self._feed)
         self._finalizer.atexit = False
 
     @_compat.api_boundary
     def __next__(self) -> Any:
-        batch, *state = self._feed.take()
-        self._state = state
-        return batch
+        loaded = self._feed.take()
+        self._state = loaded.batch_size, loaded.loader
+        return loaded.value
 
     def close(self) -> None:
         """Ends the iteration and its thread; batches that were loaded ahead are dropped.
@@ -202,7 +206,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         return json.dumps(state).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Continues from a state of :meth:`get_state`; call it on all processes.
+        """Continues from a state of :meth:`get_state`; call it on all processes, at the same batch.
 
         Args:
           state: what ``get_state`` returned on this process, of an iteration over the same loader
@@ -227,20 +231,22 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         self._options = self._options._replace(batch_size=self._options.batch_size or size)
         self._begin(resumed=True)
 
-    def _method(self, name: str) -> Any:
+    def _method(self, name: str) -> Callable[..., Any]:
+        """Returns a method of the loader's iterator, or raises an error that it has none."""
         if not hasattr(self._source, name):
             raise TypeError(
                 f"{_NAME}: {type(self._source).__name__} has no {name}. Pass a loader whose "
                 "iterators have get_state and set_state, such as one of Grain."
             )
-        return getattr(self._source, name)
+        method: Callable[..., Any] = getattr(self._source, name)
+        return method
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _processes_of(specs: Specs, mesh: Any) -> tuple[int, ...]:
-    """The processes that have devices of the shardings, none of which may be abstract."""
+def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
+    """Returns the processes that have devices of the shardings, none of which may be abstract."""
     if mesh is None and specs.has_partition_spec:
         raise no_mesh(_NAME)
     devices: set[jax.Device] = set()
@@ -248,6 +254,7 @@ def _processes_of(specs: Specs, mesh: Any) -> tuple[int, ...]:
         if isinstance(spec, Format):
             raise ValueError(f"{_NAME}: {spec}: give the Sharding without a memory layout.")
         if isinstance(spec, PartitionSpec):
+            assert mesh is not None  # checked above
             spec = NamedSharding(mesh, PartitionSpec())
         if isinstance(spec, Sharding):
             check_has_devices(_NAME, spec)

@@ -1,11 +1,14 @@
-"""Produces results ahead of their use, in a thread that ends with its consumer."""
+"""Makes results ahead of their use, in a thread that ends with its consumer.
+
+The thread and the consumer share one condition and a bounded queue. A feed ends in one of three
+ways: ``make`` raises (``StopIteration`` included), the consumer calls ``stop``, or the consumer is
+dropped and its finalizer calls ``stop``. The thread therefore must not refer to the consumer.
+"""
 
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -16,43 +19,29 @@ T = TypeVar("T")
 _EXIT_SECONDS = 5.0
 
 
-@dataclasses.dataclass
-class Consumer:
-    """What the thread knows of its consumer: whether it is gone, and since when it waits."""
-
-    gone: bool = False
-    waiting_since: float | None = None  # by time.monotonic
-
-
 class Feed(Generic[T]):
-    """The results of ``make``, in order, made up to ``depth`` ahead by a thread; 0 for none.
+    """The results of ``make``, in order, made up to ``depth`` ahead by a thread.
 
-    It ends when ``make`` raises or the feed is stopped, and calls ``leave`` last. It does not refer
-    to the owner of the feed.
+    With a ``depth`` of 0 there is no thread: :meth:`take` makes each result.
     """
 
-    def __init__(
-        self, make: Callable[[], T], depth: int, consumer: Consumer, leave: Callable[[], None]
-    ):
-        self._make, self._depth, self._consumer, self._leave = make, depth, consumer, leave
+    def __init__(self, make: Callable[[], T], depth: int):
+        self._make, self._depth = make, depth
         self._ready: deque[T] = deque()
         self._change = threading.Condition()  # of an RLock: a finalizer may call `stop` anywhere
         self._error: BaseException | None = None
-        self._over = False
+        self._stopped = False  # nobody takes any more
+        self._over = False  # nothing more is made
         self._thread: threading.Thread | None = None
 
     def take(self) -> T:
-        """The next result, or, after all results before it, what ``make`` raised."""
+        """Returns the next result; after all of them, raises what ``make`` raised."""
         with self._change:
-            self._consumer.waiting_since = time.monotonic()
-            try:
-                if self._depth == 0:
-                    self._make_one()
-                elif self._thread is None and not self._over:
-                    self._start()
-                self._change.wait_for(lambda: self._ready or self._over or self._consumer.gone)
-            finally:
-                self._consumer.waiting_since = None
+            if self._depth == 0:
+                self._make_one()
+            elif self._thread is None and not self._over:
+                self._start()
+            self._change.wait_for(lambda: self._ready or self._over or self._stopped)
             if self._ready:
                 self._change.notify_all()
                 return self._ready.popleft()
@@ -65,7 +54,7 @@ class Feed(Generic[T]):
     def stop(self, wait: float | None = 0.0) -> None:
         """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread."""
         with self._change:
-            self._consumer.gone = True
+            self._stopped = True
             self._ready.clear()
             self._change.notify_all()
             thread = self._thread
@@ -88,29 +77,29 @@ class Feed(Generic[T]):
             self._end()
 
     def _has_room(self) -> bool:
+        """Waits for room in the queue; False if the feed was stopped instead."""
         with self._change:
-            self._change.wait_for(lambda: self._consumer.gone or len(self._ready) < self._depth)
-            return not self._consumer.gone
+            self._change.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
+            return not self._stopped
 
     def _make_one(self) -> None:
         if self._over:
             return
         try:
-            made = self._make()
-        except BaseException as error:
+            result = self._make()
+        except BaseException as error:  # the consumer raises it, KeyboardInterrupt too
             with self._change:
                 self._error = None if isinstance(error, StopIteration) else error
                 self._end()
         else:
             with self._change:
-                if not self._consumer.gone:
-                    self._ready.append(made)
+                if not self._stopped:
+                    self._ready.append(result)
                     self._change.notify_all()
 
     def _end(self) -> None:
         if not self._over:
             self._over = True
-            self._leave()
             atexit.unregister(self.stop)
-            del self._make, self._leave  # which hold the user's loader
+            del self._make  # which holds the user's loader
         self._change.notify_all()

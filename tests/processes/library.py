@@ -4,8 +4,6 @@ from preamble import RANK, assert_holds, mesh_of, spans_all  # isort: skip
 
 import pickle
 import re
-import sys
-from pathlib import Path
 
 import batches
 import jax
@@ -282,7 +280,7 @@ if __name__ == "__main__":
         if name.startswith("check_") and check.__module__ == "__main__":
             print(name, flush=True)
             check()
-    batches.main(Path(sys.argv[1]))
+    batches.main()
     training.main()
     print(f"ok {RANK}", flush=True)
     import failing  # noqa: F401

@@ -1,0 +1,163 @@
+"""Assembles global batches from the rows that this process loads.
+
+    loader → host arrays → all rows of this process → global arrays
+             (checked)     (padded or dropped)        (placed)
+
+A batch is full if it has all rows that this process's devices hold. Which processes hold which
+rows follows from the sharding, so no process asks another one. This also means that none can
+notice that another one has ended: with several processes, what would depend on the others is an
+error, and the loaders have to yield equally many batches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from ..core.arguments import Specs
+from .batch_sharding import BatchSharding, HostArray, copied, padded
+
+_NAME = "shard_batches"
+
+# What is done with a batch that has fewer rows than the others.
+Uneven: TypeAlias = Literal["pad", "drop", "error"]
+UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
+
+
+class BatchOptions(NamedTuple):
+    """The options of :func:`~nnx_sharding.placement.shard_batches`."""
+
+    specs: Specs
+    mesh: Mesh | AbstractMesh | None
+    is_alone: bool  # whether no other process has devices of the sharding
+    uneven: Uneven
+    batch_size: int | None
+    prefetch: int
+    copy: bool
+
+
+class Loaded(NamedTuple):
+    """A global batch, and the state of the iteration after it."""
+
+    value: Any  # a pytree of arrays; with ``uneven="pad"``, a pair of it and the mask
+    batch_size: int  # the number of rows of a full batch
+    loader: Any  # the state of the loader
+
+
+class GlobalBatches(Iterator[Loaded]):
+    """The global batches of one iteration, made in whichever thread asks for them."""
+
+    def __init__(self, source: Iterator[Any], options: BatchOptions, *, resumed: bool):
+        self._source, self._options = source, options
+        # Read in the user's thread, since the setting may be of that thread alone.
+        self._x64 = bool(jax.config.read("jax_enable_x64"))
+        self._count = 0  # batches of the loader
+        self._dropped = 0
+        self._has_yielded = resumed  # whether this iteration, or the one it continues, has
+        self._sharding: BatchSharding | None = None  # known from the first batch on
+        self._last_rows: list[HostArray | None] = []  # of each leaf, to fill a batch without rows
+
+    def __next__(self) -> Loaded:
+        while True:
+            try:
+                batch = next(self._source)
+            except StopIteration:
+                self._check_end()
+                raise
+            # The state belongs to this batch: the loader may change it in place for the next one.
+            get_state = getattr(self._source, "get_state", None)
+            state = None if get_state is None else copy.deepcopy(get_state())
+            with jax.enable_x64(self._x64):
+                value = self._shard(batch)
+            self._count += 1
+            if value is not None:
+                assert self._sharding is not None
+                self._has_yielded = True
+                return Loaded(value, self._sharding.size, state)
+
+    def _shard(self, batch: Any) -> Any:
+        """Returns the global batch, with its mask if there is one; None to leave it out."""
+        options = self._options
+        if self._sharding is None:
+            self._sharding = BatchSharding(batch, options.specs, options.mesh)
+        sharding = self._sharding
+        arrays = sharding.arrays(batch)
+        if options.copy:
+            pairs = zip(arrays, sharding.leaves, strict=True)
+            arrays = [x if leaf.sharding is None else copied(x) for x, leaf in pairs]
+        rows = sharding.count(arrays)
+        if not rows and options.is_alone:
+            return None
+        if not sharding.size:
+            sharding.set_size(options.batch_size, rows, is_alone=options.is_alone)
+        full = len(sharding.own_rows)
+        if rows > full:
+            raise ValueError(self._describe(rows, "more"))
+        if rows < full and options.uneven != "pad":
+            return self._leave_out(rows)
+        if options.uneven != "pad":
+            return sharding.place(arrays)
+        mask = np.arange(full) < rows
+        return sharding.place(self._fill(arrays, rows, full), mask)
+
+    def _leave_out(self, rows: int) -> None:
+        """Counts a batch that is dropped, or raises an error if it must not be."""
+        if self._options.uneven == "error":
+            hint = "uneven='pad' fills it and gives a mask, uneven='drop' leaves it out"
+            raise ValueError(f"{self._describe(rows, 'fewer')} {hint}.")
+        if not self._options.is_alone:
+            # Where another process has a full batch, its step would wait for this one forever.
+            raise ValueError(
+                f"{self._describe(rows, 'fewer')} Other processes may have all of theirs, so it "
+                "cannot be dropped here alone: drop it in the loader of each process (Grain: "
+                "drop_remainder=True), or pass uneven='pad' with batch_size=..."
+            )
+        self._dropped += 1
+
+    def _fill(self, arrays: Sequence[HostArray], rows: int, full: int) -> list[HostArray]:
+        """Repeats the last row, or that of an earlier batch if this one has none."""
+        assert self._sharding is not None
+        leaves = self._sharding.leaves
+        # A process alone skips batches without rows, so it needs to keep nothing.
+        if not self._options.is_alone and (rows or not self._last_rows):
+            self._last_rows = [
+                copied(padded(x[-1:], 1, 0)) if leaf.has_rows else None
+                for x, leaf in zip(arrays, leaves, strict=True)
+            ]
+        fillers = self._last_rows or [None] * len(leaves)
+        return [
+            padded(x, full, filler) if leaf.has_rows else x
+            for x, filler, leaf in zip(arrays, fillers, leaves, strict=True)
+        ]
+
+    def _check_end(self) -> None:
+        """Raises an error where an iteration without any batch must be a mistake."""
+        if self._has_yielded:
+            return
+        if not self._options.is_alone:
+            raise ValueError(
+                f"{_NAME}: process {jax.process_index()} has no batch, so the others would wait "
+                "for it. Each process has to yield equally many batches; one without rows yields "
+                "batches of 0 rows, with uneven='pad' and the dtypes and other dimensions of "
+                "those of the other processes."
+            )
+        if self._dropped:
+            assert self._sharding is not None
+            raise ValueError(
+                f"{_NAME}: uneven='drop' left out every batch: {self._dropped}, all with "
+                f"fewer than {self._sharding.size} rows. Pass uneven='pad', or a smaller "
+                "batch_size."
+            )
+
+    def _describe(self, rows: int, what: str) -> str:
+        assert self._sharding is not None
+        where = "" if self._options.is_alone else f" on process {jax.process_index()}"
+        return (
+            f"{_NAME}: batch {self._count} (from 0) has {rows} rows{where}, {what} than "
+            f"{len(self._sharding.own_rows)} in a full batch."
+        )
