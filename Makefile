@@ -66,7 +66,7 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 	rm -rf build/asan
 	CC=gcc CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \
 	  $(BIN)/python -m pip install --quiet --no-deps --target build/asan .
-	ls build/asan/nnx_sharding/core/guard/_walk.*
+	ls build/asan/nnx_sharding/core/guard/_native.*
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONMALLOC=malloc \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  PYTHONPATH=build/asan $(BIN)/pytest -p no:xdist $(PYTEST_ARGS) $(ASAN_TESTS) \
@@ -150,7 +150,7 @@ bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:  ## delete everything that the other targets made, the environment included
-	rm -rf $(VENV) $(TPU_VENV) .nox .cache build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
+	rm -rf $(VENV) $(TPU_VENV) .nox .cache build dist docs/_build *.egg-info nnx_sharding/core/guard/_native.*.so
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage*
 	find nnx_sharding tests docs benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
@@ -162,7 +162,7 @@ $(VENV)/.created:
 	@touch $@
 
 comma := ,
-$(VENV)/.installed-%: setup.py pyproject.toml $(CONSTRAINTS) nnx_sharding/core/guard/_walk.c | $(VENV)/.created
+$(VENV)/.installed-%: setup.py pyproject.toml $(CONSTRAINTS) nnx_sharding/core/guard/walk.c | $(VENV)/.created
 	@echo "Installing what \"$*\" needs into $(VENV): some minutes the first time."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  $(CONSTRAINTS:%=--constraint %) --editable '.[$*]'

@@ -47,8 +47,8 @@ setup(
     # Makes calls faster. Without a compiler it is left out, and Python code does the same.
     ext_modules=[
         Extension(
-            "nnx_sharding.core.guard._walk",
-            sources=["nnx_sharding/core/guard/_walk.c"],
+            "nnx_sharding.core.guard._native",
+            sources=["nnx_sharding/core/guard/walk.c"],
             optional=os.environ.get("NNX_SHARDING_BUILD") != "required",
         )
     ],

@@ -19,14 +19,14 @@ from nnx_sharding import _compat
 from nnx_sharding.core.flatten import Flat
 from nnx_sharding.core.guard import store
 from nnx_sharding.core.guard import walk as walk_module
-from nnx_sharding.core.guard.recipe import Kind
+from nnx_sharding.core.guard.recipe import Opcode
 from nnx_sharding.core.guard.store import Guard, make_guard
 from nnx_sharding.core.guard.walk import PythonWalk
 
-HAS_C_WALK = importlib.util.find_spec("nnx_sharding.core.guard._walk") is not None
+HAS_C_WALK = importlib.util.find_spec("nnx_sharding.core.guard._native") is not None
 WALKS: list[Any] = [PythonWalk]
 if HAS_C_WALK:
-    from nnx_sharding.core.guard._walk import Walk as CWalk
+    from nnx_sharding.core.guard._native import Walk as CWalk
 
     WALKS.append(CWalk)
 
@@ -297,7 +297,7 @@ class TestChanges:
     def test_what_an_optimizer_holds_is_read_without_python(self):
         watched = Watched(optimizer())
         assert watched.check() is not None
-        assert max(watched.recipe.rows().T[0]) < Kind.TREE
+        assert max(watched.recipe.rows().T[0]) < Opcode.TREE
 
     def test_state_with_more_than_its_items(self):
         state = nnx.State({"a": nnx.Param(jnp.zeros(2))})
@@ -572,14 +572,14 @@ class TestCWalk:
         assert store.Walk is wanted
 
     def test_extension_of_another_version_is_refused(self, monkeypatch):
-        from nnx_sharding.core.guard import _walk
+        from nnx_sharding.core.guard import _native
 
-        words = _walk.FIELDS.split()
+        words = _native.FIELDS.split()
         for other in (words[:-1], [*words, "more"], [words[1], words[0], *words[2:]]):
-            monkeypatch.setattr(_walk, "FIELDS", " ".join(other))
+            monkeypatch.setattr(_native, "FIELDS", " ".join(other))
             with pytest.raises(RuntimeError, match="another version of nnx_sharding"):
                 walk_module._load_walk()
-        monkeypatch.delattr(_walk, "FIELDS")
+        monkeypatch.delattr(_native, "FIELDS")
         with pytest.raises(RuntimeError, match="build_ext"):
             walk_module._load_walk()
 
@@ -600,11 +600,11 @@ class TestCWalk:
         )
 
     def test_set_up_needs_slots(self):
-        from nnx_sharding.core.guard import _walk
+        from nnx_sharding.core.guard import _native
 
         for name, other in (("METADATA", nnx.Linear.__call__), ("METADATA", None), ("x", len)):
             with pytest.raises(TypeError, match=f"{name}: .*not the descriptor of a slot"):
-                _walk.set_up(**{name: other})
+                _native.set_up(**{name: other})
 
     def test_more_or_fewer_arguments(self):
         watched = Watched(linear(), jnp.zeros(2))

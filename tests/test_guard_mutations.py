@@ -21,7 +21,7 @@ from nnx_sharding import _compat
 from nnx_sharding.core.guard import recorder, walk
 from nnx_sharding.core.guard import store as guards
 from nnx_sharding.core.guard.store import Guards
-from nnx_sharding.core.guard.walk import OPEN, Kind, PythonWalk
+from nnx_sharding.core.guard.walk import OPEN, Opcode, PythonWalk
 
 pytestmark = pytest.mark.slow
 
@@ -80,14 +80,14 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def reading(kind: Kind, make: Callable[[Any], Any]) -> Patch:
+def reading(opcode: Opcode, make: Callable[[Any], Any]) -> Patch:
     """Items of one kind are opened by another function, which is made of what it should find."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         reader = walk._reader
 
-        def broken(own: Kind, types: Any, expected: Any) -> Any:
-            if own is not kind:
+        def broken(own: Opcode, types: Any, expected: Any) -> Any:
+            if own is not opcode:
                 return reader(own, types, expected)
             return None, [*expected], make([*expected])
 
@@ -97,32 +97,32 @@ def reading(kind: Kind, make: Callable[[Any], Any]) -> Patch:
     return patch
 
 
-def without_names(kind: Kind) -> Patch:
+def without_names(opcode: Opcode) -> Patch:
     """Neither names nor lengths of items of one kind are compared."""
-    get = {Kind.NODE: vars, Kind.METADATA: _compat.get_metadata}.get(kind)
+    get = {Opcode.NODE: vars, Opcode.METADATA: _compat.get_metadata}.get(opcode)
 
     def parts(items: Any) -> Any:
         if get is None:
-            return OPEN[kind](items)[1]
+            return OPEN[opcode](items)[1]
         return itertools.chain.from_iterable(get(item).values() for item in items)
 
-    return reading(kind, lambda names: lambda items: (names, parts(items)))
+    return reading(opcode, lambda names: lambda items: (names, parts(items)))
 
 
-def without_slot(kind: Kind) -> Patch:
+def without_slot(opcode: Opcode) -> Patch:
     """What is in one slot of Flax's objects is not compared."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         record = recorder.WalkRecorder._open_slots
         # Of traces, those of other models are compared with the current one.
-        same = _compat.SLOTS["TRACE"].__get__(nnx.Param(0)) if kind is Kind.TRACE else None
+        same = _compat.SLOTS["TRACE"].__get__(nnx.Param(0)) if opcode is Opcode.TRACE else None
 
         def broken(self: Any, kinds: Any, at: int, values: Any) -> int:
             pairs = zip(kinds, values, strict=True)
-            return record(self, kinds, at, [same if own[0] is kind else x for own, x in pairs])
+            return record(self, kinds, at, [same if own[0] is opcode else x for own, x in pairs])
 
         monkeypatch.setattr(recorder.WalkRecorder, "_open_slots", broken)
-        reading(kind, lambda names: lambda _: (names, [same] * len(names)))(monkeypatch)
+        reading(opcode, lambda names: lambda _: (names, [same] * len(names)))(monkeypatch)
 
     return patch
 
@@ -131,7 +131,7 @@ def any_keys_in_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(dicts: Any) -> Any:
         return [*map(tuple, dicts)], itertools.chain.from_iterable(map(dict.values, dicts))
 
-    monkeypatch.setitem(OPEN, Kind.DICT, opened)
+    monkeypatch.setitem(OPEN, Opcode.DICT, opened)
     monkeypatch.setattr(guards, "Walk", PythonWalk)
 
 
@@ -328,9 +328,9 @@ CHECKS = (
 )
 # What is broken, and scenarios that show it: they are tried first.
 METHODS = ("_stream", "follower", "match")
-SLOTS = (Kind.VALUE, Kind.TRACE, Kind.INITIALIZING, Kind.IS_SETUP, Kind.TREEDEF)
+SLOTS = (Opcode.VALUE, Opcode.TRACE, Opcode.INITIALIZING, Opcode.IS_SETUP, Opcode.TREEDEF)
 # The treedef of a hijax Variable has the number of its leaves.
-NAMED = tuple(kind for kind in Kind if kind not in (*SLOTS, Kind.LEAVES))
+NAMED = tuple(kind for kind in Opcode if kind not in (*SLOTS, Opcode.LEAVES))
 HINTS = {
     "types))": ("class",),
     "found != names": ("static list", "set"),

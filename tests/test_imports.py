@@ -86,6 +86,13 @@ def test_core_imports_only_what_is_below_it():
             assert not above, name
 
 
+def test_the_rest_of_the_core_does_not_import_the_guard():
+    guard = "nnx_sharding.core.guard"
+    for name, targets in IMPORTS.items():
+        if package_of(name) == "nnx_sharding.core" and not name.startswith(guard):
+            assert not [target for target in targets if target.startswith(guard)], name
+
+
 def test_files_of_the_core_are_short():
     core = {name: path for name, path in FILES.items() if package_of(name) == "nnx_sharding.core"}
     lengths = {name: len(path.read_text().splitlines()) for name, path in core.items()}

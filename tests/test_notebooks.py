@@ -42,7 +42,7 @@ def all_classes() -> set[type]:
     modules = [
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(nnx_sharding.__path__, "nnx_sharding.")
-        if not found.name.endswith(("__main__", "worker", "_walk"))
+        if not found.name.endswith(("__main__", "worker", "_native"))
     ]
     found = {x for module in modules for x in vars(module).values() if isinstance(x, type)}
     return {x for x in found if x.__module__.startswith("nnx_sharding")}

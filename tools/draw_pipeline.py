@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("transforms/lifted.py",))
-GUARD_FILES = ("store.py", "recipe.py", "recorder.py", "walk.py", "_walk.c")
+GUARD_FILES = ("store.py", "recipe.py", "recorder.py", "walk.py", "walk.c", "direct.py")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (
     Stage("signature", ("signature.py",)),
@@ -37,6 +37,7 @@ SLOW_WAY = (
         "flatten",
         (
             "flatten.py",
+            "recording.py",
             "structure.py",
             "treedefs.py",
             "static_equality.py",

@@ -14,10 +14,10 @@ from pathlib import Path
 def main() -> None:
     """Loads the extension from the installed files."""
     folder = Path(sysconfig.get_path("platlib"), "nnx_sharding", "core", "guard")
-    files = [p for s in importlib.machinery.EXTENSION_SUFFIXES for p in folder.glob(f"_walk*{s}")]
+    files = [p for s in importlib.machinery.EXTENSION_SUFFIXES for p in folder.glob(f"_native*{s}")]
     if not files:
         raise SystemExit(f"no extension in {folder}")
-    spec = importlib.util.spec_from_file_location("nnx_sharding.core.guard._walk", files[0])
+    spec = importlib.util.spec_from_file_location("nnx_sharding.core.guard._native", files[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,28 +6,39 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from .. import _compat
 from .bounded import make_room
 from .functions import Several
-from .guard.store import Guards
 from .plan import Plan
-from .transform import Transform
 
 # Limits of the caches: plans for each set of options, and sets of options for each function.
 MAX_PLANS = 1024
 MAX_OPTIONS = 64
 
 
-class Plans:
+class PlanUser(Protocol):
+    """Finds plans in a faster way, and forgets those that are dropped."""
+
+    def drop(self, plan: Plan) -> None:
+        """Forgets a plan."""
+
+    def clear(self) -> None:
+        """Forgets all plans."""
+
+
+G = TypeVar("G", bound=PlanUser)
+
+
+class Plans(Generic[G]):
     """The plans of one function with one set of options; the oldest are dropped beyond a limit.
 
     It takes no lock, because comparing keys and collecting garbage may run the user's code.
     """
 
-    def __init__(self, transform: Transform) -> None:
-        self.guards = Guards(transform)
+    def __init__(self, guards: G) -> None:
+        self.guards = guards
         self._plans: dict[Hashable, Plan] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
@@ -65,14 +76,14 @@ class FunctionCache:
             weakref.WeakValueDictionary()
         )
         self.log = log
-        self._plans: dict[Hashable, Plans] = {}
+        self._plans: dict[Hashable, Plans[Any]] = {}
 
-    def plans(self, options: Hashable, transform: Transform) -> Plans:
-        """The plans for one set of options."""
+    def plans(self, options: Hashable, guards: G) -> Plans[G]:
+        """The plans for one set of options, with these guards if they are new."""
         try:
-            plans = self._plans.setdefault(options, Plans(transform))
+            plans = self._plans.setdefault(options, Plans(guards))
         except Exception:  # such as a filter that is a list
-            return Plans(transform)
+            return Plans(guards)
         make_room(self._plans, MAX_OPTIONS)
         return plans
 

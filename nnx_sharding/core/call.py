@@ -7,10 +7,11 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from ..errors import listed_error
@@ -19,16 +20,12 @@ from .call_context import CALLER, Observer
 from .declared import place_as_declared
 from .failures import raise_explained
 from .flatten import Flat
-from .guard.recipe import packed
-from .guard.walk import PythonWalk, Walk
 from .interrupts import held, hold, release
 from .outcome import Outcome, OutputGroup
 from .plan import Plan
 from .static_parts import Operation
 from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
 from .treedefs import has_builtin_containers
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def run(
@@ -52,7 +49,7 @@ def run(
         leaves, placed = place_as_declared(plan, leaves)
     compiles = None if nested or fun is None else plan
     defers = plan.donated and not nested
-    is_direct = getattr(execute, _DIRECT, False)
+    is_direct = getattr(execute, DIRECT, False)
     results: list[Any] = []
     try:
         if defers and not is_direct:
@@ -69,13 +66,13 @@ def run(
         finally:
             CALLER.fields = outer
         outputs = results[0]
-        output = _finish(plan, flat, leaves, placed, results)
+        output = finish(plan, flat, leaves, placed, results)
         if held or (defers and not is_direct):  # a process may have no handlers to hold
             mark_direct(execute, outputs)
     except BaseException:
         if results and defers:  # a signal, after the donated arrays were consumed
             hold()
-            _finish(plan, flat, leaves, placed, results)
+            finish(plan, flat, leaves, placed, results)
         raise
     finally:
         if held:
@@ -85,31 +82,17 @@ def run(
     return output
 
 
-def _finish(
+def finish(
     plan: Plan, flat: Flat, leaves: Sequence[Any], placed: Sequence[int], results: list[Any]
 ) -> Any:
     """Updates the caller's objects, and returns the output; may be repeated if interrupted."""
     *groups, outcome = results[0]
     update = outcome.update
     if update is None:
-        update = outcome.update = _Update.of(outcome, len(flat.objects))
+        update = outcome.update = Update.of(outcome, len(flat.objects))
     if not update or placed or not flat.updatable:
         return _write_back(plan, flat, leaves, groups, outcome, placed, results.clear)
     return update(flat.objects, leaves, groups)
-
-
-def complete(
-    plan: Plan, execute: Any, objects: Sequence[Any], leaves: Sequence[Any], outputs: Sequence[Any]
-) -> Any:
-    """What follows on the program of a guarded call that needs more than writing arrays back."""
-    try:
-        flat = Flat(plan.structure, leaves, objects, updatable=True)
-        output = _finish(plan, flat, leaves, (), [outputs])
-        if held:
-            mark_direct(execute, outputs)
-        return output
-    finally:
-        release()
 
 
 # On virtual CPU devices, XLA runs all devices of a process on one thread pool, and in a collective
@@ -151,48 +134,8 @@ def wait(groups: Sequence[OutputGroup]) -> bool:
     return True
 
 
-def settle(execute: Any, outputs: Sequence[Any]) -> None:
-    """Ends what was begun when a program was compiled in a guarded call."""
-    mark_direct(execute, outputs)
-    release()
-
-
-def failed(plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
-    """Explains what a guarded call raised."""
-    release()
-    if isinstance(error, Exception):
-        raise_explained(plan, leaves, error)
-
-
-def _is_ready() -> bool:
-    """Whether a guarded call may start."""
-    _compat.leave_static_cache()
-    return _compat.trace_is_clean()
-
-
-def guarded(function: F) -> F:
-    """A method that takes the route of a guard, else calls this one, `_flattened`."""
-    if Walk is PythonWalk:
-        return function
-    from .guard import _walk
-
-    _walk.set_up(
-        is_ready=_is_ready,
-        caller=CALLER,
-        held=held,
-        settle=settle,
-        complete=complete,
-        is_bounded=is_bounded,
-        wait=wait,
-        limit=MAX_IN_FLIGHT,
-        direct_mark=_DIRECT,
-    )
-    call: Any = _walk.call
-    return call  # type: ignore[no-any-return]
-
-
 # The attribute of a function of JAX that runs no Python code before its results are stored.
-_DIRECT = "nnx_sharding_is_direct"
+DIRECT = "nnx_sharding_is_direct"
 
 
 def mark_direct(execute: Any, outputs: Sequence[Any]) -> None:
@@ -203,17 +146,17 @@ def mark_direct(execute: Any, outputs: Sequence[Any]) -> None:
     if type(execute) is not _compat.JittedFunction or outcome.has_effects or not all(is_array):
         return
     if outcome.update and outcome.update.returned is not None:
-        setattr(execute, _DIRECT, True)
+        setattr(execute, DIRECT, True)
     else:
         unmark_direct(execute)
 
 
 def unmark_direct(execute: Any) -> None:
     """Forgets this, where JAX may have a program for arrays that it has not been called with."""
-    vars(execute).pop(_DIRECT, None)
+    vars(execute).pop(DIRECT, None)
 
 
-class _Update(NamedTuple):
+class Update(NamedTuple):
     """What to write back after a call that only changed the arrays of Variables.
 
     Nearly all calls are of this kind, so it is computed once for each outcome. The extension uses
@@ -229,7 +172,7 @@ class _Update(NamedTuple):
     arrays: list[tuple[int, Callable[[Sequence[Any]], Sequence[Any]]]]  # from each group
 
     @classmethod
-    def of(cls, outcome: Outcome, known: int) -> _Update | Literal[False]:
+    def of(cls, outcome: Outcome, known: int) -> Update | Literal[False]:
         """The update for an outcome, or False if it changed more; ``known``: of input objects."""
         after, root = outcome.structure, outcome.structure.root
         others = outcome.metadata, outcome.nodes, outcome.statics, outcome.copied
@@ -245,8 +188,8 @@ class _Update(NamedTuple):
             and all(child is LEAF for child in root.children)
         )
         return cls(
-            packed([number for source, index in written for number in (index, *source)]),
-            packed(returned) if is_builtin else None,
+            _packed([(index, *source) for source, index in written]),
+            _packed(returned) if is_builtin else None,
             root.treedef.unflatten if isinstance(root, Container) else None,
             root,
             returned,
@@ -277,6 +220,11 @@ class _Update(NamedTuple):
         else:
             deque(map(_compat.set_value, variables, arrays), maxlen=0)
         return output
+
+
+def _packed(rows: Sequence[tuple[int, ...]]) -> bytes:
+    """Rows of numbers, as the extension reads them."""
+    return np.array(rows, np.int32).tobytes()
 
 
 def _write_back(

@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .guard.recipe import Kind
-from .guard.recorder import NOWHERE, WalkRecorder, rule_of
 from .hijax_variables import describe_hijax
 from .problems import no_tree
+from .recording import NOWHERE, ReadRecorder, comparison_of
 from .snapshot import Snapshot, node_state
 from .static_equality import Static, content_of
 from .static_objects import describe_parts, describe_static, is_linked
@@ -42,7 +41,7 @@ class Flat(NamedTuple):
     leaves: Sequence[Any]  # by slot
     objects: Sequence[Any]  # by entry
     updatable: bool = False  # whether all objects are known to belong to the current trace
-    recorder: WalkRecorder | None = None  # of the walk through the graph
+    recorder: ReadRecorder | None = None  # of the walk through the graph
 
 
 def flatten(
@@ -55,7 +54,7 @@ def flatten(
     held: bool = True,
     borrowed: Set[int] = frozenset(),
     snapshot: Snapshot | None = None,
-    recorder: WalkRecorder | None = None,
+    recorder: ReadRecorder | None = None,
     shown: Set[int] = frozenset(),
 ) -> Flat:
     """Flattens a pytree of NNX objects, arrays and scalars.
@@ -87,7 +86,7 @@ def flatten(
     flattener.describe_pending()
     met_later = flattener.hidden.intersection(flattener.index)
     if met_later:
-        options |= {"shown": shown | met_later, "recorder": recorder and recorder.anew()}
+        options |= {"shown": shown | met_later, "recorder": recorder and recorder.restarted()}
         return flatten(tree, known=known, statics=statics, **options)
     slots = tuple(flattener.slots), tuple(root_slots)
     entries, origins = tuple(flattener.entries), flattener.origins
@@ -119,7 +118,7 @@ class Flattener:
     held: bool
     borrowed: Set[int]
     snapshot: Snapshot | None
-    recorder: WalkRecorder | None
+    recorder: ReadRecorder | None
     shown: Set[int]
 
     def __post_init__(self) -> None:
@@ -216,12 +215,14 @@ class Flattener:
         key = (*names, *map(_compat.identity, values))
         found: tuple[tuple[str, Child], ...] | None
         found, _, rules = self._metadata.get(key, (None, (), b""))
-        places = self._open(Kind.METADATA, at, names, values, rules)
+        places: Sequence[int] = (NOWHERE,) * len(values)
+        if self.recorder is not None:
+            places = self.recorder.open_metadata(at, names, values, rules)
         if found is None:
             order = sorted(range(len(names)), key=names.__getitem__)
             found = tuple([(names[i], self.static(values[i], places[i])) for i in order])
             if all(type(child) is Static for _, child in found):  # links must be counted
-                rules = bytes(map(rule_of, map(dict(found).__getitem__, names)))
+                rules = bytes(map(comparison_of, map(dict(found).__getitem__, names)))
                 self._metadata[key] = found, values, rules
         return found
 
@@ -237,24 +238,18 @@ class Flattener:
             rules, left, children = row.rules, form.others, [*row.children]
         else:
             rules, left, children = b"", tuple(range(len(values))), [None] * len(values)
-        places = self._open(Kind.NODE, at, form.names, own or values, rules)
+        places: Sequence[int] = (NOWHERE,) * len(values)
+        if self.recorder is not None:
+            places = self.recorder.open_node(at, form.names, own or values, rules)
         for i in left:
             place = places[form.order[i]]
             children[i] = self._attribute(values[i], form.is_data[i], slots, place)
         if not rules and all(type(child) is Static for child in compress(children, form.is_static)):
             new = bytearray(len(values))
             for i in compress(left, form.is_static):
-                new[form.order[i]] = rule_of(children[i])
+                new[form.order[i]] = comparison_of(children[i])
             self._rows[_compat.identity(form)] = _Row(form, statics, children, bytes(new))
         return NodeEntry(type(obj), form.metadata, form.keys, tuple(children))
-
-    def _open(
-        self, kind: Kind, at: int, names: Any, values: Sequence[Any], rules: bytes = b""
-    ) -> Sequence[int]:
-        """The positions of what an object holds."""
-        if self.recorder is None:
-            return (NOWHERE,) * len(values)
-        return self.recorder.open(kind, at, names, values, rules)
 
     def _attribute(self, value: Any, is_data: bool | None, slots: list[int], at: int) -> Child:
         if is_data is False:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import _compat
+from .recording import NOWHERE, ReadRecorder
 from .static_equality import value_key
 from .structure import LEAF, Child, VariableEntry, atoms
 from .treedefs import aux_of
 
 if TYPE_CHECKING:  # flattening calls the functions below
     from .flatten import Flattener
-    from .guard.recorder import WalkRecorder
-
-_NOWHERE = -1
 
 
 def describe_hijax(flattener: Flattener, variable: Any, slots: list[int], at: int) -> VariableEntry:
@@ -21,7 +19,7 @@ def describe_hijax(flattener: Flattener, variable: Any, slots: list[int], at: in
     plain = _compat.plain_variable(variable)
     recorder, flattener.recorder = flattener.recorder, None
     value = flattener.pytree(_compat.get_value(plain), slots)
-    metadata = flattener.describe_metadata(plain, _NOWHERE)
+    metadata = flattener.describe_metadata(plain, NOWHERE)
     if recorder is not None and _note(flattener, recorder, variable, value, slots, at):
         flattener.recorder = recorder
     return VariableEntry(type(plain), metadata, value)
@@ -29,7 +27,7 @@ def describe_hijax(flattener: Flattener, variable: Any, slots: list[int], at: in
 
 def _note(
     flattener: Flattener,
-    recorder: WalkRecorder,
+    recorder: ReadRecorder,
     variable: Any,
     value: Child,
     slots: list[int],
@@ -48,8 +46,8 @@ def _note(
     if [*map(id, found)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
         return False
     for place, part in zip(recorder.open_hijax(at, treedef, leaves), parts, strict=True):
-        if part is LEAF:
-            recorder.leaves.append(place)
-        else:
+        if type(part) is int:
             recorder.add_object(place, part)
+        else:
+            recorder.leaves.append(place)
     return True

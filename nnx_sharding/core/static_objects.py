@@ -7,14 +7,13 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from .. import _compat
+from .recording import NOWHERE
 from .static_equality import Static, content_of
 from .static_parts import StaticKind, forget_cached, is_told_apart
 from .structure import Child, StaticObject
 
 if TYPE_CHECKING:  # flattening calls the functions below
     from .flatten import Flattener
-
-_NOWHERE = -1
 
 
 def describe_static(flattener: Flattener, index: int, obj: Any, at: int) -> StaticObject | None:
@@ -42,7 +41,7 @@ def describe_parts(
     flattener: Flattener, value: Any, kind: StaticKind, parts: Sequence[Any], at: int
 ) -> tuple[Child, ...]:
     """The children for the parts of a static object."""
-    places: Iterable[int] = repeat(_NOWHERE)
+    places: Iterable[int] = repeat(NOWHERE)
     if flattener.recorder is not None:
         places = flattener.recorder.open_static(at, value, kind, parts)
     return tuple(map(flattener.static, parts, places))

@@ -17,13 +17,14 @@ from .. import _compat
 from ..activations.calls import Recorder
 from ..activations.tracing import inherited
 from ..core.cache import cache_of
-from ..core.call import failed, guarded, run, unmark_direct
+from ..core.call import run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, as_declared
 from ..core.failures import explained
 from ..core.flatten import Flat, flatten
 from ..core.functions import Several
-from ..core.guard.store import recorder_of
+from ..core.guard.direct import failed, guarded
+from ..core.guard.store import Guards, recorder_of
 from ..core.outcome import Outcome
 from ..core.plan import Plan, make_plan, plan_key
 from ..core.reach import Reach, reach_of
@@ -65,7 +66,7 @@ class LiftedFunction(Generic[P, R]):
         self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
         self._cache = cache_of(fun, TraceLog)
         options = (transform.options_key, roles, graph, updates, implicit)
-        self._plans = self._cache.plans(options, transform)
+        self._plans = self._cache.plans(options, Guards(transform))
         self._guards = self._plans.guards
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:

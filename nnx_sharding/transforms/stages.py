@@ -22,10 +22,11 @@ from jax.sharding import Sharding
 
 from .. import _compat
 from ..activations.calls import Recorder
-from ..core.call import failed, guarded, run
+from ..core.call import run
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained, raise_misfit
 from ..core.flatten import Flat
+from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards
 from ..core.outcome import Outcome
 from ..core.plan import Plan

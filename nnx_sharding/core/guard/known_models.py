@@ -35,7 +35,7 @@ class KnownModels:
 
     def add(self, tree: Any, flat: Flat) -> None:
         """Remembers a model that was flattened here and has not changed since."""
-        if flat.recorder is None:
+        if not isinstance(flat.recorder, WalkRecorder):
             return
         guards, key = self._guards, id(tree)
         guard = make_guard(flat, (tree,), self._caller)

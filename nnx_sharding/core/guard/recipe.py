@@ -11,7 +11,7 @@ import numpy as np
 Positions: TypeAlias = bytes  # in the stream, as 32-bit integers
 
 
-class Kind(enum.IntEnum):
+class Opcode(enum.IntEnum):
     """What a step opens, what that adds to the stream, and what else is compared."""
 
     NODE = 0  # a module or a static object: the values of its attributes; their names
@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
     STATE = 10  # an nnx.State: its values; its keys
     # From here on, opening runs Python code.
     TREE = 11  # another pytree: its leaves and the data of its node types; its treedef
-    STATIC = 12  # another static object: its parts; its kind
+    STATIC = 12  # another static object: its parts; their kind and number
 
 
 class Rule(enum.IntFlag):
@@ -42,7 +42,7 @@ class Rule(enum.IntFlag):
 class Step(NamedTuple):
     """A row of ``Recipe.steps``."""
 
-    kind: int
+    opcode: int
     position: int  # that is opened
     start: int  # the position of the first part
 
@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
     """
 
     steps: bytes  # rows of 32-bit integers
-    expected: tuple[Any, ...]  # for each step: names, keys, length, treedef or kind
+    expected: tuple[Any, ...]  # for each step: names, keys, length, treedef or kind of static
     # of all opened items and arrays; None for the rest of the stream
     types: tuple[type | None, ...]
     rules: bytes  # by position, one byte each
@@ -81,7 +81,7 @@ class Pins(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A guard as ``_walk.call`` uses it."""
+    """A guard as ``_native.call`` uses it."""
 
     follow: Any
     names: tuple[str, ...]  # of the keyword arguments

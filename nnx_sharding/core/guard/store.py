@@ -90,7 +90,8 @@ class Guard(NamedTuple):
 def make_guard(flat: Flat, arguments: tuple[Any, ...], name: str) -> Guard | None:
     """A guard for the arguments of a call that were flattened; None if they cannot be guarded."""
     try:
-        recorded = None if flat.recorder is None else flat.recorder.recipe_and_pins()
+        recorder = flat.recorder
+        recorded = recorder.recipe_and_pins() if isinstance(recorder, WalkRecorder) else None
         if recorded is None:
             return None
         recipe, pins = recorded
@@ -150,7 +151,7 @@ class Guards:
         transform: Transform | None = None,
         execute: Callable[[Plan], Any] = lambda plan: plan.program.top_level,
     ):
-        self.routes: list[Route] = []  # the last ones, for ``_walk.call``
+        self.routes: list[Route] = []  # the last ones, for ``_native.call``
         self._execute = execute
         self._reads_context = transform is not None and transform.reads_context
         self._reads_shapes = transform is not None and transform.reads_shapes
@@ -246,7 +247,7 @@ class Guards:
             return
         shared = flat._replace(structure=plan.structure)  # equal, but there is only one
         guard = make_guard(shared, arguments, plan.fun_name)
-        if guard is None or flat.recorder is None:
+        if guard is None or not isinstance(flat.recorder, WalkRecorder):
             record.misses += 2 * MAX_GUARDS
             return
         identities = flat.recorder.identities.values()

@@ -3,7 +3,7 @@
 Everything that the walk meets goes into one flat list, the stream: first the arguments, then what
 they hold, then what that holds. A recipe says what is opened and how each item is compared.
 
-There are two implementations of one class: this one, whose loops all run in C, and ``_walk.c``,
+There are two implementations of one class: this one, whose loops all run in C, and ``walk.c``,
 which reads only what has changed and is used if it was compiled. They must agree.
 """
 
@@ -27,7 +27,7 @@ from ..static_equality import opened as open_static
 from ..static_equality import value_key
 from ..treedefs import aux_of
 from ..unflatten import picker
-from .recipe import Kind, Pins, Recipe, Route, Step, unpacked
+from .recipe import Opcode, Pins, Recipe, Route, Step, unpacked
 
 # For some items: what must be equal for each, and what is appended to the stream for all.
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
@@ -55,13 +55,13 @@ def open_tree(tree: Any) -> tuple[list[Any], Any]:
 
 
 # How items are opened that have neither attributes nor slots.
-OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
-    Kind.DICT: _open_dicts,
-    Kind.LEAVES: lambda variables: _open_sequences([*map(_compat.get_leaves, variables)]),
-    Kind.STATE: lambda states: _open_dicts([*map(_compat.get_mapping, states)]),
-    Kind.SEQUENCE: _open_sequences,
-    Kind.TREE: functools.partial(_open_each, open_tree),
-    Kind.STATIC: functools.partial(_open_each, open_static),
+OPEN: dict[Opcode, Callable[[Sequence[Any]], _Opened]] = {
+    Opcode.DICT: _open_dicts,
+    Opcode.LEAVES: lambda variables: _open_sequences([*map(_compat.get_leaves, variables)]),
+    Opcode.STATE: lambda states: _open_dicts([*map(_compat.get_mapping, states)]),
+    Opcode.SEQUENCE: _open_sequences,
+    Opcode.TREE: functools.partial(_open_each, open_tree),
+    Opcode.STATIC: functools.partial(_open_each, open_static),
 }
 
 
@@ -75,13 +75,13 @@ class PythonWalk:
         self._steps: list[tuple[Any, list[Any], list[Any]]] = []
         place = {position: position for position in range(recipe.num_arguments)}  # in the stream
         previous: Sequence[int] = ()
-        for kind, positions, expected, parts in _in_order(recipe):
+        for opcode, positions, expected, parts in _in_order(recipe):
             types: list[Any] = [recipe.types[position] for position in positions]
             if positions != previous:
                 pick = picker([place[position] for position in positions])
                 self._steps.append((pick, types, []))
             previous = positions
-            self._steps[-1][-1].append(_reader(kind, types, expected))
+            self._steps[-1][-1].append(_reader(opcode, types, expected))
             place |= zip(chain.from_iterable(parts), itertools.count(len(place)))
         fields = (recipe.leaves, recipe.objects, recipe.frozen, recipe.mentions, recipe.traces)
         leaves, objects, frozen, mentions, traces = (
@@ -177,23 +177,23 @@ class PythonWalk:
 
 
 # The order of items without anything to open. A Variable is picked once; arrays are at the end.
-_OF_VARIABLES = (Kind.METADATA, Kind.TRACE, Kind.VALUE)
-_LAST = (*(kind for kind in Kind if kind not in _OF_VARIABLES), *_OF_VARIABLES)
+_OF_VARIABLES = (Opcode.METADATA, Opcode.TRACE, Opcode.VALUE)
+_LAST = (*(opcode for opcode in Opcode if opcode not in _OF_VARIABLES), *_OF_VARIABLES)
 
 
 def _in_order(
     recipe: Recipe,
-) -> Iterator[tuple[Kind, Sequence[int], Sequence[Any], Sequence[range]]]:
-    """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
-    kinds, opened, starts = recipe.rows().T.tolist()
+) -> Iterator[tuple[Opcode, Sequence[int], Sequence[Any], Sequence[range]]]:
+    """Opcode, positions, what is expected and positions of the parts, in the order of this walk."""
+    opcodes, opened, starts = recipe.rows().T.tolist()
     depths = [0] * len(recipe.types)  # by position
-    items: list[tuple[tuple[int, int], Kind, int, Any, range]] = []
+    items: list[tuple[tuple[int, int], Opcode, int, Any, range]] = []
     ends = [*starts[1:], len(depths)]
-    for *step, start, end in zip(kinds, opened, recipe.expected, starts, ends, strict=True):
-        kind, position, expected = step
+    for *step, start, end in zip(opcodes, opened, recipe.expected, starts, ends, strict=True):
+        opcode, position, expected = step
         depth, parts = depths[position], range(start, end)
         depths[start:end] = [depth + 1] * len(parts)
-        items.append(((depth, kind), Kind(kind), position, expected, parts))
+        items.append(((depth, opcode), Opcode(opcode), position, expected, parts))
     inner, last = {*opened}, max(depths, default=0) + 1
     items = [
         item if not inner.isdisjoint(item[-1]) else ((last, _LAST.index(item[1])), *item[1:])
@@ -201,15 +201,15 @@ def _in_order(
     ]
     items.sort(key=operator.itemgetter(0))
     for _, group in itertools.groupby(items, operator.itemgetter(0)):
-        _, group_kinds, positions, expected, ranges = zip(*group, strict=True)
-        yield group_kinds[0], positions, expected, ranges
+        _, opcodes, positions, expected, ranges = zip(*group, strict=True)
+        yield opcodes[0], positions, expected, ranges
 
 
-def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _reader(opcode: Opcode, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
     """A getter of an item's content, and its names; or what to expect, and what opens all items."""
-    if kind in OPEN:
-        return None, [*expected], OPEN[kind]
-    slot = _compat.SLOTS.get(kind.name)
+    if opcode in OPEN:
+        return None, [*expected], OPEN[opcode]
+    slot = _compat.SLOTS.get(opcode.name)
     name, get = ("__dict__", _compat.get_dict) if slot is None else (slot.__name__, slot.__get__)
     if all(
         own.__getattribute__ is object.__getattribute__
@@ -218,7 +218,7 @@ def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[
     ):
         get = operator.attrgetter(name)  # faster, and runs no code of the class here
     shared: dict[Any, list[Any]] = {}
-    named = kind in (Kind.NODE, Kind.METADATA)
+    named = opcode in (Opcode.NODE, Opcode.METADATA)
     names = [shared.setdefault(own, [*own]) for own in expected] if named else None
     return get, names, None
 
@@ -239,7 +239,7 @@ def same_value(value: Any, other: Any) -> bool:
 def _load_walk() -> Any:
     is_pure = bool(os.environ.get("NNX_SHARDING_PURE_PYTHON"))
     try:
-        _walk = importlib.import_module("._walk", __package__)
+        _native = importlib.import_module("._native", __package__)
     except ImportError as error:
         if not is_pure:
             is_missing = isinstance(error, ModuleNotFoundError)
@@ -251,21 +251,21 @@ def _load_walk() -> Any:
             )
         return PythonWalk
     tuples = {own.__name__: own._fields for own in (Step, Recipe, Pins, Route)}
-    shared = {"Kind": tuple(Kind.__members__), **tuples}
+    shared = {"Opcode": tuple(Opcode.__members__), **tuples}
     fields = " ".join(word for name, own in shared.items() for word in (name, *own))
-    if getattr(_walk, "FIELDS", None) != fields:
+    if getattr(_native, "FIELDS", None) != fields:
         raise RuntimeError(
-            f"{_walk.__file__} was compiled from another version of nnx_sharding. Install it "
+            f"{_native.__file__} was compiled from another version of nnx_sharding. Install it "
             "again; in a checkout, run `python setup.py build_ext --inplace`."
         )
-    _walk.set_up(
+    _native.set_up(
         open_tree=open_tree,
         open_static=open_static,
         same_value=same_value,
         mapping_type=_compat.HashableMapping,
         **_compat.SLOTS,
     )
-    return PythonWalk if is_pure else _walk.Walk
+    return PythonWalk if is_pure else _native.Walk
 
 
 Walk: Any = _load_walk()

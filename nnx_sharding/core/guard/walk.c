@@ -18,8 +18,8 @@
 /* The names shared with Python, in its order; walk.py compares them on import. A slot is where
  * CPython or Flax stores something in an object. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP) X(TREEDEF) X(LEAVES)
-#define KINDS(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
-#define STEP(X) X(kind) X(position) X(start)
+#define OPCODES(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
+#define STEP(X) X(opcode) X(position) X(start)
 #define RECIPE(X) X(steps) X(expected) X(types) X(rules) X(pins) X(frozen) X(mentions) X(first) \
     X(traces) X(leaves) X(objects) X(num_arguments)
 #define PINS(X) X(frozen) X(mentions)
@@ -38,7 +38,7 @@
 #define AS_TEXT(name) " " #name
 #define AS_STRING(name) #name,
 #define AS_FIELD(name) int32_t name;
-#define AS_KIND(name) name,
+#define AS_OPCODE(name) name,
 #define AS_RECIPE(name) RECIPE_##name,
 #define AS_PINS(name) PINS_##name,
 #define AS_ROUTE(name) ROUTE_##name,
@@ -47,7 +47,7 @@
 #define AS_UPDATE(name) UPDATE_##name,
 #define AS_NAME(name) NAME_##name,
 
-enum kind { KINDS(AS_KIND) NUM_KINDS };
+enum opcode { OPCODES(AS_OPCODE) NUM_OPCODES };
 enum { RECIPE(AS_RECIPE) NUM_RECIPE };
 enum { PINS(AS_PINS) NUM_PINS };
 enum { ROUTE(AS_ROUTE) NUM_ROUTE };
@@ -61,8 +61,8 @@ enum { NAMES(AS_NAME) NUM_NAMES };
 
 static PyObject *hooks[NUM_HOOKS];
 static PyObject *interned[NUM_NAMES];
-static Py_ssize_t offsets[NUM_KINDS];   /* of the slots */
-static PyTypeObject *owners[NUM_KINDS]; /* the types with the slots; NULL for other kinds */
+static Py_ssize_t offsets[NUM_OPCODES];   /* of the slots */
+static PyTypeObject *owners[NUM_OPCODES]; /* the types with the slots; NULL for other kinds */
 
 #if PY_VERSION_HEX >= 0x030C0000
 #define NUM_CHANGES 16 /* that are known; after more, all dicts are read again */
@@ -126,7 +126,7 @@ typedef struct {
     Follower *follower;     /* NULL if this is a match */
 } Stream;
 
-static inline PyObject *slot_of(PyObject *object, enum kind slot) {
+static inline PyObject *slot_of(PyObject *object, enum opcode slot) {
     return *(PyObject **)((char *)object + offsets[slot]);
 }
 
@@ -279,10 +279,10 @@ static PyObject *expected_by(const Walk *walk, const Step *step) {
 }
 
 /* The dict that a step reads, borrowed from its item; NULL, perhaps with an error set. */
-static PyObject *dict_of(PyObject *item, enum kind kind) {
-    if (kind == METADATA) return slot_of(item, METADATA);
-    if (kind == DICT) return item;
-    if (kind == STATE) return only_dict_in(item);
+static PyObject *dict_of(PyObject *item, enum opcode opcode) {
+    if (opcode == METADATA) return slot_of(item, METADATA);
+    if (opcode == DICT) return item;
+    if (opcode == STATE) return only_dict_in(item);
     PyObject **place = _PyObject_GetDictPtr(item);
     if (place != NULL && *place != NULL) return *place;
     PyObject *dict = PyObject_GenericGetDict(item, NULL); /* not yet made */
@@ -295,12 +295,12 @@ static int take_step(Stream *stream, const Step *step) {
     PyObject *item = stream->items[step->position], *mapping;
     PyObject *expected = expected_by(stream->walk, step);
     if (!has_type(stream, step)) return 0;
-    switch (step->kind) {
+    switch (step->opcode) {
         case NODE:
         case DICT:
         case METADATA:
         case STATE:
-            mapping = dict_of(item, step->kind);
+            mapping = dict_of(item, step->opcode);
             return mapping == NULL ? 0 : append_mapping(stream, mapping, expected);
         case LEAVES:
             item = slot_of(item, LEAVES);
@@ -312,7 +312,7 @@ static int take_step(Stream *stream, const Step *step) {
         case STATIC:
             return append_opened(stream, hooks[HOOK_open_static], item, expected);
         default:
-            return append(stream, slot_of(item, step->kind));
+            return append(stream, slot_of(item, step->opcode));
     }
 }
 
@@ -541,7 +541,7 @@ static int note_dict(Follower *follower, PyObject *dict, const void **places, Py
 static int note_parts(Follower *follower, const Step *step, Py_ssize_t count) {
     PyObject *item = follower->items[step->position], **dict;
     const void **places = follower->places + step->start;
-    switch (step->kind) {
+    switch (step->opcode) {
         case SEQUENCE:
             for (Py_ssize_t i = 0; i < count; i++) places[i] = PySequence_Fast_ITEMS(item) + i;
             if (PyList_CheckExact(item) &&
@@ -561,11 +561,11 @@ static int note_parts(Follower *follower, const Step *step, Py_ssize_t count) {
             dict = _PyObject_GetDictPtr(item);
             break;
         default:
-            places[0] = (char *)item + offsets[step->kind];
+            places[0] = (char *)item + offsets[step->opcode];
             return 1;
     }
     if (dict == NULL || *dict == NULL || !note(follower, dict, sizeof(*dict))) return 0;
-    if (step->kind == STATE) {
+    if (step->opcode == STATE) {
         PyObject *mapping = only_dict_in(item);
         const void *place = &mapping; /* where watching its holder is enough */
         if (mapping == NULL || !note_dict(follower, *dict, &place, 1)) return 0;
@@ -763,7 +763,7 @@ static PyMethodDef follow_method = {
     "The arrays and objects of an unchanged graph; None if it may have changed."};
 
 static PyTypeObject FollowerType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "nnx_sharding.core.guard._walk.Follower",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "nnx_sharding.core.guard._native.Follower",
     .tp_doc = "The walk over one graph.",
     .tp_basicsize = sizeof(Follower),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
@@ -842,7 +842,7 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
     return result;
 }
 
-static int is_container(int32_t kind) { return kind == DICT || kind == SEQUENCE || kind == STATE; }
+static int is_container(int32_t opcode) { return opcode == DICT || opcode == SEQUENCE || opcode == STATE; }
 
 static Positions positions_of(PyObject *bytes) {
     return (Positions){(const int32_t *)PyBytes_AS_STRING(bytes),
@@ -871,11 +871,11 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     walk->size = PyTuple_GET_SIZE(fields[RECIPE_types]);
     walk->num_steps = PyTuple_GET_SIZE(fields[RECIPE_expected]);
     while (walk->num_plain_steps < walk->num_steps &&
-           walk->steps[walk->num_plain_steps].kind < TREE) {
+           walk->steps[walk->num_plain_steps].opcode < TREE) {
         walk->num_plain_steps++;
     }
     while (walk->num_loose_steps < walk->num_plain_steps &&
-           is_container(walk->steps[walk->num_loose_steps].kind)) {
+           is_container(walk->steps[walk->num_loose_steps].opcode)) {
         walk->num_loose_steps++;
     }
     walk->num_plain_items = walk->num_plain_steps < walk->num_steps
@@ -887,7 +887,7 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
         return PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < walk->num_plain_steps; i++) {
-        if (walk->steps[i].kind == LEAVES) walk->of_leaves[walk->num_of_leaves++] = i;
+        if (walk->steps[i].opcode == LEAVES) walk->of_leaves[walk->num_of_leaves++] = i;
     }
     return (PyObject *)walk;
 }
@@ -915,7 +915,7 @@ static PyMethodDef Walk_methods[] = {
 };
 
 static PyTypeObject WalkType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "nnx_sharding.core.guard._walk.Walk",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "nnx_sharding.core.guard._native.Walk",
     .tp_doc = "A recipe, ready to be followed.",
     .tp_basicsize = sizeof(Walk),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
@@ -1070,7 +1070,7 @@ static PyObject *array_at(PyObject *outputs, const Found *found, int32_t group, 
 
 /* The slot in which a Variable has its value; NULL for anything else. */
 static PyObject **value_in(PyObject *variable) {
-    enum kind slot = VALUE;
+    enum opcode slot = VALUE;
     if (Py_IS_TYPE(variable, owners[LEAVES])) {
         slot = LEAVES;
     } else if (!PyType_IsSubtype(Py_TYPE(variable), owners[VALUE])) {
@@ -1258,7 +1258,7 @@ static PyMethodDef call_method = {
 
 /* Takes one hook or slot by its name. Returns -1 with an error set. */
 static int take(PyObject *name, PyObject *value) {
-    static const char *const names[] = {HOOKS(AS_STRING)}, *const kinds[] = {KINDS(AS_STRING)};
+    static const char *const names[] = {HOOKS(AS_STRING)}, *const opcodes[] = {OPCODES(AS_STRING)};
     for (int i = 0; i < NUM_HOOKS; i++) {
         if (PyUnicode_CompareWithASCIIString(name, names[i]) != 0) continue;
         Py_XSETREF(hooks[i], Py_NewRef(value));
@@ -1266,7 +1266,7 @@ static int take(PyObject *name, PyObject *value) {
     }
     for (int i = METADATA; i <= LEAVES; i++) {
         PyMemberDescrObject *slot = (PyMemberDescrObject *)value;
-        if (PyUnicode_CompareWithASCIIString(name, kinds[i]) != 0) continue;
+        if (PyUnicode_CompareWithASCIIString(name, opcodes[i]) != 0) continue;
         if (!Py_IS_TYPE(value, &PyMemberDescr_Type) || slot->d_member->type != T_OBJECT_EX) break;
         offsets[i] = slot->d_member->offset;
         Py_XSETREF(owners[i], (PyTypeObject *)Py_NewRef(PyDescr_TYPE(slot)));
@@ -1305,7 +1305,7 @@ static int fill_module(PyObject *module) {
     if (PyType_Ready(&FollowerType) < 0 || PyModule_AddType(module, &WalkType) < 0) return -1;
     return PyModule_AddStringConstant(
         module, "FIELDS",
-        "Kind" KINDS(AS_TEXT) " Step" STEP(AS_TEXT) " Recipe" RECIPE(AS_TEXT) " Pins" PINS(AS_TEXT)
+        "Opcode" OPCODES(AS_TEXT) " Step" STEP(AS_TEXT) " Recipe" RECIPE(AS_TEXT) " Pins" PINS(AS_TEXT)
             " Route" ROUTE(AS_TEXT));
 }
 
@@ -1323,10 +1323,10 @@ static PyModuleDef_Slot module_slots[] = {
 
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "nnx_sharding.core.guard._walk",
+    .m_name = "nnx_sharding.core.guard._native",
     .m_doc = "The walk of walk.py, many times as fast.",
     .m_methods = module_methods,
     .m_slots = module_slots,
 };
 
-PyMODINIT_FUNC PyInit__walk(void) { return PyModuleDef_Init(&module_definition); }
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module_definition); }
