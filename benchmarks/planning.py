@@ -27,7 +27,7 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.experimental import dispatch_to_experts, ring_attention
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Candidate
-from nnx_sharding.planning.plan import Plan, predicted
+from nnx_sharding.planning.plan import PlanningResult, prepare
 
 GIB = 2**30
 
@@ -290,7 +290,7 @@ def weights_sent(candidate: Candidate, parameters: int) -> float | None:
     return None if factor is None else factor * parameters * (count - 1) / count
 
 
-def report(name: str, case: Case, found: Plan, seconds: float, theirs: str = "") -> None:
+def report(name: str, case: Case, found: PlanningResult, seconds: float, theirs: str = "") -> None:
     model = case.arguments()[0]
     parameters = parameter_count(model)
     print(f"\n{name}: {parameters / 1e9:.2f} billion parameters, planned in {seconds:.0f} s")
@@ -328,7 +328,7 @@ def predict(name: str, one: Published) -> None:
     """Prints the fastest candidates by prediction, and their figures by hand."""
     args, cpu = one.case.arguments(), time.process_time()
     where: dict[str, Any] = {"topology": one.topology, "num_slices": one.num_slices}
-    found, _ = predicted(train_step, args, {}, strategies=one.strategies, **where)
+    found, _ = prepare(train_step, args, {}, strategies=one.strategies, **where)
     cpu, parameters = time.process_time() - cpu, parameter_count(args[0])
 
     def order(each: Any) -> tuple[float, float]:

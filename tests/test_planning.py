@@ -18,14 +18,14 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, NamedSharding
 
 from models import MLP, P
-from nnx_sharding import StateSharding, jit, partition, shard_map, stack
+from nnx_sharding import StateSharding, experimental, jit, partition, shard_map, stack
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
-from nnx_sharding.planning.plan import Plan
-from nnx_sharding.planning.predictions import predict, work_of
+from nnx_sharding.planning.plan import PlanningResult
+from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, fingerprint
 from nnx_sharding.report.strategies import lowered
@@ -179,7 +179,7 @@ def test_equals_brute_force(name, tmp_path):
     assert set(tmp_path.iterdir()) == compiled  # read from disk
     reasons = found.ruled_out
     assert {*found.candidates, *reasons} == {*strategies}
-    least = work_of(train_step, args, {}, Axes()).least / 8
+    least = products_of(train_step, args, {}, Axes()).least / 8
     assert all(0.99 * least <= each["flops"] for each in figures.values())
     assert found.gap == 0  # all that may fit were compiled
     taken = {name: text for name, text in reasons.items() if text.startswith("the arguments take")}
@@ -551,7 +551,7 @@ def test_products_by_hand():
     """Of a step, without those whose results are not used, such as recomputed ones."""
     once = 2 * 16 * WIDTH * 8 * WIDTH
     # Forward two; backward two of weights, and one of the hidden features.
-    assert work_of(train_step, program("mlp"), {}, Axes()).flops == 5 * once
+    assert products_of(train_step, program("mlp"), {}, Axes()).flops == 5 * once
 
     class Layer(nnx.Module):
         def __init__(self, is_curved, rngs):
@@ -564,16 +564,16 @@ def test_products_by_hand():
     for is_curved, remat, products in ((False, True, 3), (True, False, 3), (True, True, 4)):
         blocks = stack(Layer, 6, is_curved, remat=remat, rngs=nnx.Rngs(0))
         loss = lambda m, x: nnx.value_and_grad(lambda m: m(x).sum())(m)  # noqa: E731
-        found = work_of(loss, (blocks, jnp.ones((4, 8))), {}, Axes())
+        found = products_of(loss, (blocks, jnp.ones((4, 8))), {}, Axes())
         assert found.flops == 6 * products * 2 * 4 * 8 * 8, (is_curved, remat)
         assert found.least_seconds(2, HARDWARE["TPU v5e"]) == found.flops / 2 / 197e12
 
     def branches(x, w):
         return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
 
-    found = work_of(branches, (jnp.ones((2, 2)),) * 2, {}, Axes())
+    found = products_of(branches, (jnp.ones((2, 2)),) * 2, {}, Axes())
     assert (found.least, found.flops) == (2 * 2 * 2 * 2, 2 * 2 * 2 * 2 * 2)
-    assert work_of(lambda x: x.no_such_attribute, (jnp.ones(2),), {}, Axes()) is None
+    assert products_of(lambda x: x.no_such_attribute, (jnp.ones(2),), {}, Axes()) is None
 
 
 def test_products_of_convolutions_and_of_groups_are_those_of_the_compiler():
@@ -591,9 +591,9 @@ def test_products_of_convolutions_and_of_groups_are_those_of_the_compiler():
             )  # fmt: skip
 
         counted = jit(convolved).lower(x, w).compile().cost().flops
-        assert work_of(convolved, (x, w), {}, Axes()).flops == counted
+        assert products_of(convolved, (x, w), {}, Axes()).flops == counted
     rows, weights, sizes = jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.array([4, 4, 4])
-    found = work_of(jax.lax.ragged_dot, (rows, weights, sizes), {}, Axes())
+    found = products_of(jax.lax.ragged_dot, (rows, weights, sizes), {}, Axes())
     assert found.flops == 2 * 12 * 4 * 5
 
 
@@ -619,7 +619,7 @@ class Mixture(nnx.Module):
     def __call__(self, x):
         weights, chosen = jax.lax.top_k(nnx.softmax(self.router(x)), 2)
         options = {"num_experts": 4, "capacity": 8}
-        return partition.dispatch_to_experts(x, weights, chosen, self.experts, **options)[0]
+        return experimental.dispatch_to_experts(x, weights, chosen, self.experts, **options)[0]
 
 
 def tokens_of(rows):
@@ -688,6 +688,7 @@ def test_the_recipe_is_the_program(name, tmp_path):
     names = dict(zip(step.__code__.co_varnames, args, strict=False))
     made = {
         **vars(partition),
+        **vars(experimental),
         "jit": jit,
         "AxisType": AxisType,
         "functools": functools,
@@ -850,9 +851,9 @@ def test_unknown_figures_are_never_best():
 
     def best(**unknown):
         changed = {first: dataclasses.replace(reports[first], **unknown), second: reports[second]}
-        return Plan(Comparison(changed, 2**40), found.candidates).best.name
+        return PlanningResult(Comparison(changed, 2**40), found.candidates).best.name
 
     assert best() == first
     assert best(roofline=None) == best(memory=None) == second
     only = Comparison({first: dataclasses.replace(reports[first], roofline=None, collectives=None)})
-    assert Plan(only, found.candidates).best is None
+    assert PlanningResult(only, found.candidates).best is None

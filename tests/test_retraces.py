@@ -404,3 +404,134 @@ def test_calls_of_a_trace_cross_no_end_of_a_chunk_of_the_stack():
     if most(faults) < 400:
         pytest.skip("this Python keeps a chunk that it has left")
     assert most(traced) < 100
+
+
+class Holder:
+    def __init__(self):
+        self.rate = 0.5
+
+    def run(self, x):
+        return x * self.rate
+
+
+def changed_closure():
+    scale = 2.0
+
+    def change():
+        nonlocal scale
+        scale = 3.0
+
+    return lambda x: x * scale, change, "captured scale: 2.0 → 3.0"
+
+
+def changed_closure_of_a_function():
+    inner, change, line = changed_closure()
+
+    def helper(x):
+        return inner(x)
+
+    return lambda x: helper(x), change, f"captured helper, captured inner, {line}"
+
+
+def changed_item():
+    options = {"rates": [1, 2]}
+
+    def change():
+        options["rates"][1] = 5
+
+    return lambda x: x * options["rates"][1], change, "captured options['rates'][1]: 2 → 5"
+
+
+def changed_attribute():
+    held = Holder()
+    return (
+        lambda x: held.run(x),
+        lambda: vars(held).update(rate=0.7),
+        "captured held.rate: 0.5 → 0.7",
+    )
+
+
+def changed_object_of_a_method():
+    held = Holder()
+    return held.run, lambda: vars(held).update(rate=0.7), "captured __self__.rate: 0.5 → 0.7"
+
+
+def captured_array():
+    w = jnp.ones(4)
+    return lambda x: x * w, lambda: None, "captured w: float32[4], which is a constant of a trace"
+
+
+def captured_model():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    return (
+        lambda x: model(x),
+        lambda: None,
+        "captured model: a Linear, which is a constant of a trace",
+    )
+
+
+def captured_generator():
+    numbers = iter(range(9))
+    return (
+        lambda x: x * next(numbers),
+        lambda: None,
+        "captured numbers: a range_iterator, whose content",
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        changed_closure,
+        changed_closure_of_a_function,
+        changed_item,
+        changed_attribute,
+        changed_object_of_a_method,
+        captured_array,
+        captured_model,
+        captured_generator,
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_captured_is_named(case, nested):
+    fun, change, line = case()
+    x = jnp.ones(4)
+    if nested:  # within a trace, jit asks for what is captured, too
+        inner = jit(fun)
+
+        def run():
+            return jax.make_jaxpr(lambda x: inner(x))(x)
+
+    else:
+        inner = shard_map(fun, mesh=mesh_of((1,), ("x",)), in_specs=P(), out_specs=P())
+
+        def run():
+            return inner(x)
+
+    run()
+    change()
+    run()
+    first, second = explain_retraces(inner)
+    assert not first.differences
+    assert [text.startswith(line) for text in second.differences] == [True]
+    assert "captured" in str(explain_retraces(inner))
+
+
+def test_what_is_captured_is_not_kept():
+    held = Holder()
+    dead = weakref.ref(held)
+    fun = shard_map(held.run, mesh=mesh_of((1,), ("x",)), in_specs=P(), out_specs=P())
+    fun(jnp.ones(4))
+    log = fun.trace_log
+    del fun, held
+    gc.collect()
+    assert log.traces() and dead() is None
+
+
+def test_top_level_jit_does_not_speak_of_what_it_captures():
+    fun, change, _ = changed_closure()
+    step = jit(fun)
+    step(jnp.ones(4))
+    change()
+    step(jnp.ones(5))
+    assert explain_retraces(step)[1].differences == ("x: shape (4,) → (5,)",)

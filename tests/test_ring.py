@@ -19,7 +19,7 @@ from nnx_sharding import jit, stack, value_and_grad
 from nnx_sharding.experimental import balanced_order, ring_attention
 from nnx_sharding.experimental.ring import _is_needed, _Ring
 from nnx_sharding.partition import fsdp, make_mesh
-from nnx_sharding.planning.predictions import _work
+from nnx_sharding.planning.predictions import products_in
 
 BATCH, LENGTH, HEADS, SIZE = 4, 48, 4, 8
 MASKS = (
@@ -288,4 +288,4 @@ def test_causal_products_by_hand(kind, with_gradients):
     # Of its own keys three halves, of all others two; in order, the last device needs all.
     halves = 4 * shards if kind == "in order" else 3 + 2 * (shards - 1)
     products = 2 + 5 * with_gradients  # backward again the scores, and four more
-    assert _work(jax.make_jaxpr(run)(x, x, x).eqns).flops == halves * products * product
+    assert products_in(jax.make_jaxpr(run)(x, x, x).eqns).flops == halves * products * product

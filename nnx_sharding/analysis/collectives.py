@@ -1,4 +1,14 @@
-"""What the devices exchange: each collective of a compiled program, with bytes and mesh axes."""
+"""What the devices exchange: each collective of a compiled program, with bytes and mesh axes.
+
+HLO says which devices form the groups of a collective, by their positions in the mesh. It runs over
+those mesh axes in which the positions within each group differ (`device_groups.py`):
+
+    mesh data 2 × model 4     replica_groups={{0,1,2,3},{4,5,6,7}}     over model
+                              replica_groups={{0,4},{1,5},{2,6},{3,7}} over data
+
+How often it runs follows from the loops around it (`hlo.py`), what it is for from what it moves
+(`purposes.py`), and what hides it from the schedule (`overlap.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +18,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
-from .instructions import OP_NAME, Computation, Instruction, arrays, total_bytes
+from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
 from .names import operations
 from .opcodes import COLLECTIVES
 from .overlap import Overlap, Scheduled
@@ -25,7 +35,10 @@ from .units import bytes_text, printable
 from .values import Value
 from .work import Work, made_by
 
-Kind: TypeAlias = Literal[
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+CollectiveKind: TypeAlias = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
     "ragged-all-to-all", "collective-broadcast",
 ]  # fmt: skip
@@ -74,12 +87,12 @@ class Collective:
         compiler for TPUs chooses; 0 if the device waits for it.
       bytes_beside: what it reads and writes meanwhile.
       beside: the operations with most of these flops.
-      scheduled_in: the computation that runs it: of a fusion the one that it is in.
+      scheduled_in: the computation that schedules it: for a fused one, that of the fusion.
       flops_before, bytes_before: what the device computes, reads and writes in one run of that
         before this starts; 0 if no collective runs while the device computes.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     name: str
     computation: str
     dtype: str
@@ -107,14 +120,14 @@ class Collective:
 
     @property
     def total_bytes_sent(self) -> int:
-        """What one device sends in all runs; in one run for a loop of unknown length."""
+        """The bytes that one device sends in all runs; in one, for a loop of unknown length."""
         return self.bytes_sent * (1 if self.times is None else self.times)
 
     @property
     def of(self) -> str:
         """The parameters (the paths of the first two), or else the operation."""
-        some = [*self.parameters[:2], *["…"] * (len(self.parameters) > 2)]
-        return ", ".join(some) or self.operation or ""
+        more = ("…",) if len(self.parameters) > 2 else ()
+        return ", ".join((*self.parameters[:2], *more)) or self.operation or ""
 
     def __str__(self) -> str:
         return printable("  ".join(cell for cell in _cells(self) if cell))
@@ -134,105 +147,123 @@ class Collectives(tuple[Collective, ...], Pictured):
       ('all-reduce', ('data',), 16, 28)
     """
 
-    def of(self, kind: Kind | None = None, *axes: str) -> Collectives:
-        """Those of one kind, over exactly these mesh axes in any order; None and none for any."""
+    def of(self, kind: CollectiveKind | None = None, *axes: str) -> Collectives:
+        """Selects collectives by kind and by the set of mesh axes that they run over.
+
+        Args:
+          kind: such as ``all-reduce``; None for all kinds.
+          *axes: exactly these axes, in any order; none for any axes.
+        """
         if kind is not None and kind not in COLLECTIVES:
             raise ValueError(
                 f"{kind!r} is not a kind of collective; use one of {sorted(COLLECTIVES)}."
             )
         return Collectives(
-            one
-            for one in self
-            if (kind is None or one.kind == kind)
-            and (not axes or (one.axes is not None and {*one.axes} == {*axes}))
+            collective
+            for collective in self
+            if kind in (None, collective.kind)
+            and (not axes or {*axes} == {*(collective.axes or ())})
         )
 
     @property
     def resharded(self) -> Collectives:
         """Those that move activations or others that are not parameters, gradients or results."""
-        return Collectives(one for one in self if one.purpose == "reshard")
+        return Collectives(collective for collective in self if collective.purpose == "reshard")
 
     @property
     def bytes_sent(self) -> int:
-        """What one device sends in one call; loops of unknown length count once."""
-        return sum(one.total_bytes_sent for one in self)
+        """The bytes that one device sends in one call; loops of unknown length count once."""
+        return sum(collective.total_bytes_sent for collective in self)
 
     @property
     def has_unknown_times(self) -> bool:
         """Whether one is in a loop of unknown length, so that sums may be too low."""
-        return any(one.times is None for one in self)
+        return any(collective.times is None for collective in self)
 
-    def counts(self) -> dict[Kind, int]:
-        """The number of instructions of each kind, including zeros; one in a loop counts once."""
-        counts = Counter(one.kind for one in self)
-        return {kind: counts[kind] for kind in get_args(Kind)}
+    def counts(self) -> dict[CollectiveKind, int]:
+        """Counts the instructions of each kind, including zeros; one in a loop counts once."""
+        counts = Counter(collective.kind for collective in self)
+        return {kind: counts[kind] for kind in get_args(CollectiveKind)}
 
-    def by_kind(self) -> dict[Kind, int]:
-        """What one device sends in one call, by kind."""
-        return self._sums(lambda one: one.kind)
+    def by_kind(self) -> dict[CollectiveKind, int]:
+        """Sums the bytes that one device sends in one call, by kind."""
+        return self._sums(lambda collective: collective.kind)
 
     def by_axes(self) -> dict[MeshAxes, int]:
-        """What one device sends in one call, by mesh axes; None if no axes have the groups."""
-        return self._sums(lambda one: one.axes)
+        """Sums the bytes that one device sends in one call, by mesh axes; None for unknown axes."""
+        return self._sums(lambda collective: collective.axes)
 
     def by_purpose(self) -> dict[Purpose | None, int]:
-        """What one device sends in one call, by what it is for."""
-        return self._sums(lambda one: one.purpose)
+        """Sums the bytes that one device sends in one call, by what they are for."""
+        return self._sums(lambda collective: collective.purpose)
 
-    def totals(self) -> dict[tuple[Kind, MeshAxes], tuple[int, int]]:
-        """The number of instructions, and what one device sends for them, by kind and mesh axes."""
-        numbers = Counter((one.kind, one.axes) for one in self)
-        sent = self._sums(lambda one: (one.kind, one.axes))
+    def totals(self) -> dict[tuple[CollectiveKind, MeshAxes], tuple[int, int]]:
+        """Counts instructions and sums the bytes that one device sends, by kind and mesh axes."""
+        numbers = Counter((collective.kind, collective.axes) for collective in self)
+        sent = self._sums(lambda collective: (collective.kind, collective.axes))
         return {key: (number, sent[key]) for key, number in numbers.items()}
 
     def _sums(self, key: Callable[[Collective], K]) -> dict[K, int]:
         sums: Counter[K] = Counter()
-        for one in self:
-            sums[key(one)] += one.total_bytes_sent
+        for collective in self:
+            sums[key(collective)] += collective.total_bytes_sent
         return dict(sums)
 
-    def _pictures(self, width: int) -> Iterable[Any]:
+    def _pictures(self, width: int) -> Iterable[RenderableType]:
         if not self:
             yield text("no collectives")
             return
         header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
         alike = Counter((*cells, of, _end(source, 15)) for *cells, of, source in map(_alike, self))
+        # What they are of is cut so that a row has 100 columns.
         widths = [max(map(len, column)) for column in zip(header, *alike, strict=True)]
-        most = min(26, 100 - sum(widths) + widths[-2] - 2 * len(widths))  # for a terminal
+        most = min(26, 100 - sum(widths) + widths[-2] - 2 * len(widths))
         rows = []
         for (*cells, of, source), count in alike.items():
-            number = f" ({count} ×)" * (count > 1)
+            number = f" ({count} ×)" if count > 1 else ""
             rows.append((*cells, _end(of, most - len(number)) + number, source))
         yield table(header, rows)
-        remark = " or more, as a loop is of unknown length" * self.has_unknown_times
-        remark += ", of conditionals the branch that sends most" * any(
-            one.conditional for one in self
-        )
-        yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{remark}")
+        line = f"sent by one device in one call: {bytes_text(self.bytes_sent)}"
+        if self.has_unknown_times:
+            line += " or more, as a loop is of unknown length"
+        if any(collective.conditional for collective in self):
+            line += ", of conditionals the branch that sends most"
+        yield text(line)
 
 
 def axes_text(axes: MeshAxes) -> str:
-    """Mesh axes as tables show them: ``data+model``, ``-`` for none, ``?`` for unknown ones."""
+    """Writes mesh axes as tables show them: ``data+model``, ``-`` for none, ``?`` if unknown."""
     return "?" if axes is None else "+".join(axes) or "-"
 
 
-def _cells(one: Collective) -> tuple[str, ...]:
-    sizes = bytes_text(one.bytes), bytes_text(one.bytes_sent)
-    times = "?" if one.times is None else "≤ " * one.conditional + str(one.times)
-    return one.kind, axes_text(one.axes), *sizes, times, one.purpose or "", one.of, one.source or ""
+def _cells(collective: Collective) -> tuple[str, ...]:
+    sizes = bytes_text(collective.bytes), bytes_text(collective.bytes_sent)
+    times = "?" if collective.times is None else str(collective.times)
+    if collective.conditional and collective.times is not None:
+        times = f"≤ {times}"
+    purpose, source = collective.purpose or "", collective.source or ""
+    return (
+        collective.kind,
+        axes_text(collective.axes),
+        *sizes,
+        times,
+        purpose,
+        collective.of,
+        source,
+    )
 
 
-def _alike(one: Collective) -> tuple[str, ...]:
-    """The cells of one, the same for those of modules in one list."""
-    *cells, of, source = _cells(one)
-    if one.parameters:
-        first, *rest = one.parameters
-        of = first + f" +{len(rest)}" * bool(rest)
+def _alike(collective: Collective) -> tuple[str, ...]:
+    """Writes the cells of a collective, the same for those of modules in one list."""
+    *cells, of, source = _cells(collective)
+    if collective.parameters:
+        first, *rest = collective.parameters
+        of = f"{first} +{len(rest)}" if rest else first
     return *cells, _INDEX.sub("[*]", _FUNCTION.sub("", of)), source
 
 
 def _end(name: str, most: int) -> str:
-    """The end of a long name, of which at least 8 characters remain."""
+    """Returns the end of a long name, of which at least 8 characters remain."""
     most = max(most, 8)
     return f"…{name[1 - most :]}" if len(name) > most else name
 
@@ -268,10 +299,13 @@ def collectives_of(
       ('all-reduce', 256, 384, ('model',))
     """
     module = parse(hlo) if isinstance(hlo, str) else hlo
-    shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
-    sizes = {str(axis): int(size) for axis, size in shape.items()}
     if module.unread:
         return None
+    shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
+    sizes = {str(axis): int(size) for axis, size in shape.items()}
+    # A program with fewer devices than the mesh is that of one of several slices.
+    is_of_slice = module.num_devices != math.prod(sizes.values())
+    placement = _Placement(sizes, positions_of(mesh) if is_of_slice else {}, module.num_devices)
     repeated = _repeated_in_fusions(module)
     starts = [f"{kind}-start" for kind in COLLECTIVES]
     found = [
@@ -279,67 +313,43 @@ def collectives_of(
         for computation, instruction in module.with_opcode(*COLLECTIVES, *starts)
         if instruction.name not in repeated
     ]
-    # The program of one of several slices.
-    positions = positions_of(mesh) if module.num_devices != math.prod(sizes.values()) else {}
     uses: Mapping[str, Use] = {}
     if found and arguments is not None:
         uses = uses_of(module, found, arguments, results)
-    # Others are waited for, or are parts of a fusion.
+    # Without starts the device waits for each collective, or it is a part of a fusion.
     overlap = Overlap(module) if repeated or module.with_opcode(*starts, "async-start") else None
-    every = [
-        _collective(module, *one, sizes, positions, uses.get(one[1].name, Use()), overlap)
-        for one in found
+    collectives = [
+        _collective(
+            instruction, computation, module, placement, uses.get(instruction.name, Use()), overlap
+        )
+        for computation, instruction in found
     ]
-    if any(one.conditional for one in every):
+    if any(collective.conditional for collective in collectives):
         sent: Counter[str] = Counter()
-        for one in every:
-            sent[one.computation] += one.bytes_sent
-        skipped = {one.computation for one in every} - module.taken(sent)
-        every = [dataclasses.replace(x, times=0) if x.computation in skipped else x for x in every]
-    return Collectives(every)
+        for collective in collectives:
+            sent[collective.computation] += collective.bytes_sent
+        skipped = {collective.computation for collective in collectives} - module.taken(sent)
+        collectives = [
+            dataclasses.replace(x, times=0) if x.computation in skipped else x for x in collectives
+        ]
+    return Collectives(collectives)
 
 
 def _collective(
-    module: Module,
-    computation: Computation,
     instruction: Instruction,
-    sizes: Mapping[str, int],
-    positions: Mapping[Position, int],
+    computation: Computation,
+    module: Module,
+    placement: _Placement,
     use: Use,
     overlap: Overlap | None,
 ) -> Collective:
-    kind = cast(Kind, instruction.collective)
-    results, mesh = instruction.results, tuple(sizes.items())
-    pairs: Groups = ()
+    members = placement.members_of(instruction)
+    size = max(map(len, members.groups), default=1)
+    kind, results, larger = _payload(instruction, computation, module, size)
     runs = module.runs[computation.name]
-    groups = instruction.source_target_pairs
-    if kind != "collective-permute":
-        whole = math.prod(sizes.values()) if mesh and not positions else module.num_devices or 1
-        groups = _groups(instruction, whole)
-    is_placed = bool(mesh)
-    if between := instruction.attributes.get("between_slices"):
-        groups, is_placed = groups_between(between, positions)
-    elif positions:
-        groups, is_placed = groups_within(groups, positions)
-    if kind == "collective-permute":
-        pairs = tuple(pair for pair in groups if len({*pair}) > 1)
-        groups = connected(pairs)
-        axes = axes_of_pairs(pairs, mesh) if is_placed else None
-    else:
-        axes = axes_of_groups(groups, mesh) if is_placed else None
-    size = max(map(len, groups), default=1)
-    larger = total_bytes(results) * (size if kind == "reduce-scatter" else 1)
-    if kind == "ragged-all-to-all":
-        operands = module.within[computation.name]
-        larger = total_bytes(made_by(operands, instruction.operand_names[0])) or larger
-    if kind == "all-reduce" and runs.is_fused and size > 1:
-        parts = tuple(arrays(module.roots[computation.name].shape))
-        # A fusion that sums and keeps each device's part is a reduce-scatter.
-        if total_bytes(parts) * size == larger:
-            kind, results = "reduce-scatter", parts
-    at = Scheduled(computation.name, Work(), Work(), ())
+    schedule = Scheduled(computation.name, Work(), Work(), ())
     if overlap is not None:
-        at = overlap.scheduled(Value(computation.name, instruction.name))
+        schedule = overlap.scheduled(Value(computation.name, instruction.name))
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -349,34 +359,62 @@ def _collective(
         bytes=larger,
         bytes_sent=_bytes_sent(kind, larger, size),
         group_size=size,
-        num_groups=len(groups),
-        axes=axes,
-        pairs=pairs if is_placed or not mesh else (),
+        num_groups=len(members.groups),
+        axes=members.axes,
+        pairs=members.pairs,
         in_loop=runs.in_loop,
         conditional=runs.in_branch,
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
-        flops_beside=at.beside.flops,
-        bytes_beside=at.beside.bytes_accessed,
-        beside=at.operations,
-        scheduled_in=at.home,
-        flops_before=at.before.flops,
-        bytes_before=at.before.bytes_accessed,
+        flops_beside=schedule.beside.flops,
+        bytes_beside=schedule.beside.bytes_accessed,
+        beside=schedule.operations,
+        scheduled_in=schedule.home,
+        flops_before=schedule.before.flops,
+        bytes_before=schedule.before.bytes_accessed,
         **use._asdict(),
     )
 
 
-def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
-    if size < 2:
-        return 0
-    if kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
-        return larger
-    # Rounded up to bytes.
-    return -(-larger * (2 if kind == "all-reduce" else 1) * (size - 1) // size)
+class _Members(NamedTuple):
+    """The devices that take part in a collective, by their positions in the mesh."""
+
+    groups: Groups
+    axes: MeshAxes
+    pairs: Groups  # of a permutation, if it is known where the devices are
+
+
+class _Placement(NamedTuple):
+    """Where the devices of a program are."""
+
+    sizes: Mapping[str, int]  # of the mesh axes; empty without a mesh
+    positions: Mapping[Position, int]  # of devices in several slices; empty otherwise
+    num_devices: int | None  # of the program
+
+    def members_of(self, instruction: Instruction) -> _Members:
+        """Finds which devices take part in a collective, and over which axes."""
+        is_permutation = instruction.collective == "collective-permute"
+        groups = instruction.source_target_pairs
+        if not is_permutation:
+            has_mesh = self.sizes and not self.positions
+            count = math.prod(self.sizes.values()) if has_mesh else self.num_devices or 1
+            groups = _groups(instruction, count)
+        is_placed = bool(self.sizes)
+        if between := instruction.attributes.get("between_slices"):
+            groups, is_placed = groups_between(between, self.positions)
+        elif self.positions:
+            groups, is_placed = groups_within(groups, self.positions)
+        sizes = tuple(self.sizes.items())
+        if not is_permutation:
+            return _Members(groups, axes_of_groups(groups, sizes) if is_placed else None, ())
+        pairs = tuple(pair for pair in groups if len({*pair}) > 1)  # others send to themselves
+        axes = axes_of_pairs(pairs, sizes) if is_placed else None
+        return _Members(connected(pairs), axes, pairs if is_placed or not sizes else ())
 
 
 def _groups(instruction: Instruction, count: int) -> Groups:
+    """Returns the groups of partitions that exchange, of ``count`` devices."""
     groups, attributes = instruction.replica_groups or (), instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
     of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
@@ -386,38 +424,72 @@ def _groups(instruction: Instruction, count: int) -> Groups:
     return groups
 
 
+def _payload(
+    instruction: Instruction, computation: Computation, module: Module, size: int
+) -> tuple[CollectiveKind, Sequence[Shape], int]:
+    """Returns the kind, the results, and the bytes of the larger of operand and result."""
+    kind, results = cast(CollectiveKind, instruction.collective), instruction.results
+    larger = total_bytes(results)
+    if kind == "reduce-scatter":
+        larger *= size
+    if kind == "ragged-all-to-all":
+        operands = module.within[computation.name]
+        larger = total_bytes(made_by(operands, instruction.operand_names[0])) or larger
+    if kind == "all-reduce" and module.runs[computation.name].is_fused and size > 1:
+        parts = tuple(arrays(module.roots[computation.name].shape))
+        # A fusion that sums and keeps each device's part is a reduce-scatter.
+        if total_bytes(parts) * size == larger:
+            kind, results = "reduce-scatter", parts
+    return kind, results, larger
+
+
+def _bytes_sent(kind: CollectiveKind, larger: int, size: int) -> int:
+    """Returns the bytes that one of ``size`` devices sends; see ``Collective``."""
+    if size < 2:
+        return 0
+    if kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
+        return larger
+    passes = 2 if kind == "all-reduce" else 1  # a reduce-scatter, then an all-gather
+    return -(-larger * passes * (size - 1) // size)  # rounded up
+
+
 def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """The innermost line that is not in a library, else the innermost."""
+    """Returns the innermost line that is not in a library, else the innermost."""
     library = ("site-packages", "<frozen")
     users = (f for f in frames if not (is_library(f[0]) or any(part in f[0] for part in library)))
     file, line = next(users, frames[0] if frames else ("", 0))
     return f"{PurePath(file).name}:{line}" if file else None
 
 
-def _with_metadata(one: Instruction, computation: Computation, module: Module) -> Instruction:
-    """An instruction with the metadata that the TPU compiler leaves out: of callers or operands."""
-    places = [(computation, one), *module.around(computation.name)]
-    home, caller = next((x for x in places if x[1].operation is not None), places[-1])
+def _with_metadata(
+    instruction: Instruction, computation: Computation, module: Module
+) -> Instruction:
+    """Adds the metadata that the TPU compiler leaves out, from callers or operands."""
+    callers = [(computation, instruction), *module.around(computation.name)]
+    home, caller = next((pair for pair in callers if pair[1].operation is not None), callers[-1])
     names, operands = [caller.operation], {*caller.operand_names}
+    # One that moves several arrays has the name of one of them: the operands have all.
     if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
-        names = [i.operation for i in home.instructions if i.name in operands] + names
+        names = [other.operation for other in home.instructions if other.name in operands] + names
     name = ";".join(dict.fromkeys(filter(None, names)))
-    if name == (one.operation or ""):
-        return one
+    if name == (instruction.operation or ""):
+        return instruction
     written = caller.attributes.get("metadata", "")
     quoted = name.replace("\\", r"\\").replace('"', r"\"")
     metadata = f'{{op_name="{quoted}" {OP_NAME.sub("", written).strip("{}")}}}'
-    rest = one.rest.replace(f", metadata={written}", "") if written else one.rest
-    return one._replace(rest=f"{rest}, metadata={metadata}")
+    rest = instruction.rest
+    rest = rest.replace(f", metadata={written}", "") if written else rest
+    return instruction._replace(rest=f"{rest}, metadata={metadata}")
 
 
 def _repeated_in_fusions(module: Module) -> set[str]:
-    """Collectives that the TPU compiler repeats in each fusion that carries on the first one."""
+    """Finds collectives that the TPU compiler repeats in fusions that carry on the first one."""
     starts: dict[str, str | None] = {}
     others: dict[str, str | None] = {}
     for computation in module.computations:
-        is_start = any("AsyncCollectiveStart" in one.rest for one in computation.instructions)
-        for one in computation.instructions:
-            if "async_collective_fusion_config" in one.rest:
-                (starts if is_start else others)[one.name] = one.attributes.get("channel_id")
+        is_start = any("AsyncCollectiveStart" in x.rest for x in computation.instructions)
+        for instruction in computation.instructions:
+            if "async_collective_fusion_config" in instruction.rest:
+                channels = starts if is_start else others
+                channels[instruction.name] = instruction.attributes.get("channel_id")
     return {name for name, channel in others.items() if channel in starts.values()}

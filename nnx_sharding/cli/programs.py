@@ -20,7 +20,7 @@ from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..partition.mesh import on_topology, planning_mesh
 from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
-from ..planning.plan import Plan, plan
+from ..planning.plan import PlanningResult, plan
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import attempt
 from ..report.page import write_html
@@ -219,14 +219,14 @@ def _options(arguments: argparse.Namespace, target: str, function: Any) -> dict[
     return {"donate_argnames": arguments.donate}
 
 
-def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
+def _plan(arguments: argparse.Namespace, target: str, value: Any) -> PlanningResult:
     """The plan for a step, or its variants, that a function returned."""
-    if isinstance(value, Plan):
+    if isinstance(value, PlanningResult):
         return value
     if not isinstance(value, tuple | Mapping) or not value:
         raise UserError(
             f"{target} returned {value!r:.200}. It has to return (step, *arguments), a mapping "
-            "from variants to such tuples, or a Plan."
+            "from variants to such tuples, or what plan returned."
         )
     step, *args = (value,) if isinstance(value, Mapping) else value
     options: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
 import itertools
@@ -19,6 +18,7 @@ from .. import _compat
 from ..errors import message, see
 from ..specs.fitting import describe
 from ..specs.paths import accessor
+from .code_names import names_of
 from .flatten import flatten
 from .problems import array_line
 
@@ -105,17 +105,9 @@ def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
     if code is None:
         return
     yield from closure(fun).items()
-    for name in dict.fromkeys(_global_names(code)):
+    for name in names_of(code).globals:
         if name in fun.__globals__:
             yield name, fun.__globals__[name]
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            yield str(instruction.argval)
-        elif isinstance(instruction.argval, types.CodeType):
-            yield from _global_names(instruction.argval)
 
 
 # By type, because isinstance would load the target of a lazy proxy.

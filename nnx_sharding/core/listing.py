@@ -243,7 +243,7 @@ class Listing:
 
     def _add_object(self, value: Any) -> None:
         kind = type(value)
-        if _holds_values(kind, value):
+        if holds_values(value):
             raise NotListed
         if isinstance(value, _DESCRIPTORS):
             self._add_descriptor(value)
@@ -280,10 +280,10 @@ class Listing:
         self.tokens.append(key)
 
 
-def _holds_values(kind: type, value: Any) -> bool:
+def holds_values(value: Any) -> bool:
     """Whether something is or holds arrays, which a trace has as constants."""
     return (
-        issubclass(kind, jax.Array | np.ndarray)
+        issubclass(type(value), jax.Array | np.ndarray)
         or _compat.is_graph_object(value)
         or _compat.is_ref(value)
         or _compat.is_hijax_variable(value)

@@ -1,11 +1,16 @@
-"""Describes how the arguments of two calls differ: ``model.dropout.rate: 0.1 → 0.2``."""
+"""Describes how two calls differ: ``model.dropout.rate: 0.1 → 0.2``.
+
+What a call depends on is described by *facts*, one for each part of the arguments, or of what the
+function captures, by the expression for the part. Facts are texts, so that they outlive the user's
+objects. Two calls differ in the facts that differ; of these, the outermost are shown.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -13,8 +18,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
-from ..core.functions import closure
+from ..core.functions import captured_values, closure
+from ..core.listing import holds_values, is_constant
 from ..core.problems import shorten, show
+from ..core.reach import reach_of
 from ..core.signature import Signature
 from ..core.static_equality import Static
 from ..core.static_parts import StaticKind
@@ -36,6 +43,7 @@ class Fact(NamedTuple):
 
 
 _MAX_FACTS = 1000  # about one static value, which may refer to any number of objects
+_MAX_CAPTURED = 200  # about all that a function captures: about a millisecond of each trace
 
 
 class Facts(NamedTuple):
@@ -47,12 +55,12 @@ class Facts(NamedTuple):
 
 
 def differences(old: Side, new: Side) -> list[str]:
-    """How the arguments of two calls differ, as far as both calls have them."""
+    """Lists how the arguments of two calls differ, as far as both calls have them."""
     return shortened(compare(facts_of(*old), facts_of(*new)))
 
 
 def facts_of(signature: Signature, structure: Structure) -> Facts:
-    """All facts about a call."""
+    """Describes the arguments of a call."""
     facts = _facts(signature, structure)
     dynamic = [signature.names[i] for i in signature.dynamic]
     static = [f"static argument {name}" for name in signature.static_names]
@@ -60,19 +68,67 @@ def facts_of(signature: Signature, structure: Structure) -> Facts:
     return Facts(facts, frozenset(facts.items()), arguments)
 
 
+def facts_of_captured(fun: Any) -> Facts:
+    """Describes what a function captures: closures, globals, and those of functions among them.
+
+    What libraries define is left out, and modules and arrays are not opened: a trace has their
+    values as constants, which are never compared.
+    """
+    facts: dict[str, Fact] = {}
+    seen: set[int] = set()
+    pending = [(f"captured {name}", value) for name, value in _captured_by(fun)]
+    while pending and len(facts) < _MAX_CAPTURED:
+        label, value = pending.pop(0)
+        is_of_library = callable(value) and is_constant(value)
+        if id(value) in seen or is_of_library or isinstance(value, types.ModuleType):
+            continue
+        seen.add(id(value))
+        if holds_values(value):
+            facts[label] = Fact(_show_safely(value))
+            continue
+        facts |= {label + key: fact for key, fact in _facts_of_value(value, _show_safely).items()}
+        if isinstance(value, types.FunctionType):
+            inner = captured_values(value)
+            pending += [(f"{label}, captured {name}", part) for name, part in inner]
+    return Facts(facts, frozenset(facts.items()), frozenset())
+
+
+def unlisted_captures(fun: Any) -> list[str]:
+    """Says which of the things that a function captures make each call trace it anew."""
+    lines = []
+    for name, value in _captured_by(fun):
+        if reach_of([value]) is not None:
+            continue
+        what, why = _show_safely(value), "whose content cannot be listed"
+        if isinstance(value, types.ModuleType):
+            what, why = f"the module {value.__name__}", "which has state"
+        elif holds_values(value):
+            why = "which is a constant of a trace"
+        lines.append(f"captured {name}: {what}, {why}, so each call traces; pass it as an argument")
+    return lines
+
+
+def _captured_by(fun: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a function captures; of a bound method the object, too."""
+    if isinstance(fun, types.MethodType):
+        yield "__self__", fun.__self__
+    yield from captured_values(fun)
+
+
 def distance(old: Facts, new: Facts) -> int:
-    """The number of facts that differ; much faster than comparing them."""
+    """Counts the facts that differ; much faster than comparing them."""
     return len(old.items ^ new.items)
 
 
 def compare(old: Facts, new: Facts) -> list[str]:
-    """Like :func:`differences`, without a limit."""
+    """Lists the outermost differences between two calls, in the order of the new one."""
     before, after = old.facts, new.facts
     different = {label for label, _ in old.items ^ new.items}
     order = [label for label in after | before if label in different]
+    # An argument that only one call has is told by the way in which the function was called.
     changed = dict.fromkeys(old.arguments ^ new.arguments, "")
-    candidates: list[str] = []
-    below = [start for label in changed for start in _below(label)]
+    candidates: list[str] = []  # which differ if none of their parts does
+    below = [start for label in changed for start in _below(label)]  # what is told with a whole
     for label in order:
         a, b = before.get(label), after.get(label)
         if label in changed or label.startswith(tuple(below)):
@@ -90,11 +146,12 @@ def compare(old: Facts, new: Facts) -> list[str]:
 
 
 def _below(label: str) -> tuple[str, ...]:
-    """The prefixes of labels for the parts of a part."""
+    """Returns the prefixes of labels for the parts of a part."""
     return (f"{label}.", f"{label}[", f"{label},") if label else ("",)
 
 
 def _change(a: Fact | None, b: Fact | None) -> str:
+    """Writes how one fact became another, after its label."""
     if a is None or b is None or a.text != b.text:
         before, after = ("missing" if fact is None else fact.text for fact in (a, b))
         return f": {before} → {after}"
@@ -111,7 +168,7 @@ def _change(a: Fact | None, b: Fact | None) -> str:
 
 
 def _difference(a: Fact, b: Fact) -> str | None:
-    """The first elements in which two NumPy arrays of one shape and dtype differ."""
+    """Names the first elements in which two NumPy arrays of one shape and dtype differ."""
     arrays = []
     for fact in (a, b):
         match fact.rest:
@@ -132,6 +189,7 @@ def _difference(a: Fact, b: Fact) -> str | None:
 
 
 def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
+    """Describes each part of the arguments by the expression for it."""
     names = [*(signature.names[i] for i in signature.dynamic), "args"]
     facts: dict[str, Fact] = {}
     first: dict[int, str] = {}
@@ -166,7 +224,7 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
 
 
 def _fact(text: str, x: Any) -> Fact:
-    """The fact about a part that is not a single static value."""
+    """Describes a part that is not a single static value."""
     if x is LEAF or isinstance(x, Container):
         return Fact(text, content=type(x), rest=getattr(x, "treedef", None))
     if isinstance(x, StaticObject):
@@ -177,17 +235,17 @@ def _fact(text: str, x: Any) -> Fact:
 
 
 def _identity(static: Static) -> Any:
-    """What a static value is compared by, also if it is an object that is gone."""
+    """Returns what a static value is compared by, also if it is an object that is gone."""
     return static.identity if static.by_identity else static
 
 
 def arguments_of(signature: Signature) -> str:
-    """How a function was called: ``(model, x, train=)``."""
+    """Writes how a function was called: ``(model, x, train=)``."""
     return f"({', '.join((*signature.names, *(f'{k}=' for k in signature.keywords)))})"
 
 
 def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
-    """A child of an entry, or the root of a structure, in a message."""
+    """Writes a child of an entry, or the root of a structure, as messages show it."""
     if child is LEAF:
         return "an array"
     if isinstance(child, Static):
@@ -198,14 +256,17 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
     kind = entry.type
     brackets = _BRACKETS.get(kind)
     if issubclass(kind, np.ndarray):
-        dtype, shape, *_ = entry.kind.detail
-        return f"{dtype}[{','.join(map(str, shape))}]"
+        return _array_text(*entry.kind.detail[:2])
     if brackets and depth:
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
         if kind is dict:
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
         return shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
     return _named(kind)
+
+
+def _array_text(dtype: Any, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _named(kind: type) -> str:
@@ -230,16 +291,18 @@ _NAMED = (
 
 
 def _show_safely(value: Any) -> str:
-    """The same without a call of the user's ``__repr__``, since every trace needs it."""
+    """Writes a value without a call of the user's ``__repr__``, since every trace needs it."""
     kind = type(value)
     if kind in _PLAIN or issubclass(kind, (*_NAMED, Mesh, AbstractMesh)):
         return show(value)
+    if isinstance(value, jax.Array | np.ndarray):
+        return _array_text(value.dtype, value.shape)
     size = f" of {len(value)}" if kind in _BRACKETS else ""
     return f"{_named(kind)}{size}"
 
 
 def _facts_of_value(value: Any, show: Callable[[Any], str]) -> dict[str, Fact]:
-    """A static value and its parts, by the accessor of each part."""
+    """Describes a static value and its parts, by the accessor of each part."""
     facts: dict[str, Fact] = {}
     stack = [("", value)]
     seen: set[int] = set()

@@ -1,4 +1,11 @@
-"""The traces of each function, limits on them, and why it was traced and compiled again."""
+"""The traces of each function, limits on them, and why it was traced and compiled again.
+
+The core tells the `Observer` of a call when JAX traces its function, and `Observer.compiled` when
+JAX compiles. Both are recorded in the `TraceLog` of the function, without arrays and without the
+user's objects. Only when someone asks are they compared: each trace with the most similar earlier
+one, which is the one with the fewest differences (`nearest`). A limit on traces refuses before JAX
+traces, so that the error can say what differs.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +28,20 @@ from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.problems import show
 from ..core.structure import Structure
+from ..core.transform import Transform
 from ..errors import RetraceError, message, shortened
 from ..specs.fitting import describe_both, describe_mesh
-from .differences import Facts, Side, arguments_of, compare, distance, facts_of, note_identities
+from .differences import (
+    Facts,
+    Side,
+    arguments_of,
+    compare,
+    distance,
+    facts_of,
+    facts_of_captured,
+    note_identities,
+    unlisted_captures,
+)
 
 MAX_COMPARED = 64  # a comparison goes through all static values of the model
 
@@ -35,8 +53,10 @@ class Trace(NamedTuple):
     plan: Plan
     avals: tuple[Any, ...]
     context: dict[str, Any]  # the part of JAX's configuration on which the trace depends
-    key: tuple[Any, ...]  # everything on which the trace depends
+    key: tuple[Any, ...]  # everything on which the trace depends, except what is captured
     nested: bool
+    captured: Facts | None = None  # None if a change of it causes no trace
+    unlisted: tuple[str, ...] = ()  # what each call traces anew for; looked for if `key` is known
 
 
 class Compilation(NamedTuple):
@@ -51,7 +71,7 @@ class Compilation(NamedTuple):
 
 _REASONS = {
     "trace": "JAX dropped the trace (jax.clear_caches), or traced the function within another one; "
-    "or the function captures arrays, or something that has changed",
+    "or the function reads something that cannot be listed",
     "compilation": "other options changed, such as donation, or JAX dropped the compiled program",
 }
 
@@ -151,21 +171,22 @@ def explain_retraces(fun: Any) -> Retraces:
     return Retraces(entries, "\n".join(lines))
 
 
-def _logs(fun: Any) -> list[tuple[str, Any]]:
-    """The names and logs of a transformed function, or of those that a class or object has."""
+def _logs(fun: Any) -> list[tuple[str, TraceLog]]:
+    """Finds the names and logs of a transformed function, or of those of a class or an object."""
     values = [fun]
     if not hasattr(type(_unwrapped(fun)), "trace_log"):
         owner = fun if isinstance(fun, type) else type(fun)
         # While modules are traced, methods are other descriptors, which give the original ones.
-        values = [getattr(x, "original", x) for _, x in inspect.getmembers_static(owner)]
-    lifted = [x for x in map(_unwrapped, values) if hasattr(type(x), "trace_log")]
+        members = (member for _, member in inspect.getmembers_static(owner))
+        values = [getattr(member, "original", member) for member in members]
+    lifted = [value for value in map(_unwrapped, values) if hasattr(type(value), "trace_log")]
     if not lifted:
         raise TypeError(
             f"explain_retraces takes a function returned by nnx_sharding.jit or shard_map, or an "
             f"object with such methods, got {show(fun)} of type {type(fun).__name__}. Pass the "
             "transformed function, not the original one: only it records its traces."
         )
-    return [(fun_name(x.__wrapped__), x.trace_log) for x in lifted]
+    return [(fun_name(function.__wrapped__), function.trace_log) for function in lifted]
 
 
 def _unwrapped(fun: Any) -> Any:
@@ -175,13 +196,14 @@ def _unwrapped(fun: Any) -> Any:
 
 
 def fun_name(fun: Any) -> str:
-    """The name of a function in messages."""
+    """Returns the name of a function in messages."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     return str(getattr(fun, "__qualname__", type(fun).__name__)).rpartition("<locals>.")[2]
 
 
-def _traces(log: Any, name: str) -> Iterator[Retrace]:
+def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
+    """Explains each trace by the most similar one before it."""
     traces, cache = log.traces(), dict[Side, Facts]()
     for index, trace in enumerate(traces):
         closest = nearest(trace, traces[:index], cache)
@@ -190,8 +212,8 @@ def _traces(log: Any, name: str) -> Iterator[Retrace]:
         yield Retrace(name, "trace", trace.number, number, differences, trace.nested)
 
 
-def _compilations(log: Any, name: str) -> Iterator[Retrace]:
-    """The compilations that no trace explains: JAX had already compiled the same trace."""
+def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
+    """Explains compilations that no trace does: JAX had already compiled the same trace."""
     traces, compilations = log.traces(), list(log.compilations)
     for index, new in enumerate(compilations):
         earlier = [
@@ -201,8 +223,8 @@ def _compilations(log: Any, name: str) -> Iterator[Retrace]:
         ]
         if not earlier:
             continue
-        since = (t for t in traces if earlier[-1].number < t.number <= new.number)
-        if any(t.plan.structure == new.structure for t in since):
+        since = (trace for trace in traces if earlier[-1].number < trace.number <= new.number)
+        if any(trace.plan.structure == new.structure for trace in since):
             continue
         changes = min((_reshardings(old, new) for old in reversed(earlier)), key=len)
         yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
@@ -214,14 +236,20 @@ def _reshardings(old: Compilation, new: Compilation) -> list[str]:
 
 
 def shown(differences: Sequence[str], reason: str) -> list[str]:
-    """The differences that fit in a message; if there are none, a reason for that."""
+    """Returns the differences that fit in a message; if there are none, a reason for that."""
     return shortened(differences) or [f"no visible difference: {reason}"]
 
 
 def nearest(
     new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]
 ) -> tuple[Trace, list[str]] | None:
-    """The earlier trace with the fewest differences from a new one, and these differences."""
+    """Finds the earlier trace with the fewest differences from a new one, and these differences.
+
+    Args:
+      new: the new trace.
+      earlier: all before it, of which the latest are compared.
+      cache: the facts of traces that were compared before.
+    """
 
     def facts(trace: Trace) -> Facts:
         side = trace.plan.signature, trace.plan.structure
@@ -229,33 +257,42 @@ def nearest(
 
     candidates = earlier[: -MAX_COMPARED - 1 : -1]
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
-    same = next((old for old in alike if old.key == new.key), None)
-    if same is not None or not candidates:
-        return same and (same, [])
+    same = [old for old in alike if old.key == new.key]
+    if same or not candidates:
+        captured = [(old, _captured(old, new)) for old in same]
+        return min(captured, key=lambda pair: len(pair[1]), default=None)
     old, least = candidates[0], math.inf
     for candidate in candidates:
         is_same = candidate.plan.structure == new.plan.structure
         number = 0 if is_same else distance(facts(candidate), facts(new))
-        if number < least:
+        if number < least:  # a changed fact counts twice there, as it was and as it is
             number += 2 * len(_other_differences(candidate, new))
         if number < least:
             old, least = candidate, number
         if least <= 2:  # one change: no other trace is more similar
             break
-    is_same = old.plan.structure == new.plan.structure
-    static = [] if is_same else compare(facts(old), facts(new))
-    lines = [*static, *_other_differences(old, new)]
+    lines = _other_differences(old, new)
+    if old.plan.structure != new.plan.structure:
+        lines = [*compare(facts(old), facts(new)), *lines]
     return old, lines or ["the structure of the arguments, in a part without a name"]
 
 
 def _other_differences(old: Trace, new: Trace) -> list[str]:
-    """All differences except those of static values."""
+    """Lists all differences except those of static values."""
     calls = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
-    lines = [f"arguments {calls[0]} → {calls[1]}"] * (calls[0] != calls[1])
-    return [*lines, *_arrays(old, new), *_options(old, new)]
+    lines = [] if calls[0] == calls[1] else [f"arguments {calls[0]} → {calls[1]}"]
+    return [*lines, *_arrays(old, new), *_options(old, new), *_captured(old, new)]
+
+
+def _captured(old: Trace, new: Trace) -> list[str]:
+    """Lists how what the function captures differs; without a difference, what is never listed."""
+    if old.captured is None or new.captured is None:
+        return []
+    return compare(old.captured, new.captured) or list(new.unlisted)
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[str]:
+    """Lists arrays whose shape, dtype or sharding differs."""
     before = dict(zip(old.plan.names, old.avals, strict=True))
     shape = "shape of each shard" if new.plan.transform.name == "shard_map" else "shape"
     for name, aval in zip(new.plan.names, new.avals, strict=True):
@@ -273,14 +310,16 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
 
 
 def _options(old: Trace, new: Trace) -> Iterator[str]:
+    """Lists options of the transform, and of JAX, that differ."""
     yield from _transforms(old.plan.transform, new.plan.transform)
-    before = _facts(old)
-    for label, value in _facts(new).items():
+    before = _conditions(old)
+    for label, value in _conditions(new).items():
         if before.get(label, value) != value:
             yield f"{label} {_both(before[label], value)}"
 
 
-def _transforms(old: Any, new: Any) -> Iterator[str]:
+def _transforms(old: Transform, new: Transform) -> Iterator[str]:
+    """Lists fields of the transform that differ and on which its traces depend."""
     if old.name != new.name:
         yield f"{old.name} → {new.name}"
     elif old.trace_key != new.trace_key:
@@ -292,8 +331,8 @@ def _transforms(old: Any, new: Any) -> Iterator[str]:
                 yield f"{'out_shardings' if is_jit else field.name}: {_both(before, after)}"
 
 
-def _facts(trace: Trace) -> dict[str, Any]:
-    """What a trace depends on besides the arguments and the transform, by label."""
+def _conditions(trace: Trace) -> dict[str, Any]:
+    """Returns what a trace depends on besides the arguments and the transform, by label."""
     plan, names, signature = trace.plan, trace.plan.names, trace.plan.signature
     arguments = (*signature.names, *signature.keywords)
     return {
@@ -307,7 +346,7 @@ def _facts(trace: Trace) -> dict[str, Any]:
 
 
 def _both(old: Any, new: Any) -> str:
-    """Two different values, in the shortest form that shows the difference."""
+    """Writes two different values in the shortest form that shows the difference."""
     if isinstance(old, jax.sharding.Sharding) or isinstance(new, jax.sharding.Sharding):
         return " → ".join(describe_both(old, new))
     if all(value is None or hasattr(value, "axis_types") for value in (old, new)):
@@ -361,6 +400,9 @@ class Observer(NamedTuple):
         key = context, plan.trace_key, avals
         new = Trace(self.log.count + 1, plan, avals, context, key, nested)
         is_known = any(new.key == trace.key for trace in earlier)
+        if nested or not plan.transform.keeps_captures:
+            unlisted = unlisted_captures(fun) if is_known else ()
+            new = new._replace(captured=facts_of_captured(fun), unlisted=tuple(unlisted))
         limits = LIMITS.get()
         if self.limit is not None and not is_known:
             limits = (self.limit, *limits)
@@ -393,6 +435,7 @@ class Observer(NamedTuple):
 
 
 def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace]) -> str:
+    """Says what a trace that a limit forbids differs in."""
     option = f"{limit.option}={limit.limit}"
     closest = nearest(new, earlier, {})
     if closest is None:

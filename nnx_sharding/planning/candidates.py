@@ -1,4 +1,15 @@
-"""What a planner chooses from: meshes of named axes, chains of strategies, and their recipes."""
+"""What a planner chooses from: meshes of named axes, chains of strategies, and their recipes.
+
+A chain is one strategy for the rows of the batch (`OVER_DATA`) and any number of styles for layers,
+each over an axis of its own (`STYLES`). Its functions are called one after another, each with the
+sharding of the one before as `base`:
+
+    "fsdp + tensor" on data 4 × model 2
+    sharding = tensor_parallel(model, mesh=mesh, axis="model")
+    sharding = fsdp(model, mesh=mesh, base=sharding, axis="data")
+
+Shardings have no mesh, so that the recipe that is printed works on any mesh of these axes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,8 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,9 +36,8 @@ from ..specs.fitting import axes_of, suggestion
 from ..training import offload
 from ..transforms.stack import Stack
 
-# What a strategy does over the axes of the batch; and with layers, over an axis of its own.
 OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
-STYLES = {
+STYLES = {  # with the roles of their axes, in the order of a chain's name
     "expert": "expert",
     "tensor": "model",
     "sequence": "model",
@@ -48,27 +59,28 @@ class Axes(NamedTuple):
     model: tuple[str, ...] = ("model",)
 
     @classmethod
-    def of(cls, names: Any) -> Axes:
-        """Those that a user names: by role, or for data and model, or for replica and these."""
+    def of(cls, names: Sequence[str] | Mapping[str, Any]) -> Axes:
+        """Reads what a user names: axes by role, or (data, model), or (replica, data, model)."""
         if not isinstance(names, Mapping):
             listed = () if isinstance(names, str) else tuple(names)
             roles = ("data", "model") if len(listed) == 2 else ("replica", "data", "model")
+            # The empty role is refused below.
             names = dict(zip(roles, listed, strict=True)) if len(listed) in (2, 3) else {"": names}
         named = {role: axes_of(name) for role, name in names.items()}
-        found = Axes(**{role: x for role, x in named.items() if role in cls._fields})
-        count = len([*itertools.chain(*found)])
+        axes = Axes(**{role: x for role, x in named.items() if role in cls._fields})
+        every = [*itertools.chain(*axes)]
         wrong = [role for role, x in named.items() if role not in cls._fields or not x]
         wrong += [role for role, x in named.items() if role != "model" and len(x) > 1]
-        if wrong or len({*itertools.chain(*found)}) < count:
+        if wrong or len({*every}) < len(every):
             raise ValueError(
                 "plan: axes must be the names of the data and the model axis, as in ('data', "
                 "'model'), or different names by role, as in {'data': 'dp', 'model': ('x', 'y')}, "
                 f"of which only model may have several: {', '.join(cls._fields)}; got {names!r}."
             )
-        return found
+        return axes
 
     def in_mesh(self, sizes: Mapping[str, int], *roles: str, least: int = 1) -> tuple[str, ...]:
-        """The axes of these roles that a mesh has, with at least so many devices."""
+        """Selects the axes of these roles that a mesh has, with at least so many devices."""
         names = (name for role in roles for name in getattr(self, role))
         return tuple(name for name in names if sizes.get(name, 0) >= least)
 
@@ -107,37 +119,50 @@ class Candidate:
 
 
 class Arguments:
-    """The arguments of a step: its models, their optimizers, and the batch."""
+    """The arguments of a step: its models, their optimizers, and the batch.
+
+    The batch are the arrays with the most frequent first dimension. Its largest array says how many
+    tokens a step has: all elements of integers, all feature vectors of floats.
+
+    Attributes:
+      parts: modules and other leaves, by the expressions that name them.
+      rows: the first dimension of the batch; 0 without one.
+      length: the second dimension of its largest array; 1 without one.
+      tokens: how many there are in that.
+      layers: the numbers of layers of stacks.
+      stages: the same, and those of lists of blocks.
+      experts: the number of experts; 0 without any.
+    """
 
     def __init__(self, args: Sequence[Any], names: Sequence[str]):
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(
             tuple(args), is_leaf=_compat.is_graph_object
         )
-        # Modules and other leaves, by the expressions that name them.
-        self.parts = {
-            f"{names[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}": x for keys, x in leaves
+        self.parts: dict[str, Any] = {
+            f"{names[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}": part for keys, part in leaves
         }
-        # Arrays with the most frequent first dimension, of several the largest, are the batch.
-        arrays = [x for x in self.parts.values() if not _compat.is_graph_object(x)]
+        arrays = [part for part in self.parts.values() if not _compat.is_graph_object(part)]
         counts = Counter(filter(None, map(_rows, arrays)))
+        # Of several first dimensions that are as frequent, the largest is that of the batch.
         self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
-        batch = [x for x in arrays if self.rows and _rows(x) == self.rows]
-        largest: Any = max(batch, key=lambda x: math.prod(x.shape), default=None)
+        batch = [array for array in arrays if self.rows and _rows(array) == self.rows]
+        largest: Any = max(batch, key=lambda array: math.prod(array.shape), default=None)
         shape = (1,) if largest is None else largest.shape
-        self.length: int = (*shape, 1)[1]  # the second dimension
+        self.length: int = (*shape, 1)[1]
         is_vectors = len(shape) > 1 and jax.numpy.issubdtype(largest.dtype, jax.numpy.inexact)
-        self.tokens = math.prod(shape[:-1] if is_vectors else shape)  # feature vectors
-        layered = [x for model in self._models().values() for x in layers_of(model)[0].values()]
-        self.layers = sorted({x.length for x in layered if isinstance(x, Stack)})
-        self.stages = sorted({len(x) for x in layered})  # lists of blocks as well
-        self.experts = next(filter(None, map(_experts, self._models().values())), 0)
+        self.tokens = math.prod(shape[:-1] if is_vectors else shape)
+        models = self._models().values()
+        layered = [layers for model in models for layers in layers_of(model)[0].values()]
+        self.layers = sorted({layers.length for layers in layered if isinstance(layers, Stack)})
+        self.stages = sorted({len(layers) for layers in layered})
+        self.experts = next(filter(None, map(_experts, models)), 0)
 
-    def _models(self) -> dict[str, Any]:
-        nodes = {name: x for name, x in self.parts.items() if _compat.is_graph_object(x)}
-        return {name: x for name, x in nodes.items() if not isinstance(x, nnx.Optimizer)}
+    def _models(self) -> dict[str, nnx.Module]:
+        modules = {name: x for name, x in self.parts.items() if _compat.is_graph_object(x)}
+        return {name: x for name, x in modules.items() if not isinstance(x, nnx.Optimizer)}
 
     def _model_of(self, name: str) -> str:
-        """The model of an optimizer: whose arrays its state has most, of several the nearest."""
+        """Finds the model of an optimizer: whose arrays its state has most, or else the nearest."""
         optimizer, order = self.parts[name], [*self.parts]
         if hasattr(optimizer, "model"):
             return f"{name}.model"
@@ -154,74 +179,119 @@ class Arguments:
         return max(models, key=fit)
 
     def shard(
-        self, calls: Sequence[Call], mesh: Mesh, rows: Any, *, offloaded: bool = False
+        self, calls: Sequence[Call], mesh: Mesh, batch: PartitionSpec, *, offloaded: bool = False
     ) -> tuple[tuple[Any, ...], list[str], str]:
-        """The shardings of all arguments, the lines of a recipe that make them, and its result."""
-        lines, made, texts = list[str](), dict[str, Any](), dict[str, str]()
-        optimizers = [name for name, x in self.parts.items() if isinstance(x, nnx.Optimizer)]
-        owners = {name: self._model_of(name) for name in optimizers}
+        """Applies a chain of strategies to each model, with its optimizer.
+
+        Args:
+          calls: the chain.
+          mesh: the mesh.
+          batch: the spec of the batch.
+          offloaded: whether the state of optimizers is on the host.
+
+        Returns:
+          The shardings of all arguments, the lines of a recipe that make them, and its result.
+        """
+        recipe = _Recipe(mesh)
+        owners = {
+            name: self._model_of(name)
+            for name, part in self.parts.items()
+            if isinstance(part, nnx.Optimizer)
+        }
         alone = {name: name for name in self._models() if name not in owners.values()}
+        names: dict[str, str] = {}  # of the sharding of each part, in the recipe
         for part, owner in (owners | alone).items():
             optimizer = self.parts[part] if part in owners else None
             model = self.parts[owner] if owner in self.parts else getattr(optimizer, "model", None)
-            variable = f"sharding{len(made) + 1 if made else ''}"
-            made[variable] = None
-            own = [call for call in calls if call[0] is not zero1 or optimizer is not None]
-            own = own or [(replicated, {})]
-            for i, (strategy, options) in enumerate(own):
-                given = [owner, "mesh=mesh", *[f"base={variable}"] * (i > 0)]
-                more: dict[str, Any] = {"base": made[variable]} if i else {}
-                if optimizer is not None and i == len(own) - 1:
-                    given, more = [*given, f"optimizer={part}"], more | {"optimizer": optimizer}
-                given += [f"{key}={value!r}" for key, value in options.items()]
-                made[variable] = strategy(model, mesh=mesh, **more, **options)
-                lines.append(f"{variable} = {strategy.__name__}({', '.join(given)})")
-            texts.setdefault(owner, variable)
-            texts[part] = variable
+            chain = [call for call in calls if call[0] is not zero1 or optimizer is not None]
+            name = recipe.apply(chain, (owner, model), (part, optimizer))
+            names.setdefault(owner, name)
+            names[part] = name
             if offloaded and optimizer is not None:
-                texts[part] = f"{variable}_on_host"
-                made[texts[part]] = offload(made[variable], optimizer, mesh=mesh)
-                lines.append(f"{texts[part]} = offload({variable}, {part}, mesh=mesh)")
-        spec = {name: self._spec(x, rows) for name, x in self.parts.items()}
-        found = [made[texts[name]] if name in texts else spec[name] for name in self.parts]
-        texts = {name: "None" if x is None else spec_text(x) for name, x in spec.items()} | texts
-        written = [_Text(texts[name]) for name in self.parts]
-        shardings = jax.tree_util.tree_unflatten(self._tree, found)
-        return shardings, lines, repr(jax.tree_util.tree_unflatten(self._tree, written))
+                names[part] = recipe.offload(name, (part, optimizer))
+        specs = {name: self._spec(part, batch) for name, part in self.parts.items()}
+        shardings = [recipe.made[names[x]] if x in names else specs[x] for x in self.parts]
+        texts = {name: "None" if spec is None else spec_text(spec) for name, spec in specs.items()}
+        written = [_Text((texts | names)[name]) for name in self.parts]
+        unflatten = partial(jax.tree_util.tree_unflatten, self._tree)
+        return unflatten(shardings), recipe.lines, repr(unflatten(written))
 
-    def _spec(self, x: Any, batch: PartitionSpec) -> PartitionSpec | None:
-        """The spec of the batch for a part that belongs to it."""
-        if not self.rows or _rows(x) != self.rows:
+    def _spec(self, part: Any, batch: PartitionSpec) -> PartitionSpec | None:
+        """Returns the spec of the batch for a part that belongs to it."""
+        if not self.rows or _rows(part) != self.rows:
             return None
-        is_whole = len(x.shape) > 1 and x.shape[1] == self.length
+        is_whole = len(part.shape) > 1 and part.shape[1] == self.length
         return batch if is_whole else PartitionSpec(*batch[:1])
 
     def with_rows(self, rows: int) -> tuple[Any, ...]:
-        """The same arguments with another number of rows."""
+        """Returns the arguments with another number of rows in the batch."""
         resized = (
-            jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if _rows(x) == self.rows else x
-            for x in self.parts.values()
+            jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype)
+            if _rows(part) == self.rows
+            else part
+            for part in self.parts.values()
         )
         return tuple(jax.tree_util.tree_unflatten(self._tree, resized))
 
 
+class _Recipe:
+    """Makes shardings, and writes the lines that make them."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self.made: dict[str, Any] = {}  # by their names in the lines
+        self.lines: list[str] = []
+
+    def apply(
+        self, chain: Sequence[Call], model: tuple[str, Any], optimizer: tuple[str, Any]
+    ) -> str:
+        """Applies a chain to a model; returns the name of the sharding.
+
+        Args:
+          chain: strategies; the last one is given the optimizer, as its state follows all of them.
+          model: the expression for it, and itself.
+          optimizer: likewise; None without one.
+        """
+        name = f"sharding{len(self.made) + 1 if self.made else ''}"
+        chain = chain or [(replicated, {})]
+        for i, (strategy, options) in enumerate(chain):
+            given, more = [model[0], "mesh=mesh"], dict[str, Any]()
+            if i > 0:
+                given.append(f"base={name}")
+                more["base"] = self.made[name]
+            if optimizer[1] is not None and i == len(chain) - 1:
+                given.append(f"optimizer={optimizer[0]}")
+                more["optimizer"] = optimizer[1]
+            given += [f"{key}={value!r}" for key, value in options.items()]
+            self.made[name] = strategy(model[1], mesh=self._mesh, **more, **options)
+            self.lines.append(f"{name} = {strategy.__name__}({', '.join(given)})")
+        return name
+
+    def offload(self, sharding: str, optimizer: tuple[str, Any]) -> str:
+        """Moves the state of an optimizer to the host; returns the name of the sharding."""
+        name = f"{sharding}_on_host"
+        self.made[name] = offload(self.made[sharding], optimizer[1], mesh=self._mesh)
+        self.lines.append(f"{name} = offload({sharding}, {optimizer[0]}, mesh=mesh)")
+        return name
+
+
 class _Text(str):
-    """An expression, which is its own representation."""
+    """An expression, which is its own representation: a tree of them is printed as code."""
 
     __repr__ = str.__str__
 
 
-def _rows(x: Any) -> int:
-    """The first dimension of an array; 0 for a scalar, a module and what is not an array."""
-    shape = () if _compat.is_graph_object(x) else getattr(x, "shape", ())
+def _rows(part: Any) -> int:
+    """Returns the first dimension of an array; 0 for a scalar and for what is not an array."""
+    shape = () if _compat.is_graph_object(part) else getattr(part, "shape", ())
     return int(shape[0]) if shape else 0
 
 
-def _experts(model: Any) -> int:
-    """The number of experts: of outputs of a router, and of matrices in a parameter of a class."""
-    found = [x.layer_shape for x in variables(model)]
-    outputs = {shape[1] for shape in found if len(shape) == 2}
-    stacked = [shape[0] for shape in found if len(shape) == 3 and shape[0] in outputs]
+def _experts(model: nnx.Module) -> int:
+    """Finds the number of experts: of outputs of a router, and of matrices in one parameter."""
+    shapes = [variable.layer_shape for variable in variables(model)]
+    outputs = {shape[1] for shape in shapes if len(shape) == 2}
+    stacked = [shape[0] for shape in shapes if len(shape) == 3 and shape[0] in outputs]
     for number, _ in Counter(stacked).most_common():
         try:
             expert_parallel(model, experts=number, mesh=AbstractMesh((1,), ("expert",)))
@@ -232,66 +302,73 @@ def _experts(model: Any) -> int:
 
 
 def split_name(strategy: str) -> tuple[str, tuple[str, ...]]:
-    """What a strategy does over the batch and with layers."""
+    """Splits the name of a chain into what it does with the batch, and with layers."""
     data, *styles = strategy.split(" + ")
     return data, tuple(styles)
 
 
+def _chain_name(data: str, styles: Collection[str]) -> str:
+    return " + ".join([data, *(style for style in STYLES if style in styles)])
+
+
 def strategies_of(arguments: Arguments, devices: int) -> list[str]:
-    """All strategies for some arguments."""
+    """Lists all chains for some arguments, those with the fewest styles first."""
     choices: list[tuple[str, ...]] = [("", "tensor", "sequence")]
-    choices += [("", "expert")] * (arguments.experts > 0)
+    if arguments.experts:
+        choices.append(("", "expert"))
     # Without enough rows for all devices, some of them share a row.
-    choices += [("", "context")] * (arguments.length > 1 and 0 < arguments.rows < devices)
-    choices += [("", "pipeline")] * bool(arguments.stages)
-    return [
-        " + ".join([data, *[style for style in STYLES if style in styles]])
-        for styles in sorted(itertools.product(*choices), key=lambda x: len(x) - x.count(""))
-        for data in OVER_DATA
-    ]
+    if arguments.length > 1 and 0 < arguments.rows < devices:
+        choices.append(("", "context"))
+    if arguments.stages:
+        choices.append(("", "pipeline"))
+    combined = sorted(itertools.product(*choices), key=lambda styles: len([*filter(None, styles)]))
+    return [_chain_name(data, styles) for styles in combined for data in OVER_DATA]
 
 
 def checked_strategies(names: Sequence[str]) -> list[str]:
-    """The names of strategies, in the order of their parts here."""
-    wrong, found = [], []
+    """Returns the names of chains with their parts in our order; raises for unknown ones."""
+    wrong, checked = [], []
     for name in names:
         data, styles = split_name(name)
         known = {data: OVER_DATA} | dict.fromkeys(styles, tuple(STYLES))
         wrong += [
-            f"  {name!r}: {part!r}{suggestion(part, of)}; expected one of {', '.join(of)}"
-            for part, of in known.items()
-            if part not in of
+            f"  {name!r}: {part!r}{suggestion(part, choices)}; expected one of {', '.join(choices)}"
+            for part, choices in known.items()
+            if part not in choices
         ]
         if len({STYLES.get(style) for style in styles}) < len(styles):
             wrong.append(f"  {name!r}: two styles over one axis")
-        found.append(" + ".join([data, *[style for style in STYLES if style in styles]]))
+        checked.append(_chain_name(data, styles))
     raise_listed(ValueError, "plan: unknown strategies:", wrong)
-    return found
+    return checked
 
 
 def mesh_sizes(
     count: int, num_slices: int, axes: Axes, strategy: str, arguments: Arguments
 ) -> Iterator[dict[str, int]]:
-    """The sizes of meshes that have a strategy's axes; slices are along replicas or stages."""
+    """Yields the sizes of all meshes of so many devices that have a strategy's axes.
+
+    Every axis but the one for data has at least two devices. Slices are along the axis for
+    replicas; or for stages, as a pipeline sends least.
+    """
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
-    divided = {
+    divided = {  # what the size of an axis has to divide, by role
         "stage": math.gcd(*arguments.stages),
         "expert": arguments.experts,
         "context": arguments.length,
     }
     data, styles = split_name(strategy)
-    roles = {STYLES[style] for style in styles}
-    roles |= {"replica"} if data == "hsdp" and num_slices == 1 else set()
-    names = [
-        (name, role, 1 if i or role == "data" else 2)
-        for role in Axes._fields
-        for i, name in enumerate(getattr(axes, role))
-        if role in roles or role == "data"
-    ]
+    roles = {"data", *(STYLES[style] for style in styles)}
+    if data == "hsdp" and num_slices == 1:
+        roles.add("replica")
+    names = []  # with the role and the least size of each axis
+    for role in Axes._fields:
+        for i, name in enumerate(getattr(axes, role) if role in roles else ()):
+            names.append((name, role, 1 if i or role == "data" else 2))
 
-    def split(rest: int, open_: Sequence[tuple[str, str, int]]) -> Iterator[dict[str, int]]:
-        (name, role, least), *others = open_
+    def split(rest: int, axes_left: Sequence[tuple[str, str, int]]) -> Iterator[dict[str, int]]:
+        (name, role, least), *others = axes_left
         for size in range(least, rest + 1):
             if rest % size == 0 and divided.get(role, 0) % size == 0:
                 if others:
@@ -301,11 +378,11 @@ def mesh_sizes(
 
     kept = {axes.expert[0]: 1} if arguments.experts else {}  # the model may name this axis
     for replicas in (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,):
-        for found in split(count // replicas, names):
-            if replicas == num_slices or found[axes.stage[0]] % num_slices == 0:
+        for sizes in split(count // replicas, names):
+            if replicas == num_slices or sizes[axes.stage[0]] % num_slices == 0:
                 slices = {axes.replica[0]: replicas} if replicas > 1 else {}
-                sizes = kept | slices | found
-                yield {name: sizes[name] for name in itertools.chain(*axes) if name in sizes}
+                every = kept | slices | sizes
+                yield {name: every[name] for name in itertools.chain(*axes) if name in every}
 
 
 def check_meshes(
@@ -329,10 +406,15 @@ def check_meshes(
 
 
 def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
-    """Whether a mesh has devices along the axes that a strategy uses, and along no others."""
+    """Tells whether a mesh has devices along the axes that a strategy uses, and along no others."""
     data, styles = split_name(strategy)
     used = {STYLES[style] for style in styles}
-    needed = {"dp": (), "hsdp": (("replica",), SHARDING)}.get(data, (("replica", *SHARDING),))
+    # Sets of roles, of each of which some axis must have devices.
+    needed: list[tuple[str, ...]] = [("replica", *SHARDING)]
+    if data == "dp":
+        needed = []
+    elif data == "hsdp":
+        needed = [("replica",), SHARDING]
     return all(axes.in_mesh(sizes, *roles, least=2) for roles in needed) and all(
         bool(axes.in_mesh(sizes, role, least=2)) == (role in used) for role in STYLES.values()
     )
@@ -343,7 +425,7 @@ ROWS, SHARDING = ("replica", "data", "expert"), ("data", "expert", "context")
 
 
 def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> PartitionSpec:
-    """How the batch is sharded: its rows, and over the axis for contexts its second dimension."""
+    """Returns the spec of the batch: of rows, and over the axis for contexts of positions."""
     over = axes.in_mesh(sizes, *ROWS)
     count = math.prod(sizes[axis] for axis in over)
     if arguments.rows % count:
@@ -356,23 +438,33 @@ def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> Pa
 def chains(
     strategy: str, sizes: Mapping[str, int], axes: Axes, arguments: Arguments, prefetch: int
 ) -> dict[str, list[Call]]:
-    """The strategies of a chain with their options, by the text of those that are chosen."""
+    """Lists the calls of a chain with their options, by the text of what varies in these.
+
+    Only the number of microbatches of a pipeline varies: one, two, four or eight for each stage, as
+    far as they divide the rows of a device.
+    """
     data, styles = split_name(strategy)
-    own, calls = dict[str, Any](), list[Call]()
+    calls: list[Call] = []
     if "tensor" in styles or "sequence" in styles:
-        own = {"sequence": True} if "sequence" in styles else {}
-        calls.append((tensor_parallel, {"axis": _one_or_all(axes.in_mesh(sizes, "model")), **own}))
+        options: dict[str, Any] = {"axis": _one_or_all(axes.in_mesh(sizes, "model"))}
+        if "sequence" in styles:
+            options["sequence"] = True
+        calls.append((tensor_parallel, options))
     if "expert" in styles:
-        own = {"experts": arguments.experts, "axis": axes.expert[0]}
-        calls.append((expert_parallel, own))
+        options = {"experts": arguments.experts, "axis": axes.expert[0]}
+        calls.append((expert_parallel, options))
     if "context" in styles:
         calls.append((context_parallel, {"axis": axes.context[0]}))
-    over = axes.in_mesh(sizes, *["replica"] * (data != "hsdp"), *SHARDING, least=2)
+    roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
+    over = axes.in_mesh(sizes, *roles, least=2)
     last: list[Call] = []
     if data in ("fsdp", "hsdp"):
-        own = {"across_slices": True} if axes.replica[0] in over else {}
-        own |= {"prefetch": prefetch} if prefetch else {}
-        last = [(fsdp, {"axis": _one_or_all(over), **own})]
+        options = {"axis": _one_or_all(over)}
+        if axes.replica[0] in over:
+            options["across_slices"] = True
+        if prefetch:
+            options["prefetch"] = prefetch
+        last = [(fsdp, options)]
     if data == "zero1":
         last = [(zero1, {"axis": _one_or_all(over)})]
     if "pipeline" not in styles:
@@ -380,12 +472,16 @@ def chains(
     stages = sizes[axes.stage[0]]
     rows = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
     counts = sorted({math.gcd(times * stages, rows) for times in (1, 2, 4, 8)})
-    own = {"axis": axes.stage[0]}
     return {
-        f"{n} microbatches": [*calls, (pipeline, own | {"microbatches": n}), *last] for n in counts
+        f"{count} microbatches": [
+            *calls,
+            (pipeline, {"axis": axes.stage[0], "microbatches": count}),
+            *last,
+        ]
+        for count in counts
     }
 
 
-def _one_or_all(names: Sequence[str]) -> Any:
-    """A name alone; several as a tuple."""
+def _one_or_all(names: Sequence[str]) -> str | tuple[str, ...]:
+    """Returns a single name alone, and several as a tuple."""
     return names[0] if len(names) == 1 else tuple(names)

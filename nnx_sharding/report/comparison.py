@@ -208,13 +208,13 @@ class Comparison(JsonForm):
             ]
             yield table(("held at the peak", *held), rows, numbers=len(held))
         failed = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
-        for error, names in _by_value(failed).items():
+        for error, names in names_by_value(failed).items():
             first, *rest = error.splitlines() or [""]
             yield text(f"{_shortened(names)} failed: {first}", "red")
             yield from (text(f"  {line}") for line in rest[:12])
         if self.ruled_out:
             yield text(f"{len(self.ruled_out)} not compiled:")
-            for reason, names in _by_value(self.ruled_out).items():
+            for reason, names in names_by_value(self.ruled_out).items():
                 yield text(f"  {reason}: {_shortened(names)}")
 
     def _table(self, width: int) -> Any:
@@ -277,8 +277,8 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
     return reasons
 
 
-def _by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
-    """The names with each text, in the order in which texts occur first."""
+def names_by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Groups names by their texts, in the order in which texts occur first."""
     names: dict[str, list[str]] = {}
     for name, value in texts.items():
         names.setdefault(value, []).append(name)

@@ -1,4 +1,11 @@
-"""Compiles programs side by side, and keeps reports on disk."""
+"""Compiles programs side by side, and keeps their reports on disk.
+
+Programs are traced and lowered one after the other in the thread of the caller, because settings
+such as `jax.default_matmul_precision` hold for one thread. Then they are compiled in up to four
+threads, for which XLA releases the lock of Python. A program for more virtual CPU devices than this
+process has, or for a TPU topology, is compiled in a process of each thread (`CompilerProcess`),
+which also survives a crash of the compiler.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -34,13 +41,16 @@ from ..transforms.stages import Compiled, Lowered
 from .comparison import Comparison, Failure
 
 T = TypeVar("T")
+# Makes a program, and the mesh that it is for.
 Lower: TypeAlias = Callable[[], tuple[Lowered, Mesh | None]]
 # Chooses the next program from the reports so far; None for none before others are compiled.
 Pick: TypeAlias = Callable[[Mapping[str, ProgramReport | Failure]], "str | None"]
+# A number of virtual CPU devices, or a TPU topology and its number of slices.
+Devices: TypeAlias = int | tuple[str, int]
 _Finished: TypeAlias = tuple[ProgramReport | Failure, float]  # with the seconds that it took
 
 
-def search(
+def compile_all(
     title: str,
     programs: MutableMapping[str, Lower],
     pick: Pick | None = None,
@@ -54,62 +64,107 @@ def search(
     by_module: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Takes programs, in the order of ``pick``, and compiles them in threads, or in processes."""
-    running: dict[concurrent.futures.Future[_Finished], str] = {}
-    started: list[str] = []
-    compiling = 0  # how many of them could be traced
+    """Compiles programs, of which it takes those that it starts.
+
+    Args:
+      title: of the bar that shows progress.
+      programs: what makes each, by name.
+      pick: chooses the next one; None for the order of ``programs``.
+      most: how many to compile at most; those that cannot be lowered do not count.
+      time_limit: seconds after which none is started any more.
+      memory_limit: the bytes that a device has, for the comparison.
+      hardware: for the rooflines.
+      cache_dir: the folder for reports.
+      devices: what processes compile for; None for the devices of this process.
+      by_module: whether reports have memory and cost by module.
+      quiet: whether to show no progress.
+
+    Raises:
+      ValueError: nothing was compiled within the time limit.
+    """
     reports: dict[str, ProgramReport | Failure] = {}
-    took: dict[str, float] = {}
-    processes = [] if devices is None else [CompilerProcess(devices) for _ in range(_WORKERS)]
-    free: list[CompilerProcess | None] = [*processes] or [None] * _WORKERS  # as many as threads
+    seconds: dict[str, float] = {}
+    started: list[str] = []
+    compiling = 0
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
-
-    def run(program: Any, seconds: float) -> _Finished:
-        start, process = time.perf_counter(), free.pop()
-        if not isinstance(program, Failure):
-            lowered, mesh = program
-            program = attempt(partial(_report, lowered, mesh, process, cache, by_module=by_module))
-        free.append(process)
-        return program, seconds + time.perf_counter() - start
-
-    executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
-    try:
-        with progress(title, len(programs) if most is None else most, quiet=quiet) as advance:
-            while (left := end - time.monotonic()) > 0:
-                if len(running) < _WORKERS and (most is None or compiling < most):
-                    name = pick(reports) if pick else next(iter(programs), None)
-                    if name is not None:
-                        # Here, as `jax.default_matmul_precision` and its like hold for one thread.
-                        started.append(name)
-                        start = time.perf_counter()
-                        program = attempt(programs.pop(name))
-                        compiling += not isinstance(program, Failure)  # as that compiles nothing
-                        seconds = time.perf_counter() - start
-                        running[executor.submit(run, program, seconds)] = name
-                        continue
-                if not running:
-                    break
-                timeout = None if left == math.inf else left
-                for one in concurrent.futures.wait(running, timeout, "FIRST_COMPLETED").done:
-                    name = running.pop(one)
-                    report, seconds = one.result()
-                    if hardware is not None and isinstance(report, ProgramReport):
-                        report = report.with_roofline(hardware)
-                    reports[name], took[name] = report, round(seconds, 3)
-                    advance(name)
-    finally:
-        for process in processes:  # without waiting for what still runs
-            process.close()
-        executor.shutdown(cancel_futures=True)
+    total = len(programs) if most is None else most
+    with (
+        _Workers(devices, cache, by_module=by_module) as workers,
+        progress(title, total, quiet=quiet) as advance,
+    ):
+        while (left := end - time.monotonic()) > 0:
+            name = None
+            if workers.is_free and (most is None or compiling < most):
+                name = pick(reports) if pick else next(iter(programs), None)
+            if name is not None:
+                started.append(name)
+                compiling += workers.start(name, programs.pop(name))
+                continue
+            if not workers.running:
+                break
+            for name, report, duration in workers.finished(left):
+                if hardware is not None and isinstance(report, ProgramReport):
+                    report = report.with_roofline(hardware)
+                reports[name], seconds[name] = report, round(duration, 3)
+                advance(name)
     if not reports:
         raise ValueError(f"{title}: no program was compiled within the time limit.")
     in_order = {name: reports[name] for name in started if name in reports}
-    comparison = Comparison(in_order, None, took)
+    comparison = Comparison(in_order, None, seconds)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 
 
-_WORKERS = min(os.cpu_count() or 1, 4)
+class _Workers:
+    """Threads that compile, each with a process if there are devices to compile for."""
+
+    def __init__(self, devices: Devices | None, cache: Path | None, *, by_module: bool):
+        self.running: dict[concurrent.futures.Future[_Finished], str] = {}
+        self._cache, self._by_module = cache, by_module
+        self._processes = [] if devices is None else [CompilerProcess(devices) for _ in _WORKERS]
+        self._free: list[CompilerProcess | None] = [*self._processes] or [None for _ in _WORKERS]
+        self._executor = concurrent.futures.ThreadPoolExecutor(len(_WORKERS))
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes:  # without waiting for what still runs
+            process.close()
+        self._executor.shutdown(cancel_futures=True)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a thread has nothing to do."""
+        return len(self.running) < len(_WORKERS)
+
+    def start(self, name: str, lower: Lower) -> bool:
+        """Lowers a program here and compiles it in a thread; tells whether it could be lowered."""
+        start = time.perf_counter()
+        program = attempt(lower)
+        seconds = time.perf_counter() - start
+        self.running[self._executor.submit(self._compile, program, seconds)] = name
+        return not isinstance(program, Failure)
+
+    def finished(self, timeout: float) -> Iterator[tuple[str, ProgramReport | Failure, float]]:
+        """Waits until at least one program is compiled, or for some time."""
+        limit = None if timeout == math.inf else timeout
+        for future in concurrent.futures.wait(self.running, limit, "FIRST_COMPLETED").done:
+            yield (self.running.pop(future), *future.result())
+
+    def _compile(self, program: tuple[Lowered, Mesh | None] | Failure, seconds: float) -> _Finished:
+        start, process = time.perf_counter(), self._free.pop()
+        report: ProgramReport | Failure
+        if isinstance(program, Failure):
+            report = program
+        else:
+            make = partial(_report, *program, process, self._cache, by_module=self._by_module)
+            report = attempt(make)
+        self._free.append(process)
+        return report, seconds + time.perf_counter() - start
+
+
+_WORKERS = range(min(os.cpu_count() or 1, 4))  # more need gigabytes of memory for little time
 
 
 def _report(
@@ -120,7 +175,7 @@ def _report(
     *,
     by_module: bool,
 ) -> ProgramReport:
-    """The report of a program, from disk if it has been compiled before."""
+    """Compiles a program and reports on it; from disk if it has been compiled before."""
     path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
     if path is not None:
         try:
@@ -143,7 +198,7 @@ def _report(
 
 
 def attempt(make: Callable[[], T]) -> T | Failure:
-    """The result, or the error that was raised instead."""
+    """Calls a function; returns its result, or the error that it raised."""
     try:
         return make()
     except Exception as error:
@@ -151,7 +206,7 @@ def attempt(make: Callable[[], T]) -> T | Failure:
 
 
 def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
-    """A digest of all that a report depends on, except line numbers."""
+    """Digests all that a report depends on, except line numbers."""
     devices = [] if mesh is None else list(mesh.devices.flat)
     client = devices[0].client if devices else jax.devices()[0].client
     parts = (
@@ -170,10 +225,6 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-# A number of virtual CPU devices, or a TPU topology and its number of slices.
-Devices: TypeAlias = int | tuple[str, int]
-
-
 class CompilerCrash(jax.errors.JaxRuntimeError):  # type: ignore[misc]
     """A compiler ended its process."""
 
@@ -189,7 +240,7 @@ class CompilerProcess:
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
         """Compiles a program for its figures; it cannot be called."""
 
-        def compile_with(stage: Any, more: Mapping[str, Any]) -> Any:
+        def compile_with(stage: jax.stages.Lowered, more: Mapping[str, Any]) -> Any:
             return _compat.compile_elsewhere(stage, {**(options or {}), **more}, self._ask)
 
         return lowered._compiled_to(compile_with(lowered._stage, {}), compile_with)
@@ -202,6 +253,7 @@ class CompilerProcess:
             self._process.communicate()
 
     def _ask(self, *request: Any) -> dict[str, Any]:
+        """Sends a request to the process, which is started for the first one, and awaits it."""
         process = self._process = self._process or self._started()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -216,6 +268,7 @@ class CompilerProcess:
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
+        # The number of devices is set by `serve`.
         flags = os.environ.get("XLA_FLAGS", "").split()
         kept = [flag for flag in flags if "force_host_platform_device_count" not in flag]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
@@ -224,17 +277,15 @@ class CompilerProcess:
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment)
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        """How the process ended, with the check that failed in XLA or the error of Python."""
+        """Says how the process ended, with the check that failed in XLA or the error of Python."""
         process.communicate()
         self._errors.seek(0)
         printed = self._errors.read().decode(errors="replace")
         self._errors.truncate(self._errors.seek(0))
         if process.returncode >= 0:
             return f"the compiler could not start:\n{printed[-2000:]}"
-        name, checks = (
-            signal.Signals(-process.returncode).name,
-            re.findall(r"(?m)^F\d{4} .*", printed),
-        )
+        name = signal.Signals(-process.returncode).name
+        checks = re.findall(r"(?m)^F\d{4} .*", printed)  # what XLA logs as fatal
         return "\n".join([f"the compiler crashed with {name}", *checks])
 
 

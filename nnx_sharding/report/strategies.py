@@ -23,7 +23,7 @@ from ..transforms.lifted import Lifted
 from ..transforms.split_merge import merge, split
 from ..transforms.stages import Lowered
 from .comparison import Comparison
-from .compiling import Lower, search
+from .compiling import Lower, compile_all
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -139,7 +139,7 @@ def compare(
         programs[str(name)] = partial(lowered, strategy, fun, abstract, options)
     kept: dict[str, Any] = {"cache_dir": cache_dir, "by_module": by_module, "quiet": quiet}
     with on_topology(topology, num_slices):
-        return search("compare", programs, memory_limit=limit, hardware=peak, **kept)
+        return compile_all("compare", programs, memory_limit=limit, hardware=peak, **kept)
 
 
 def unwrapped(

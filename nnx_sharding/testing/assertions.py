@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from .. import errors
-from ..analysis.collectives import Collective, Collectives, Kind
+from ..analysis.collectives import Collective, CollectiveKind, Collectives
 from ..analysis.hlo import parse
 from ..analysis.overlap import Overlap
 from ..analysis.parameters import ActivationRow, ParameterRow, axes_in, parameter_table, spec_text
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 def assert_no_collective(
     program: Program,
-    kind: Kind | None = None,
+    kind: CollectiveKind | None = None,
     axes: Axes | None = None,
     *,
     larger_than: int | str | None = None,
@@ -77,7 +77,9 @@ def assert_no_collective(
         _fail(f"{report.name} has {what}:", map(_line, hits), remedy)
 
 
-def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], int]) -> None:
+def assert_collectives(
+    program: Program, expected: Mapping[tuple[CollectiveKind, Axes], int]
+) -> None:
     """Fails if the collectives of a program differ from these.
 
     Args:

@@ -1,0 +1,351 @@
+"""Which candidate of a plan is compiled next, and which never.
+
+`Search.add` makes the candidates of a strategy on a mesh, and predicts what each needs;
+`Search.pick` chooses among them, given the reports of those that were compiled so far. `plan.py`
+describes the whole search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from ..analysis.hardware import HARDWARE, Hardware
+from ..analysis.program import ProgramReport
+from ..analysis.units import bytes_text, time_text
+from ..report.comparison import Comparison, Failure
+from ..report.compiling import Lower
+from ..report.strategies import Strategy, lowered
+from ..transforms.jit import jit
+from .candidates import Arguments, Axes, Candidate, batch_spec, chains
+from .predictions import Prediction, Products, predict, products_of
+from .variants import Variant
+
+
+class Entry(NamedTuple):
+    """A candidate before it is compiled."""
+
+    candidate: Candidate
+    prediction: Prediction
+    seconds: dict[str, float]  # predicted, of each resource alone
+    least: float | None  # a lower bound of its time, if known
+    lower: Lower
+    alike: tuple[str, str]  # variant and strategy: the predictions of these are as far off
+
+
+@dataclasses.dataclass
+class Search:
+    """The candidates, and which of them is compiled next."""
+
+    variants: Sequence[Variant]
+    functions: Mapping[str, Callable[..., Any] | None]  # of the user; None for strategies of ours
+    axes: Axes
+    hardware: Hardware | None
+    limit: int | None  # bytes
+    most: int | None
+    maximize: bool  # the batch
+    entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    programs: dict[str, Lower] = dataclasses.field(default_factory=dict)  # still to be compiled
+    ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._seen: dict[Any, str] = {}
+        # The names of candidates by strategy, mesh and variant, and by the rows of their batches.
+        self._families: dict[tuple[str, Mesh, int], dict[int, list[str]]] = {}
+        self._arguments = [Arguments(variant.args, variant.names) for variant in self.variants]
+        self._products: dict[int, Products | None] = {}
+
+    def add(self, strategy: str, mesh: Mesh, index: int, rows: int = 0) -> None:
+        """Adds the candidates of a strategy for a variant, or says why they are ruled out.
+
+        Args:
+          strategy: its name.
+          mesh: the mesh.
+          index: the number of the variant.
+          rows: the number of rows of the batch if the largest is sought; 0 for those given.
+        """
+        variant, arguments = self.variants[index], self._arguments[index]
+        args, growth, size = variant.args, 1.0, ""
+        if self.maximize:
+            rows = rows or arguments.rows
+            growth, size = rows / arguments.rows if rows else 1.0, f"batch {rows}"
+            args = arguments.with_rows(rows)
+            arguments = Arguments(args, variant.names)
+        start = Candidate(strategy, dict(mesh.shape), variant.name, (), mesh, rows=arguments.rows)
+        names = self._families.setdefault((strategy, mesh, index), {})[start.rows] = []
+        try:
+            candidates = [*self._sharded(start, arguments, variant, args)]
+        except Exception as error:  # of a strategy, which may be the user's
+            self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
+            return
+        for options, candidate in candidates:
+            texts = (options, variant.name, size)
+            candidate = dataclasses.replace(candidate, variant=", ".join(filter(None, texts)))
+            try:
+                prediction = predict(candidate, args, arguments, self.axes)
+            except Exception as error:
+                self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
+                continue
+            key = variant.text, variant.lines, candidate.rows, prediction.key
+            same = self._seen.setdefault(key, candidate.name)
+            if same != candidate.name:
+                self.ruled_out[candidate.name] = f"shards everything like {same}"
+            elif self.limit is not None and prediction.arguments > self.limit:
+                taken = bytes_text(prediction.arguments)
+                self.ruled_out[candidate.name] = f"the arguments take {taken} on each device"
+            else:
+                products = self._products_of(index)
+                self._enter(
+                    candidate, prediction, products and products.times(growth), variant, args
+                )
+                names.append(candidate.name)
+
+    def _enter(
+        self,
+        candidate: Candidate,
+        prediction: Prediction,
+        products: Products | None,
+        variant: Variant,
+        args: tuple[Any, ...],
+    ) -> None:
+        """Adds a candidate that may be compiled."""
+        peak, count = self.hardware, candidate.mesh.size
+        strategy = Strategy(candidate.in_shardings, candidate.mesh)
+        entry = Entry(
+            candidate,
+            prediction,
+            # On unknown hardware the ratios of some accelerator decide the order.
+            seconds=prediction.seconds(products, count, peak or HARDWARE["TPU v5e"]),
+            least=products.least_seconds(count, peak) if products and peak else None,
+            lower=partial(lowered, strategy, variant.fun, args, variant.options),
+            alike=(variant.name, candidate.strategy),
+        )
+        self.entries[candidate.name] = entry
+        self.programs[candidate.name] = entry.lower
+
+    def _products_of(self, index: int) -> Products | None:
+        """Returns the products of a variant, which is traced once."""
+        if index not in self._products:
+            variant = self.variants[index]
+            self._products[index] = products_of(
+                variant.fun, variant.args, variant.options, self.axes
+            )
+        return self._products[index]
+
+    def _sharded(
+        self, start: Candidate, arguments: Arguments, variant: Variant, args: tuple[Any, ...]
+    ) -> Iterator[tuple[str, Candidate]]:
+        """Yields candidates with shardings and recipes, each after the options that differ."""
+        mesh, function = start.mesh, self.functions[start.strategy]
+        if function is not None:
+            with jax.set_mesh(mesh):
+                shardings = function(*args)
+            if not isinstance(shardings, tuple) or len(shardings) != len(args):
+                raise TypeError(
+                    f"expected a tuple of {len(args)} shardings, as many as arguments, got "
+                    f"{shardings!r}"
+                )
+            yield "", dataclasses.replace(start, in_shardings=shardings)
+            return
+        batch = batch_spec(start.sizes, self.axes, arguments)
+        calls = chains(start.strategy, start.sizes, self.axes, arguments, variant.prefetch)
+        for options, chain in calls.items():
+            shardings, lines, text = arguments.shard(chain, mesh, batch, offloaded=variant.offload)
+            recipe = _recipe(mesh, variant, lines, text)
+            yield options, dataclasses.replace(start, in_shardings=shardings, recipe=recipe)
+
+    def pick(self, reports: Mapping[str, ProgramReport | Failure]) -> str | None:
+        """Chooses the next program: the one with the shortest estimated time that may fit.
+
+        Args:
+          reports: of what was compiled so far.
+
+        Returns:
+          Its name; None if there is none, at least until more is compiled.
+        """
+        self._rule_out_failing(reports)
+        found = Comparison(reports, self.limit) if reports else None
+        fitting = () if found is None else found.fitting
+        if found is not None and self.maximize:
+            self._resize(found)
+        elif found is not None:
+            self._rule_out_slow(found)
+        if not self.programs:
+            return None
+        corrections = _Corrections(self.entries, {} if found is None else found.compiled)
+        # While nothing fits, the second half goes to those with the smallest arguments.
+        started = len(self.entries) - len(self.programs)
+        by_memory = self.most is not None and not fitting and 2 * started >= self.most
+
+        def order(name: str) -> tuple[float, ...]:
+            entry = self.entries[name]
+            held = entry.prediction.arguments
+            rows = entry.candidate.rows if self.maximize else 0
+            if by_memory:
+                return -rows, held
+            exceeds = self.limit is not None and held + corrections.bytes(entry) > self.limit
+            return (-rows, exceeds, *corrections.seconds(entry), held)
+
+        return min(self.programs, key=order)
+
+    def _rule_out(self, name: str, why: str) -> None:
+        del self.programs[name]
+        self.ruled_out[name] = why
+
+    def _rule_out_slow(self, found: Comparison) -> None:
+        """Rules out candidates whose products alone take as long as the best that fits."""
+        times = (found.figures[name]["roofline"] for name in found.fitting)
+        best = min((time for time in times if time is not None), default=math.inf)
+        for name in [*self.programs]:
+            least = self.entries[name].least
+            if least is not None and least >= best:
+                self._rule_out(name, f"takes {time_text(least)} or more by its products (bound)")
+
+    def _rule_out_failing(self, reports: Mapping[str, ProgramReport | Failure]) -> None:
+        """Rules out what two others with the same strategy and variant could not be traced for.
+
+        They were on different meshes, so their common error does not depend on the mesh.
+        """
+        errors = {
+            (self.entries[name].alike, failure.error, str(self.entries[name].candidate.sizes))
+            for name, failure in reports.items()
+            if isinstance(failure, Failure) and not is_of_compiler(failure)
+        }
+        counts = Counter((alike, error) for alike, error, _ in errors)
+        failing = {alike for (alike, _), count in counts.items() if count > 1}
+        for name in [*self.programs]:
+            if self.entries[name].alike in failing:
+                self._rule_out(name, "fails like others with its strategy, on other meshes")
+
+    def _resize(self, found: Comparison) -> None:
+        """Adds larger batches of candidates that fit one, smaller ones while none does."""
+        fitting = {*found.fitting}
+        best = max((self.entries[name].candidate.rows for name in fitting), default=0)
+        for family, sizes in [*self._families.items()]:
+            rows = self._next_rows(sizes, found, fitting, best)
+            if rows and rows not in sizes:
+                self.add(*family, rows)
+        for name in [*self.programs]:
+            if self.entries[name].candidate.rows < best:
+                self._rule_out(name, f"a batch of {best} fits others")
+
+    def _next_rows(
+        self, sizes: Mapping[int, list[str]], found: Comparison, fitting: set[str], best: int
+    ) -> int | None:
+        """Returns the batch that a family of candidates tries next, if it may be the largest.
+
+        Args:
+          sizes: the names of the candidates by their rows.
+          found: what was compiled.
+          fitting: the names of what fits.
+          best: the rows of the largest batch that fits any family; 0 while none does.
+        """
+        fits = {rows: {*names} & fitting for rows, names in sizes.items()}
+        compiled = [rows for rows, names in sizes.items() if found.reports.keys() >= {*names}]
+        low = max((rows for rows, names in fits.items() if names), default=0)
+        high = min((rows for rows in compiled if not fits[rows]), default=math.inf)
+        rows: float = best
+        if not best:
+            rows = high // 2 if high % 2 == 0 else 0
+        elif low and self.limit is not None:
+            # All memory but the arguments grows with the batch: the power of two that just fits.
+            memory: Any = found.compiled[fits[low].pop()].memory  # of one that fits, so known
+            held = memory.arguments or 0
+            spare, more = self.limit - held, memory.peak - held
+            rows = low * 2 ** max(1, int(math.log2(max(spare, 1) / max(more, 1))))
+            while rows >= high:
+                rows //= 2
+        return int(rows) if low < rows < high and rows >= best else None
+
+
+def _recipe(mesh: Mesh, variant: Variant, lines: Sequence[str], shardings: str) -> str:
+    """Writes the code that makes the mesh, the shardings and the step."""
+    types = ""
+    if {*mesh.axis_types} != {AxisType.Explicit}:  # the default of make_mesh
+        kinds = ", ".join(f"AxisType.{kind.name}" for kind in mesh.axis_types)
+        types = f", axis_types=({kinds},)"
+    given = inspect.signature(jit).parameters
+    options = "".join(
+        f", {key}={value!r}"
+        for key, value in variant.options.items()
+        if key not in given or value != given[key].default
+    )
+    head = f"mesh = make_mesh({dict(mesh.shape)}{types})"
+    last = f"step = jit({variant.text}, in_shardings={shardings}, mesh=mesh{options})"
+    return "\n".join([head, *variant.lines, *lines, last])
+
+
+def is_of_compiler(failure: Failure) -> bool:
+    """Tells whether a compiler failed, rather than the step or a strategy."""
+    return isinstance(failure.exception, jax.errors.JaxRuntimeError)
+
+
+class _Corrections:
+    """How far predictions were off, learned from what was compiled.
+
+    Times are multiplied by the mean ratio of compiled to predicted ones, over candidates with the
+    same variant and strategy; if there are none, with the same variant; else over all. Bytes are
+    increased by the least that any candidate of the variant needed besides its arguments.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], compiled: Mapping[str, ProgramReport]):
+        self._bytes: dict[str, int] = {}  # by variant
+        ratios: defaultdict[tuple[str, ...], defaultdict[str, list[float]]]
+        ratios = defaultdict(lambda: defaultdict(list))
+        for name, report in compiled.items():
+            entry, memory = entries[name], report.memory
+            if memory and memory.peak is not None and memory.arguments is not None:
+                more, variant = memory.peak - memory.arguments, entry.alike[0]
+                self._bytes[variant] = min(self._bytes.get(variant, more), more)
+            for resource, ratio in _ratios(entry, report).items():
+                for alike in _groups(entry):
+                    ratios[alike][resource].append(ratio)
+        self._means = {
+            # Shares of exposed communication may be 0, which a geometric mean cannot have.
+            alike: {
+                key: statistics.fmean(x) if key == "exposed" else statistics.geometric_mean(x)
+                for key, x in of_group.items()
+            }
+            for alike, of_group in ratios.items()
+        }
+
+    def bytes(self, entry: Entry) -> int:
+        """Returns the bytes that a candidate needs at least besides its arguments."""
+        return self._bytes.get(entry.alike[0], 0)
+
+    def seconds(self, entry: Entry) -> tuple[float, float]:
+        """Returns the time of a step, and the sum of the times of its resources."""
+        ratio = next((self._means[x] for x in _groups(entry) if x in self._means), {})
+        times = {name: time * ratio.get(name, 1.0) for name, time in entry.seconds.items()}
+        exposed = times["interconnect"] * ratio.get("exposed", 0.0)
+        step = max(*times.values(), max(times["compute"], times["memory"]) + exposed)
+        return step, sum(times.values())
+
+
+def _groups(entry: Entry) -> list[tuple[str, ...]]:
+    """Lists the groups of candidates that an entry is in, the smallest first."""
+    return [entry.alike, entry.alike[:1], ()]
+
+
+def _ratios(entry: Entry, report: ProgramReport) -> dict[str, float]:
+    """Divides compiled by predicted times; ``exposed`` is the share that no compute hides."""
+    roofline = report.roofline
+    if roofline is None:
+        return {}
+    ratios: dict[str, float] = {
+        resource: seconds / entry.seconds[resource]
+        for resource, seconds in roofline.times.items()
+        if seconds and entry.seconds[resource]
+    }
+    if roofline.interconnect_s and roofline.exposed_s is not None:
+        ratios["exposed"] = roofline.exposed_s / roofline.interconnect_s
+    return ratios
