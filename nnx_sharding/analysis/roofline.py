@@ -1,4 +1,18 @@
-"""The roofline of a program: its time at peak rates, what bounds it, and the links it uses."""
+"""The roofline of a program: its time at peak rates, what bounds it, and the links it uses.
+
+Three times, each at the peak rate of the hardware: flops, bytes of memory, bytes sent. The last
+needs a model of the links between the devices of a group (`_route`):
+
+    TPU   a torus; a group that varies in x is a ring of x, or a line where it does not wrap around,
+          with two links, or one, of each chip. Groups that are interleaved share them.
+    GPU   NVLink between the devices of a node, all links for any pair.
+    both  a network between slices or nodes, and nothing between two devices of one chip.
+
+Collectives send in a hierarchy: within a chip, within a slice, between slices (`_parts`). What
+shares links is sent one after another, other traffic in parallel. As scheduled, a collective that
+is in progress while the device computes hides behind that (`_exposed`). This is no simulation:
+messages do not collide, and latency counts once for each collective.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +103,7 @@ class Hidden:
 class _Transfer(NamedTuple):
     """What one collective sends over one kind of link."""
 
-    one: Collective
+    collective: Collective
     links: str
     bandwidth: float | None
     sent: float
@@ -99,13 +113,13 @@ class _Transfer(NamedTuple):
 def _transfers(
     collectives: Collectives, mesh: MeshDescription | None, hardware: Hardware
 ) -> Iterator[_Transfer]:
-    """What collectives send over each kind of link of a device, by mesh axes."""
+    """Yields what collectives send over each kind of link of a device, by mesh axes."""
     slices = () if mesh is None else {*mesh.coordinates.get("slice", ())}
     for axes in collectives.by_axes():
-        some = [one for one in collectives if one.axes == axes and one.bytes_sent]
+        group = [c for c in collectives if c.axes == axes and c.bytes_sent]
         route = _route(axes, mesh, hardware)
         # The compiler divides an all-reduce over an axis of two slices: within them, then between.
-        if any(x.group_size != route.devices and x.kind != "collective-permute" for x in some):
+        if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
             route = _UNKNOWN
         bandwidths: dict[str, float | None] = {
             route.links: hardware.interconnect_bandwidth,
@@ -116,82 +130,86 @@ def _transfers(
             bandwidths[route.links] = None  # perhaps the network
         elif route.torus:
             bandwidths[route.links] = route.num_links * hardware.link_bandwidth
-        parts = [_parts(one, route, mesh, hardware) for one in some]
+        parts = [_parts(collective, route, mesh, hardware) for collective in group]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
-            for one, part in zip(some, parts, strict=True):
+            for collective, part in zip(group, parts, strict=True):
                 sent, even = part[i]
                 seconds = bandwidth and even / bandwidth
                 if seconds is not None and links != _CHIP:
-                    seconds += (one.times or 1) * (hardware.latency or 0.0)
+                    seconds += (collective.times or 1) * (hardware.latency or 0.0)
                 if sent:
                     finite = None if bandwidth == math.inf else bandwidth
-                    yield _Transfer(one, links, finite, sent, seconds)
+                    yield _Transfer(collective, links, finite, sent, seconds)
 
 
 def _traffic(transfers: Iterable[_Transfer]) -> tuple[Traffic, ...]:
-    """The transfers over the same links and mesh axes together."""
-    groups: dict[tuple[MeshAxes, str, float | None], list[_Transfer]] = {}
-    for each in transfers:
-        groups.setdefault((each.one.axes, each.links, each.bandwidth), []).append(each)
+    """Sums transfers over the same links and mesh axes."""
+    groups: defaultdict[tuple[MeshAxes, str, float | None], list[_Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        groups[transfer.collective.axes, transfer.links, transfer.bandwidth].append(transfer)
     rows = []
-    for (axes, links, bandwidth), some in groups.items():
-        known = all_known(each.seconds for each in some)
-        sent = round(sum(each.sent for each in some))
+    for (axes, links, bandwidth), group in groups.items():
+        known = all_known(transfer.seconds for transfer in group)
+        sent = round(sum(transfer.sent for transfer in group))
         seconds = None if known is None else sum(known)
         rows.append(Traffic(axes, links, bandwidth, sent, seconds))
     return tuple(rows)
 
 
 def _hidden(transfers: Sequence[_Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
-    """What can hide behind compute; None if the time for something is unknown."""
-    times: dict[Collective, float] = {}
-    for each in transfers:
-        if each.seconds is None:
+    """Lists what can hide behind compute; None if the time for something is unknown."""
+    times: defaultdict[Collective, float] = defaultdict(float)
+    for transfer in transfers:
+        if transfer.seconds is None:
             return None
-        times[each.one] = times.get(each.one, 0.0) + each.seconds
+        times[transfer.collective] += transfer.seconds
     rows = []
-    for one, seconds in times.items():
-        by_rate = one.flops_beside / hardware.flops, one.bytes_beside / hardware.memory_bandwidth
-        if compute := (one.times or 1) * max(by_rate):
-            sent = one.total_bytes_sent
-            rows.append(Hidden(one.kind, one.of, sent, seconds, compute, one.beside))
+    for c, seconds in times.items():
+        by_rate = c.flops_beside / hardware.flops, c.bytes_beside / hardware.memory_bandwidth
+        if compute := (c.times or 1) * max(by_rate):
+            rows.append(Hidden(c.kind, c.of, c.total_bytes_sent, seconds, compute, c.beside))
     return tuple(rows)
 
 
 def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None:
-    """The seconds in which a device waits for collectives that end too late, as scheduled."""
-    computations: dict[str, dict[Collective, list[_Transfer]]] = {}
-    for each in transfers:
-        if each.seconds is None:
+    """Sums the seconds in which a device waits for collectives that end too late, as scheduled.
+
+    The compute of each computation is replayed from one start or end of a collective to the next.
+    A start puts its transfers behind those on the same links; at an end the device waits for them.
+    """
+    computations: defaultdict[str, defaultdict[Collective, list[_Transfer]]]
+    computations = defaultdict(lambda: defaultdict(list))
+    for transfer in transfers:
+        if transfer.seconds is None:
             return None
-        some = computations.setdefault(each.one.scheduled_in, {})
-        some.setdefault(each.one, []).append(each)
+        collective = transfer.collective
+        computations[collective.scheduled_in][collective].append(transfer)
     total = 0.0
-    for some in computations.values():
-        events = []
-        for number, one in enumerate(some):
-            at = one.flops_before, one.bytes_before
-            end = at[0] + one.flops_beside, at[1] + one.bytes_beside
-            events += [(at, number, False, one), (end, number, True, one)]
-        now, here = 0.0, (0, 0)
+    for group in computations.values():
+        events = []  # by the flops and bytes done before them; for ties, in the order of HLO
+        for number, c in enumerate(group):
+            start = c.flops_before, c.bytes_before
+            end = start[0] + c.flops_beside, start[1] + c.bytes_beside
+            events += [(start, number, False, c), (end, number, True, c)]
+        now, done = 0.0, (0, 0)
         ends, free = dict[Collective, float](), defaultdict[str, float](float)
-        for place, _, is_end, one in sorted(events, key=lambda event: event[:3]):
-            flops, accessed = place[0] - here[0], place[1] - here[1]
+        for position, _, is_end, c in sorted(events, key=lambda event: event[:3]):
+            flops, accessed = position[0] - done[0], position[1] - done[1]
             now += max(flops / hardware.flops, accessed / hardware.memory_bandwidth)
-            here, times = place, one.times or 1
+            done, times = position, c.times or 1
             if is_end:
-                total += times * max(ends[one] - now, 0.0)
-                now = max(ends[one], now)
+                total += times * max(ends[c] - now, 0.0)
+                now = max(ends[c], now)
                 continue
-            ends[one] = now
-            for part in some[one]:
-                start = max(ends[one], free[part.links])
-                ends[one] = free[part.links] = start + (part.seconds or 0.0) / times
+            ends[c] = now
+            for transfer in group[c]:
+                begin = max(ends[c], free[transfer.links])
+                ends[c] = free[transfer.links] = begin + (transfer.seconds or 0.0) / times
     return total
 
 
 def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
-    """The time for all traffic, if known: in sequence over the same links, else in parallel."""
+    """Returns the time for all traffic: in sequence over the same links, else in parallel."""
     times: defaultdict[str, float] = defaultdict(float)
     sent = 0
     for row in traffic:
@@ -207,56 +225,65 @@ def _network(hardware: Hardware) -> str:
 
 
 def _parts(
-    one: Collective, route: _Route, mesh: MeshDescription | None, hardware: Hardware
+    collective: Collective, route: _Route, mesh: MeshDescription | None, hardware: Hardware
 ) -> list[tuple[float, float]]:
-    """The bytes, as they are and as if spread evenly, within the slice, between, within a chip."""
-    # What several devices of a slice or chip need enters it once, which is a lower bound.
+    """Divides the bytes of a collective into those within the slice, between slices, and in a chip.
+
+    Each is given as it is, and as it would be if spread evenly over the links, for the time. What
+    several devices of a slice or chip need enters it once, which is a lower bound.
+    """
     devices, chips, slices = route[1:4]
-    others, sent, factor = devices - 1, one.total_bytes_sent, 1.0
-    if one.kind == "collective-permute":
-        shares = np.eye(3)[1 if slices > 1 else 0 if chips > 1 else 2] * others
+    others, sent, uneven = devices - 1, collective.total_bytes_sent, 1.0
+    if collective.kind == "collective-permute":
+        level = 1 if slices > 1 else 0 if chips > 1 else 2
+        shares = np.eye(3)[level] * others
         if route.torus and mesh is not None:
-            factor = route.num_links * _most_messages(one.pairs, mesh, hardware)
-    elif one.kind == "all-to-all":  # no two devices need the same data
+            uneven = route.num_links * _most_messages(collective.pairs, mesh, hardware)
+    elif collective.kind == "all-to-all":  # no two devices need the same data
         slice_, chip = devices // slices, devices // chips
         shares = np.array([slice_ - chip, devices - slice_, chip - 1])
         if route.torus and shares[0]:  # half of all bytes in a line or ring cross its middle
             crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
-            factor = crossing * route.num_links * slice_ / shares[0]
+            uneven = crossing * route.num_links * slice_ / shares[0]
     else:
         shares = np.array([chips - slices, slices - 1, devices - chips])
-        if one.kind == "all-reduce" and route.is_open and shares[0]:
-            factor = chips / (chips - slices) / 2  # an end sends its addends, and receives the sums
-    parts = [float(sent * share / others) for share in shares]
-    return [(parts[0], parts[0] * factor), *((part, part) for part in parts[1:])]
+        if collective.kind == "all-reduce" and route.is_open and shares[0]:
+            # An end of a line sends its addends, and receives the sums.
+            uneven = chips / (chips - slices) / 2
+    within, between, in_chip = (float(sent * share / others) for share in shares)
+    return [(within, within * uneven), (between, between), (in_chip, in_chip)]
 
 
 def _most_messages(
     pairs: Iterable[tuple[int, ...]], mesh: MeshDescription, hardware: Hardware
 ) -> float:
-    """The most messages over one link for each device of a chip, on shortest paths in x, y, z."""
+    """Counts the messages over the busiest link, for each device of a chip.
+
+    Messages take shortest paths, first in x, then in y, then in z; if both ways around a ring are
+    shortest, half of the message takes each.
+    """
     zeros = [0] * math.prod(mesh.axes.values())
-    places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])
+    places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])  # (3, devices)
     extents = [int(extent) + 1 for extent in np.ptp(places, axis=1)]
-    load: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    load: defaultdict[tuple[int, ...], float] = defaultdict(float)  # by dimension, step and place
     for source, target in pairs:
-        here, end = places[:, source].tolist(), places[:, target].tolist()
+        place, end = places[:, source].tolist(), places[:, target].tolist()
         for i, size in enumerate(extents):
-            ahead = end[i] - here[i]
-            ways = {1: ahead, -1: -ahead}
+            ahead = end[i] - place[i]
+            hops_by_step = {1: ahead, -1: -ahead}
             if _is_closed(i, extents, hardware):
-                ways = {step: hops % size for step, hops in ways.items()}
-            least = min(hops for hops in ways.values() if hops >= 0)
-            shortest = [step for step, hops in ways.items() if hops == least]
+                hops_by_step = {step: hops % size for step, hops in hops_by_step.items()}
+            least = min(hops for hops in hops_by_step.values() if hops >= 0)
+            shortest = [step for step, hops in hops_by_step.items() if hops == least]
             for step, hop in itertools.product(shortest, range(least)):
-                at = (*here[:i], (here[i] + step * hop) % size, *here[i + 1 :])
-                load[i, step, *at] += 1 / len(shortest)
-            here[i] = end[i]
+                link = (*place[:i], (place[i] + step * hop) % size, *place[i + 1 :])
+                load[i, step, *link] += 1 / len(shortest)
+            place[i] = end[i]
     return max(load.values(), default=0) / len({*mesh.coordinates.get("core", [0])})
 
 
 def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> _Route:
-    """The links between the devices of a group over mesh axes; the worst if groups differ."""
+    """Finds the links between the devices of a group over mesh axes; the worst if groups differ."""
     if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
         return _UNKNOWN
     positions = np.arange(math.prod(mesh.axes.values())).reshape(*mesh.axes.values())
@@ -265,13 +292,15 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> 
     groups = np.moveaxis(positions, over, range(-len(over), 0)).reshape(-1, size)
     known = {name: np.array(column) for name, column in mesh.coordinates.items()}
     if hardware.torus_dimensions:
-        at = np.array([known.get(name, 0 * positions.ravel()) for name in ("slice", *"xyz")])
-        extents = [int(extent) + 1 for extent in np.ptp(at[1:], axis=1)]
+        zeros = 0 * positions.ravel()
+        places = np.array([known.get(name, zeros) for name in ("slice", *"xyz")])  # (4, devices)
+        extents = [int(extent) + 1 for extent in np.ptp(places[1:], axis=1)]
         fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
         if not known.keys() - {"slice"} or not fits:
             return _UNKNOWN
-        placed = np.moveaxis(at[:, groups], 1, 0)
-        shapes = np.unique(placed - placed.min(2, keepdims=True), axis=0)  # far fewer than groups
+        grouped = np.moveaxis(places[:, groups], 1, 0)  # (groups, 4, devices of a group)
+        # Up to translation there are far fewer shapes than groups.
+        shapes = np.unique(grouped - grouped.min(2, keepdims=True), axis=0)
         routes = {_torus_route(shape, extents, hardware) for shape in shapes}
         return min(routes, key=lambda route: (-route.slices, route.num_links))
     links = "NVLink" if hardware.domain else _UNKNOWN.links
@@ -279,22 +308,23 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> 
     if nodes is None or len(known) > 1:  # of no GPUs
         domain = hardware.domain or positions.size
         nodes = positions.ravel() // domain
-        links += f" (nodes of {domain} assumed)" * (positions.size > domain)
+        if positions.size > domain:
+            links += f" (nodes of {domain} assumed)"
     return _Route(links, size, size, max(len({*nodes[group].tolist()}) for group in groups))
 
 
 def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
-    """Whether links close a dimension to a ring: it is as long as a pod, or consists of cubes."""
+    """Tells whether links close a dimension to a ring: of a whole pod, or of whole cubes."""
     # https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
     if hardware.torus_dimensions == 2:
         return extents[dimension] == 16
     return all(extent % 4 == 0 for extent in extents)
 
 
-def _torus_route(at: np.ndarray, extents: Sequence[int], hardware: Hardware) -> _Route:
-    """The links between TPUs whose slices and coordinates are the rows of an array."""
+def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware) -> _Route:
+    """Finds the links between TPUs; the rows are their slices and coordinates."""
     torus, words, is_open = [], [], False
-    for i, (name, column) in enumerate(zip("xyz", at[1:], strict=True)):
+    for i, (name, column) in enumerate(zip("xyz", places[1:], strict=True)):
         values = np.unique(column)
         if (size := len(values)) < 2:
             continue
@@ -303,10 +333,10 @@ def _torus_route(at: np.ndarray, extents: Sequence[int], hardware: Hardware) -> 
         is_open |= not is_ring
         torus.append((size, (2 if is_ring else 1) / gap))
         shape = f"{'ring' if is_ring else 'line'} of {size}"
-        words.append(f"{name} ({shape}{f', {gap} apart' * (gap > 1)})")
-    chips, slices = len(np.unique(at, axis=1).T), len(np.unique(at[0]))
+        words.append(f"{name} ({shape}, {gap} apart)" if gap > 1 else f"{name} ({shape})")
+    chips, slices = len(np.unique(places, axis=1).T), len(np.unique(places[0]))
     links = f"ICI {' + '.join(words)}"
-    return _Route(links, at.shape[1], chips, slices, tuple(torus), is_open)
+    return _Route(links, places.shape[1], chips, slices, tuple(torus), is_open)
 
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
@@ -412,18 +442,18 @@ class Roofline(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self)
-        rows: list[Any] = []
-        for one in self.traffic:
-            speed = UNKNOWN if one.bandwidth is None else f"{count_text(one.bandwidth)}B/s"
-            figures = speed, bytes_text(one.bytes_sent), time_text(one.seconds)
-            rows.append((one.links, axes_text(one.axes), *figures))
+        rows: list[tuple[str, ...]] = []
+        for row in self.traffic:
+            speed = UNKNOWN if row.bandwidth is None else f"{count_text(row.bandwidth)}B/s"
+            figures = speed, bytes_text(row.bytes_sent), time_text(row.seconds)
+            rows.append((row.links, axes_text(row.axes), *figures))
         if rows:
             yield from ("", table(("links", "axes", "bandwidth", "sent", "time"), rows, numbers=3))
         rows = []
-        for each in self.hidden or ():
-            behind = ", ".join("/".join(name.split("/")[-2:]) for name in each.behind)
-            times = time_text(each.seconds), time_text(each.compute_s), f"{100 * each.share:.0f} %"
-            rows.append((each.kind, each.of, behind, *times))
+        for hidden in self.hidden or ():
+            behind = ", ".join("/".join(name.split("/")[-2:]) for name in hidden.behind)
+            times = time_text(hidden.seconds), time_text(hidden.compute_s)
+            rows.append((hidden.kind, hidden.of, behind, *times, f"{100 * hidden.share:.0f} %"))
         if rows:
             share = f"{100 * (self.hidden_share or 0):.0f} % of the bytes sent"
             yield from ("", text(f"{share} can hide behind compute, each collective alone:"))
@@ -446,7 +476,7 @@ def roofline_of(
     mesh: MeshDescription | None = None,
     platform: str | None = None,
 ) -> Roofline:
-    """The roofline of a program.
+    """Computes the roofline of a program.
 
     Args:
       cost: what one device does in one call; None if it is unknown.
@@ -477,8 +507,8 @@ def roofline_of(
         "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
     }
     busy = [
-        max(_compute_seconds(one, peak) or 0.0, one.bytes_accessed / peak.memory_bandwidth)
-        for one in (() if cost is None else cost.operations)
+        max(_compute_seconds(x, peak) or 0.0, x.bytes_accessed / peak.memory_bandwidth)
+        for x in (() if cost is None else cost.operations)
     ]
     known = all_known(times.values())
     return Roofline(
@@ -498,6 +528,7 @@ def roofline_of(
 
 
 def _compute_seconds(cost: Cost | Operation, peak: Hardware) -> float | None:
+    """Returns the time for all flops, those of 8-bit numbers at their own rates."""
     if cost.flops is None:
         return None
     int8, fp8 = cost.int8_flops or 0.0, cost.fp8_flops or 0.0

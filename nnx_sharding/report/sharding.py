@@ -1,4 +1,9 @@
-"""A sharding applied to a model: rule, spec and bytes of every array, and all problems."""
+"""A sharding applied to a model: rule, spec and bytes of every array, and all problems.
+
+It takes the decisions of the transforms one by one, so that what it reports is what a call does:
+for each location in the model the first rule whose filter matches (`_decisions`), then what of its
+spec fits each array there (`_fit`). Nothing is placed, and arrays may be abstract.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,13 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis import parameters
@@ -31,6 +36,8 @@ from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sh
 from ..specs.paths import Path, plain_key
 from ..specs.state_sharding import StateSharding, candidates
 from ..transforms.jit import jit
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +146,7 @@ class ShardingReport(Pictured):
 def check_sharding(
     model: Any,
     sharding: StateSharding,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     *,
     on_indivisible: OnIndivisible | None = None,
 ) -> ShardingReport:
@@ -184,45 +191,21 @@ def check_sharding(
     if mesh is None and any(isinstance(spec, PartitionSpec) for spec in sharding.shardings):
         raise NoMeshError("check_sharding: a PartitionSpec has no mesh. Pass mesh=...")
     flat = flatten(model)
-    rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
+    rules = tuple(_rule_text(sharding, rule) for rule in range(len(sharding.names)))
     action = on_indivisible or sharding.on_indivisible or "error"
-    rows: list[ShardingRow] = []
-    indivisible = []
-    fit = functools.cache(
-        functools.partial(_fit, mesh=mesh, action="drop" if action == "error" else action)
-    )
-    all_matches: list[list[int]] = []
-    keys: set[Any] = set()
-    for location, start, below, matches, subject in _decisions(flat, sharding):
-        all_matches.append(matches)
-        keys.update(below)
-        rule = matches[0] if matches else None
-        declared = None if rule is None else sharding.shardings[rule]
-        is_open = rule is None and needs_filter(location.slots, subject)
-        for path, array in parameters.arrays_at(flat, location, start):
-            present = getattr(array, "sharding", None)
-            if isinstance(array, np.ndarray) and _compat.is_array_like(array):
-                array = jax.typeof(array)  # with the dtype that it has on a device
-            is_placed = rule is not None and isinstance(present, NamedSharding)
-            note = None if rule is None else getattr(sharding.filters[rule], "note", None)
-            fitted = fit(present if is_placed and declared is None else declared, array.shape)
-            corrected = fitted.corrections and action == "error"
-            row = parameters.row_of(
-                ShardingRow,
-                path,
-                array,
-                fitted.sharding,
-                rule=rule,
-                rule_text=None if rule is None else rules[rule],
-                declared=declared,
-                why="no rule matches" if is_open else fitted.reasons or None,
-                is_fault=is_open or bool(fitted.problems or corrected),
-                reason=f"replicated: {math.prod(array.shape)} elements, {note}" if note else None,
-            )
+    # What is refused is shown with the part of its spec that fits.
+    shown: OnIndivisible = "drop" if action == "error" else action
+    # Layers that are alike have few specs and shapes.
+    fit = functools.cache(functools.partial(_fit, mesh=mesh, action=shown))
+    decisions = [*_decisions(flat, sharding)]
+    rows, indivisible = list[ShardingRow](), list[str]()
+    for decision in decisions:
+        for row, is_indivisible in _rows(flat, decision, sharding, fit, strict=action == "error"):
             rows.append(row)
-            if fitted.is_indivisible:
-                indivisible.append(path)
-    idle = shadowed(len(rules), all_matches)
+            if is_indivisible:
+                indivisible.append(row.path)
+    idle = shadowed(len(rules), [decision.matches for decision in decisions])
+    keys = {key for decision in decisions for key in decision.path_in_module}
     total = sum(row.bytes_total for row in rows)
     replicated = sum(row.bytes_total for row in rows if is_replicated(row))
     held = tuple(parameters.device_bytes(rows).values())
@@ -245,33 +228,80 @@ def check_sharding(
     )
 
 
-def _decisions(
-    flat: Flat, sharding: StateSharding
-) -> Iterator[tuple[Location, Path, Path, list[int], Any]]:
-    """The locations, their paths, the paths that rules see, and the rules that match them."""
+class _Decision(NamedTuple):
+    """What the rules say about a location in a model."""
+
+    location: Location
+    path: Path
+    path_in_module: Path  # that rules see: it starts at the module with the sharding
+    matches: list[int]  # the rules that match, of which the first decides
+    subject: Any  # what filters are given
+
+
+def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
+    """Yields what the rules say about each location, a shared one once."""
     structure = flat.structure
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
     for named in locate(structure, [split_argument("", sharding, None, structure.root)]):
         location = named.location
-        if location.slots not in seen:
-            seen.add(location.slots)
-            subject = named.subject(flat.objects, flat.leaves)
-            path = tuple(map(plain_key, (*named.part.keys, *location.path)))
-            for candidate in candidates(named.part.below, location.path):
-                below = tuple(map(plain_key, candidate))
-                matches = [number for number, matches in predicates if matches(below, subject)]
-                if matches:
-                    break
-            yield location, path, below, matches, subject
+        if location.slots in seen:
+            continue
+        seen.add(location.slots)
+        subject = named.subject(flat.objects, flat.leaves)
+        path = tuple(map(plain_key, (*named.part.keys, *location.path)))
+        # The paths that rules may see, of which the first with a match counts, else the last.
+        for candidate in candidates(named.part.below, location.path):
+            below = tuple(map(plain_key, candidate))
+            matches = [number for number, matches in predicates if matches(below, subject)]
+            if matches:
+                break
+        yield _Decision(location, path, below, matches, subject)
 
 
-def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:
-    """How a sharding fits a shape, with the final sharding: replicated where it cannot be used."""
+def _rows(
+    flat: Flat,
+    decision: _Decision,
+    sharding: StateSharding,
+    fit: Callable[[Any, tuple[int, ...]], Fit],
+    *,
+    strict: bool,
+) -> Iterator[tuple[ShardingRow, bool]]:
+    """Yields a row for each array at a location, and whether its spec does not divide it."""
+    rule = decision.matches[0] if decision.matches else None
+    declared = None if rule is None else sharding.shardings[rule]
+    is_open = rule is None and needs_filter(decision.location.slots, decision.subject)
+    note = None if rule is None else getattr(sharding.filters[rule], "note", None)
+    for path, array in parameters.arrays_at(flat, decision.location, decision.path):
+        present = getattr(array, "sharding", None)
+        if isinstance(array, np.ndarray) and _compat.is_array_like(array):
+            array = jax.typeof(array)  # with the dtype that it has on a device
+        # A rule with None leaves an array that is on a mesh where it is.
+        is_kept = rule is not None and declared is None and isinstance(present, NamedSharding)
+        fitted = fit(present if is_kept else declared, array.shape)
+        is_refused = bool(fitted.problems or (strict and fitted.corrections))
+        row = parameters.row_of(
+            ShardingRow,
+            path,
+            array,
+            fitted.sharding,
+            rule=rule,
+            rule_text=None if rule is None else _rule_text(sharding, rule),
+            declared=declared,
+            why="no rule matches" if is_open else fitted.reasons or None,
+            is_fault=is_open or is_refused,
+            reason=f"replicated: {math.prod(array.shape)} elements, {note}" if note else None,
+        )
+        yield row, fitted.is_indivisible
+
+
+@functools.lru_cache(maxsize=1024)  # layers that are alike have few specs and shapes
+def _fit(declared: Any, shape: tuple[int, ...], mesh: AnyMesh | None, action: OnIndivisible) -> Fit:
+    """Fits a sharding to a shape, with the final sharding: replicated where it cannot be used."""
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
     fit = fit_sharding(declared, mesh, shape, on_indivisible=action)
-    if isinstance(fit.sharding, PartitionSpec) and not fit.problems:
+    if isinstance(fit.sharding, PartitionSpec) and mesh is not None and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
         except ValueError as error:  # such as UNCONSTRAINED on Explicit axes
@@ -280,15 +310,15 @@ def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisi
 
 
 def is_replicated(row: parameters.ParameterRow) -> bool:
-    """Whether an array is replicated although there are several devices, or none is known."""
-    one = isinstance(row.sharding, NamedSharding) and row.num_devices == 1
-    return not one and (row.sharding is None or row.sharding.is_fully_replicated)
+    """Tells whether an array is replicated over several devices, or over unknown ones."""
+    is_on_one = isinstance(row.sharding, NamedSharding) and row.num_devices == 1
+    return not is_on_one and (row.sharding is None or row.sharding.is_fully_replicated)
 
 
 def _rule_warnings(
     sharding: StateSharding, rules: Sequence[str], idle: Mapping[int, Any], keys: set[Any]
 ) -> Iterator[str]:
-    """Rules without effect, except a catch-all and exact paths, which may be of another model."""
+    """Yields rules without effect, but no catch-all and no exact paths, which are for any model."""
     for number, by in idle.items():
         filter_ = sharding.filters[number]
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
@@ -296,6 +326,10 @@ def _rule_warnings(
         earlier = f"only what rule {', '.join(map(str, by))} before it matches"
         nothing = f"nothing{misspelt(filter_, keys)}"
         yield f"rule {number}, {rules[number]}, matches {earlier if by else nothing}"
+
+
+def _rule_text(sharding: StateSharding, rule: int) -> str:
+    return _ADDRESS.sub("", sharding.names[rule])
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, different in each process
@@ -308,7 +342,7 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """A form of what is not data that is the same in each process; for a sharding, its spec."""
+    """Returns data for what is none, the same in each process: of a sharding its spec."""
     value = value.spec if isinstance(value, NamedSharding) else value
     return value if isinstance(value, PartitionSpec) else _ADDRESS.sub("", str(value))
 
