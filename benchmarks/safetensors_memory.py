@@ -8,10 +8,14 @@ before, as a multiple of the bytes that it holds of the model. Linux only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
+import time
+from collections.abc import Iterator
+from typing import Any
 
-from benchmarks.checkpoints import Model, held, measured, shared_folder, warm_up
+from benchmarks.checkpoints import Model, held, read_status, reset_peak, shared_folder, warm_up
 
 import jax  # isort: skip  (after the number of its devices is set)
 from flax import nnx
@@ -43,18 +47,28 @@ def main() -> None:
         warm_up(folder / "small", mesh)
         model = sharded_init(make, StateSharding({...: SPECS["rows"]}), mesh)
         jax.block_until_ready(nnx.state(model))
-        with measured("save", functools.partial(held, model)):
+        with measured("save", model):
             save_safetensors(folder / "model", model, RULES["as stored"])
         del model
         for way, rules in RULES.items():
             for name, spec in SPECS.items():
                 onto = square if name == "both" else mesh
                 target = abstract_init(make, StateSharding({...: spec}), onto)
-                with measured(f"{way}, {name}", functools.partial(held, target)):
+                with measured(f"{way}, {name}", target):
                     load_safetensors(folder / "model", target, rules)
                 del target
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("all files are read")
+
+
+@contextlib.contextmanager
+def measured(name: str, model: Any) -> Iterator[None]:
+    """Prints the time of a block, and its peak memory as a multiple of what it holds of a model."""
+    size, before, started = held(model), reset_peak(), time.perf_counter()
+    yield
+    seconds = time.perf_counter() - started
+    peak = (read_status("VmHWM") - before) / size
+    print(f"{name:25} {seconds:6.2f} s  peak {peak:.2f} ×", flush=True)
 
 
 if __name__ == "__main__":

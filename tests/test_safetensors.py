@@ -23,7 +23,9 @@ from jax.sharding import PartitionSpec as P
 from models import mesh_of
 from nnx_sharding import StateSharding, stack
 from nnx_sharding.checkpoint import Tensor, load_safetensors, save_safetensors
-from nnx_sharding.checkpoint.tensor_files import Elements, create, stored_tensors
+from nnx_sharding.checkpoint import safetensors as implementation
+from nnx_sharding.checkpoint.tensor_files import _read_into as read_into
+from nnx_sharding.checkpoint.tensor_files import create, read_box, stored_tensors, write_box
 from nnx_sharding.cli.main import main
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init
@@ -32,6 +34,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 MESH = mesh_of((2, 4), ("data", "model"))
 EMBED, HEADS, KV, DIM, LAYERS = 16, 8, 4, 6, 3
+FILES = "nnx_sharding.checkpoint.tensor_files"
 WORKERS = Path(__file__).with_name("processes")
 RNG = np.random.default_rng(0)
 
@@ -283,15 +286,19 @@ class DimensionsTest(TestCase):
             wanted.append((first, data.draw(st.integers(first + 1, size))))
         stored = stored_tensors("test", path)["w"]
         box = array[tuple(slice(*bounds) for bounds in wanted)]
-        inside, elements = placement.elements(wanted)
-        assert box[inside].shape == box.shape
-        found = np.empty(box.shape, data.draw(st.sampled_from(["int32", "int64"])))
-        with path.open("rb") as file:
-            elements.read(file, stored, found)
+        parts = list(placement.parts(wanted))
+        found = np.full(box.shape, -1, data.draw(st.sampled_from(["int32", "int64"])))
+        short = data.draw(st.sampled_from([1, 16, 256]))
+        with path.open("rb") as file, mock.patch(f"{FILES}._SHORT", short):
+            for part in parts:
+                view = part.view(found)
+                view[...] = read_box(file, stored, part.box).reshape(view.shape)
         np.testing.assert_array_equal(found, box)
+        assert sum(math.prod(part.box.shape) for part in parts) == box.size
         create(path, {"w": tensor})
         with path.open("r+b") as file:
-            elements.write(file, stored_tensors("test", path)["w"], box + 1)
+            for part in parts:
+                write_box(file, stored_tensors("test", path)["w"], part.box, part.view(box + 1))
         changed = np.isin(tensor, box)
         read = safetensors.load_file(path)["w"]
         np.testing.assert_array_equal(read, np.where(changed, tensor + 1, 0))
@@ -377,6 +384,33 @@ class DtypesTest(TestCase):
                 increment = jax.jit(lambda x: x + 1, donate_argnums=0)
                 for shard in increment(increment(array)).addressable_shards:
                     np.testing.assert_allclose(shard.data, x[shard.index] + 2, rtol=1e-6)
+
+    def test_only_the_bytes_of_the_shards_are_read(self):
+        """Of column shards, too: each element once, and not for each of several devices."""
+        x = numbers(64, 2048)
+        path, read = self.write({"w": x}), []
+
+        def counting(file, memory):
+            read.append(len(memory))
+            return read_into(file, memory)
+
+        for spec in P(None, "model"), P("data", "model"), P("data"):
+            sharding = jax.NamedSharding(MESH, spec)
+            model = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)))
+            with mock.patch(f"{FILES}._read_into", counting):
+                load_safetensors(path, model, {"w": "w"})
+            assert sum(read) == x.nbytes, spec
+            read.clear()
+
+    def test_short_runs_are_read_together(self):
+        """Of every second number, those between are read, too, instead of each alone."""
+        x = numbers(32, 64)
+        rule = Tensor("w", "a (b two) -> a b", two=2, take={"two": 1})
+        model, reads = zeros(w=(32, 32)), mock.Mock(side_effect=read_into)
+        with mock.patch(f"{FILES}._read_into", reads):
+            load_safetensors(self.write({"w": x}), model, {"w": rule})
+        np.testing.assert_array_equal(model.w[...], x[:, 1::2])
+        assert reads.call_count <= 32
 
     def test_empty_and_scalar(self):
         tensors = {"e": np.zeros((0, 3), np.float32), "s": np.array(2.5, np.float32)}
@@ -628,8 +662,8 @@ class ErrorTest(TestCase):
         for old, new in itertools.product((256, 512, 10**9), repeat=2):
             folder = self.folder / f"{old}-{new}"
             save_safetensors(folder, model(1), rules, max_shard_size=old)
-            for fault in ((type(epath.Path()), "write_text"), (Elements, "write")):
-                if new == 10**9 and fault[0] is not Elements:
+            for fault in ((type(epath.Path()), "write_text"), (implementation, "write_box")):
+                if new == 10**9 and fault[0] is not implementation:
                     continue  # no index
                 full = mock.patch.object(*fault, side_effect=OSError(28, "No space left on device"))
                 with full, self.assertRaisesRegex(CheckpointError, "No space left"):

@@ -1,9 +1,18 @@
-"""Checksums of arrays, which do not depend on their shardings."""
+"""Checksums of arrays, which do not depend on their shardings.
+
+Orbax stores checksums of its own metadata, but none of the values of arrays: of 59 checkpoints in
+each of which one bit of the values was flipped, it restored 59, with wrong numbers. So a checkpoint
+has a checksum of each array in its manifest.
+
+The checksum is a sum modulo 2³² of a hash of each 32-bit word and its position. A sum needs no
+order, so each device can hash its own shard wherever it is, and only the sums are communicated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,60 +22,67 @@ from jax import lax
 from ..core.place import finish_on_cpu
 from .names import is_key
 
+# An array, a PRNG key or a number.
+Value: TypeAlias = Any
+
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.
 _SMALL = 1 << 16
 
 
-def checksums(arrays: Sequence[Any]) -> list[int | None]:
-    """The checksum of each array, PRNG key or number, modulo 2³².
+def checksums(arrays: Sequence[Value]) -> list[int | None]:
+    """Returns the checksum of each array; None for one of which this process holds no shard.
 
-    It is the sum of a hash of each 32-bit word with its position. Large arrays are summed on their
-    devices. None for an array of which this process holds no shard.
+    Large arrays are summed on their devices, all at once.
     """
     sums = [_sum(jax.random.key_data(x) if is_key(x) else x) for x in arrays]
     return [None if total is None else int(total) for total in jax.device_get(sums)]
 
 
-def _sum(x: Any) -> Any:
-    """The checksum of one array, as a number or as an array that is still being computed."""
+def _sum(x: Value) -> jax.Array | np.uint32 | None:
+    """Returns the checksum of one array, which may still be computed when this returns."""
     if isinstance(x, jax.Array):
-        x = _local(x) if x.is_fully_replicated else x  # one copy is enough
+        if x.is_fully_replicated:  # one copy is enough
+            x = _local(x)
         if x is None:
             return None
         if x.nbytes > _SMALL or not x.is_fully_addressable:
-            [total] = finish_on_cpu([_on_devices(x)])
-            return _local(total)
+            [device_total] = finish_on_cpu([_on_devices(x)])
+            return _local(device_total)
     words = _words(np.atleast_1d(x), np)
     index = np.arange(words.size, dtype=np.uint32).reshape(words.shape)
     with np.errstate(over="ignore"):
-        return np.sum(_mixed(words, index), dtype=np.uint32)
+        host_total: np.uint32 = np.sum(_mixed(words, index), dtype=np.uint32)
+    return host_total
 
 
-def _local(x: jax.Array) -> Any:
+def _local(x: jax.Array) -> jax.Array | None:
+    """Returns the first shard of this process; None if it has none."""
     shards = x.addressable_shards
     return shards[0].data if shards else None
 
 
 @jax.jit
 def _on_devices(x: jax.Array) -> jax.Array:
+    """Returns the checksum of a sharded array, as a replicated number."""
     words = _words(x, jnp)
-    index = jnp.uint32(0)
-    for axis, size in enumerate(words.shape):  # unlike a reshaped arange, this is never replicated
+    index = jnp.uint32(0)  # of each word in the array, in row-major order
+    # The compiler shards iotas like the words; it would replicate a reshaped arange.
+    for axis, size in enumerate(words.shape):
         along = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         index = index * jnp.uint32(size % 2**32) + along
     return jnp.sum(_mixed(words, index), dtype=jnp.uint32)
 
 
-def _mixed(words: Any, index: Any) -> Any:
-    """A hash of each word with its index, one to one in the word, by the steps of MurmurHash3."""
+def _mixed(words: Any, index: Any) -> Any:  # np.ndarray or jax.Array, of uint32
+    """Returns a hash of each word and its index, one to one in the word, as MurmurHash3 ends."""
     x = words ^ (index * np.uint32(0x9E3779B9))
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
 
 
-def _words(x: Any, numpy: Any) -> Any:
-    """The bits of an array as 32-bit words; numbers of fewer bits are one word each."""
+def _words(x: Any, numpy: ModuleType) -> Any:  # np.ndarray or jax.Array, as numpy says
+    """Returns the bits of an array as 32-bit words; numbers of fewer bits are one word each."""
     if x.dtype == np.bool_:
         return x.astype(np.uint32)
     if x.dtype.kind == "c":
@@ -75,7 +91,6 @@ def _words(x: Any, numpy: Any) -> Any:
     if (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits < 8:
         x = x.astype(np.float32 if is_float else np.int32)
     word = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
-    is_host = numpy is np
-    return (
-        np.ascontiguousarray(x).view(word) if is_host else lax.bitcast_convert_type(x, word)
-    ).astype(np.uint32)
+    if numpy is np:
+        return np.ascontiguousarray(x).view(word).astype(np.uint32)
+    return lax.bitcast_convert_type(x, word).astype(np.uint32)

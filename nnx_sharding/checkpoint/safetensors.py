@@ -22,12 +22,12 @@ from .. import _compat
 from ..core.constrain import sharding_of
 from ..core.flatten import flatten
 from ..core.interrupts import deferred
-from ..core.place import place_arrays
+from ..core.place import out_of_range, place_arrays
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import unsummed
 from .names import NamedArray, filled, is_reference, named_arrays, present_sharding, selected
-from .stored import as_folder, together
+from .stored import FilePath, as_folder, together
 from .tensor_files import (
     INDEX_FILE,
     MODEL_FILE,
@@ -37,7 +37,10 @@ from .tensor_files import (
     StoredTensor,
     create,
     empty,
+    open_file,
+    read_box,
     stored_tensors,
+    write_box,
 )
 from .tensor_rules import Placement, Rule, Rules, matched, names_of_array, read_rules
 
@@ -117,7 +120,7 @@ def load_safetensors(
     values, overflows = [], []
     with contextlib.ExitStack() as stack:
         used = {tensor.file for pairs in parts.values() for _, tensor in pairs}
-        files = {file: stack.enter_context(file.open("rb")) for file in used}
+        files = {file: stack.enter_context(open_file(file)) for file in used}
         advance = stack.enter_context(progress(_LOAD, len(arrays)))
         for array_path, array in arrays.items():
             misfits: set[str] = set()
@@ -176,17 +179,42 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], misfits: set
 
 
 def _read(
-    leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], bounds: Region, misfits: set[str]
-) -> Any:
-    """The values of a region of an array."""
+    leaf: Any, parts: Parts, files: Mapping[FilePath, BinaryIO], bounds: Region, misfits: set[str]
+) -> np.ndarray[Any, Any]:
+    """Returns the values of a region of an array."""
     result = empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
-        for part, box in _chunks(result, bounds):
-            if found := placement.elements(part):
-                inside, elements = found
-                if not elements.read(files[tensor.file], tensor, box[(..., *inside)]):
+        for chunk_bounds, chunk in _chunks(result, bounds):
+            for part in placement.parts(chunk_bounds):
+                target = part.view(chunk)
+                is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
+                out = target if is_alike else None
+                values = read_box(files[tensor.file], tensor, part.box, out)
+                if np.may_share_memory(values, target):
+                    continue
+                values = values.reshape(target.shape)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    target[...] = values
+                if not _fits(values, target):
                     misfits.add(str(tensor.dtype))
     return result
+
+
+def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool:
+    """Whether converting numbers wrapped no integer and made nothing infinite or NaN."""
+    old, new = values.dtype, converted.dtype
+    if not values.size or old == new:
+        return True
+    if jnp.issubdtype(new, jnp.integer):
+        return not out_of_range(values, new)
+    if _largest(old) <= 1.01 * _largest(new):  # float32 as bfloat16, too
+        return True
+    return int(np.isfinite(converted).sum()) == int(np.isfinite(values).sum())
+
+
+def _largest(dtype: np.dtype[Any]) -> float:
+    limits: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+    return float(limits.max)
 
 
 def _chunks(data: Any, bounds: Region) -> Iterator[tuple[Region, Any]]:
@@ -382,9 +410,8 @@ def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement
     for placement, value in parts:
         for bounds, data in _shards(value):
             for part, box in _chunks(data, bounds):
-                if found := placement.elements(part):
-                    inside, elements = found
-                    elements.write(file, tensor, box[(..., *inside)])
+                for found in placement.parts(part):
+                    write_box(file, tensor, found.box, found.view(box))
 
 
 def _shards(value: Any) -> Iterable[tuple[Region, Any]]:

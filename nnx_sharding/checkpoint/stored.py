@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -25,6 +25,9 @@ from ..specs.fitting import unsummed
 from ..specs.paths import path_key, path_string
 from .checksums import checksums
 from .names import VALUE, Name, is_key
+
+# A path here or in a bucket. ``epath`` has no type stubs.
+FilePath: TypeAlias = Any
 
 MODEL, DATA = "model", "data"  # the items of a step of `Checkpoints`
 VERSION = 1  # of the manifest
@@ -123,8 +126,8 @@ def opened(caller: str, folder: Any) -> Stored:
         raise _damaged(caller, folder, first_line(error)) from error
 
 
-def as_folder(path: str | os.PathLike[str]) -> Any:
-    """A path as Orbax takes it: absolute, here or in a bucket, and what a link names."""
+def as_folder(path: str | os.PathLike[str]) -> FilePath:
+    """Returns a path as Orbax takes it: absolute, here or in a bucket, and what a link names."""
     text = os.fspath(path)
     return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 

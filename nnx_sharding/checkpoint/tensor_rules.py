@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import CheckpointError, by_kind, raise_listed
 from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
-from .tensor_files import Elements, Region
+from .tensor_files import Box, Region
 
 # The axes that each dimension is made of.
 Dimensions: TypeAlias = list[list[str]]
@@ -231,25 +231,75 @@ class Placement:
             region.append((axis.array_start * inner, (axis.array_start + axis.length) * inner))
         return region
 
-    def elements(self, wanted: Region) -> tuple[tuple[slice, ...], Elements] | None:
-        """Where in a region of the array the tensor is, and its elements there; None if nowhere."""
-        strides: dict[str, int] = {}
-        base, stride = 0, 1
-        for name in reversed(_names_in(self.left)):
-            strides[name] = stride
-            base += stride * self.axes[name].tensor_start
-            stride *= self.axes[name].tensor_size
-        slices, offsets = [], [np.array([base])]
+    def parts(self, wanted: Region) -> Iterator[Part]:
+        """Finds what a region of the array shares with the tensor, as boxes of the tensor."""
+        ranges: list[list[tuple[slice, Region]]] = []  # of each dimension of the array
         for names, (first, last), (start, end) in zip(self.right, self.region, wanted, strict=True):
-            low, high = max(first, start), min(last, end)
-            if low >= high:
-                return None
             lengths = [self.axes[name].length for name in names]
-            indices = np.unravel_index(np.arange(low - first, high - first), lengths)
-            each = [i * strides.get(n, 0) for n, i in zip(names, indices, strict=True)]
-            offsets.append(np.sum(each, axis=0))
-            slices.append(slice(low - start, high - start))
-        return tuple(slices), Elements(offsets)
+            split = _split(max(first, start) - first, min(last, end) - first, lengths)
+            moved = first - start  # from the tensor's part of the dimension to the wanted one
+            ranges.append([(slice(a + moved, b + moved), parts) for a, b, parts in split])
+        left, right = _names_in(self.left), _names_in(self.right)
+        shared = [name for name in left if name in right]
+        order = [shared.index(name) for name in right if name in shared]
+        sizes = tuple(self.axes[name].tensor_size for name in left)
+        for chosen in itertools.product(*ranges):
+            inside = dict(zip(right, itertools.chain(*(parts for _, parts in chosen)), strict=True))
+            box = []
+            for name in left:
+                first, last = inside.get(name, (0, 1))  # an axis of the tensor alone is an index
+                start = self.axes[name].tensor_start
+                box.append((start + first, start + last))
+            lengths = [inside[name][1] - inside[name][0] for name in shared]
+            yield Part(tuple(place for place, _ in chosen), Box(sizes, box), lengths, order)
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and where its elements are in a region of an array."""
+
+    place: tuple[slice, ...]  # in the region
+    box: Box
+    lengths: Sequence[int]  # of the axes that tensor and array have, in the order of the tensor
+    order: Sequence[int]  # of these axes in the array
+
+    def view(self, region: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns the values of a region of the array at this place, in the order of the tensor.
+
+        It is a view, of shape ``lengths``: splitting and transposing dimensions copies nothing.
+        """
+        lengths = [self.lengths[axis] for axis in self.order]
+        place: Any = (*self.place, ...)  # the ellipsis keeps an array without dimensions an array
+        view: np.ndarray[Any, Any] = region[place].reshape(lengths)
+        return view.transpose(np.argsort(self.order))
+
+
+def _split(first: int, last: int, lengths: Sequence[int]) -> list[tuple[int, int, Region]]:
+    """Splits a range of a dimension into parts that are a range of each of its axes.
+
+    A dimension of axes of 3 and 4 has the elements 2 to 11 in three parts: those of the first index
+    from 2 on, all of the second one, and those of the last one below 3. Each part is where it
+    begins and ends in the dimension, and the range of each axis.
+    """
+    if first >= last:
+        return []
+    if len(lengths) == 1:
+        return [(first, last, [(first, last)])]
+    _, *rest = lengths
+    inner = math.prod(rest)
+    parts: list[tuple[int, int, Region]] = []
+    while first < last:
+        index = first // inner
+        if first % inner == 0 and last - first >= inner:  # whole indices
+            stop = last // inner
+            end = stop * inner
+            parts.append((first, end, [(index, stop), *((0, n) for n in rest)]))
+        else:  # a part of one index
+            begin = index * inner
+            end = min(last, begin + inner)
+            for a, b, ranges in _split(first - begin, end - begin, rest):
+                parts.append((begin + a, begin + b, [(index, index + 1), *ranges]))
+        first = end
+    return parts
 
 
 def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
