@@ -1,4 +1,12 @@
-"""``load_safetensors`` and ``save_safetensors``: models in files like those of Hugging Face."""
+"""``load_safetensors`` and ``save_safetensors``: models in files like those of Hugging Face.
+
+    names of tensors ── tensor_rules, tensor_matching ──► placements of tensors in arrays
+    a shard's region ── tensor_layouts ──► boxes of tensors ── tensor_files ──► runs of bytes
+
+Loading, JAX asks for the region of each shard, and its boxes are read. Saving goes the same way in
+reverse: each process writes the boxes of its shards into files that all share. New files have a
+name of their own until all are complete, so an error leaves the old model.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -42,7 +50,9 @@ from .tensor_files import (
     stored_tensors,
     write_box,
 )
-from .tensor_rules import Placement, Rule, Rules, matched, names_of_array, read_rules
+from .tensor_layouts import Placement
+from .tensor_matching import match_tensors
+from .tensor_rules import Rule, Rules, names_of_array, read_rules
 
 _LOAD, _SAVE = "load_safetensors", "save_safetensors"
 
@@ -51,7 +61,10 @@ WEIGHTS = nnx.Not(nnx.RngState)
 
 _CHUNK = 2**24  # bytes
 
+# What fills an array: tensors, and where each belongs in it.
 Parts: TypeAlias = list[tuple[Placement, StoredTensor]]
+
+Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 
 
 @_compat.api_boundary
@@ -111,36 +124,50 @@ def load_safetensors(
     flat = flatten(model)
     everything = named_arrays(flat)
     arrays = _weights(_LOAD, everything, only)
-    matchers = read_rules(_LOAD, rules)
+    patterns = read_rules(_LOAD, rules)
     tensors = stored_tensors(_LOAD, path)
     head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
     leaves = {array_path: array.leaf for array_path, array in arrays.items()}
-    found = matched(head, matchers, tensors, leaves, {x.path for x in everything}, cast=cast)
-    parts = {key: [(place, tensors[name]) for place, name in x] for key, x in found.items()}
-    values, overflows = [], []
+    filled_by = match_tensors(
+        head, patterns, tensors, leaves, {array.path for array in everything}, cast=cast
+    )
+    parts = {
+        array_path: [(placement, tensors[name]) for placement, name in pairs]
+        for array_path, pairs in filled_by.items()
+    }
+    return filled(flat, _loaded_arrays(arrays, parts), _LOAD)
+
+
+def _loaded_arrays(
+    arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts]
+) -> list[tuple[NamedArray, Array]]:
+    """Reads all arrays; an error lists those whose numbers do not fit into the model's dtype."""
+    values: list[tuple[NamedArray, Array]] = []
+    overflows = []
     with contextlib.ExitStack() as stack:
         used = {tensor.file for pairs in parts.values() for _, tensor in pairs}
         files = {file: stack.enter_context(open_file(file)) for file in used}
         advance = stack.enter_context(progress(_LOAD, len(arrays)))
-        for array_path, array in arrays.items():
+        for path, array in arrays.items():
             misfits: set[str] = set()
-            values.append((array, _loaded(array.leaf, parts[array_path], files, misfits)))
-            dtypes = " and ".join(sorted(misfits))
-            overflows += [f"  {array_path}: {dtypes} as {array.leaf.dtype}"] * bool(misfits)
-            advance(array_path)
+            values.append((array, _loaded(array.leaf, parts[path], files, misfits)))
+            if misfits:
+                dtypes = " and ".join(sorted(misfits))
+                overflows.append(f"  {path}: {dtypes} as {array.leaf.dtype}")
+            advance(path)
     raise_listed(
         CheckpointError,
         f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:",
         overflows,
         "Use a larger dtype in the model.",
     )
-    return filled(flat, values, _LOAD)
+    return values
 
 
 def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[str, NamedArray]:
-    """The arrays that a filter selects, by path."""
+    """Returns the arrays that a filter selects, by path."""
 
-    def is_supported(leaf: Any) -> bool:
+    def is_supported(leaf: object) -> bool:
         return getattr(getattr(leaf, "dtype", None), "name", None) in NAMES
 
     what, remedy = "arrays of a dtype that safetensors supports", "Leave them out by only=..."
@@ -156,14 +183,16 @@ def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[s
     return arrays
 
 
-def _loaded(leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], misfits: set[str]) -> Any:
-    """The array that a leaf becomes, in its sharding; adds dtypes whose numbers do not fit."""
+def _loaded(
+    leaf: Any, parts: Parts, files: Mapping[FilePath, BinaryIO], misfits: set[str]
+) -> Array:
+    """Returns what a leaf becomes, in its sharding; adds dtypes whose numbers do not fit."""
 
     @functools.cache  # devices may hold the same shard
-    def read_once(bounds: Region) -> Any:
+    def read_once(bounds: Region) -> np.ndarray[Any, Any]:
         return _read(leaf, parts, files, bounds, misfits)
 
-    def read(index: Any) -> Any:
+    def read(index: Any) -> np.ndarray[Any, Any]:  # a tuple of slices
         pairs = zip(index, leaf.shape, strict=True)
         return read_once(tuple(part.indices(size)[:2] for part, size in pairs))
 
@@ -175,7 +204,8 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], misfits: set
         return jnp.asarray(read(everything))
     array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
     # Otherwise what is read for the next array would take memory simultaneously.
-    return place_arrays([array], [sharding])[0].block_until_ready()
+    placed: jax.Array = place_arrays([array], [sharding])[0].block_until_ready()
+    return placed
 
 
 def _read(
@@ -217,8 +247,10 @@ def _largest(dtype: np.dtype[Any]) -> float:
     return float(limits.max)
 
 
-def _chunks(data: Any, bounds: Region) -> Iterator[tuple[Region, Any]]:
-    """A region of an array in parts, so that converting or transposing takes little memory."""
+def _chunks(
+    data: np.ndarray[Any, Any], bounds: Region
+) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
+    """Splits a region of an array, so that converting or transposing it takes little memory."""
     count = -(-data.nbytes // _CHUNK)
     if count <= 1:
         yield bounds, data
@@ -269,55 +301,93 @@ def save_safetensors(
     Example:
       See :func:`load_safetensors`.
     """
-    folder, tensors = as_folder(path), dict[str, NewTensor]()
+    folder = as_folder(path)
     is_bucket = "://" in os.fspath(folder)
     if is_bucket and jax.process_count() > 1:
         raise ValueError(
             f"{_SAVE}: several processes cannot write one file of {folder}. Save to a file system "
             "that they share, and upload the files."
         )
+    tensors: dict[str, NewTensor] = {}
 
-    def name() -> None:
+    def name_tensors() -> None:
         arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors.update(_tensors(arrays, read_rules(_SAVE, rules)))
 
-    together(_SAVE, folder, name, everywhere=True)
-    files = _split(tensors, max_shard_size)
+    together(_SAVE, folder, name_tensors, everywhere=True)
+    # Objects in a bucket cannot be written in part.
+    place = tempfile.TemporaryDirectory() if is_bucket else contextlib.nullcontext(folder)
+    with progress(_SAVE, len(tensors)) as advance, place as local:
+        writer = _Writer(folder, as_folder(local), tensors, max_shard_size)
+        try:
+            together(_SAVE, folder, lambda: writer.create(overwrite=overwrite))
+            together(_SAVE, folder, lambda: writer.write(advance), everywhere=True)
+        except BaseException:
+            writer.discard()
+            raise
+        together(_SAVE, folder, writer.replace)
 
-    def begin() -> None:
+
+class _Writer:
+    """The new files of a model, which have names of their own until they are complete."""
+
+    def __init__(
+        self,
+        folder: FilePath,
+        local: FilePath,  # where files are written: the folder, or a temporary one for a bucket
+        tensors: Mapping[str, NewTensor],
+        max_shard_size: int,
+    ):
+        self._folder, self._local, self._tensors = folder, local, tensors
+        self._files = _split(tensors, max_shard_size)
+        self._made: list[FilePath] = []  # to delete after an error
+
+    def create(self, *, overwrite: bool) -> None:
+        """Creates the files without values, and the index; on the first process alone."""
+        folder, files = self._folder, self._files
         folder.mkdir(parents=True, exist_ok=True)
-        found = _model_files(folder) | {name for name in files if (folder / name).exists()}
-        if found and not overwrite:
-            listed = ", ".join(sorted(found))
+        present = _model_files(folder) | {name for name in files if (folder / name).exists()}
+        if present and not overwrite:
+            listed = ", ".join(sorted(present))
             raise CheckpointError(f"{_SAVE}: {folder} has {listed}; overwrite=True replaces it.")
-        made.extend(_unfinished(folder, name) for name in (*files, INDEX_FILE))
+        self._made = [_unfinished(folder, name) for name in (*files, INDEX_FILE)]
         for name, names in files.items():
-            create(_unfinished(local, name), {n: tensors[n] for n in names})
+            create(_unfinished(self._local, name), {n: self._tensors[n] for n in names})
         if len(files) > 1:
             index = {
-                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+                "metadata": {"total_size": sum(x.nbytes for x in self._tensors.values())},
                 "weight_map": {tensor: name for name, names in files.items() for tensor in names},
             }
             _unfinished(folder, INDEX_FILE).write_text(json.dumps(index, indent=2))
 
-    def write() -> None:
-        for name, names in files.items():
-            file = _unfinished(local, name)
+    def write(self, advance: Callable[[str], object]) -> None:
+        """Writes the values that this process has to write."""
+        for name, names in self._files.items():
+            file = _unfinished(self._local, name)
             stored = stored_tensors(_SAVE, file)
             with open(file, "r+b") as opened:
                 for tensor in names:
-                    _write(opened, stored[tensor], tensors[tensor].parts)
+                    _write(opened, stored[tensor], self._tensors[tensor].parts)
                     advance(tensor)
-            if is_bucket:
-                file.copy(_unfinished(folder, name), overwrite=True)
+            if self._local != self._folder:
+                file.copy(_unfinished(self._folder, name), overwrite=True)
                 file.unlink()
 
-    def finish() -> None:
-        old, new = _model_files(folder), [*files, *[INDEX_FILE] * (len(files) > 1)]
+    def discard(self) -> None:
+        """Deletes what this process has created."""
+        for file in self._made:
+            file.unlink(missing_ok=True)
+
+    def replace(self) -> None:
+        """Gives the new files their names, and deletes old ones that no longer belong there."""
+        folder, new = self._folder, list(self._files)
+        if len(new) > 1:
+            new.append(INDEX_FILE)  # the last: it makes the others a model
+        old = _model_files(folder)
         with deferred():
-            if not old.isdisjoint(files):
+            if not old.isdisjoint(self._files):
                 # Killed now, the folder has no index: better than one of old and of new tensors.
                 (folder / INDEX_FILE).unlink(missing_ok=True)
             for name in new:
@@ -325,27 +395,13 @@ def save_safetensors(
             for name in old.difference(new):
                 (folder / name).unlink(missing_ok=True)
 
-    made: list[Any] = []  # files to delete after an error
-    # Objects in a bucket cannot be written in part.
-    place = tempfile.TemporaryDirectory() if is_bucket else contextlib.nullcontext(folder)
-    with progress(_SAVE, len(tensors)) as advance, place as local_path:
-        local = as_folder(local_path)
-        try:
-            together(_SAVE, folder, begin)
-            together(_SAVE, folder, write, everywhere=True)
-        except BaseException:
-            for file in made:
-                file.unlink(missing_ok=True)
-            raise
-        together(_SAVE, folder, finish)
-
 
 class NewTensor(NamedTuple):
     """A tensor to write, and its parts."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    parts: list[tuple[Placement, Any]]
+    parts: list[tuple[Placement, Array]]
 
     @property
     def nbytes(self) -> int:
@@ -354,26 +410,32 @@ class NewTensor(NamedTuple):
 
 
 def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
-    """The tensors to write, by name."""
-    leaves = {p: x.leaf[...] if is_reference(x.leaf) else x.leaf for p, x in arrays.items()}
+    """Returns the tensors to write, by name."""
+    values: dict[str, Array] = {
+        path: array.leaf[...] if is_reference(array.leaf) else array.leaf
+        for path, array in arrays.items()
+    }
     tensors: dict[str, NewTensor] = {}
     unnamed = []
-    for path, value in leaves.items():
+    for path, value in values.items():
         try:
             for name, shape in names_of_array(rules, path, value.shape).items():
                 tensors.setdefault(name, NewTensor(shape, np.dtype(value.dtype), []))
         except ValueError as error:
             unnamed.append(f"  {path}, shape {value.shape}: {error}")
     raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
-    head, nouns = f"{_SAVE}: the arrays do not fit the tensors of the rules.", ("array", "tensor")
-    found = matched(head, rules, tensors, leaves, leaves, reverse=True, nouns=nouns)
-    for name, pairs in found.items():
-        tensors[name].parts.extend((place.inverse(name), leaves[path]) for place, path in pairs)
+    head = f"{_SAVE}: the arrays do not fit the tensors of the rules."
+    filled_by = match_tensors(
+        head, rules, tensors, values, values, reverse=True, nouns=("array", "tensor")
+    )
+    for name, pairs in filled_by.items():
+        # A placement of the array in the tensor; what is written is looked up by regions of arrays.
+        tensors[name].parts.extend((place.inverse(name), values[path]) for place, path in pairs)
     return tensors
 
 
 def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> dict[str, list[str]]:
-    """The names of the tensors in each file."""
+    """Returns the names of the tensors in each file."""
     groups: list[list[str]] = [[]]
     total = 0
     for name, tensor in tensors.items():
@@ -388,8 +450,8 @@ def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> dict[str, l
     return {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
-def _model_files(folder: Any) -> set[str]:
-    """The files of the model in a folder: the single one, or the index and those that it names."""
+def _model_files(folder: FilePath) -> set[str]:
+    """Finds the files of the model in a folder: the single one, or the index and what it names."""
     names = {name for name in (MODEL_FILE, INDEX_FILE) if (folder / name).exists()}
     if INDEX_FILE in names:
         try:
@@ -401,29 +463,30 @@ def _model_files(folder: Any) -> set[str]:
     return {name for name in names if (folder / name).is_file()}
 
 
-def _unfinished(folder: Any, name: str) -> Any:
+def _unfinished(folder: FilePath, name: str) -> FilePath:
+    """Returns the name of a file that is not complete, which no reader takes for one of a model."""
     return folder / f".{name}{UNFINISHED}"
 
 
-def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement, Any]]) -> None:
+def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement, Array]]) -> None:
     """Writes the parts of a tensor that this process holds."""
     for placement, value in parts:
         for bounds, data in _shards(value):
-            for part, box in _chunks(data, bounds):
-                for found in placement.parts(part):
-                    write_box(file, tensor, found.box, found.view(box))
+            for chunk_bounds, chunk in _chunks(data, bounds):
+                for part in placement.parts(chunk_bounds):
+                    write_box(file, tensor, part.box, part.view(chunk))
 
 
-def _shards(value: Any) -> Iterable[tuple[Region, Any]]:
-    """The regions of an array that this process writes, with their values."""
+def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
+    """Yields the regions of an array that this process writes, with their values."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     if not is_global and jax.process_index() != 0:
-        return
+        return  # all processes have the same array, and the first one writes it
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)
         return
-    value = place_arrays([value], [unsummed(value.sharding)])[0]
-    for shard in value.addressable_shards:
+    summed: jax.Array = place_arrays([value], [unsummed(value.sharding)])[0]
+    for shard in summed.addressable_shards:
         if shard.replica_id == 0:
-            bounds = zip(shard.index, value.shape, strict=True)
+            bounds = zip(shard.index, summed.shape, strict=True)
             yield [index.indices(size)[:2] for index, size in bounds], np.asarray(shard.data)

@@ -64,8 +64,8 @@ class HasShape(Protocol):
         """The size of each dimension."""
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of its numbers."""
+    def dtype(self) -> np.dtype[Any] | str:
+        """The dtype of its numbers; the name in the file if NumPy has no such dtype."""
 
 
 class StoredTensor(NamedTuple):
@@ -154,9 +154,9 @@ def create(path: FilePath, tensors: Mapping[str, HasShape]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, x in tensors.items():
-        begin, end = end, end + math.prod(x.shape) * x.dtype.itemsize
-        entry = {"dtype": NAMES[x.dtype.name], "shape": x.shape, "data_offsets": (begin, end)}
-        header[name] = entry
+        dtype = jnp.dtype(x.dtype)
+        begin, end = end, end + math.prod(x.shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype.name], "shape": x.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight bytes
     with path.open("wb") as file:

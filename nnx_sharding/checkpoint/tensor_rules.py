@@ -1,4 +1,8 @@
-"""Where the tensors of a file belong in a model, and how their dimensions are arranged there."""
+"""The rules that users write: where the tensors of a file belong in a model, and how.
+
+``Rules.targets`` goes from the name of a tensor to arrays, to load; ``names_of_array`` goes from an
+array to names of tensors, to save. The second needs patterns that are names with groups.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,11 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax.numpy as jnp
-import numpy as np
-
-from ..errors import CheckpointError, by_kind, raise_listed
-from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
-from .tensor_files import Box, Region
-
-# The axes that each dimension is made of.
-Dimensions: TypeAlias = list[list[str]]
+from ..errors import raise_listed
+from .tensor_layouts import Axis, Dimensions, Placement, names_in
 
 _NAME, _INDEX = r"[A-Za-z_]\w*", r"\{\d+\}"
 
@@ -85,7 +82,7 @@ class Tensor:
         return hash((self.path, self.dimensions))
 
     def _faults(self) -> Iterator[str]:
-        """What is wrong; anything after the first of these may not make sense."""
+        """Says what is wrong; anything after the first of these may not make sense."""
         take, put, sizes = self.take, self.put, self.sizes
         if self.dimensions is None:
             if take or put or sizes:
@@ -96,7 +93,7 @@ class Tensor:
         form = rf"\s*(?:(?:{one}|\((?:\s*{_NAME})+\s*\))\s*)*"
         if len(sides) != 2 or not all(re.fullmatch(form, side) for side in sides):
             yield "expected dimensions such as '(h d) e -> e h d'"
-        left, right = (_names_in(side) for side in self.sides(0))
+        left, right = (names_in(side) for side in self.sides(0))
         if any(len(set(names)) < len(names) for names in (left, right)):
             yield "an axis is named twice on one side"
         if re.search(_INDEX, sides[0]):
@@ -119,7 +116,7 @@ class Tensor:
                 yield f"expected an index or a slice with start < stop, got {x!r}"
 
     def sides(self, rank: int) -> tuple[Dimensions, Dimensions]:
-        """The axes of each dimension of the tensor, and of an array of this rank."""
+        """Returns the axes of each dimension of the tensor, and of an array of this rank."""
         if self.dimensions is None:
             names = [[f"axis{i}"] for i in range(rank)]
             return names, names
@@ -130,7 +127,16 @@ class Tensor:
         return left, right
 
     def place(self, name: str, groups: Sequence[str], shape: Sequence[int]) -> Placement:
-        """The place of a tensor in an array; a ValueError if the dimensions do not fit."""
+        """Returns the place of a tensor in an array.
+
+        Args:
+          name: the name of the tensor.
+          groups: those of the pattern that matched it.
+          shape: that of the array.
+
+        Raises:
+          ValueError: the dimensions do not fit.
+        """
         left, right = self.sides(len(shape))
         if len(right) != len(shape):
             raise ValueError(f"{len(right)} dimensions in {self.dimensions!r}")
@@ -146,13 +152,14 @@ class Tensor:
                 raise ValueError(f"{size} is not {product_text}")
             for axis in names:
                 axes[axis] = self._axis(axis, known[axis] or size // product, groups)
-        for axis in _names_in(left):
+        for axis in names_in(left):
             if axis not in axes:
+                # The array lacks this axis: `take` has an index of it.
                 axes[axis] = Axis(self.sizes[axis], _bounds(self.take[axis])[0], 0, 0, 1)
         return Placement(name, left, right, axes)
 
     def _known(self, axis: str) -> int | None:
-        """The size of an axis in the array, if it is known without the array."""
+        """Returns the size of an axis in the array, if it is known without the array."""
         if axis in self.put or axis.startswith("{"):
             return None
         if axis in self.take:
@@ -161,6 +168,7 @@ class Tensor:
         return self.sizes.get(axis)
 
     def _axis(self, axis: str, size: int, groups: Sequence[str]) -> Axis:
+        """Returns an axis of this size in the array."""
         index = int(groups[int(axis[1:-1])]) if axis.startswith("{") else self.put.get(axis)
         start, end = (0, size) if index is None else _bounds(index)
         if end > size:
@@ -175,159 +183,9 @@ class Tensor:
         return Axis(0 if is_new else total, begin, size, start, end - start)
 
 
-def _bounds(x: Any) -> tuple[int, int]:
-    return (x, x + 1) if isinstance(x, int) else (x.start or 0, x.stop)
-
-
-def _names_in(dimensions: Dimensions) -> list[str]:
-    """The axes of all dimensions."""
-    return [*itertools.chain(*dimensions)]
-
-
-class Axis(NamedTuple):
-    """One axis: its size in the tensor and in the array, and the part that both have."""
-
-    tensor_size: int
-    tensor_start: int
-    array_size: int
-    array_start: int
-    length: int
-
-
-@dataclasses.dataclass
-class Placement:
-    """A tensor in an array of a certain shape."""
-
-    name: str
-    left: Dimensions
-    right: Dimensions
-    axes: Mapping[str, Axis]
-
-    def inverse(self, name: str) -> Placement:
-        """The place of the array in the tensor."""
-        swapped = {
-            axis: Axis(x.array_size, x.array_start, x.tensor_size, x.tensor_start, x.length)
-            for axis, x in self.axes.items()
-        }
-        return Placement(name, self.right, self.left, swapped)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the array is the tensor."""
-        whole = all(x.tensor_size == x.array_size == x.length for x in self.axes.values())
-        return whole and self.left == self.right
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """The shape that the tensor has to have."""
-        return tuple(math.prod(self.axes[n].tensor_size for n in names) for names in self.left)
-
-    @property
-    def region(self) -> list[tuple[int, int]]:
-        """The region of the array that the tensor fills."""
-        region = []
-        for first, *rest in self.right:
-            axis, inner = self.axes[first], math.prod(self.axes[n].array_size for n in rest)
-            region.append((axis.array_start * inner, (axis.array_start + axis.length) * inner))
-        return region
-
-    def parts(self, wanted: Region) -> Iterator[Part]:
-        """Finds what a region of the array shares with the tensor, as boxes of the tensor."""
-        ranges: list[list[tuple[slice, Region]]] = []  # of each dimension of the array
-        for names, (first, last), (start, end) in zip(self.right, self.region, wanted, strict=True):
-            lengths = [self.axes[name].length for name in names]
-            split = _split(max(first, start) - first, min(last, end) - first, lengths)
-            moved = first - start  # from the tensor's part of the dimension to the wanted one
-            ranges.append([(slice(a + moved, b + moved), parts) for a, b, parts in split])
-        left, right = _names_in(self.left), _names_in(self.right)
-        shared = [name for name in left if name in right]
-        order = [shared.index(name) for name in right if name in shared]
-        sizes = tuple(self.axes[name].tensor_size for name in left)
-        for chosen in itertools.product(*ranges):
-            inside = dict(zip(right, itertools.chain(*(parts for _, parts in chosen)), strict=True))
-            box = []
-            for name in left:
-                first, last = inside.get(name, (0, 1))  # an axis of the tensor alone is an index
-                start = self.axes[name].tensor_start
-                box.append((start + first, start + last))
-            lengths = [inside[name][1] - inside[name][0] for name in shared]
-            yield Part(tuple(place for place, _ in chosen), Box(sizes, box), lengths, order)
-
-
-class Part(NamedTuple):
-    """A box of a tensor, and where its elements are in a region of an array."""
-
-    place: tuple[slice, ...]  # in the region
-    box: Box
-    lengths: Sequence[int]  # of the axes that tensor and array have, in the order of the tensor
-    order: Sequence[int]  # of these axes in the array
-
-    def view(self, region: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Returns the values of a region of the array at this place, in the order of the tensor.
-
-        It is a view, of shape ``lengths``: splitting and transposing dimensions copies nothing.
-        """
-        lengths = [self.lengths[axis] for axis in self.order]
-        place: Any = (*self.place, ...)  # the ellipsis keeps an array without dimensions an array
-        view: np.ndarray[Any, Any] = region[place].reshape(lengths)
-        return view.transpose(np.argsort(self.order))
-
-
-def _split(first: int, last: int, lengths: Sequence[int]) -> list[tuple[int, int, Region]]:
-    """Splits a range of a dimension into parts that are a range of each of its axes.
-
-    A dimension of axes of 3 and 4 has the elements 2 to 11 in three parts: those of the first index
-    from 2 on, all of the second one, and those of the last one below 3. Each part is where it
-    begins and ends in the dimension, and the range of each axis.
-    """
-    if first >= last:
-        return []
-    if len(lengths) == 1:
-        return [(first, last, [(first, last)])]
-    _, *rest = lengths
-    inner = math.prod(rest)
-    parts: list[tuple[int, int, Region]] = []
-    while first < last:
-        index = first // inner
-        if first % inner == 0 and last - first >= inner:  # whole indices
-            stop = last // inner
-            end = stop * inner
-            parts.append((first, end, [(index, stop), *((0, n) for n in rest)]))
-        else:  # a part of one index
-            begin = index * inner
-            end = min(last, begin + inner)
-            for a, b, ranges in _split(first - begin, end - begin, rest):
-                parts.append((begin + a, begin + b, [(index, index + 1), *ranges]))
-        first = end
-    return parts
-
-
-def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
-    """The shape of an array and the regions of its tensors, by axes if all agree on these."""
-    axes = [[[p.axes[n] for n in names] for names in p.right] for p in placements]
-    flat = [[*itertools.chain(*each)] for each in axes]
-    if len({tuple(tuple(x.array_size for x in dim) for dim in each) for each in axes}) == 1:
-        regions = [[(x.array_start, x.array_start + x.length) for x in each] for each in flat]
-        return [x.array_size for x in flat[0]], regions
-    return [math.prod(x.array_size for x in dim) for dim in axes[0]], [p.region for p in placements]
-
-
-def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> list[str]:
-    """The parts of an array that no placement fills, or, with ``once``, more than one does."""
-    if not placements:
-        return [""]
-    shape, regions = boxes(placements)
-    edges = [sorted({0, n, *(e for r in regions for e in r[i])}) for i, n in enumerate(shape)]
-    count = np.zeros([len(each) - 1 for each in edges], np.int32)
-    for region in regions:
-        box = zip(edges, region, strict=True)
-        count[tuple(slice(each.index(first), each.index(last)) for each, (first, last) in box)] += 1
-    texts = []
-    for fault, what in ((count == 0, f"no {noun}"), ((count > 1) & once, f"several {noun}s")):
-        for index in np.argwhere(fault)[:1]:
-            bounds = (f"{each[i]}:{each[i + 1]}" for each, i in zip(edges, index, strict=True))
-            texts.append(f": {what} for [{', '.join(bounds)}]")
-    return texts
+def _bounds(part: slice | int) -> tuple[int, int]:
+    """Returns where a part of an axis, or one index of it, begins and ends."""
+    return (part, part + 1) if isinstance(part, int) else (part.start or 0, part.stop)
 
 
 # What a tensor becomes: an array by its path, one in another layout, several, or nothing.
@@ -352,7 +210,7 @@ class Rules(NamedTuple):
     pairs: Sequence[tuple[re.Pattern[str], Sequence[Tensor]]]
 
     def targets(self, name: str) -> list[Target] | None:
-        """The arrays that a tensor belongs to; None without a rule."""
+        """Returns the arrays that a tensor belongs to; None without a rule."""
         for pattern, tensors in self.pairs:
             if match := pattern.fullmatch(name):
                 groups = match.groups(default="")
@@ -361,10 +219,11 @@ class Rules(NamedTuple):
 
 
 def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
-    """The rules that a user wrote."""
+    """Compiles the rules that a user wrote; an error lists all that cannot be understood."""
     pairs, wrong, kinds = [], [], []
     for text, rule in rules.items():
-        several: Any = rule if isinstance(rule, list | tuple) else [rule] * (rule is not None)
+        several: Any = rule if isinstance(rule, list | tuple) else [rule]
+        several = [] if rule is None else several
         if not all(isinstance(each, str | Tensor) for each in several):
             kinds.append(f"  {text!r}: {rule!r}")
             continue
@@ -383,90 +242,21 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
     return Rules(pairs)
 
 
-def matched(
-    head: str,
-    rules: Rules,
-    tensors: Mapping[str, Any],
-    arrays: Mapping[str, Any],
-    everything: Collection[str],
-    *,
-    cast: bool = False,
-    reverse: bool = False,
-    nouns: tuple[str, str] = ("tensor", "array"),
-) -> dict[str, list[tuple[Placement, str]]]:
-    """What fills each array, or in reverse each tensor; an error lists all that does not fit.
-
-    Of ``tensors`` by name and ``arrays`` by path, shapes and dtypes count. Tensors of other paths
-    in ``everything`` are ignored. ``nouns`` are what is read and what is filled, for messages.
-    """
-    sources, goals = (arrays, tensors) if reverse else (tensors, arrays)
-    filled: dict[str, list[tuple[Placement, str]]] = {
-        name: [] for name in goals if not reverse or rules.targets(name) != []
-    }
-    used: dict[str, list[Placement]] = {path: [] for path in arrays}
-    unknown, shapes, dtypes, misfits = [], [], [], set()
-    kinds = (jnp.floating, jnp.integer) if cast else ()
-    near = suggestions(len(tensors))
-    for name, tensor in tensors.items():
-        targets = rules.targets(name)
-        if targets is None and not reverse:
-            unknown.append(f"  {name}: no rule matches")
-        for rule, path, groups in targets or ():
-            if path not in everything:
-                unknown.append(f"  {name}: no array {path}{near(path, everything)}")
-            if path not in arrays:
-                continue
-            leaf, where = arrays[path], f"  {name}, shape {tensor.shape}: {path}, shape"
-            goal, source = (name, path) if reverse else (path, name)
-            try:
-                placement = rule.place(name, groups, leaf.shape)
-            except ValueError as error:
-                misfits |= {goal, path}
-                shapes.append(f"{where} {leaf.shape}: {error}")
-                continue
-            used[path].append(placement)
-            filled[goal].append((placement.inverse(path) if reverse else placement, source))
-            if placement.tensor_shape != tensor.shape:
-                misfits |= {goal} if reverse else set()
-                shapes.append(f"{where} {leaf.shape} needs {placement.tensor_shape}")
-            elif not is_castable(sources[source].dtype, goals[goal].dtype, kinds):
-                here, there = (f"{x}: {y[x].dtype}" for x, y in ((source, sources), (goal, goals)))
-                dtypes.append(f"  {here}, {there}")
-    missing = [
-        f"  {name}, shape {goals[name].shape}{gap}"
-        for name, found in filled.items()
-        if name not in misfits or (found and not reverse)
-        for gap in gaps([placement for placement, _ in found], nouns[0])
-    ]
-    unknown += [
-        f"  {path}, shape {arrays[path].shape}{gap}"
-        for path, found in used.items()
-        if reverse and path not in misfits
-        for gap in gaps(found, nouns[1], once=False)
-    ]
-    one = ["an array" if noun == "array" else f"a {noun}" for noun in nouns]
-    problems = {
-        f"{nouns[1].capitalize()}s without {one[0]}": missing,
-        f"{nouns[0].capitalize()}s without {one[1]}": unknown,
-        "Of another shape": shapes,
-        OF_ANOTHER_DTYPE: dtypes,
-    }
-    raise_listed(CheckpointError, head, by_kind(problems))
-    return filled
-
-
 def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """The tensors that an array is written to, and their shapes; a ValueError if there are none."""
+    """Returns the tensors that an array is written to, and their shapes.
+
+    Raises:
+      ValueError: there are none, or no name can be made.
+    """
     names: dict[str, tuple[int, ...]] = {}
     kept: list[Placement] = []  # the first of each rule
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
-            found = list(_written(rules, pattern, tensor, path, shape))
-            pairs = (zip(found[0].region, x.region, strict=True) for x in kept if found)
+            placements = list(_written(rules, pattern, tensor, path, shape))
             # If the same array can be read from several names, the first is written.
-            if found and not any(all(a < d and c < b for (a, b), (c, d) in x) for x in pairs):
-                kept.append(found[0])
-                names |= {placement.name: placement.tensor_shape for placement in found}
+            if placements and not any(placements[0].overlaps(other) for other in kept):
+                kept.append(placements[0])
+                names |= {each.name: each.tensor_shape for each in placements}
     if not names:
         raise ValueError("no rule has this path")
     return names
@@ -475,22 +265,10 @@ def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> dict[str, t
 def _written(
     rules: Rules, pattern: re.Pattern[str], tensor: Tensor, path: str, shape: Sequence[int]
 ) -> Iterator[Placement]:
-    groups_of = (_GROUP.fullmatch(part) for part, *_ in _PART.findall(pattern.pattern))
-    texts = [each[1] for each in groups_of if each]
-    place = re.escape(tensor.path).replace(r"\{", "{").replace(r"\}", "}")
-    repeated: set[int] = set()
-
-    def group(match: re.Match[str]) -> str:
-        number = int(match[1])
-        if number in repeated:
-            return f"(?P=group{number})"
-        repeated.add(number)
-        return f"(?P<group{number}>{texts[number] if number < len(texts) else '.+'})"
-
-    found = re.fullmatch(re.sub(r"{(\d+)}", group, place), path)
-    if found is None:
+    """Finds the places in an array of all tensors that one rule makes of it, by their names."""
+    known = _groups_in_path(pattern, tensor, path)
+    if known is None:
         return
-    known = {int(name[5:]): value for name, value in found.groupdict().items()}
     right = tensor.sides(len(shape))[1]
     if len(right) != len(shape):
         raise ValueError(f"{len(right)} dimensions in {tensor.dimensions!r}")
@@ -508,8 +286,32 @@ def _written(
         yield tensor.place(name, [groups[i] for i in range(pattern.groups)], shape)
 
 
+def _groups_in_path(pattern: re.Pattern[str], tensor: Tensor, path: str) -> dict[int, str] | None:
+    """Returns the groups of a pattern that the path of an array shows; None if it has another path.
+
+    ``blocks/{0}/{1}`` becomes a pattern itself, in which each number is the group of the same
+    number of ``pattern``, and at later places what that group matched.
+    """
+    groups_of = (_GROUP.fullmatch(part) for part, *_ in _PART.findall(pattern.pattern))
+    texts = [each[1] for each in groups_of if each]
+    place = re.escape(tensor.path).replace(r"\{", "{").replace(r"\}", "}")
+    repeated: set[int] = set()
+
+    def group(match: re.Match[str]) -> str:
+        number = int(match[1])
+        if number in repeated:
+            return f"(?P=group{number})"
+        repeated.add(number)
+        return f"(?P<group{number}>{texts[number] if number < len(texts) else '.+'})"
+
+    match = re.fullmatch(re.sub(r"{(\d+)}", group, place), path)
+    if match is None:
+        return None
+    return {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
+
+
 def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:
-    """The name that a pattern matches with these groups."""
+    """Returns the name that a pattern matches with these groups."""
     parts = [part for part, *_ in _PART.findall(pattern.pattern) if part]
     is_plain = all(map(_GROUP.fullmatch, parts)) and not _PART.sub("", pattern.pattern)
     if not is_plain or set(groups) != set(range(pattern.groups)):

@@ -29,7 +29,9 @@ from ..checkpoint.names import (
 )
 from ..checkpoint.safetensors import WEIGHTS
 from ..checkpoint.tensor_files import Region
-from ..checkpoint.tensor_rules import Placement, Rule, boxes, matched, read_rules
+from ..checkpoint.tensor_layouts import Placement, boxes
+from ..checkpoint.tensor_matching import match_tensors
+from ..checkpoint.tensor_rules import Rule, read_rules
 from ..core.bounded import make_room
 from ..core.constrain import other_memory, sharding_of
 from ..core.flatten import Flat
@@ -248,7 +250,7 @@ def _plan(
     paths = {x.path for x in named_arrays(given if reverse else flat)}
     head, nouns = "transfer: the source does not fit the target.", ("source", "array")
     options: Any = {"cast": cast, "reverse": reverse, "nouns": nouns}
-    parts = matched(head, read_rules("transfer", rules), named, placed, paths, **options)
+    parts = match_tensors(head, read_rules("transfer", rules), named, placed, paths, **options)
     goals, obstacles = [], []
     for path, pairs in parts.items():
         used = [sources[name] for _, name in pairs]
