@@ -31,7 +31,8 @@ from ..specs.filters import Paths
 from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes, with_entries
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding
-from ..transforms.in_trace import replaced
+from ..transforms.in_trace import replace_slots
+from ..transforms.mapped_axes import Carry, captures
 from ..transforms.remat import remat
 from ..transforms.scan import scan
 from ..transforms.stack import (
@@ -45,7 +46,7 @@ from ..transforms.stack import (
     _unequal,
     stack,
 )
-from ..transforms.vmap import Carry, captures, vmap
+from ..transforms.vmap import vmap
 from .optimizer import with_optimizer
 from .strategies import activations_of, base_specs, mesh_and_axis, shard_largest
 from .variables import variables
@@ -766,5 +767,5 @@ def _update(
         if isinstance(structure.entries[index], VariableEntry)
         if not new.keys().isdisjoint(slots)
     ]
-    leaves = replaced(flat.leaves, new, new.values())
+    leaves = replace_slots(flat.leaves, new, new.values())
     perform(update(structure, leaves, flat.objects, written_to))

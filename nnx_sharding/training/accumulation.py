@@ -40,7 +40,7 @@ from ..specs.fitting import axes_of, only_axes, padded, spec_axes, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.grad import Prepared, ValueAndGrad
-from ..transforms.in_trace import described
+from ..transforms.in_trace import type_text
 from ..transforms.partial_sums import PartialSums, with_sums
 
 # Values of arguments, by name.
@@ -170,12 +170,12 @@ class _Accumulation:
         """Returns the mean value and gradient of the microbatches, which a scan runs over."""
         bound.arguments.update(rest)
         sums = _partial_sums_over_rows(batch)
-        prepared = self.gradient.prepared(bound.args, bound.kwargs, sums)
+        prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
 
         def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
             bound.arguments.update({**rest, **microbatch})
-            call = self.gradient.prepared(bound.args, bound.kwargs, sums)
-            value, gradients = with_sums(sums, self.gradient.of, call, sums)
+            call = self.gradient.prepare(bound.args, bound.kwargs, sums)
+            value, gradients = with_sums(sums, self.gradient.value_and_gradients, call, sums)
             _check_aux(value[1] if self.has_aux else ())
             pairs = zip(totals, gradients, strict=True)
             return [total + x.astype(total.dtype) for total, x in pairs], value
@@ -185,7 +185,7 @@ class _Accumulation:
         )
         totals, values = run(self._zeros(prepared, sums), rest, batch)
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
-        return value, prepared.in_form(self._means(prepared, totals))
+        return value, prepared.build_gradient(self._means(prepared, totals))
 
     def _zeros(self, prepared: Prepared, sums: PartialSums | None) -> list[jax.Array]:
         """Returns a total of zero for each array that is differentiated."""
@@ -241,7 +241,7 @@ def _batch_names(
             f"The arguments: {', '.join(arguments)}.",
         )
         return names
-    prepared = gradient.prepared(bound.args, bound.kwargs)
+    prepared = gradient.prepare(bound.args, bound.kwargs)
     differentiated = {x.argument.name for x in prepared.wanted}
 
     def is_batch(value: Any) -> bool:
@@ -321,7 +321,7 @@ def _check_aux(aux: Any) -> None:
         TypeError,
         "accumulate_gradients: what the loss returns besides the scalar is stacked; not arrays:",
         [
-            f"  {accessor('aux', tuple(map(path_key, path)))}: {described(x)}"
+            f"  {accessor('aux', tuple(map(path_key, path)))}: {type_text(x)}"
             for path, x in leaves
             if not (_compat.is_array_like(x) or _compat.is_graph_object(x))
         ],

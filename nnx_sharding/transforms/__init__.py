@@ -2,16 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .control_flow import cond, fori_loop, switch, while_loop
+from .checkify import checkify
+from .cond import cond, switch
 from .custom_derivatives import custom_jvp, custom_vjp
-from .differentiation import jvp, linearize, vjp
-from .evaluation import checkify, eval_shape, make_jaxpr
+from .evaluation import eval_shape, make_jaxpr
 from .grad import grad, value_and_grad
+from .mapped_axes import Carry, StateAxes
 from .remat import remat
 from .saved_residuals import saved_residuals
 from .scan import scan
 from .stack import Stack, stack
-from .vmap import Carry, StateAxes, vmap
+from .vjp import jvp, linearize, vjp
+from .vmap import vmap
+from .while_loop import fori_loop, while_loop
 
 if TYPE_CHECKING:
     from ..analysis.residuals import Residual, SavedResiduals

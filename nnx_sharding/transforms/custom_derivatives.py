@@ -1,12 +1,22 @@
-"""``custom_vjp`` and ``custom_jvp``: functions of NNX objects with the user's derivatives."""
+"""``custom_vjp`` and ``custom_jvp``: functions of NNX objects with the user's derivatives.
+
+A function and its rules are three functions of the same arrays, and what each of them does to the
+caller's objects has to be the same: JAX runs `fwd` instead of the function where it differentiates.
+So each call of the wrapper makes one :class:`_Call`, which traces whatever JAX asks for, function
+or rule, as the user's function of the same pure function, and compares their outcomes.
+
+The rules take and return modules. What the pure function does with arguments and results, they do
+with tangents (:class:`~.tangents.TangentForm`): the arrays of an argument that is differentiated
+become a module of cotangents, or with graph updates a state, as Flax has it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,382 +32,24 @@ from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
 from ..core.reach import reach_of
 from ..core.signature import Roles
-from ..core.structure import Structure, VariableEntry
+from ..core.structure import Location, Structure, VariableEntry
 from ..core.unflatten import unflatten
 from ..errors import raise_listed
 from ..specs.filters import to_predicate
 from ..specs.paths import Path
-from .differentiation import Form, check_pair, slots_by_path, without_tangent
-from .in_trace import Function, Inner, InnerTransform, is_traced, replaced
+from .differentiation import check_pair
+from .in_trace import Function, Inner, InnerTransform, is_traced, replace_slots
 from .lifted import P, R, lift, unbind
 from .stages import user_tree
+from .tangents import TangentForm, slots_by_path, without_tangent
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Custom(InnerTransform):
-    """What ``custom_vjp`` and ``custom_jvp`` decide.
-
-    Attributes:
-      nondiff: the positions of arguments that are not differentiated.
-      filters: by position, the filter for what is differentiated in modules.
-      has_states: whether cotangents of modules are states: Flax's contract with graph updates.
-    """
-
-    in_name: str = "nondiff_argnums"
-    nondiff: tuple[int, ...]
-    filters: tuple[tuple[int, Any], ...] = ()
-    has_states: bool = False
-
-    def passes_sums(self, spec: Any) -> bool:
-        return False  # the rule has the whole gradient
-
-    def applied(
-        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
-    ) -> Function:
-        kind = _WithVjp if self.name == "custom_vjp" else _WithJvp
-        return lambda *leaves: kind(self, plan, function, leaves).result()
-
-
-class _Rules(Several):
-    """A function and the rules for its derivative; called, it is the function."""
-
-    __slots__ = ("__name__",)
-
-    def __init__(self, *functions: Any):
-        self.functions, self.__name__ = functions, name_of(functions[0])
-
-    def __call__(self, *args: Any) -> Any:
-        return self.functions[0](*args)
-
-
-class _Call:
-    """One call: JAX may trace the function and its rules later, and several times."""
-
-    def __init__(self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[Any]):
-        caller = caller_here()
-        assert caller is not None
-        self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
-        self.rules: tuple[Any, ...] = caller.fun.functions
-        self._places, fixed = dict[Path, tuple[int, ...]](), set[int]()
-        structure, filters = plan.structure, dict(transform.filters)
-        for location in structure.walk(structure.root, iter(structure.root_slots)):
-            _, number, *path = location.path
-            is_nondiff = number in transform.nondiff
-            fixed |= {
-                slot
-                for slot in location.slots
-                if not is_traced(leaves[slot])
-                or (is_nondiff and not isinstance(leaves[slot], jax.core.Tracer))
-            }
-            if location.entry is not None and number in filters:
-                parts = (part.keys for part in plan.graph_arguments[number].parts)
-                depth = next(len(keys) for keys in parts if (*path[: len(keys)],) == keys)
-                subject = caller.objects[location.entry]
-                is_nondiff |= not to_predicate(filters[number])((*path[depth:],), subject)
-            if not is_nondiff:
-                position = number - sum(i < number for i in transform.nondiff)
-                self._places[position, *path] = location.slots
-        self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
-        self._arrays = [leaves[slot] for slot in self.slots]
-        self._leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
-        self._types = {slot: _abstract(leaves[slot]) for slot in self.slots}
-        self._outcomes: dict[Any, Outcome] = {}
-
-    def result(self) -> tuple[Any, ...]:
-        """The outputs of the function."""
-        results = self.differentiable()(self._arrays)
-        # JAX may keep the rules, but not these.
-        statics = {*self.plan.structure.static_indices()}
-        objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
-        self._caller, self._arrays = self._caller._replace(objects=objects), []
-        groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
-        return (*groups, [*self._outcomes.values()][-1])
-
-    def differentiable(self) -> Function:
-        """The function of arrays, with its rules."""
-        raise NotImplementedError
-
-    def outputs(self, fun: Any, arrays: Sequence[Any], rule: Any = None) -> tuple[Outcome, Any]:
-        """What a function does with some arrays, which has to be the same for all of the rules."""
-        with called_by(self._caller._replace(fun=fun)):
-            *groups, outcome = self._function(*replaced(self._leaves, self.slots, arrays))
-        first = next(iter(self._outcomes.values()), outcome)
-        if (first.structure, first.sources) != (outcome.structure, outcome.sources):
-            self._refuse(next(iter(self._outcomes)), first, rule or fun, outcome)
-        self._outcomes[rule or fun] = outcome
-        return outcome, [list(group.arrays) for group in groups]
-
-    def _refuse(self, one: Any, first: Outcome, other: Any, second: Outcome) -> NoReturn:
-        names = [name_of(one), name_of(other)]
-        changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in (first, second)]
-        lines = [
-            f"  {self.plan.known[i][0] if i in self.plan.known else 'an object'}: changed by "
-            f"{names[i in changed[1]]} only"
-            for i in sorted(changed[0] ^ changed[1])
-        ]
-        raise_listed(
-            ValueError,
-            f"{self.transform.name}: {names[0]} and {names[1]} have to return the same structure "
-            "and to change the same Variables:",
-            lines or ["  the structures that they return or leave differ"],
-        )
-        raise AssertionError
-
-    def split(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The arguments that are not differentiated, and the others."""
-        nondiff = self.transform.nondiff
-        others = [x for i, x in enumerate(args) if i not in nondiff]
-        return [args[i] for i in nondiff], others
-
-    def zeros(self, slot: int) -> Any:
-        """The zero tangent of an argument."""
-        if slot not in self._types:
-            return without_tangent(self._leaves[slot])
-        like = self._types[slot]
-        if not jnp.issubdtype(like.dtype, jnp.inexact):
-            return np.zeros(like.shape, jax.dtypes.float0)
-        return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)
-
-    def at_slots(self, outcome: Outcome, arrays: Any) -> list[Any]:
-        """Tangents of outputs by the slots after the call, where what is unchanged has zeros."""
-        return [self.zeros(i) if group < 0 else arrays[group][i] for group, i in outcome.sources]
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(leaf)
-    sharding = None if type_spec(leaf) is None else aval.sharding
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
-class _WithVjp(_Call):
-    """A call with rules for its forward and its backward pass."""
-
-    def differentiable(self) -> Function:
-        function: Any = jax.custom_vjp(lambda arrays: self.outputs(self.rules[0], arrays)[1])
-        function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
-        return function  # type: ignore[no-any-return]
-
-    def _forward(self, arrays: Sequence[Any]) -> tuple[Any, Function]:
-        """The outputs, and the backward pass, a pytree of the arrays that it keeps."""
-        rule, kept = self.rules[1], list[Flat]()
-
-        @functools.wraps(rule, updated=())
-        def called(*args: Any) -> Any:
-            inputs = flatten((args, {}))
-            pair = rule(*args)
-            check_pair(f"custom_vjp: {name_of(rule)} must return a pair (output, residuals)", pair)
-            kept.extend((inputs, flatten((self.split(args)[0], pair[1]))))
-            return pair[0]
-
-        outcome, results = self.outputs(called, arrays, rule)
-        inputs, fixed = kept[-2:]
-        slots = [s for s, x in enumerate(fixed.leaves) if isinstance(x, jax.Array | np.ndarray)]
-        held = [fixed.leaves[slot] for slot in slots]
-        # Without tracers, which JAX would keep with the rules.
-        rest = replaced(fixed.leaves, slots, [None] * len(slots))
-        fixed = fixed._replace(leaves=rest, objects=())
-        types = replaced(self._leaves, self.slots, self._types.values())
-        form = Form(inputs._replace(leaves=types, objects=()), self._places)
-        backward = functools.partial(self._backward, outcome, inputs.structure, form, fixed, slots)
-        return results, jax.tree_util.Partial(backward, held)
-
-    def _backward(
-        self,
-        outcome: Outcome,
-        before: Structure,
-        form: Form,
-        fixed: Flat,
-        slots: Sequence[int],
-        held: Sequence[Any],
-        cotangents: Any,
-    ) -> tuple[list[Any]]:
-        """The cotangents of the arguments; ``held`` are the arrays at some slots of ``fixed``."""
-        rule, options = self.rules[2], dict[str, Any]()
-        nondiff, residuals = unflatten(fixed.structure, replaced(fixed.leaves, slots, held)).root
-        values = [*self.at_slots(outcome, cotangents), None]
-        arguments = _arguments_after(before, outcome)
-        if self.transform.has_states:
-            objects = unflatten(arguments, values).objects
-            args, _ = user_tree(arguments, values, lambda slots: -1 not in slots, objects)
-            of_output = user_tree(outcome.structure, values, objects=objects)
-            given: Any = tuple(self.split(args)[1]), of_output
-        else:
-            given = unflatten(outcome.structure, values).root
-            if "updates_g" in inspect.signature(rule).parameters:
-                changed = {*outcome.values, *outcome.metadata}
-                unchanged = {
-                    index: None
-                    for index, entry in enumerate(arguments.entries)
-                    if isinstance(entry, VariableEntry) and index not in changed
-                }
-                options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
-        tangents = rule(*nondiff, residuals, given, **options)
-        found = form.arrays(f"custom_vjp: {name_of(rule)}: cotangents", tangents, may_omit=True)
-        arrays = dict(zip(form.slots, found, strict=True))
-        return ([arrays.get(slot) for slot in self.slots],)
-
-
-def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
-    """The arguments after a call; arrays outside of Variables, which it cannot change, have -1."""
-    entries, slots = [*outcome.structure.entries], [*outcome.structure.slots]
-    for index, entry in enumerate(before.entries):
-        if entries[index] is None:
-            entries[index], slots[index] = entry, (-1,) * len(before.slots[index])
-    root_slots = (-1,) * len(before.root_slots)
-    return Structure(tuple(entries), before.root, tuple(slots), root_slots)
-
-
-class _WithJvp(_Call):
-    """A call with a rule for tangents."""
-
-    def differentiable(self) -> Function:
-        function: Any = jax.custom_jvp(lambda arrays: self.outputs(self.rules[0], arrays)[1])
-        function.defjvp(self._rule)
-        return function  # type: ignore[no-any-return]
-
-    def _rule(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        rule, results = self.rules[1], list[Any]()
-        [arrays], [directions] = primals, tangents
-
-        @functools.wraps(rule, updated=())
-        def called(*args: Any) -> Any:
-            inputs = flatten((args, {}))
-            rest = [without_tangent(x) for x in inputs.leaves]
-            given = unflatten(inputs.structure, replaced(rest, self.slots, directions)).root[0]
-            nondiff, values = self.split(args)
-            pair = rule(*nondiff, tuple(values), tuple(self.split(given)[1]))
-            check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
-            results.append((pair[1], given))
-            return pair[0]
-
-        outcome, outputs = self.outputs(called, arrays, rule)
-        of_output, given = results[-1]
-        after = self.at_slots(outcome, [[*map(_zero, group)] for group in outputs])
-        leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
-        form = Form(Flat(outcome.structure, leaves, ()), slots_by_path(outcome.structure))
-        name = f"custom_jvp: {name_of(rule)}: tangent"
-        after = replaced(after, form.slots, form.arrays(name, of_output))
-        # The tangents of changed Variables are in those of the arguments.
-        state = flatten(given)
-        places = slots_by_path(state.structure)
-        for path, slots in slots_by_path(_arguments_after(self.plan.structure, outcome)).items():
-            for slot, position in zip(slots, places.get(path[1:], ()), strict=False):
-                if slot >= 0:
-                    after[slot] = state.leaves[position]
-        sources = dict(zip(outcome.sources, after, strict=True))
-        new = [[sources[g, i] for i in range(len(x))] for g, x in enumerate(outputs)]
-        return outputs, new
-
-
-def _zero(x: Any) -> Any:
-    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else without_tangent(x)
-
-
-class _CustomFunction(Inner[P, R]):
-    """A function with rules for its derivative."""
-
-    _transform: _Custom
-    _rules: tuple[Any, ...] = ()
-
-    @_compat.api_boundary
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function; its changes are made to the caller's own objects."""
-        name, fun_name = self._transform.name, name_of(self._fun)
-        if not self._rules:
-            how = "defvjp(fwd, bwd)" if name == "custom_vjp" else "defjvp(rule)"
-            raise TypeError(f"{name}: {fun_name} has no rule. Call {fun_name}.{how} first.")
-        given = inspect.signature(self._fun).bind(*self._bound, *args, **kwargs)
-        given.apply_defaults()
-        if given.kwargs:
-            names = ", ".join(given.kwargs)
-            raise TypeError(f"{name}: rules get no keyword-only arguments: {fun_name} has {names}.")
-        positions = *self._transform.nondiff, *dict(self._transform.filters)
-        if max(positions, default=-1) >= len(given.args):
-            raise ValueError(
-                f"{name}: nondiff_argnums names the positions {positions}, which count from 0, but "
-                f"{fun_name} is called with {len(given.args)} arguments."
-            )
-        plan, flat = self._found(given.args, {})
-        rules = _Rules(self._fun, *self._rules)
-        reach = reach_of([*rules.functions, *plan.reached_from(flat.objects)])
-        return self._run(plan, flat, plan.program_for(reach).inline, rules)  # type: ignore[no-any-return]
-
-
-class CustomVjp(_CustomFunction[P, R]):
-    """What :func:`custom_vjp` makes."""
-
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Gives the function its rules.
-
-        Args:
-          fwd: is called with the arguments of the function in its place, where it is
-            differentiated. Returns the output, and residuals for ``bwd``: any pytree of modules,
-            arrays and other values. It changes the same Variables as the function.
-          bwd: is called with the arguments in ``nondiff_argnums``, the residuals and the cotangent
-            of the output. Returns a tuple with the cotangent of each other argument, or None for
-            zeros.
-
-        There is no ``symbolic_zeros``: cotangents are arrays, since Variables cannot hold others.
-        """
-        self._rules = fwd, bwd
-
-
-class CustomJvp(_CustomFunction[P, R]):
-    """What :func:`custom_jvp` makes."""
-
-    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives the function its rule, and returns that: it can be a decorator.
-
-        Args:
-          rule: is called with the arguments in ``nondiff_argnums``, a tuple of all others, and a
-            tuple of their tangents, in which modules have tangents in place of their arrays.
-            Returns the output and its tangent. What it changes in the arguments is changed, as by
-            the function; what it leaves in their tangents is the tangent of that.
-
-        There is no ``symbolic_zeros``, as for :func:`custom_vjp`, and no ``defjvps``: rules for
-        single arguments could not say what becomes of the tangents of changed Variables.
-        """
-        self._rules = (rule,)
-        return rule
-
-
-@_compat.api_boundary
-def _custom(
-    kind: Any, name: str, fun: Any, nondiff_argnums: Any, modes: tuple[bool | None, bool | None]
-) -> Any:
-    if fun is None:
-        return lambda fun: _custom(kind, name, fun, nondiff_argnums, modes)
-    graph, updates = _compat.graph_mode(*modes)
-    states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
-    nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
-    positions = [*nondiff, *(x.argnum for x in states)]
-    is_valid = all(isinstance(x, int) and x >= 0 for x in positions)
-    if not is_valid or len({*positions}) < len(positions):
-        raise TypeError(
-            f"{name}: nondiff_argnums must be different positions from 0, got {positions}."
-        )
-    if states and not (updates and name == "custom_vjp"):
-        raise ValueError(
-            f"{name}: nondiff_argnums holds an nnx.DiffState, which only custom_vjp takes, with "
-            "graph=True and graph_updates=True."
-        )
-    if unbind(fun)[1]:
-        raise ValueError(
-            f"{name}: {name_of(fun)} is a bound method. Decorate the function in the class: the "
-            "object is then the first argument of the rules, too."
-        )
-    transform = _Custom(
-        name=name,
-        nondiff=tuple(sorted(nondiff)),
-        filters=tuple((x.argnum, x.filter) for x in states),
-        has_states=updates and name == "custom_vjp",
-    )
-    return lift(kind, fun, transform, Roles(), graph, updates)
+# The arrays of each group of outputs.
+GroupArrays: TypeAlias = list[list[Any]]
 
 
 @_compat.api_boundary
 def custom_vjp(
-    fun: Any = None,
+    fun: Callable[..., object] | None = None,
     *,
     nondiff_argnums: Sequence[Any] = (),
     graph: bool | None = None,
@@ -449,12 +101,12 @@ def custom_vjp(
 
     The semantics are those of ``jax.custom_vjp`` and ``flax.nnx.custom_vjp``.
     """
-    return _custom(CustomVjp, "custom_vjp", fun, nondiff_argnums, (graph, graph_updates))
+    return _make(CustomVjp, "custom_vjp", fun, nondiff_argnums, (graph, graph_updates))
 
 
 @_compat.api_boundary
 def custom_jvp(
-    fun: Any = None,
+    fun: Callable[..., object] | None = None,
     *,
     nondiff_argnums: Sequence[int] = (),
     graph: bool | None = None,
@@ -486,12 +138,491 @@ def custom_jvp(
       ...     return model.scale * x
       >>> @scaled.defjvp
       ... def rule(primals, tangents):
-      ...     (model, x), (of_model, of_x) = primals, tangents
-      ...     return scaled(model, x), of_model.scale * x  # as if x was constant
+      ...     (model, x), (d_model, d_x) = primals, tangents
+      ...     return scaled(model, x), d_model.scale * x  # as if x was constant
       >>> model = nnx.LayerNorm(1, rngs=nnx.Rngs(0))
       >>> grad(lambda x: scaled(model, x).sum())(jnp.ones(1))
       Array([0.], dtype=float32)
 
     The semantics are those of ``jax.custom_jvp``.
     """
-    return _custom(CustomJvp, "custom_jvp", fun, nondiff_argnums, (graph, graph_updates))
+    return _make(CustomJvp, "custom_jvp", fun, nondiff_argnums, (graph, graph_updates))
+
+
+@_compat.api_boundary
+def _make(
+    kind: type[_CustomFunction[..., Any]],
+    name: str,
+    fun: Callable[..., object] | None,
+    nondiff_argnums: Sequence[Any],
+    modes: tuple[bool | None, bool | None],
+) -> Any:
+    """Makes a function with rules, or a decorator if there is no function."""
+    if fun is None:
+        return lambda fun: _make(kind, name, fun, nondiff_argnums, modes)
+    graph, updates = _compat.graph_mode(*modes)
+    states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
+    nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
+    positions = [*nondiff, *(x.argnum for x in states)]
+    is_valid = all(isinstance(x, int) and x >= 0 for x in positions)
+    if not is_valid or len({*positions}) < len(positions):
+        raise TypeError(
+            f"{name}: nondiff_argnums must be different positions from 0, got {positions}."
+        )
+    has_states = updates and name == "custom_vjp"
+    if states and not has_states:
+        raise ValueError(
+            f"{name}: nondiff_argnums holds an nnx.DiffState, which only custom_vjp takes, with "
+            "graph=True and graph_updates=True."
+        )
+    if unbind(fun)[1]:
+        raise ValueError(
+            f"{name}: {name_of(fun)} is a bound method. Decorate the function in the class: the "
+            "object is then the first argument of the rules, too."
+        )
+    transform = _Custom(
+        name=name,
+        nondiff=tuple(sorted(nondiff)),
+        filters=tuple((x.argnum, x.filter) for x in states),
+        has_states=has_states,
+    )
+    return lift(kind, fun, transform, Roles(), graph, updates)
+
+
+class _CustomFunction(Inner[P, R]):
+    """A function with rules for its derivative."""
+
+    _transform: _Custom
+    _rules: tuple[Callable[..., Any], ...] = ()
+
+    @_compat.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function; its changes are made to the caller's own objects."""
+        plan, flat = self._found(self._positional_arguments(args, kwargs), {})
+        rules = _Rules(self._fun, *self._rules)
+        # A trace is used again only if the rules reach the same, too.
+        reach = reach_of([*rules.functions, *plan.reached_from(flat.objects)])
+        return self._run(plan, flat, plan.program_for(reach).inline, rules)  # type: ignore[no-any-return]
+
+    def _positional_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """All arguments of a call by position, as rules get them, with the defaults."""
+        name, fun_name = self._transform.name, name_of(self._fun)
+        if not self._rules:
+            how = "defvjp(fwd, bwd)" if name == "custom_vjp" else "defjvp(rule)"
+            raise TypeError(f"{name}: {fun_name} has no rule. Call {fun_name}.{how} first.")
+        given = inspect.signature(self._fun).bind(*self._bound, *args, **kwargs)
+        given.apply_defaults()
+        if given.kwargs:
+            names = ", ".join(given.kwargs)
+            raise TypeError(f"{name}: rules get no keyword-only arguments: {fun_name} has {names}.")
+        positions = *self._transform.nondiff, *dict(self._transform.filters)
+        if max(positions, default=-1) >= len(given.args):
+            raise ValueError(
+                f"{name}: nondiff_argnums names the positions {positions}, which count from 0, but "
+                f"{fun_name} is called with {len(given.args)} arguments."
+            )
+        return given.args
+
+
+class CustomVjp(_CustomFunction[P, R]):
+    """What :func:`custom_vjp` makes."""
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Gives the function its rules.
+
+        Args:
+          fwd: is called with the arguments of the function in its place, where it is
+            differentiated. Returns the output, and residuals for ``bwd``: any pytree of modules,
+            arrays and other values. It changes the same Variables as the function.
+          bwd: is called with the arguments in ``nondiff_argnums``, the residuals and the cotangent
+            of the output. Returns a tuple with the cotangent of each other argument, or None for
+            zeros.
+
+        There is no ``symbolic_zeros``: cotangents are arrays, since Variables cannot hold others.
+        """
+        self._rules = fwd, bwd
+
+
+class CustomJvp(_CustomFunction[P, R]):
+    """What :func:`custom_jvp` makes."""
+
+    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives the function its rule, and returns that: it can be a decorator.
+
+        Args:
+          rule: is called with the arguments in ``nondiff_argnums``, a tuple of all others, and a
+            tuple of their tangents, in which modules have tangents in place of their arrays.
+            Returns the output and its tangent. What it changes in the arguments is changed, as by
+            the function; what it leaves in their tangents is the tangent of that.
+
+        Returns:
+          The rule.
+
+        There is no ``symbolic_zeros``, as for :func:`custom_vjp`, and no ``defjvps``: rules for
+        single arguments could not say what becomes of the tangents of changed Variables.
+        """
+        self._rules = (rule,)
+        return rule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Custom(InnerTransform):
+    """What ``custom_vjp`` and ``custom_jvp`` decide.
+
+    Attributes:
+      nondiff: the positions of arguments that are not differentiated.
+      filters: by position, the filter for what is differentiated in modules.
+      has_states: whether cotangents of modules are states: Flax's contract with graph updates.
+    """
+
+    in_name: str = "nondiff_argnums"
+    nondiff: tuple[int, ...]
+    filters: tuple[tuple[int, Any], ...] = ()
+    has_states: bool = False
+
+    def jax_transform(
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        kind = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
+        return lambda *leaves: kind(self, plan, function, leaves).run()
+
+    def passes_sums(self, spec: Any) -> bool:
+        return False  # the rule has the whole gradient
+
+
+class _Rules(Several):
+    """A function and the rules for its derivative; called, it is the function."""
+
+    __slots__ = ("__name__",)
+
+    def __init__(self, *functions: Callable[..., Any]):
+        self.functions, self.__name__ = functions, name_of(functions[0])
+
+    def __call__(self, *args: Any) -> Any:
+        return self.functions[0](*args)
+
+
+class _Call:
+    """One call: JAX may trace the function and its rules later, and several times.
+
+    The arrays of the arguments are in two parts. Those in ``slots`` are arguments of the function
+    of JAX; the others are fixed: flags, and what is not differentiated and not traced.
+    """
+
+    def __init__(self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[Any]):
+        caller = caller_here()
+        assert caller is not None
+        self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
+        self.rules: tuple[Callable[..., Any], ...] = caller.fun.functions
+        # The paths of what is differentiated, in the arguments that are, with their slots.
+        self._places: dict[Path, tuple[int, ...]] = {}
+        fixed = set[int]()
+        structure = plan.structure
+        for location in structure.walk(structure.root, iter(structure.root_slots)):
+            # The tree is (positional arguments, keyword arguments).
+            _, number, *path = location.path
+            is_nondiff = number in transform.nondiff
+            fixed |= {
+                slot
+                for slot in location.slots
+                if not is_traced(leaves[slot])
+                or (is_nondiff and not isinstance(leaves[slot], jax.core.Tracer))
+            }
+            if not is_nondiff and self._matches_filter(number, path, location):
+                # Rules count the other arguments only.
+                position = number - sum(i < number for i in transform.nondiff)
+                self._places[position, *path] = location.slots
+        self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
+        self._arrays = [leaves[slot] for slot in self.slots]
+        self._leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
+        self._types = {slot: _abstract(leaves[slot]) for slot in self.slots}
+        self._outcomes: dict[Callable[..., Any], Outcome] = {}  # by function and rule
+
+    def _matches_filter(self, number: int, path: Sequence[Any], location: Location) -> bool:
+        """Whether something in an argument is differentiated, by the filter for that argument."""
+        filters = dict(self.transform.filters)
+        if location.entry is None or number not in filters:
+            return True
+        # Filters get the path in the module, without the keys that lead to it in the argument.
+        parts = (part.keys for part in self.plan.graph_arguments[number].parts)
+        depth = next(len(keys) for keys in parts if (*path[: len(keys)],) == keys)
+        subject = self._caller.objects[location.entry]
+        return bool(to_predicate(filters[number])((*path[depth:],), subject))
+
+    def run(self) -> tuple[Any, ...]:
+        """Calls the function of JAX; returns groups of outputs, and the outcome."""
+        results = self.differentiable()(self._arrays)
+        # JAX may keep the rules, but not these.
+        statics = {*self.plan.structure.static_indices()}
+        objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
+        self._caller, self._arrays = self._caller._replace(objects=objects), []
+        groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
+        return (*groups, [*self._outcomes.values()][-1])
+
+    def differentiable(self) -> Function:
+        """Makes the function of arrays, with its rules."""
+        raise NotImplementedError
+
+    def trace(
+        self,
+        fun: Callable[..., Any],
+        arrays: Sequence[Any],
+        rule: Callable[..., Any] | None = None,
+    ) -> tuple[Outcome, GroupArrays]:
+        """Calls the pure function with another function of the user.
+
+        Args:
+          fun: what is called.
+          arrays: the arrays in ``slots``.
+          rule: the rule that ``fun`` wraps, if it is one.
+
+        Returns:
+          What the function does, which has to be the same for all of them, and the outputs.
+        """
+        with called_by(self._caller._replace(fun=fun)):
+            *groups, outcome = self._function(*replace_slots(self._leaves, self.slots, arrays))
+        first = next(iter(self._outcomes.values()), outcome)
+        if (first.structure, first.sources) != (outcome.structure, outcome.sources):
+            self._refuse(next(iter(self._outcomes)), first, rule or fun, outcome)
+        self._outcomes[rule or fun] = outcome
+        return outcome, [list(group.arrays) for group in groups]
+
+    def _refuse(
+        self,
+        one: Callable[..., Any],
+        first: Outcome,
+        other: Callable[..., Any],
+        second: Outcome,
+    ) -> NoReturn:
+        """Raises an error for two functions that do different things."""
+        names = [name_of(one), name_of(other)]
+        changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in (first, second)]
+        lines = [
+            f"  {self.plan.known[i][0] if i in self.plan.known else 'an object'}: changed by "
+            f"{names[1] if i in changed[1] else names[0]} only"
+            for i in sorted(changed[0] ^ changed[1])
+        ]
+        raise_listed(
+            ValueError,
+            f"{self.transform.name}: {names[0]} and {names[1]} have to return the same structure "
+            "and to change the same Variables:",
+            lines or ["  the structures that they return or leave differ"],
+        )
+        raise AssertionError
+
+    def split(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Splits arguments into those that are not differentiated, and the others."""
+        nondiff = self.transform.nondiff
+        others = [x for i, x in enumerate(args) if i not in nondiff]
+        return [args[i] for i in nondiff], others
+
+    def _zero_tangent(self, slot: int) -> Any:
+        """The zero tangent of an argument."""
+        if slot not in self._types:
+            return without_tangent(self._leaves[slot])
+        like = self._types[slot]
+        if not jnp.issubdtype(like.dtype, jnp.inexact):
+            return np.zeros(like.shape, jax.dtypes.float0)
+        return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)
+
+    def tangents_after(self, outcome: Outcome, tangents: GroupArrays) -> list[Any]:
+        """Sorts tangents of outputs by the slots after the call; what is unchanged has zeros."""
+        return [
+            self._zero_tangent(i) if group < 0 else tangents[group][i]
+            for group, i in outcome.sources
+        ]
+
+    def cotangent_form(self, inputs: Flat) -> TangentForm:
+        """Makes the form of the cotangents of the arguments, from the arguments in a trace."""
+        types = replace_slots(self._leaves, self.slots, self._types.values())
+        return TangentForm(inputs._replace(leaves=types, objects=()), self._places)
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    aval: Any = jax.typeof(leaf)
+    sharding = None if type_spec(leaf) is None else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+class _Residuals:
+    """What the forward rule leaves for the backward rule: arrays, which JAX keeps, and the rest."""
+
+    def __init__(self, nondiff: Sequence[Any], residuals: object):
+        flat = flatten((nondiff, residuals))
+        is_array = [isinstance(x, jax.Array | np.ndarray) for x in flat.leaves]
+        self._slots = [slot for slot, is_kept in enumerate(is_array) if is_kept]
+        self._arrays = [flat.leaves[slot] for slot in self._slots]
+        # Without tracers, which JAX would keep with the rules.
+        self._leaves = replace_slots(flat.leaves, self._slots, [None] * len(self._slots))
+        self._structure = flat.structure
+
+    def take_arrays(self) -> list[Any]:
+        """Takes the arrays out, for JAX to keep."""
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+    def build(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """The arguments that are not differentiated, and the residuals, with these arrays."""
+        leaves = replace_slots(self._leaves, self._slots, arrays)
+        return unflatten(self._structure, leaves).root  # type: ignore[no-any-return]
+
+
+class _CallWithVjp(_Call):
+    """A call with rules for its forward and its backward pass."""
+
+    def differentiable(self) -> Function:
+        function: Any = jax.custom_vjp(lambda arrays: self.trace(self.rules[0], arrays)[1])
+        function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
+        return function  # type: ignore[no-any-return]
+
+    def _forward(self, arrays: Sequence[Any]) -> tuple[GroupArrays, Function]:
+        """Runs the forward rule; returns the outputs, and the backward pass, a pytree."""
+        rule = self.rules[1]
+        noted: list[tuple[Flat, _Residuals]] = []
+
+        @functools.wraps(rule, updated=())
+        def noting_rule(*args: Any) -> Any:
+            inputs = flatten((args, {}))
+            pair = rule(*args)
+            check_pair(f"custom_vjp: {name_of(rule)} must return a pair (output, residuals)", pair)
+            nondiff, _ = self.split(args)
+            noted.append((inputs, _Residuals(nondiff, pair[1])))
+            return pair[0]
+
+        outcome, results = self.trace(noting_rule, arrays, rule)
+        inputs, residuals = noted[-1]
+        form, held = self.cotangent_form(inputs), residuals.take_arrays()
+        backward = functools.partial(self._backward, outcome, inputs.structure, form, residuals)
+        return results, jax.tree_util.Partial(backward, held)
+
+    def _backward(
+        self,
+        outcome: Outcome,
+        before: Structure,
+        form: TangentForm,
+        residuals: _Residuals,
+        held: Sequence[Any],
+        cotangents: GroupArrays,
+    ) -> tuple[list[Any]]:
+        """Runs the backward rule.
+
+        Args:
+          outcome: what the forward rule did.
+          before: the structure of the arguments.
+          form: the form of their cotangents.
+          residuals: what the forward rule left.
+          held: the arrays of that.
+          cotangents: those of the outputs.
+
+        Returns:
+          The cotangents of the arrays in ``slots``.
+        """
+        rule = self.rules[2]
+        nondiff, left = residuals.build(held)
+        # A last one, of which -1 is the slot: of what the call could not change.
+        values = [*self.tangents_after(outcome, cotangents), None]
+        arguments = _arguments_after(before, outcome)
+        options: dict[str, Any] = {}
+        if self.transform.has_states:
+            given = self._cotangents_in_states(outcome, arguments, values)
+        else:
+            given = unflatten(outcome.structure, values).root
+            if "updates_g" in inspect.signature(rule).parameters:
+                unchanged = _unchanged_variables(arguments, outcome)
+                options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
+        found = rule(*nondiff, left, given, **options)
+        name = f"custom_vjp: {name_of(rule)}: cotangents"
+        arrays = form.tangents_in(name, found, may_omit=True)
+        by_slot = dict(zip(form.slots, arrays, strict=True))
+        return ([by_slot.get(slot) for slot in self.slots],)
+
+    def _cotangents_in_states(
+        self, outcome: Outcome, arguments: Structure, values: Sequence[Any]
+    ) -> Any:
+        """The cotangents as Flax has them: of the arguments after the call, and of the output."""
+        objects = unflatten(arguments, values).objects
+        args, _ = user_tree(arguments, values, lambda slots: -1 not in slots, objects)
+        of_output = user_tree(outcome.structure, values, objects=objects)
+        return tuple(self.split(args)[1]), of_output
+
+
+def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
+    """The arguments after a call; arrays outside of Variables, which it cannot change, have -1."""
+    entries, slots = [*outcome.structure.entries], [*outcome.structure.slots]
+    for index, entry in enumerate(before.entries):
+        if entries[index] is None:
+            entries[index], slots[index] = entry, (-1,) * len(before.slots[index])
+    root_slots = (-1,) * len(before.root_slots)
+    return Structure(tuple(entries), before.root, tuple(slots), root_slots)
+
+
+def _unchanged_variables(arguments: Structure, outcome: Outcome) -> Mapping[int, None]:
+    """The Variables that a call did not change, each with None in its place."""
+    changed = {*outcome.values, *outcome.metadata}
+    return {
+        index: None
+        for index, entry in enumerate(arguments.entries)
+        if isinstance(entry, VariableEntry) and index not in changed
+    }
+
+
+class _CallWithJvp(_Call):
+    """A call with a rule for tangents."""
+
+    def differentiable(self) -> Function:
+        function: Any = jax.custom_jvp(lambda arrays: self.trace(self.rules[0], arrays)[1])
+        function.defjvp(self._push_forward)
+        return function  # type: ignore[no-any-return]
+
+    def _push_forward(self, primals: Any, tangents: Any) -> tuple[GroupArrays, GroupArrays]:
+        """Runs the rule; returns the outputs and their tangents."""
+        rule = self.rules[1]
+        noted: list[tuple[Any, Any]] = []  # the tangents of the output and of the arguments
+        [arrays], [directions] = primals, tangents
+
+        @functools.wraps(rule, updated=())
+        def noting_rule(*args: Any) -> Any:
+            inputs = flatten((args, {}))
+            rest = [without_tangent(x) for x in inputs.leaves]
+            leaves = replace_slots(rest, self.slots, directions)
+            given = unflatten(inputs.structure, leaves).root[0]
+            nondiff, values = self.split(args)
+            pair = rule(*nondiff, tuple(values), tuple(self.split(given)[1]))
+            check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
+            noted.append((pair[1], given))
+            return pair[0]
+
+        outcome, outputs = self.trace(noting_rule, arrays, rule)
+        d_output, d_arguments = noted[-1]
+        after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
+        leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
+        structure = outcome.structure
+        form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
+        name = f"custom_jvp: {name_of(rule)}: tangent"
+        after = replace_slots(after, form.slots, form.tangents_in(name, d_output))
+        self._take_tangents_of_changes(outcome, d_arguments, after)
+        by_source = dict(zip(outcome.sources, after, strict=True))
+        d_outputs = [
+            [by_source[group, i] for i in range(len(arrays))]
+            for group, arrays in enumerate(outputs)
+        ]
+        return outputs, d_outputs
+
+    def _take_tangents_of_changes(
+        self, outcome: Outcome, d_arguments: object, after: list[Any]
+    ) -> None:
+        """Puts the tangents of changed Variables, which are in those of the arguments, in place."""
+        state = flatten(d_arguments)
+        places = slots_by_path(state.structure)
+        arguments = _arguments_after(self.plan.structure, outcome)
+        for path, slots in slots_by_path(arguments).items():
+            # Without the 0 for the positional arguments.
+            for slot, position in zip(slots, places.get(path[1:], ()), strict=False):
+                if slot >= 0:
+                    after[slot] = state.leaves[position]
+
+
+def _zero_like(x: Any) -> Any:
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else without_tangent(x)

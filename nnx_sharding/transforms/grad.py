@@ -1,10 +1,16 @@
-"""``grad`` and ``value_and_grad`` for functions that take NNX objects."""
+"""``grad`` and ``value_and_grad`` for functions that take NNX objects.
+
+`argnums` chooses arguments and `wrt` Variables in them, so a call first finds the slots of the
+arrays that are differentiated (:meth:`ValueAndGrad.prepare`), then differentiates at these
+(:meth:`ValueAndGrad.value_and_gradients`), and puts the gradients into the form of the arguments
+(:meth:`Prepared.build_gradient`): a state by path for each module, as in Flax.
+`accumulate_gradients` takes the same three steps, with the second one in a loop.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,250 +28,16 @@ from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
-from .differentiation import Differentiable, Differentiation, tangent_type, without_tangent
-from .in_trace import Function, described, is_array
+from .differentiation import Differentiable, Differentiation
+from .in_trace import Function, is_array, type_text
 from .lifted import P, R, lift
 from .partial_sums import PartialSums
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Gradient(Differentiation):
-    """What ``grad`` decides: what it differentiates, and how.
-
-    Attributes:
-      wrt: for each differentiated argument its position or name, and the filter for its Variables;
-        None for the default.
-      is_chosen: whether the user chose a filter, so that something has to match it.
-      is_single: whether the gradient is of one argument, not a tuple.
-      returns_value: whether calls return the value, too.
-    """
-
-    in_name: str = "argnums"
-    wrt: tuple[tuple[int | str, Any], ...]
-    is_chosen: bool
-    is_single: bool
-    returns_value: bool
-    holomorphic: bool
-    allow_int: bool
-
-    def check_output(self, fun_name: str, out: Any) -> None:
-        if not is_array(out) or jnp.shape(out) != ():
-            hint = " Reduce it, for example to its mean." if is_array(out) else ""
-            if not self.has_aux and isinstance(out, tuple | list):
-                hint = " If it returns (loss, aux), give has_aux=True."
-            raise TypeError(
-                f"{self.name}: {fun_name} must return a scalar loss, got {described(out)}.{hint}"
-            )
-
-
-class Wanted(NamedTuple):
-    """One differentiated argument: its argument, its value, and what is differentiated in it."""
-
-    argument: Argument
-    value: Any
-    locations: list[NamedLocation]
-    is_state: bool  # whether its gradient has states in place of modules
-
-
-class Prepared(NamedTuple):
-    """A call before it is differentiated.
-
-    Attributes:
-      plan: the plan of the call.
-      flat: its arguments.
-      wanted: the arguments that are differentiated.
-      slots: the slots of the arrays that are differentiated.
-      partial: those of them with partial sums.
-      is_single: whether the gradient is of one argument, not a tuple.
-    """
-
-    plan: Plan
-    flat: Flat
-    wanted: list[Wanted]
-    slots: list[int]
-    partial: list[int]
-    is_single: bool
-
-    def arrays(self) -> list[Any]:
-        """The arrays that are differentiated."""
-        return [self.flat.leaves[slot] for slot in self.slots]
-
-    def in_form(self, arrays: Sequence[Any]) -> Any:
-        """Gradients of these arrays in the form of the arguments."""
-        gradients, built = dict(zip(self.slots, arrays, strict=True)), dict[str, Any]()
-        if not all(x.is_state for x in self.wanted):
-            structure, objects = self.flat.structure, self.flat.objects
-            leaves = [gradients.get(s, without_tangent(x)) for s, x in enumerate(self.flat.leaves)]
-            # The same static objects, as those compared by identity are part of the treedef.
-            statics = {i: objects[i] for i in structure.static_indices()}
-            built = _by_name(self.plan, unflatten(structure, leaves, statics).root)
-        parts = tuple(
-            in_states(self.flat, x, gradients) if x.is_state else built[x.argument.name]
-            for x in self.wanted
-        )
-        return parts[0] if self.is_single else parts
-
-
-def _by_name(plan: Plan, tree: ArgTree) -> dict[str, Any]:
-    """The values of the arguments."""
-    values = [*tree[0], *(tree[1][k] for k in sorted(tree[1]))]
-    return dict(zip((target.name for target in plan.arguments), values, strict=True))
-
-
-class ValueAndGrad(Differentiable[P, R]):
-    """A function that returns the gradient of another one, perhaps after its value."""
-
-    _transform: _Gradient
-
-    @_compat.api_boundary
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The value and the gradient; changes are made to the caller's own objects."""
-        prepared = self.prepared((*self._bound, *args), kwargs)
-        value, arrays = self.of(prepared)
-        gradient = prepared.in_form(arrays)
-        if self._transform.returns_value:
-            return value, gradient
-        return (gradient, value[1]) if self._transform.has_aux else gradient
-
-    def prepared(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
-    ) -> Prepared:
-        """A call, with what is differentiated in it, and which of that has partial sums."""
-        plan, flat = self._found(args, kwargs)
-        wanted = self._wanted(plan, self._sorted(args, kwargs), flat)
-        slots = [*dict.fromkeys(s for w in wanted for x in w.locations for s in x.location.slots)]
-        some = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
-        partial = [slot for slot in slots if slot in some]
-        return Prepared(plan, flat, wanted, slots, partial, self._transform.is_single)
-
-    def of(self, prepared: Prepared, sums: PartialSums | None = None) -> tuple[Any, list[Any]]:
-        """The value and the gradients; ``sums`` takes part of them until they are added."""
-        plan, flat, _, slots, partial, _ = prepared
-        transform = self._transform
-        wrong = [
-            f"  {plan.names[slot]}: {described(x)}"
-            for slot, x in zip(slots, prepared.arrays(), strict=True)
-            if not transform.allow_int and tangent_type(x) is None
-        ]
-        raise_listed(
-            TypeError,
-            f"{transform.name}: these cannot be differentiated, which takes floating-point or "
-            "complex arrays:",
-            wrong,
-            "Leave them out with a filter (wrt=nnx.Param), or give allow_int=True, with which "
-            "their gradients have dtype float0.",
-        )
-
-        def differentiate(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
-            def loss(arrays: Sequence[Any], zeros: Sequence[Any]) -> tuple[Any, Any]:
-                known = dict(zip(slots, arrays, strict=True))
-                pairs = ((known[slot], x) for slot, x in zip(partial, zeros, strict=True))
-                with sums.known(pairs) if sums else contextlib.nullcontext():
-                    [value], outputs = function(arrays)
-                return value, outputs
-
-            options: dict[str, Any] = {
-                "holomorphic": transform.holomorphic,
-                "allow_int": transform.allow_int,
-            }
-            derivative = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
-            zeros = [sums.zeros(flat.leaves[slot]) for slot in partial] if sums else []
-            (_, outputs), (gradients, new) = derivative(arrays, zeros)
-            if sums:
-                pairs = zip(partial, new, strict=True)
-                total = {slot: sums.add(x, gradients[slots.index(slot)]) for slot, x in pairs}
-                gradients = [total.get(s, x) for s, x in zip(slots, gradients, strict=True)]
-            return gradients, outputs
-
-        return self.at(plan, flat, slots, differentiate)
-
-    def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[Wanted]:
-        """What is differentiated in a call."""
-        name, wrt = self._transform.name, self._transform.wrt
-        targets = {target.name: target for target in plan.arguments}
-        # As in Flax, without graph updates a gradient has the form of the whole argument.
-        default = nnx.Param if self._modes["updates"] else ...
-        chosen = {
-            self._name_of(which, call): default if filter_ is None else filter_
-            for which, filter_ in wrt
-        }
-        if len(chosen) < len(wrt):
-            which = [x for x, _ in wrt]
-            raise ValueError(f"{name}: argnums names an argument more than once: {which!r}.")
-        if unknown := [repr(x) + suggestion(x, targets) for x in chosen if x not in targets]:
-            raise ValueError(
-                f"{name}: argnums names unknown arguments: {', '.join(unknown)}. "
-                f"The arguments: {', '.join(targets)}."
-            )
-        predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
-        locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
-        seen = set[int]()
-        for found in locate(flat.structure, plan.arguments):
-            predicate, (path, entry, slots) = predicates.get(found.argument.name), found.location
-            # As in Flax, what is shared has its gradient only in the first place.
-            if predicate is None or entry in seen:
-                continue
-            # A Variable without arrays, such as one of None, has a gradient without arrays.
-            if not slots and pytree_of(flat.structure.entries[entry]) is None:  # type: ignore[index]
-                continue
-            subject = found.subject(flat.objects, flat.leaves)
-            # What is not in a module was named by argnums.
-            if not path or any(predicate(each, subject) for each in found.paths):
-                locations[found.argument.name].append(found)
-                seen.update([] if entry is None else [entry])
-        is_empty = not any(x.location.slots for found in locations.values() for x in found)
-        if is_empty and self._transform.is_chosen:
-            kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
-            filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
-            error = ValueError(
-                f"{name}: nothing to differentiate in {', '.join(chosen)}: no Variable matches "
-                f"{', '.join(dict.fromkeys(filters))}. Give wrt a filter that matches some "
-                f"(there are {', '.join(sorted(kinds)) or 'none'}), or argnums other arguments."
-            )
-            raise see(error, anchor="nothing-to-differentiate")
-        values = _by_name(plan, call.tree)
-        are_states = (self._modes["updates"] or filter_ is not None for _, filter_ in wrt)
-        return [
-            Wanted(targets[x], values[x], found, is_state)
-            for (x, found), is_state in zip(locations.items(), are_states, strict=True)
-        ]
-
-    def _name_of(self, which: int | str, call: Call) -> str:
-        if isinstance(which, str):
-            return which
-        names = call.signature.names
-        position = which + self._implicit if which >= 0 else which + len(names)
-        if not 0 <= position < len(names):  # perhaps passed by keyword
-            names = self._parameters.positional
-        if not 0 <= position < len(names):
-            error = ValueError(
-                f"{self._transform.name}: argnums={which}, but {name_of(self._fun)} has the "
-                f"arguments {', '.join(names[self._implicit :]) or '()'}."
-            )
-            raise see(error, anchor="unknown-parameter")
-        return names[position]
-
-
-def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
-    """Values by slot in the form of an argument, with a state in place of each module."""
-    states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in wanted.argument.parts}
-    for found in wanted.locations:
-        location = found.location
-        value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
-        if location.entry is not None:
-            old = _compat.plain_variable(flat.objects[location.entry])
-            variable = _compat.new_variable(type(old), _compat.get_metadata(old))
-            _compat.set_value(variable, value)
-            value = variable
-        states[found.part.keys][location.path] = value
-    parts = [state[()] if () in state else nnx.from_flat_state(state) for state in states.values()]
-    treedef = jax.tree_util.tree_structure(wanted.value, is_leaf=_compat.is_graph_object)
-    return jax.tree_util.tree_unflatten(treedef, parts)
+from .tangents import tangent_type, without_tangent
 
 
 @_compat.api_boundary
 def value_and_grad(
-    fun: Any = None,
+    fun: Callable[..., object] | None = None,
     *,
     argnums: Any = 0,
     wrt: Any = None,
@@ -303,6 +75,12 @@ def value_and_grad(
       with gradients in place of the arrays. Optimizers take either. For a sequence of ``argnums``
       it is a tuple.
 
+    Raises:
+      TypeError: ``argnums`` has something else, or ``wrt`` is not a filter; at a call, ``fun``
+        returns no scalar, or something that is differentiated is not floating-point or complex.
+      ValueError: ``argnums`` counts positions of a bound method; at a call, it names unknown
+        arguments, or no Variable matches ``wrt``.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -319,12 +97,12 @@ def value_and_grad(
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
     modes = graph, graph_updates
-    return _lifted("value_and_grad", fun, argnums, wrt, modes, returns_value=True, **options)
+    return _make("value_and_grad", fun, argnums, wrt, modes, returns_value=True, **options)
 
 
 @_compat.api_boundary
 def grad(
-    fun: Any = None,
+    fun: Callable[..., object] | None = None,
     *,
     argnums: Any = 0,
     wrt: Any = None,
@@ -349,6 +127,10 @@ def grad(
     Returns:
       A function that returns the gradient; with ``has_aux``, the gradient and the auxiliary data.
 
+    Raises:
+      TypeError: as for :func:`value_and_grad`.
+      ValueError: as for :func:`value_and_grad`.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -360,17 +142,18 @@ def grad(
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
     modes = graph, graph_updates
-    return _lifted("grad", fun, argnums, wrt, modes, returns_value=False, **options)
+    return _make("grad", fun, argnums, wrt, modes, returns_value=False, **options)
 
 
-def _lifted(
+def _make(
     name: str,
-    fun: Any,
+    fun: Callable[..., object] | None,
     argnums: Any,
     wrt: Any,
     modes: tuple[bool | None, bool | None],
     **options: Any,
 ) -> Any:
+    """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none."""
     to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     pairs = tuple(
@@ -383,11 +166,10 @@ def _lifted(
             f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
-    options |= {"wrt": pairs, "is_single": is_single}
     is_chosen = wrt is not None and wrt is not nnx.Param
-    transform = _Gradient(name=name, is_chosen=is_chosen, **options)
+    transform = _Gradient(name=name, wrt=pairs, is_single=is_single, is_chosen=is_chosen, **options)
 
-    def decorate(fun: Callable[..., Any]) -> Any:
+    def decorate(fun: Callable[..., object]) -> Any:
         lifted = lift(ValueAndGrad, fun, transform, Roles(), *modes)
         if lifted._bound and any(isinstance(which, int) for which, _ in pairs):
             raise ValueError(
@@ -397,3 +179,308 @@ def _lifted(
         return lifted
 
     return decorate if fun is None else decorate(fun)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gradient(Differentiation):
+    """What ``grad`` decides: what it differentiates, and how.
+
+    Attributes:
+      wrt: for each differentiated argument its position or name, and the filter for its Variables;
+        None for the default.
+      is_chosen: whether the user chose a filter, so that something has to match it.
+      is_single: whether the gradient is of one argument, not a tuple.
+      returns_value: whether calls return the value, too.
+      holomorphic: as in ``jax.grad``.
+      allow_int: as in ``jax.grad``.
+    """
+
+    in_name: str = "argnums"
+    wrt: tuple[tuple[int | str, Any], ...]
+    is_chosen: bool
+    is_single: bool
+    returns_value: bool
+    holomorphic: bool
+    allow_int: bool
+
+    def check_output(self, fun_name: str, out: object) -> None:
+        """Checks that the function returns a scalar."""
+        if not is_array(out) or jnp.shape(out) != ():  # type: ignore[arg-type]
+            hint = " Reduce it, for example to its mean." if is_array(out) else ""
+            if not self.has_aux and isinstance(out, tuple | list):
+                hint = " If it returns (loss, aux), give has_aux=True."
+            raise TypeError(
+                f"{self.name}: {fun_name} must return a scalar loss, got {type_text(out)}.{hint}"
+            )
+
+
+class Wanted(NamedTuple):
+    """One differentiated argument: the argument, its value, and what is differentiated in it."""
+
+    argument: Argument
+    value: Any
+    locations: list[NamedLocation]
+    is_state: bool  # whether its gradient has states in place of modules
+
+
+class Prepared(NamedTuple):
+    """A call before it is differentiated.
+
+    Attributes:
+      plan: the plan of the call.
+      flat: its arguments.
+      wanted: the arguments that are differentiated.
+      slots: the slots of the arrays that are differentiated.
+      partial: those of them with partial sums.
+      is_single: whether the gradient is of one argument, not a tuple.
+    """
+
+    plan: Plan
+    flat: Flat
+    wanted: list[Wanted]
+    slots: list[int]
+    partial: list[int]
+    is_single: bool
+
+    def arrays(self) -> list[Any]:
+        """The arrays that are differentiated."""
+        return [self.flat.leaves[slot] for slot in self.slots]
+
+    def build_gradient(self, arrays: Sequence[Any]) -> Any:
+        """Puts gradients of these arrays into the form of the arguments."""
+        gradients = dict(zip(self.slots, arrays, strict=True))
+        modules = {} if all(x.is_state for x in self.wanted) else self._modules(gradients)
+        parts = tuple(
+            in_states(self.flat, x, gradients) if x.is_state else modules[x.argument.name]
+            for x in self.wanted
+        )
+        return parts[0] if self.is_single else parts
+
+    def _modules(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
+        """All arguments by name as new objects, with gradients in place of the arrays."""
+        structure, objects = self.flat.structure, self.flat.objects
+        leaves = [gradients.get(s, without_tangent(x)) for s, x in enumerate(self.flat.leaves)]
+        # The same static objects, as those compared by identity are part of the treedef.
+        statics = {index: objects[index] for index in structure.static_indices()}
+        return _by_name(self.plan, unflatten(structure, leaves, statics).root)
+
+
+def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
+    """Puts values by slot into the form of an argument, with a state in place of each module."""
+    states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in wanted.argument.parts}
+    for named in wanted.locations:
+        location = named.location
+        value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
+        if location.entry is not None:
+            old = _compat.plain_variable(flat.objects[location.entry])
+            variable = _compat.new_variable(type(old), _compat.get_metadata(old))
+            _compat.set_value(variable, value)
+            value = variable
+        states[named.part.keys][location.path] = value
+    # A part that is itself a Variable or an array has the empty path.
+    parts = [state[()] if () in state else nnx.from_flat_state(state) for state in states.values()]
+    treedef = jax.tree_util.tree_structure(wanted.value, is_leaf=_compat.is_graph_object)
+    return jax.tree_util.tree_unflatten(treedef, parts)
+
+
+def _by_name(plan: Plan, tree: ArgTree) -> dict[str, Any]:
+    """The values of the arguments by name."""
+    values = [*tree[0], *(tree[1][k] for k in sorted(tree[1]))]
+    return dict(zip((argument.name for argument in plan.arguments), values, strict=True))
+
+
+class ValueAndGrad(Differentiable[P, R]):
+    """A function that returns the gradient of another one, perhaps after its value."""
+
+    _transform: _Gradient
+
+    @_compat.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The value and the gradient; changes are made to the caller's own objects."""
+        prepared = self.prepare((*self._bound, *args), kwargs)
+        value, arrays = self.value_and_gradients(prepared)
+        gradient = prepared.build_gradient(arrays)
+        if self._transform.returns_value:
+            return value, gradient
+        return (gradient, value[1]) if self._transform.has_aux else gradient
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
+    ) -> Prepared:
+        """Finds what is differentiated in a call, and which of that has partial sums."""
+        plan, flat = self._found(args, kwargs)
+        wanted = self._wanted(plan, self._sorted(args, kwargs), flat)
+        # A location may be wanted twice, if arguments share a Variable.
+        slots = [*dict.fromkeys(s for w in wanted for x in w.locations for s in x.location.slots)]
+        with_sums = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
+        partial = [slot for slot in slots if slot in with_sums]
+        return Prepared(plan, flat, wanted, slots, partial, self._transform.is_single)
+
+    def value_and_gradients(
+        self, prepared: Prepared, sums: PartialSums | None = None
+    ) -> tuple[Any, list[Any]]:
+        """Calls and differentiates the function.
+
+        Args:
+          prepared: the call.
+          sums: takes part of the gradients until they are added.
+
+        Returns:
+          What the function returns, and the gradient of each array that is differentiated, with the
+          partial sums of those that have some.
+        """
+        plan, flat, _, slots, _, _ = prepared
+        self._check_types(prepared)
+        transform = self._transform
+        options: dict[str, Any] = {
+            "holomorphic": transform.holomorphic,
+            "allow_int": transform.allow_int,
+        }
+
+        def differentiate(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
+            if sums is not None:
+                return _differentiate_with_sums(function, arrays, prepared, sums, options)
+
+            def loss(arrays: Sequence[Any]) -> tuple[Any, Any]:
+                [value], outputs = function(arrays)
+                return value, outputs
+
+            derivative = jax.value_and_grad(loss, has_aux=True, **options)
+            (_, outputs), gradients = derivative(arrays)
+            return gradients, outputs
+
+        return self.differentiate(plan, flat, slots, differentiate)
+
+    def _check_types(self, prepared: Prepared) -> None:
+        """Checks that all arrays that are differentiated have a derivative."""
+        if self._transform.allow_int:
+            return
+        pairs = zip(prepared.slots, prepared.arrays(), strict=True)
+        raise_listed(
+            TypeError,
+            f"{self._transform.name}: these cannot be differentiated, which takes floating-point "
+            "or complex arrays:",
+            [
+                f"  {prepared.plan.names[slot]}: {type_text(array)}"
+                for slot, array in pairs
+                if tangent_type(array) is None
+            ],
+            "Leave them out with a filter (wrt=nnx.Param), or give allow_int=True, with which "
+            "their gradients have dtype float0.",
+        )
+
+    def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[Wanted]:
+        """Finds what is differentiated in a call."""
+        arguments = {argument.name: argument for argument in plan.arguments}
+        chosen = self._chosen_filters(call, arguments)
+        locations = {argument: list[NamedLocation]() for argument in chosen}
+        for named in self._matching(plan, flat, chosen):
+            locations[named.argument.name].append(named)
+        is_empty = not any(x.location.slots for found in locations.values() for x in found)
+        if is_empty and self._transform.is_chosen:
+            self._refuse_empty(flat, chosen)
+        values = _by_name(plan, call.tree)
+        # As in Flax, without graph updates a gradient has the form of the whole argument, unless a
+        # filter says which part.
+        has_updates = self._modes["updates"]
+        are_states = (has_updates or filter_ is not None for _, filter_ in self._transform.wrt)
+        return [
+            Wanted(arguments[name], values[name], found, is_state)
+            for (name, found), is_state in zip(locations.items(), are_states, strict=True)
+        ]
+
+    def _chosen_filters(self, call: Call, arguments: Mapping[str, Argument]) -> dict[str, Any]:
+        """The filter for each differentiated argument, by the name of the argument."""
+        name, wrt = self._transform.name, self._transform.wrt
+        default = nnx.Param if self._modes["updates"] else ...
+        chosen = {
+            self._name_of(which, call): default if filter_ is None else filter_
+            for which, filter_ in wrt
+        }
+        if len(chosen) < len(wrt):
+            positions = [which for which, _ in wrt]
+            raise ValueError(f"{name}: argnums names an argument more than once: {positions!r}.")
+        if unknown := [repr(x) + suggestion(x, arguments) for x in chosen if x not in arguments]:
+            raise ValueError(
+                f"{name}: argnums names unknown arguments: {', '.join(unknown)}. "
+                f"The arguments: {', '.join(arguments)}."
+            )
+        return chosen
+
+    def _matching(
+        self, plan: Plan, flat: Flat, chosen: Mapping[str, Any]
+    ) -> Iterator[NamedLocation]:
+        """Finds the Variables and arrays of some arguments that match their filters."""
+        predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
+        seen = set[int]()
+        for named in locate(flat.structure, plan.arguments):
+            predicate, (path, entry, slots) = predicates.get(named.argument.name), named.location
+            # As in Flax, what is shared has its gradient only in the first place.
+            if predicate is None or entry in seen:
+                continue
+            # A Variable without arrays, such as one of None, has a gradient without arrays.
+            if not slots and (entry is None or pytree_of(flat.structure.entries[entry]) is None):
+                continue
+            subject = named.subject(flat.objects, flat.leaves)
+            # What is not in a module was named by argnums.
+            if not path or any(predicate(other, subject) for other in named.paths):
+                yield named
+                if entry is not None:
+                    seen.add(entry)
+
+    def _refuse_empty(self, flat: Flat, chosen: Mapping[str, Any]) -> None:
+        """Raises an error for filters that match nothing."""
+        kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
+        filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
+        error = ValueError(
+            f"{self._transform.name}: nothing to differentiate in {', '.join(chosen)}: no Variable "
+            f"matches {', '.join(dict.fromkeys(filters))}. Give wrt a filter that matches some "
+            f"(there are {', '.join(sorted(kinds)) or 'none'}), or argnums other arguments."
+        )
+        raise see(error, anchor="nothing-to-differentiate")
+
+    def _name_of(self, which: int | str, call: Call) -> str:
+        """The name of an argument of ``argnums``."""
+        if isinstance(which, str):
+            return which
+        names = call.signature.names
+        # Positions do not count the parameters of what the function is bound to.
+        position = which + self._implicit if which >= 0 else which + len(names)
+        if not 0 <= position < len(names):  # perhaps passed by keyword
+            names = self._parameters.positional
+        if not 0 <= position < len(names):
+            error = ValueError(
+                f"{self._transform.name}: argnums={which}, but {name_of(self._fun)} has the "
+                f"arguments {', '.join(names[self._implicit :]) or '()'}."
+            )
+            raise see(error, anchor="unknown-parameter")
+        return names[position]
+
+
+def _differentiate_with_sums(
+    function: Function,
+    arrays: list[Any],
+    prepared: Prepared,
+    sums: PartialSums,
+    options: Mapping[str, Any],
+) -> tuple[list[Any], Any]:
+    """Differentiates at arrays, some of which have partial sums (`partial_sums.py`).
+
+    Their gradients come in two parts: that of the sums, and that of the array itself, for what used
+    it in another way than by rows.
+    """
+    slots, partial = prepared.slots, prepared.partial
+
+    def loss(arrays: Sequence[Any], zeros: Sequence[jax.Array]) -> tuple[Any, Any]:
+        known = dict(zip(slots, arrays, strict=True))
+        with sums.known((known[slot], x) for slot, x in zip(partial, zeros, strict=True)):
+            [value], outputs = function(arrays)
+        return value, outputs
+
+    derivative = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
+    zeros = [sums.zeros(prepared.flat.leaves[slot]) for slot in partial]
+    (_, outputs), (gradients, new_sums) = derivative(arrays, zeros)
+    by_slot = dict(zip(slots, gradients, strict=True))
+    for slot, new in zip(partial, new_sums, strict=True):
+        by_slot[slot] = sums.add(new, by_slot[slot])
+    return [by_slot[slot] for slot in slots], outputs

@@ -1,13 +1,26 @@
-"""The base of transforms that become part of the surrounding trace, and compile nothing."""
+"""The base of transforms that become part of the surrounding trace, and compile nothing.
+
+`jit` and `shard_map` make a program. All other transforms (`grad`, `vmap`, `scan`, `cond`, …) are
+called while another function is traced, or at top level. A call of them goes the same way, to one
+pure function of flat arrays, but without stages, shardings and donation:
+
+    Inner.__call__                  flattens the arguments, and finds the plan for their structure
+      InnerTransform.compile        once for each plan
+        jax_transform(plan, …)      what JAX makes of the pure function: the one thing to override
+      run                           calls it with the arrays, and writes back what changed
+
+Subclasses of :class:`InnerTransform` say what JAX does with a pure function, and what happens
+around the user's function in its trace (:meth:`InnerTransform.user_function`). Those that have to
+return more than the function, such as a derivative, subclass :class:`Inner` as well.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeAlias
 
@@ -19,140 +32,114 @@ from ..core.arguments import PLAIN
 from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat
-from ..core.functions import Several
 from ..core.plan import Plan
 from ..core.static_equality import Static
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
-from ..errors import raise_listed
 from .by_content import compiled_by_content
-from .lifted import LiftedFunction, P, R, unbind
+from .lifted import LiftedFunction, P, R
 from .partial_sums import PARTIAL_SUMS, PartialSums
 
 Function: TypeAlias = Callable[..., Any]
+# What a call gets that JAX does not trace, such as flags, by slot.
+StaticLeaves: TypeAlias = Sequence[tuple[int, Static]]
 
 
-def is_array(x: Any) -> bool:
-    """Whether something is an array or a number, and no Variable."""
-    return _compat.is_array_like(x) and not _compat.is_graph_object(x)
+# Texts for messages
 
 
-def described(value: Any) -> str:
-    """What something is, for messages: ``float32[2,4]``, ``a Linear``, ``the class Linear``."""
+def type_text(value: object) -> str:
+    """Says what something is: ``float32[2,4]``, ``a Linear``, ``the class Linear``."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return jax.typeof(value).str_short() if is_array(value) else f"a {type(value).__name__}"
 
 
-def form(tree: Any) -> str:
-    """A pytree with the types of its leaves, for messages."""
-    types = jax.tree.map(described, tree, is_leaf=_compat.is_graph_object)
+def tree_text(tree: object) -> str:
+    """Says what is in a pytree: the pytree with the type of each leaf."""
+    types = jax.tree.map(type_text, tree, is_leaf=_compat.is_graph_object)
     return textwrap.shorten(repr(types).replace("'", ""), 300)
 
 
-def replaced(leaves: Sequence[Any], slots: Iterable[int], arrays: Iterable[Any]) -> list[Any]:
-    """Arrays with others in some slots."""
+# Leaves and slots
+
+
+def is_array(x: object) -> bool:
+    """Whether something is an array or a number, and no Variable."""
+    return _compat.is_array_like(x) and not _compat.is_graph_object(x)
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether JAX traces a leaf of the arguments; flags and what is not an array stay as they are.
+
+    Flags decide which code runs, and `cond` is for those that are only known to the program.
+    """
+    return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
+
+
+def replace_slots(
+    leaves: Sequence[Any], slots: Iterable[int], arrays: Iterable[object]
+) -> list[Any]:
+    """Replaces the leaves in some slots by arrays."""
     new = dict(zip(slots, arrays, strict=True))
     return [new.get(slot, leaf) for slot, leaf in enumerate(leaves)]
 
 
-def of_slots(function: Function, slots: Sequence[int], leaves: Sequence[Any]) -> Function:
-    """A function of the arrays in some slots only; the others are fixed."""
-    return lambda *arrays: function(*replaced(leaves, slots, arrays))
+def restrict_to_slots(
+    function: Function, slots: Sequence[int], leaves: Sequence[object]
+) -> Function:
+    """Makes a function of the arrays in some slots only; the other leaves are fixed."""
+    return lambda *arrays: function(*replace_slots(leaves, slots, arrays))
 
 
-def is_traced(leaf: Any) -> bool:
-    """Whether an argument is traced; flags and what is not an array stay as they are."""
-    return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
-
-
-# What a call gets that is not an array, by slot.
-Fixed: TypeAlias = Sequence[tuple[int, Static]]
-
-
-def fixed_of(leaves: Sequence[Any]) -> Fixed:
-    """The arguments that are not traced."""
+def static_leaves(leaves: Sequence[object]) -> StaticLeaves:
+    """The leaves that are not traced."""
     return tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
 
 
-def is_kept(fixed: Fixed) -> bool:
-    """Whether a function with these arguments may be kept, for JAX to find its trace.
+def may_keep(static: StaticLeaves) -> bool:
+    """Whether a function with these leaves may be kept for later calls.
 
-    It must not keep the user's objects alive.
+    JAX finds a trace by the identity of its function, so keeping that saves a trace. But it must
+    not keep the user's objects alive; numbers and strings are no such objects.
     """
-    return all(isinstance(static.value, PLAIN) for _, static in fixed)
+    return all(isinstance(leaf.value, PLAIN) for _, leaf in static)
 
 
-def at_top_level(call: Function, compiled: Callable[[Function], Function] = jax.jit) -> Function:
-    """The same function, compiled when called outside of any trace, where JAX keeps no trace."""
+def compile_at_top_level(
+    call: Function, compiled: Callable[[Function], Function] = jax.jit
+) -> Function:
+    """Makes a function that is compiled when it is called outside of any trace.
+
+    There JAX would trace, and for loops compile, it again at each call.
+
+    Args:
+      call: the function of flat arrays.
+      compiled: what compiles it.
+
+    Returns:
+      A function of the same arguments.
+    """
 
     @functools.lru_cache(maxsize=64)
-    def program(fixed: Fixed, count: int) -> Function:
-        known = {slot: static.value for slot, static in fixed}
+    def program(static: StaticLeaves, count: int) -> Function:
+        known = {slot: leaf.value for slot, leaf in static}
         slots = [slot for slot in range(count) if slot not in known]
         leaves = [known.get(slot) for slot in range(count)]
-        return compiled(of_slots(call, slots, leaves))
+        return compiled(restrict_to_slots(call, slots, leaves))
 
-    def run(*leaves: Any) -> Any:
+    def call_or_run(*leaves: Any) -> Any:
         if not _compat.trace_is_clean():
             return call(*leaves)
-        fixed = fixed_of(leaves)
-        if not is_kept(fixed):
+        static = static_leaves(leaves)
+        if not may_keep(static):
             return call(*leaves)
-        return program(fixed, len(leaves))(*filter(is_traced, leaves))
+        return program(static, len(leaves))(*filter(is_traced, leaves))
 
-    return run
-
-
-class Functions(Several):
-    """The functions of one call of a transform that takes several; called, it is the first.
-
-    What they are bound to, and callable modules, are ``objects``, the argument that comes first.
-    """
-
-    __slots__ = ("__name__", "__signature__", "bound", "objects")
-
-    def __init__(self, name: str, functions: Mapping[str, Any], leading: Sequence[str], count: int):
-        given = functions.values()
-        wrong = [f"  {key}: {x!r:.200}" for key, x in functions.items() if not callable(x)]
-        raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
-        pairs = [(type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x) for x in given]
-        self.__name__, self.functions = name, tuple(function for function, _ in pairs)
-        self.objects = [*{id(x): x for _, own in pairs for x in own}.values()]
-        # For each function the places of its objects.
-        places = {id(x): place for place, x in enumerate(self.objects)}
-        self.bound = tuple(tuple(places[id(x)] for x in own) for _, own in pairs)
-        self.__signature__ = _signature(pairs[0], leading, count)
-
-    def which(self, number: int) -> Function:
-        """One of the functions, with the objects as its first argument."""
-        function, bound = self.functions[number], self.bound[number]
-
-        @functools.wraps(function, updated=())
-        def call(objects: Sequence[Any], *args: Any) -> Any:
-            return function(*(objects[place] for place in bound), *args)
-
-        return call
-
-    def __call__(self, *args: Any) -> Any:  # noqa: D102
-        return self.which(0)(*args)
+    return call_or_run
 
 
-def _signature(
-    function: tuple[Any, Sequence[Any]], leading: Sequence[str], count: int
-) -> inspect.Signature:
-    """The leading parameters, and those of a function, if they fit a call with so many operands."""
-    kind = inspect.Parameter.POSITIONAL_ONLY
-    try:
-        own = [*inspect.signature(function[0]).parameters][len(function[1]) :][:count]
-    except (TypeError, ValueError):  # some functions written in C
-        own = []
-    names = [*leading, *own]
-    parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
-    if len(own) < count or len(parameters) < len(names):
-        parameters = [inspect.Parameter(name, kind) for name in leading]
-        parameters.append(inspect.Parameter("operands", inspect.Parameter.VAR_POSITIONAL))
-    return inspect.Signature(parameters)
+# The transforms
 
 
 class InnerTransform(Transform):
@@ -164,17 +151,34 @@ class InnerTransform(Transform):
 
     compiles_at_top_level: ClassVar[bool] = False
 
+    def jax_transform(
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        """Transforms a pure function; the arguments are those of :meth:`compile`.
+
+        Args:
+          plan: what is known of the function.
+          function: the function. It takes all arrays, and returns groups of outputs and an outcome.
+          in_specs: the final spec of each argument.
+          out_specs: the spec of each group of outputs.
+
+        Returns:
+          A function that takes and returns the same.
+        """
+        return function
+
+    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+        """What the trace calls for the user's function, with the objects of the trace."""
+        fun: Function = caller.fun
+        return fun
+
     def tracing(  # noqa: D102
         self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Function]:
+        # The surrounding trace has given the modules names and shardings; these are other objects.
         pass_tags(caller, built)
         pass_paths(caller, built)
-        return contextlib.nullcontext(self.wrapped(plan, caller, built))
-
-    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:
-        """What is called for the user's function."""
-        fun: Function = caller.fun
-        return fun
+        return contextlib.nullcontext(self.user_function(plan, caller, built))
 
     def compile(  # noqa: D102
         self,
@@ -184,34 +188,37 @@ class InnerTransform(Transform):
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        call = self.applied(plan, function, in_specs, out_specs)
+        call = self.jax_transform(plan, function, in_specs, out_specs)
 
         def inline(*leaves: Any) -> Any:
             sums = PARTIAL_SUMS.get()
-            if sums is None or not self.can_pass_sums(sums, in_specs, leaves):
+            partials = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
+            if sums is None or not partials:
                 return call(*leaves)
-            found = {
-                slot: partial
-                for slot, leaf in enumerate(leaves)
-                if (partial := sums.of(leaf)) is not None and self.passes_sums(in_specs[slot])
-            }
-            if not found:
-                return call(*leaves)
+            slots = [*partials]
+            with_sums = _with_partial_sums(function, sums, slots, len(leaves))
+            names = [*plan.names, *(plan.names[slot] for slot in slots)]
+            specs = [*in_specs, *(in_specs[slot] for slot in slots)]
+            extended = dataclasses.replace(plan, names=names)
+            transformed = self.jax_transform(extended, with_sums, specs, out_specs)
+            return transformed(*leaves, *partials.values())
 
-            def with_sums(*every: Any) -> Any:
-                pairs = zip((every[slot] for slot in found), every[len(leaves) :], strict=True)
-                with sums.known(pairs):
-                    return function(*every[: len(leaves)])
-
-            names = [*plan.names, *(plan.names[slot] for slot in found)]
-            specs = [*in_specs, *(in_specs[slot] for slot in found)]
-            every = dataclasses.replace(plan, names=names)
-            more = self.applied(every, with_sums, specs, out_specs)
-            return more(*leaves, *found.values())
-
-        by_content = at_top_level(inline, compiled_by_content)
+        by_content = compile_at_top_level(inline, compiled_by_content)
         anew = by_content if self.compiles_at_top_level else inline
         return Program(staged=None, top_level=inline, inline=inline, traced_anew=anew)
+
+    def _partial_sums(
+        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
+    ) -> dict[int, Any]:
+        """The partial sums of parameters that go into the function with them, by slot."""
+        if not self.can_pass_sums(sums, in_specs, leaves):
+            return {}
+        pairs = ((slot, sums.of(leaf)) for slot, leaf in enumerate(leaves))
+        return {
+            slot: partial
+            for slot, partial in pairs
+            if partial is not None and self.passes_sums(in_specs[slot])
+        }
 
     def can_pass_sums(
         self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
@@ -223,11 +230,21 @@ class InnerTransform(Transform):
         """Whether the partial sums of a parameter go into the function in the same way."""
         return True
 
-    def applied(
-        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
-    ) -> Function:
-        """What is called for a pure function; the arguments are those of :meth:`compile`."""
-        return function
+
+def _with_partial_sums(
+    function: Function, sums: PartialSums, slots: Sequence[int], count: int
+) -> Function:
+    """Makes a function that also takes the partial sums of the arrays in some slots.
+
+    JAX has to see them as arguments: what the function captured would get no gradient.
+    """
+
+    def with_sums(*arguments: Any) -> Any:
+        leaves, partials = arguments[:count], arguments[count:]
+        with sums.known(zip((leaves[slot] for slot in slots), partials, strict=True)):
+            return function(*leaves)
+
+    return with_sums
 
 
 class Inner(LiftedFunction[P, R]):
@@ -243,7 +260,17 @@ class Inner(LiftedFunction[P, R]):
         plan, flat = self._found((*self._bound, *args), kwargs)
         return self._run(plan, flat, self._executed(plan, flat))  # type: ignore[no-any-return]
 
-    def _run(self, plan: Plan, flat: Flat, execute: Function, fun: Any = None) -> Any:
-        """Runs a call within the current trace, if any; ``fun`` takes the place of the function."""
+    def _run(self, plan: Plan, flat: Flat, execute: Function, fun: object = None) -> Any:
+        """Runs a call within the current trace, if any.
+
+        Args:
+          plan: the plan of the call.
+          flat: its arguments.
+          execute: what takes the arrays, and returns groups of outputs and an outcome.
+          fun: what the trace calls instead of the user's function.
+
+        Returns:
+          What the function returns.
+        """
         with inherited(flat.objects):
             return run(plan, flat, execute, fun or self._fun, nested=True)

@@ -25,8 +25,8 @@ from ..activations.tracing import PREFETCHED, spec_of_slice
 from ..activations.variables import modules_in, own_variables
 from ..core.constrain import apply_shardings, mesh_here, type_spec
 from ..specs.fitting import spec_axes
-from .differentiation import is_inexact
-from .in_trace import replaced
+from .in_trace import replace_slots
+from .tangents import is_inexact
 
 
 class Gather(NamedTuple):
@@ -172,7 +172,7 @@ class _Loop:
             slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
 
             def differentiable(*some: Any) -> Any:
-                every = jax.tree.unflatten(treedef, replaced(leaves, slots, some))
+                every = jax.tree.unflatten(treedef, replace_slots(leaves, slots, some))
                 carry, results = self._step(*every)
                 return (_inexact(carry), _inexact(results)), (carry, results)
 

@@ -23,7 +23,7 @@ from ..errors import raise_listed
 from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
-from .in_trace import Function, Inner, InnerTransform, is_traced, of_slots
+from .in_trace import Function, Inner, InnerTransform, is_traced, restrict_to_slots
 from .lifted import lift
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
@@ -91,7 +91,9 @@ class _Rules:
         """Raises an error for filters that match no module and no name in the function."""
         if len(self.used) == len(self.rules):
             return
-        jaxpr = jax.make_jaxpr(of_slots(function, slots, leaves))(*(leaves[s] for s in slots))
+        jaxpr = jax.make_jaxpr(restrict_to_slots(function, slots, leaves))(
+            *(leaves[s] for s in slots)
+        )
         known = _names_in(jaxpr.jaxpr)
         self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
         paths = [*filter(None, self.called)]
@@ -122,9 +124,9 @@ class _Remat(InnerTransform):
     policy: Callable[..., Any] | _Rules | None
     prevent_cse: bool
 
-    def wrapped(self, plan: Plan, caller: Caller, built: Built) -> Function:
+    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
         if not isinstance(self.policy, _Rules):
-            return super().wrapped(plan, caller, built)
+            return super().user_function(plan, caller, built)
         rules, outer = self.policy, handler_here()
         known = Known(
             {
@@ -153,7 +155,7 @@ class _Remat(InnerTransform):
 
         return call
 
-    def applied(
+    def jax_transform(
         self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         rules = self.policy if isinstance(self.policy, _Rules) else None
@@ -167,7 +169,7 @@ class _Remat(InnerTransform):
             if len(slots) == len(leaves):
                 out = checkpointed(*leaves)  # which JAX may have traced before
             else:
-                some = jax.checkpoint(of_slots(function, slots, leaves), **options)
+                some = jax.checkpoint(restrict_to_slots(function, slots, leaves), **options)
                 out = some(*(leaves[slot] for slot in slots))
             if rules is not None:
                 rules.check(function, slots, leaves)

@@ -16,10 +16,10 @@ from .. import _compat
 from ..activations.calls import RECORD, Calls
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract
-from .differentiation import is_inexact
-from .in_trace import of_slots
+from .in_trace import restrict_to_slots
 from .jit import jit
 from .lifted import Lifted
+from .tangents import is_inexact
 
 if TYPE_CHECKING:
     from ..analysis.residuals import SavedResiduals
@@ -67,7 +67,7 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
 
     def residuals(*leaves: Any) -> list[jax.Array]:
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
-        function = of_slots(inexact_outputs, slots, leaves)
+        function = restrict_to_slots(inexact_outputs, slots, leaves)
         _, pullback = jax.vjp(function, *(leaves[slot] for slot in slots))
         return jax.tree.leaves(pullback)
 

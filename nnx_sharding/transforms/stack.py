@@ -27,11 +27,13 @@ from ..specs.activation_sharding import checked_prefetch
 from ..specs.filters import Paths
 from ..specs.fitting import with_entries
 from ..specs.paths import Path, accessor, path_key
-from .in_trace import form, replaced
+from .carry_checks import type_changes
+from .in_trace import replace_slots, tree_text
+from .mapped_axes import Carry, StateAxes, change_names
 from .prefetching import prefetching
 from .remat import remat as remat_
-from .scan import differing, scan
-from .vmap import Carry, StateAxes, change_names, vmap
+from .scan import scan
+from .vmap import vmap
 
 # Layers may share Variables, whatever the mode of Flax.
 _METADATA = {nnx.PARTITION_NAME: None}
@@ -162,7 +164,7 @@ class Stack(nnx.Module):
         arrays = apply_shardings(arrays, typed)
         entries = enumerate(flat.structure.entries)
         variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
-        leaves = replaced(flat.leaves, slots, arrays)
+        leaves = replace_slots(flat.leaves, slots, arrays)
         perform(update(flat.structure, leaves, flat.objects, variables))
 
     def __iter__(self) -> Iterator[Any]:
@@ -314,9 +316,9 @@ def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given, before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
     returned, after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
     names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given)
-    lines = differing(names, (leaf for _, leaf in given), returned)
+    lines = type_changes(names, (leaf for _, leaf in given), returned)
     if before != after:  # type: ignore[operator]
-        lines = [f"  x: {form(x)} → {form(out)}"]
+        lines = [f"  x: {tree_text(x)} → {tree_text(out)}"]
     raise_listed(
         TypeError,
         f"stack: a layer has to return what the next one gets, but {type(layer).__name__} returns "
@@ -346,7 +348,9 @@ def _recomputed_call(policy: Any) -> Callable[..., Any]:
     def call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
         settings = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
-        further = replaced(leaves, dict(settings), [False] * len(settings))  # flags stay leaves
+        further = replace_slots(
+            leaves, dict(settings), [False] * len(settings)
+        )  # flags stay leaves
         return run(layer, x, jax.tree.unflatten(treedef, further), settings)
 
     return call
@@ -389,7 +393,7 @@ def _built(flat: Flat, new: Mapping[int, Any]) -> Any:
         if isinstance(flat.structure.entries[index], VariableEntry)
         if slots and new.keys().isdisjoint(slots)
     }
-    leaves = replaced(flat.leaves, new, new.values())
+    leaves = replace_slots(flat.leaves, new, new.values())
     (layer,), _ = unflatten(flat.structure, leaves, same, share=True).root
     return layer
 

@@ -1,0 +1,95 @@
+"""Checks of what one step of a loop passes to the next, and of what branches leave behind.
+
+JAX compares pytrees of arrays. A step of ours may also return another module than it was given,
+change attributes, or write an array of another shape to a Variable; these functions say where, with
+the user's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax
+
+from .. import _compat
+from ..core.structure import Structure, parts_of
+from ..diagnostics.differences import show_child
+from ..errors import raise_listed, see
+from ..specs.paths import accessor, path_key
+from .in_trace import is_array, tree_text, type_text
+
+
+def check_carry(name: str, fun_name: str, given: object, returned: object) -> None:
+    """Checks that the returned carry has the form of the given one, and holds the same objects.
+
+    Args:
+      name: the name of the transform, for messages.
+      fun_name: the name of the function.
+      given: the carry that the function got.
+      returned: the one that it returned.
+
+    Raises:
+      TypeError: the pytrees differ.
+      ValueError: there are other modules or Variables in it.
+    """
+    is_object = _compat.is_graph_object
+    before, old = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_object)
+    after, new = jax.tree_util.tree_flatten(returned, is_leaf=is_object)
+    if old != new:  # type: ignore[operator]
+        error = TypeError(
+            f"{name}: {fun_name} returns a carry of a different structure than it was given:\n"
+            f"  given: {tree_text(given)}\n  returned: {tree_text(returned)}"
+        )
+        raise see(error, anchor="carry-of-another-form")
+    others = [
+        f"  carry{accessor('', tuple(map(path_key, path)))}: {type(x).__name__}"
+        for (path, x), other in zip(before, after, strict=True)
+        if x is not other and (is_object(x) or is_object(other))
+    ]
+    head = f"{name}: {fun_name} returns different objects in the carry than it was given:"
+    raise_listed(ValueError, head, others, "Change the module that it was given, and return that.")
+
+
+def type_changes(
+    names: Iterable[str], before: Iterable[object], after: Iterable[object]
+) -> list[str]:
+    """Lists arrays that were replaced by others of another shape or dtype, for messages."""
+    lines = []
+    for name, old, new in zip(names, before, after, strict=False):
+        if old is not new and is_array(old) and is_array(new):
+            old_type, new_type = jax.typeof(old), jax.typeof(new)
+            # Of a value of a hijax type, neither is known here, and JAX compares the types.
+            other_shape = getattr(old_type, "shape", None) != getattr(new_type, "shape", None)
+            other_dtype = getattr(old_type, "dtype", None) != getattr(new_type, "dtype", None)
+            is_promoted = getattr(old_type, "weak_type", False)  # JAX promotes what is weak
+            if other_shape or (other_dtype and not is_promoted):
+                lines.append(f"  {name}: {type_text(old)} → {type_text(new)}")
+    return lines
+
+
+def structure_changes(
+    names: Mapping[int, str], before: Structure, after: Structure
+) -> Iterator[tuple[str, str, str]]:
+    """Finds where two structures of the same objects differ.
+
+    Args:
+      names: the objects to compare, by index, with their names.
+      before: one structure.
+      after: the other.
+
+    Yields:
+      For each difference its place, and what is there in each structure.
+    """
+    for index, name in names.items():
+        old_entry, new_entry = before.entries[index], after.entries[index]
+        # Without graph updates, an entry that cannot change is None afterwards.
+        if old_entry == new_entry or old_entry is None or new_entry is None:
+            continue
+        old, new = parts_of(old_entry), parts_of(new_entry)
+        changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
+        # Flax's own record of which attributes hold data changes with them, and says less.
+        telling = [path for path in changed if path != (_compat.STATUSES,)]
+        for path in telling or changed:
+            in_old = show_child(before, old[path]) if path in old else "nothing"
+            in_new = show_child(after, new[path]) if path in new else "nothing"
+            yield accessor(name, path), in_old, in_new

@@ -1,0 +1,87 @@
+"""``checkify`` for functions that take and return NNX objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax.experimental import checkify as jax_checkify
+
+from .. import _compat
+from ..core.signature import Roles
+from .in_trace import Inner, InnerTransform, is_traced, restrict_to_slots
+from .lifted import P, R, lift
+
+
+@_compat.api_boundary
+def checkify(
+    fun: Callable[..., object],
+    errors: frozenset[Any] = jax_checkify.user_checks,
+    *,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Makes a function that also returns the errors that the checks of ``fun`` find.
+
+    Args:
+      fun: the function. Changes that it makes to its arguments are made to the caller's own
+        objects, whether a check fails or not.
+      errors: the checks: a set of ``jax.experimental.checkify``, such as ``float_checks``. By
+        default those that call ``checkify.check``.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      A function that returns ``(error, result)``; ``error.throw()`` raises the first error, if any.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax.experimental.checkify import float_checks
+      >>> from nnx_sharding import checkify
+      >>> scale = nnx.Param(jnp.zeros(()))
+      >>> error, y = checkify(lambda scale, x: x / scale, float_checks)(scale, 1.0)
+      >>> error.get()[:16]
+      'division by zero'
+
+    The semantics are those of ``jax.experimental.checkify.checkify`` and ``flax.nnx.checkify``.
+    """
+    return lift(_Checked, fun, _Checkify(errors=errors), Roles(), graph, graph_updates)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Checkify(InnerTransform):
+    """What ``checkify`` decides.
+
+    Attributes:
+      errors: the checks, as JAX takes them.
+    """
+
+    name: str = "checkify"
+    in_name: str = "in_axes"
+    errors: frozenset[Any]
+
+
+class _Checked(Inner[P, R]):
+    """A function that returns the error that a check found in it, before its result."""
+
+    _transform: _Checkify
+
+    @_compat.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Calls the function; returns the error and what it returns."""
+        plan, flat = self._found((*self._bound, *args), kwargs)
+        inline, errors = self._program(plan, flat).inline, list[Any]()
+
+        def execute(*leaves: Any) -> Any:
+            # Flags stay as they are.
+            slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
+            function = restrict_to_slots(inline, slots, leaves)
+            checked = jax_checkify.checkify(function, self._transform.errors)
+            error, outputs = checked(*(leaves[slot] for slot in slots))
+            errors.append(error)  # `run` wants the outputs only
+            return outputs
+
+        out = self._run(plan, flat, execute)
+        return errors[0], out

@@ -1,0 +1,319 @@
+"""``cond`` and ``switch`` for functions of NNX objects.
+
+Each branch is the pure function of all operands, with another function of the user in it. A branch
+returns the array in each slot of the graph after the call, changed or not, so that all branches
+return the same arrays; JAX makes no output of those that no branch changes. What the call did is
+the union of what the branches did (:func:`~.outcome.union`): an array that one of them changes is
+written back, and is the old one where another branch ran.
+
+All branches have to leave the same structure: which of them runs is known only to the program, and
+the caller's objects can change in one way only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from ..activations.variables import resharded
+from ..core.arguments import named_parts
+from ..core.call_context import called_by, caller_here
+from ..core.outcome import Outcome, OutputGroup, union
+from ..core.plan import Plan
+from ..core.unflatten import kept_places
+from ..errors import raise_listed
+from .carry_checks import structure_changes
+from .functions import Functions, call_functions, scalar_value
+from .in_trace import (
+    Function,
+    InnerTransform,
+    StaticLeaves,
+    compile_at_top_level,
+    is_traced,
+    may_keep,
+    static_leaves,
+    tree_text,
+)
+
+
+@_compat.api_boundary
+def cond(
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Calls one of two functions, chosen by a condition while the program runs.
+
+    Args:
+      pred: the condition, a scalar: a bool, or a number that is true unless it is 0.
+      true_fun: the function that is called if it is true; as a branch of :func:`switch`.
+      false_fun: the function that is called if it is false.
+      *operands: their arguments.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      What the function returns.
+
+    Raises:
+      TypeError: ``pred`` is no scalar, or the functions return arrays of different types.
+      ValueError: the functions leave or return different structures.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import cond
+      >>> model, x = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
+      >>> cond(x.sum() > 5, model, lambda x: -x, x)
+      Array([[-1., -1.]], dtype=float32)
+
+    The semantics are those of ``jax.lax.cond`` and ``flax.nnx.cond``.
+    """
+    pred = scalar_value("cond", "pred", pred, "biuf", "a scalar, a bool or a number")
+    branches = {"true_fun": true_fun, "false_fun": false_fun}
+    return _call_branches("cond", pred, branches, operands, (graph, graph_updates))
+
+
+@_compat.api_boundary
+def switch(
+    index: Any,
+    branches: Sequence[Callable[..., Any]],
+    *operands: Any,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Calls one of several functions, chosen by a number while the program runs.
+
+    A branch may be a function, a bound method, or a callable module; what it changes in its
+    operands, or in the object that it is bound to, is changed for the caller. Branches may change
+    different Variables: all are outputs. They have to return the same structure, with arrays of the
+    same types, and to leave the same structure in what they are given.
+
+    Args:
+      index: the number of the branch, an integer scalar; those out of range count as the nearest.
+      branches: the functions.
+      *operands: their arguments, of which flags (``bool``) stay as they are. All are traced.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      What the branch returns.
+
+    Raises:
+      TypeError: ``index`` is no integer scalar, or the branches return arrays of different types.
+      ValueError: the branches leave or return different structures.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import switch
+      >>> experts = [nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(3)]
+      >>> switch(jnp.int32(1), experts, jnp.ones((1, 2))).shape
+      (1, 2)
+
+    The semantics are those of ``jax.lax.switch`` and ``flax.nnx.switch``.
+    """
+    if not isinstance(branches, Sequence):
+        raise TypeError(f"switch: branches must be a sequence of functions, got {branches!r:.200}.")
+    if not branches:
+        raise ValueError("switch: branches is empty; it needs at least one function.")
+    index = scalar_value("switch", "index", index, "iu", "an integer scalar")
+    by_label = {f"branches[{number}]": branch for number, branch in enumerate(branches)}
+    return _call_branches("switch", index, by_label, operands, (graph, graph_updates))
+
+
+def _call_branches(
+    name: str,
+    which: Any,
+    branches: Mapping[str, Callable[..., object]],
+    operands: tuple[Any, ...],
+    modes: tuple[bool | None, bool | None],
+) -> Any:
+    """Calls ``cond`` or ``switch``; ``branches`` are by their labels in messages."""
+    functions = Functions(name, branches, ("which", "branches"), len(operands))
+    transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
+    args = jnp.asarray(which), functions.objects, *operands
+    return call_functions(functions, transform, modes, *args)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Switch(InnerTransform):
+    """What ``cond`` and ``switch`` decide.
+
+    Attributes:
+      labels: the names of the branches in messages.
+      bound: for each branch, what it is bound to, by its place in the second argument.
+    """
+
+    compiles_at_top_level: ClassVar[bool] = True
+
+    in_name: str = "operands"
+    labels: tuple[str, ...]
+    bound: tuple[tuple[int, ...], ...]
+
+    def jax_transform(
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        # JAX finds the traces of branches by the identity of the functions, so they are kept.
+        @functools.lru_cache(maxsize=64)
+        def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
+            return _Branches(self, plan, function, static)
+
+        def call(*leaves: Any) -> Any:
+            static, operands = static_leaves(leaves), [*filter(is_traced, leaves)]
+            if may_keep(static) and not any(map(_compat.is_ref, operands)):
+                types = tuple(map(jax.typeof, operands))
+                branches = kept_branches(static, types, _compat.context_key())
+            else:
+                branches = _Branches(self, plan, function, static)
+            # The first operand is the condition or the number, which no branch reads.
+            if self.name == "cond":
+                results = jax.lax.cond(operands[0], *branches.functions, operands)
+            else:
+                results = jax.lax.switch(operands[0], branches.functions, operands)
+            return branches.outputs(results)
+
+        return compile_at_top_level(call)
+
+
+class _Branches:
+    """The branches for operands of some types, and what each does, as its last trace shows.
+
+    Attributes:
+      functions: the branches, as functions of a list of operands. Branches that are the same
+        function of the same objects are one, which JAX traces once.
+    """
+
+    def __init__(self, transform: _Switch, plan: Plan, function: Function, static: StaticLeaves):
+        self._name, self._labels = transform.name, transform.labels
+        self._plan, self._function, self._static = plan, function, dict(static)
+        # By the number of the branch: what it does, what it returns in words, and the name and the
+        # type of each array after it.
+        self._outcomes: dict[int, Outcome] = {}
+        self._returned: dict[int, str] = {}
+        self._types: dict[int, list[tuple[str, jax.core.AbstractValue | None]]] = {}
+        identities = map(id, caller_here().fun.functions)  # type: ignore[union-attr]
+        pairs = [*zip(identities, transform.bound, strict=True)]
+        distinct = {pair: self._branch(pairs.index(pair)) for pair in {*pairs}}
+        self.functions = [distinct[pair] for pair in pairs]
+
+    def _branch(self, number: int) -> Function:
+        return lambda operands: self._run(number, operands)
+
+    def _run(self, number: int, operands: Sequence[Any]) -> list[Any]:
+        """Traces one branch: from the arrays that are operands to the array in each slot."""
+        leaves = self._leaves(operands)
+        *groups, outcome = self._trace(number, leaves)
+        self._outcomes[number] = outcome
+        self._check_structures(number)
+        results = outcome.arrays(leaves, groups)
+        self._keep_shardings(outcome, leaves, results)
+        # JAX cannot pass on refs, nor values of a hijax type, so branches return none of them.
+        not_plain = [x for x in operands if not _compat.is_plain_array(x)]
+        results = [
+            None
+            if not is_traced(x) or _compat.is_ref(x) or any(x is other for other in not_plain)
+            else x
+            for x in results
+        ]
+        names = [*(group.names for group in groups), self._plan.names]  # group -1: the operands
+        self._types[number] = [
+            (names[group][position], None if x is None else jax.typeof(x))
+            for x, (group, position) in zip(results, outcome.sources, strict=True)
+        ]
+        self._check_types(number)
+        return results
+
+    def _leaves(self, operands: Sequence[Any]) -> list[Any]:
+        """All arguments of the pure function, by slot."""
+        arrays, count = iter(operands), len(self._plan.names)
+        static = self._static
+        return [static[slot].value if slot in static else next(arrays) for slot in range(count)]
+
+    def _trace(self, number: int, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Calls the pure function with one branch as the user's function."""
+        caller = caller_here()
+        assert caller is not None
+        branch = caller.fun.bind(number)
+
+        def noted_branch(which: object, *args: Any) -> Any:
+            returned = branch(*args)
+            self._returned[number] = tree_text(returned)
+            return returned
+
+        with called_by(caller._replace(fun=noted_branch)):
+            return self._function(*leaves)  # type: ignore[no-any-return]
+
+    def _keep_shardings(self, outcome: Outcome, leaves: Sequence[Any], results: list[Any]) -> None:
+        """Gives arrays that were written to objects the shardings of the old ones, in place."""
+        before, after = self._plan.structure, outcome.structure
+        for index, slots in enumerate(before.slots):
+            for slot, old in kept_places(before, after, index) if slots else ():
+                if is_traced(leaves[old]) and not _compat.is_ref(leaves[old]):
+                    results[slot] = resharded(results[slot], leaves[old])
+
+    def outputs(self, results: Sequence[Any]) -> tuple[OutputGroup, Outcome]:
+        """What the chosen branch did: the arrays that some branch changes, and the outcome."""
+        outcome = union(self._plan.structure, [*self._outcomes.values()])
+        slots = [slot for slot, (group, _) in enumerate(outcome.sources) if group >= 0]
+        arrays = [results[slot] for slot in slots]
+        return OutputGroup(("",) * len(arrays), arrays), outcome
+
+    def _check_structures(self, number: int) -> None:
+        """Checks that a branch leaves the same objects as the first one."""
+        first, other = self._outcomes[0].structure, self._outcomes[number].structure
+        if first == other:
+            return
+        returned = self._returned[0], self._returned[number]
+        changes = [("output", *returned)] if returned[0] != returned[1] else []
+        # Objects are compared that have the same name, and so the same place, after both.
+        starts = named_parts(self._plan.graph_arguments)
+        names = first.names([*starts, ("output", first.root)])
+        other_names = other.names([*starts, ("output", other.root)])
+        same = {index: name for index, name in names.items() if other_names.get(index) == name}
+        changes += structure_changes(same, first, other)
+        labels = self._labels[0], self._labels[number]
+        lines = [
+            f"  {place}: {x} in {labels[0]}, {y} in {labels[1]}"
+            for place, x, y in changes
+            if x != y
+        ]
+        raise_listed(
+            ValueError,
+            f"{self._name}: the branches return different structures, or change the structure of "
+            "their operands differently:",
+            lines or ["  the objects that they make"],
+            "Let each branch return the same structure, and set the same attributes; arrays may "
+            "differ.",
+            anchor="branches-that-differ",
+        )
+
+    def _check_types(self, number: int) -> None:
+        """Checks that the arrays after a branch have the types of those after the first one."""
+        lines = [
+            f"  {name}: {_type(x)} in {self._labels[0]}, {_type(y)} in {self._labels[number]}"
+            for (name, x), (_, y) in zip(self._types[0], self._types[number], strict=True)
+            # A weak type looks like another one, and JAX promotes it.
+            if x != y and _type(x) != _type(y)
+        ]
+        raise_listed(
+            TypeError,
+            f"{self._name}: the branches return, or write to the operands, arrays of different "
+            "types:",
+            lines,
+            "Cast or reshape them in the branches, so that all agree.",
+            anchor="branches-that-differ",
+        )
+
+
+def _type(aval: Any) -> str:
+    return "none" if aval is None else aval.str_short(short_dtypes=False)

@@ -1,0 +1,142 @@
+"""Calls of transforms that take several functions: the branches of `cond`, the steps of loops.
+
+JAX traces one pure function for each plan, so the functions of a call become one: it takes all
+objects that they are bound to as its first argument, and which of them runs is decided in the trace
+(:meth:`Functions.bind`). Callable modules, and the objects of bound methods, are arguments like
+others, so that the functions may change them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from .. import _compat
+from ..core.functions import Several
+from ..core.signature import Roles
+from ..errors import raise_listed
+from .in_trace import Function, Inner, InnerTransform, type_text
+from .lifted import unbind
+
+
+class Functions(Several):
+    """The functions of one call; called, it is the first.
+
+    Attributes:
+      functions: the functions, without what they are bound to.
+      objects: what they are bound to, and the callable modules among them, each once. It is the
+        first argument of each function.
+      bound: for each function, the positions of its objects.
+    """
+
+    __slots__ = ("__name__", "__signature__", "bound", "objects")
+
+    def __init__(
+        self,
+        name: str,
+        functions: Mapping[str, Callable[..., object]],
+        leading: Sequence[str],
+        count: int,
+    ):
+        """Unbinds the functions of a call.
+
+        Args:
+          name: the name of the transform, for messages.
+          functions: the functions, by the names of their arguments.
+          leading: the names of arguments that the transform adds before the operands.
+          count: the number of operands.
+
+        Raises:
+          TypeError: some are not callable.
+        """
+        wrong = [f"  {key}: {x!r:.200}" for key, x in functions.items() if not callable(x)]
+        raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
+        pairs = [
+            (type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x)
+            for x in functions.values()
+        ]
+        self.__name__, self.functions = name, tuple(function for function, _ in pairs)
+        self.objects = [*{id(x): x for _, bound in pairs for x in bound}.values()]
+        places = {id(x): place for place, x in enumerate(self.objects)}
+        self.bound = tuple(tuple(places[id(x)] for x in bound) for _, bound in pairs)
+        # The parameters of the first one name the operands in messages and in the program.
+        self.__signature__ = _signature(pairs[0], leading, count)
+
+    def bind(self, number: int) -> Function:
+        """Makes a function that takes the objects as its first argument, from one of them."""
+        function, bound = self.functions[number], self.bound[number]
+
+        @functools.wraps(function, updated=())
+        def call(objects: Sequence[object], *args: Any) -> Any:
+            return function(*(objects[place] for place in bound), *args)
+
+        return call
+
+    def __call__(self, *args: Any) -> Any:  # noqa: D102
+        return self.bind(0)(*args)
+
+
+def _signature(
+    function: tuple[Function, Sequence[object]], leading: Sequence[str], count: int
+) -> inspect.Signature:
+    """Makes a signature of leading parameters, and those of a function if they fit the operands."""
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    unbound, bound = function
+    try:
+        own = [*inspect.signature(unbound).parameters][len(bound) :][:count]
+    except (TypeError, ValueError):  # some functions written in C
+        own = []
+    names = [*leading, *own]
+    parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
+    has_all = len(own) == count and len(parameters) == len(names)  # all named, none twice
+    if not has_all:
+        parameters = [inspect.Parameter(name, kind) for name in leading]
+        parameters.append(inspect.Parameter("operands", inspect.Parameter.VAR_POSITIONAL))
+    return inspect.Signature(parameters)
+
+
+def call_functions(
+    functions: Functions,
+    transform: InnerTransform,
+    modes: tuple[bool | None, bool | None],
+    *args: object,
+) -> Any:
+    """Calls a transform of several functions.
+
+    Args:
+      functions: the functions.
+      transform: the transform.
+      modes: the options ``graph`` and ``graph_updates``; None for Flax's flag.
+      *args: the arguments of the functions, their objects first.
+
+    Returns:
+      What the transform returns.
+    """
+    graph, updates = _compat.graph_mode(*modes)
+    lifted: Any = Inner(functions, transform, Roles(), graph=graph, updates=updates)
+    return lifted(*args)
+
+
+def scalar_value(name: str, argument: str, value: Any, kinds: str, expected: str) -> Any:
+    """The value of a scalar argument, which may be that of a Variable.
+
+    Args:
+      name: the name of the transform, for messages.
+      argument: the name of the argument.
+      value: the argument.
+      kinds: the allowed kinds of dtype, as ``np.dtype.kind``.
+      expected: what it should be, for messages.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    value = value.get_value() if isinstance(value, nnx.Variable) else value
+    is_scalar = _compat.is_array_like(value) and jnp.shape(value) == ()
+    if not is_scalar or jnp.result_type(value).kind not in kinds:
+        raise TypeError(f"{name}: {argument} must be {expected}, got {type_text(value)}.")
+    return value

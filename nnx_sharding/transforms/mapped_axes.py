@@ -1,0 +1,263 @@
+"""Axes along which arrays are mapped: what users write, and the base of ``vmap`` and ``scan``.
+
+The specs of these transforms are axes: :class:`~.state_sharding.Axis` with an index, with None for
+what is not mapped, or ``CARRY``. They are resolved like shardings, by prefixes of the arguments and
+by filters for the Variables of modules (:class:`StateAxes`), and results are grouped by them.
+
+Variables have one more dimension outside of the function than inside. What a function writes to a
+Variable has the axis of the Variable; new Variables of a mapped module have that of the module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .. import _compat
+from ..core.arguments import PathFunction, Specs, leaves_by_path, split_argument
+from ..core.call_context import Caller
+from ..core.flatten import Flat, flatten
+from ..core.plan import Plan
+from ..core.resolve import locate, resolve
+from ..core.static_equality import Static
+from ..core.structure import NodeEntry, Structure, atoms
+from ..core.unflatten import Built
+from ..errors import raise_listed
+from ..specs.paths import Path, accessor, path_key
+from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding, pairs_of
+from .in_trace import Function, InnerTransform, type_text
+
+
+class Carry:
+    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the previous one returned."""
+
+
+class StateAxes(StateSharding):
+    """Axes of the Variables of a module, by ordered NNX filters, for ``vmap`` and ``scan``.
+
+    Args:
+      filter_axes: a mapping from NNX filters to axes, or an iterable of such pairs; the first
+        filter that matches a Variable decides. Or an ``nnx.State`` with axes as leaves. An axis is
+        a dimension, None for one that is not mapped, or for ``scan``
+        :class:`~nnx_sharding.Carry`.
+
+    Raises:
+      TypeError: something is not a filter or not an axis.
+
+    Example:
+      >>> from flax import nnx
+      >>> from nnx_sharding import StateAxes
+      >>> StateAxes({nnx.Param: 0, ...: None})
+      StateAxes({Param: 0, ...: None})
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        filter_axes: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+        /,
+    ):
+        pairs = pairs_of("StateAxes", filter_axes)
+        super().__init__([(filter_, _axis("StateAxes", axis)) for filter_, axis in pairs])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateAxes, (tuple(zip(self.filters, self.shardings, strict=True)),)
+
+
+def _axis(place: str, x: object) -> Axis | StateSharding:
+    """Reads one entry of a prefix of axes; ``place`` says where it is, for messages."""
+    if isinstance(x, Axis | StateSharding):
+        return x
+    if x is None or (isinstance(x, int) and not isinstance(x, bool)):
+        return Axis(x)
+    if is_carry(x):
+        return CARRY
+    if isinstance(x, nnx.StateAxes):
+        return StateAxes(zip(x.filters, x.axes, strict=True))
+    if (prefix := _compat.prefix_state(x)) is not None:
+        axes = leaves_by_path(prefix[1], lambda axis: axis is None)
+        axes = {path: _axis(place, axis) for path, axis in axes.items()}
+        return PathFunction(_AxisOf(place, prefix[0]), axes)
+    raise TypeError(
+        f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
+        "mapped, Carry (in scan), or StateAxes by NNX filters."
+    )
+
+
+def is_carry(x: object) -> bool:
+    """Whether an entry of a prefix of axes is the carry: our own mark, or that of Flax."""
+    return x is Carry or x is nnx.Carry
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisOf:
+    """The function of path and value in what ``nnx.prefix`` returns, with our own axes.
+
+    A class, so that two prefixes of equal functions are equal specs.
+    """
+
+    place: str
+    function: Callable[[Path, Any], Any]
+
+    def __call__(self, path: Path, value: Any) -> Axis | StateSharding:
+        return _axis(self.place, self.function(path, value))
+
+
+def axes_specs(option: str, prefix: object) -> Specs:
+    """Reads a prefix of axes as specs; ``option`` is the name of the option, for messages."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        prefix, is_leaf=lambda x: x is None or _compat.prefix_state(x) is not None
+    )
+    axes = [_axis(option + accessor("", tuple(map(path_key, path))), x) for path, x in leaves]
+    return Specs(jax.tree_util.tree_unflatten(treedef, axes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mapped(InnerTransform):
+    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that names them.
+
+    Attributes:
+      metadata: what to add, for Flax, to the metadata of Variables for a mapped axis.
+      options: those of JAX's own transform.
+    """
+
+    # What a function captures is stacked along the first dimension, even if no spec says so.
+    own_specs: ClassVar[tuple[Axis, ...]] = (Axis(0),)
+
+    in_name: str = "in_axes"
+    metadata: tuple[tuple[Any, Any], ...] = ()
+    options: tuple[tuple[str, Static], ...] = ()
+
+    def spec_of(self, spec: Axis | None) -> Axis:  # noqa: D102
+        return BROADCAST if spec is None else spec
+
+    def input_specs(  # noqa: D102
+        self, specs: list[Any], leaves: Sequence[object]
+    ) -> list[Any]:
+        return [*map(self.spec_of, specs)]
+
+    def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Axis]:
+        """What is captured in a module that is not mapped is stacked along the first dimension."""
+        return {
+            slot: Axis(0)
+            for index in captures(plan.structure)
+            if (known := plan.known[index][1]) is None or known.index is None
+            for slot in after.structure.slots[index]
+            if self.is_stacked(plan.structure.slots[index], after.leaves[slot])
+        }
+
+    def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
+        """Whether an array that is captured is stacked; ``slots`` are those before the call."""
+        return not slots  # what replaces an old value is as little mapped as that
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
+    ) -> None:
+        """Checks that results have the axes along which they are stacked."""
+        lines = [
+            f"  {name}, {type_text(leaf)}: axis {spec.index}"
+            for name, leaf, spec in zip(names, leaves, specs, strict=True)
+            if spec.index is not None and not _compat.is_ref(leaf)
+            if not _can_stack(leaf, spec.index)
+        ]
+        raise_listed(
+            ValueError,
+            f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
+            f"{self.out_name} (or {self.in_name}, for modules) gives them:",
+            lines,
+            "An array of n dimensions can be stacked along the axes 0 to n.",
+            anchor="axes-that-arrays-do-not-have",
+        )
+
+    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+        """Calls the function with the names of mapped axes taken out of the logical axes."""
+        fun = super().user_function(plan, caller, built)
+        if not self.metadata:
+            return fun
+        settings = dict(self.metadata)
+        mapped = [
+            (built.objects[index], axis.index)
+            for index, (_, axis) in plan.known.items()
+            if axis is not None and axis.index is not None
+        ]
+
+        def without_axis_names(*args: Any, **kwargs: Any) -> Any:
+            change_names(nnx.spmd.remove_axis, mapped, settings)
+            try:
+                out = fun(*args, **kwargs)
+                new = self._new_variables(out, plan, built)
+                change_names(nnx.spmd.add_axis, new, settings)
+                return out
+            finally:
+                change_names(nnx.spmd.add_axis, mapped, settings)
+
+        return without_axis_names
+
+    def _new_variables(self, out: object, plan: Plan, built: Built) -> list[tuple[Any, int]]:
+        """Lists the Variables that the function returns or attached, each with its axis."""
+        flat = flatten(out, known=built.objects)
+        caller = f"{self.name}: {self.out_name}"
+        output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
+        # The specs of the arguments hold for what was attached to them, those of the output for
+        # the rest.
+        resolved = resolve(
+            locate(flat.structure, [*plan.graph_arguments, output]),
+            flat.objects,
+            flat.leaves,
+            self.spec_of,
+            known=plan.known,
+            settled={each.name for each in plan.graph_arguments},
+        )
+        return [
+            (flat.objects[index], axis.index)
+            for index, (_, axis) in resolved.variables.items()
+            if index >= len(built.objects) and axis.index is not None
+        ]
+
+
+def _can_stack(leaf: object, axis: int) -> bool:
+    """Whether an array can get one more dimension at an axis."""
+    ndim = getattr(jax.typeof(leaf), "ndim", None)  # None for a hijax type, which can get none
+    return ndim is not None and -ndim - 1 <= axis <= ndim
+
+
+def captures(structure: Structure) -> set[int]:
+    """Finds the Variables in which ``nnx.capture`` collects what is sown, by index."""
+    entries = structure.entries
+    return {
+        index
+        for entry in entries
+        if isinstance(entry, NodeEntry) and _compat.CAPTURES in entry.keys
+        for index in atoms([entry.children[entry.keys.index(_compat.CAPTURES)]])
+        # A perturbation is an input too, and in a module that is not mapped the same for all.
+        if isinstance(index, int)
+        and not issubclass(getattr(entries[index], "type", object), nnx.Perturbation)
+    }
+
+
+def change_names(
+    change: Callable[..., Any], mapped: Iterable[tuple[Any, int]], settings: Mapping[Any, Any]
+) -> None:
+    """Adds or removes the names of axes in the logical axes of Variables.
+
+    Args:
+      change: ``nnx.spmd.add_axis`` or ``remove_axis``, which count axes from the front.
+      mapped: the Variables as they are without the axis, each with the axis.
+      settings: Flax's ``transform_metadata``, with the name of the axis.
+    """
+    for variable, axis in mapped:
+        arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
+        # Flax adds no name to empty logical axes, but removes one.
+        if arrays and variable.get_metadata().get("out_sharding") != ():
+            change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
+
+
+def jax_options(**options: object) -> tuple[tuple[str, Static], ...]:
+    """The options of JAX's own transform in hashable form, in which 1 is not True."""
+    return tuple((key, Static.of(x)) for key, x in options.items())

@@ -1,0 +1,168 @@
+"""Which arrays have tangents, and pytrees of tangents in the form of the user's objects.
+
+JAX differentiates lists of arrays. Users give and get tangents and cotangents in the form of their
+arguments and results: for a module another one of the same structure, with tangents in place of its
+arrays (:class:`TangentForm`). Integers have no tangent; JAX writes it as zeros of dtype `float0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from ..core.arguments import leaves_by_path
+from ..core.flatten import Flat, flatten
+from ..core.structure import Child, Structure
+from ..core.unflatten import unflatten
+from ..errors import raise_listed
+from ..specs.paths import Path, accessor
+from .in_trace import replace_slots, tree_text, type_text
+
+
+def is_inexact(x: object) -> bool:
+    """Whether something is an array that has a derivative; a ``jax.Ref`` has none."""
+    is_array = _compat.is_array_like(x) and not _compat.is_ref(x)
+    dtype = getattr(jax.typeof(x), "dtype", None) if is_array else None
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def tangent_type(x: object) -> Any:
+    """The type of tangents of an array, or of a value of a hijax type; None for what has none."""
+    if is_inexact(x):
+        return jax.typeof(x)
+    if not _compat.is_array_like(x) or hasattr(aval := jax.typeof(x), "dtype"):
+        return None
+    try:
+        aval = aval.to_tangent_aval()
+    except NotImplementedError:  # a hijax type without derivatives
+        return None
+    return aval if jnp.issubdtype(getattr(aval, "dtype", float), jnp.inexact) else None
+
+
+def as_array(x: Any, aval: Any = None) -> Any:
+    """Makes an array with the dtype of a type, or its own; a value of a hijax type stays."""
+    own = jax.typeof(x)
+    return jnp.asarray(x, getattr(aval or own, "dtype", None)) if hasattr(own, "dtype") else x
+
+
+def without_tangent(x: Any) -> Any:
+    """Returns what JAX has for the tangent of an array that has none: zeros of ``float0``."""
+    if not _compat.is_array_like(x) or _compat.is_ref(x):
+        return x
+    return np.zeros(np.shape(x), jax.dtypes.float0)
+
+
+def slots_by_path(structure: Structure, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
+    """The slots of the arrays in a child of a structure, by default its root, by path."""
+    child = structure.root if child is None else child
+    locations = structure.walk(child, iter(structure.root_slots))
+    return {location.path: location.slots for location in locations}
+
+
+class TangentForm:
+    """The form of tangents: some pytrees of objects and arrays, and which arrays have tangents.
+
+    Attributes:
+      slots: the slots of the arrays that have tangents.
+    """
+
+    def __init__(self, flat: Flat, places: Mapping[Path, tuple[int, ...]]):
+        """Takes the form of what was flattened.
+
+        Args:
+          flat: the values, of which the types are kept.
+          places: the paths of what has tangents, as messages name them, with their slots.
+        """
+        self._structure, self._places = flat.structure, places
+        every = dict.fromkeys(slot for slots in places.values() for slot in slots)
+        types = {slot: tangent_type(flat.leaves[slot]) for slot in every}
+        self._types = {slot: aval for slot, aval in types.items() if aval is not None}
+        self.slots = [*self._types]
+        self._rest = [without_tangent(x) for x in flat.leaves]
+
+    def build(self, tangents: Sequence[object]) -> Any:
+        """Builds new objects in the form of the whole structure, with these tangents."""
+        leaves = replace_slots(self._rest, self.slots, tangents)
+        return unflatten(self._structure, leaves, share=True).root
+
+    def tangents_in(self, name: str, given: object, *, may_omit: bool = False) -> list[Any]:
+        """Takes the tangents out of such objects.
+
+        Args:
+          name: what they are, for messages: the transform and the kind, as in ``jvp: tangents``.
+          given: the objects.
+          may_omit: whether None may stand for an object or a pytree whose tangents are zeros.
+
+        Returns:
+          For each of ``slots`` its tangent, or None.
+
+        Raises:
+          ValueError: the objects have another structure.
+          TypeError: some tangents have another shape or dtype than the values.
+        """
+        flat = flatten(given)
+        found = slots_by_path(flat.structure)
+        expected = self._without(_paths_of_none(given)) if may_omit else self._places
+        what = name.rpartition(" ")[2]
+        lines = [
+            f"  {accessor(what, path)}: {problem}"
+            for path in dict.fromkeys((*expected, *found))
+            if (problem := _mismatch(expected.get(path), found.get(path)))
+        ]
+        head = f"{name}: the structure of {tree_text(given)} is not that of their values:"
+        raise_listed(ValueError, head, lines)
+        tangents = {
+            slot: (accessor(what, path), flat.leaves[position])
+            for path, slots in expected.items()
+            for slot, position in zip(slots, found[path], strict=True)
+            if slot in self._types
+        }
+        lines = [
+            f"  {place}: {type_text(x)}, expected {self._types[slot].str_short()}"
+            for slot, (place, x) in tangents.items()
+            if not _fits(x, self._types[slot])
+        ]
+        head = f"{name}: these tangents have other types than their values:"
+        raise_listed(TypeError, head, lines)
+        return [
+            as_array(tangents[slot][1], aval) if slot in tangents else None
+            for slot, aval in self._types.items()
+        ]
+
+    def _without(self, omitted: Sequence[Path]) -> Mapping[Path, tuple[int, ...]]:
+        """The places that are not below some paths."""
+        return {
+            path: slots
+            for path, slots in self._places.items()
+            if not any(path[: len(start)] == start for start in omitted)
+        }
+
+
+def _paths_of_none(tree: object) -> list[Path]:
+    leaves = leaves_by_path(tree, lambda x: x is None or _compat.is_graph_object(x))
+    return [path for path, leaf in leaves.items() if leaf is None]
+
+
+def _mismatch(expected: tuple[int, ...] | None, found: tuple[int, ...] | None) -> str:
+    """Says how the arrays at one path differ in number; empty if they do not."""
+    if expected is None or found is None:
+        return "missing" if found is None else "unexpected"
+    if len(expected) == len(found):
+        return ""
+    return f"{len(found)} arrays, expected {len(expected)}"
+
+
+def _fits(x: object, aval: Any) -> bool:
+    """Whether something can be a tangent of a type."""
+    if not _compat.is_array_like(x):
+        return False
+    own: Any = jax.typeof(x)
+    if not hasattr(aval, "dtype") or not hasattr(own, "dtype"):
+        return bool(own == aval)
+    is_same = own.dtype == aval.dtype or own.weak_type  # a Python number takes the dtype
+    return bool(own.shape == aval.shape and is_same)

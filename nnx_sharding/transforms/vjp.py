@@ -1,0 +1,253 @@
+"""``vjp``, ``jvp`` and ``linearize`` for functions that take and return NNX objects.
+
+All three differentiate with respect to every inexact array of the primals, and differ in the
+function of JAX. The derivative is a function of lists of arrays; the forms of the primals and of
+the output (:class:`~.tangents.TangentForm`) translate it into one of the user's pytrees.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from .. import _compat
+from ..core.flatten import flatten
+from ..core.signature import Roles
+from ..core.structure import Container
+from .differentiation import Differentiable, Differentiation
+from .in_trace import Function
+from .lifted import lift
+from .tangents import TangentForm, as_array, slots_by_path, tangent_type
+
+
+@_compat.api_boundary
+def vjp(
+    fun: Callable[..., object] | None = None,
+    *primals: Any,
+    has_aux: bool = False,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Calls a function, and returns its output and the function that pulls cotangents back.
+
+    Without primals it is a decorator, whose function takes them. Changes that ``fun`` makes to its
+    arguments are made to the caller's own objects.
+
+    Args:
+      fun: the function. What it is bound to, if it is a method, is not differentiated.
+      *primals: its arguments: modules, Variables, arrays, and pytrees of these.
+      has_aux: whether ``fun`` returns a pair of its output and auxiliary data.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      ``(output, pullback)``, or ``(output, pullback, aux)``. ``pullback`` takes cotangents in the
+      structure of the output, and returns a tuple with those of each primal: for a module a new
+      module with the cotangents in place of its arrays, those of integers of dtype ``float0``. It
+      can be called any number of times.
+
+    Raises:
+      TypeError: cotangents of another shape or dtype than the output; no pair with ``has_aux``.
+      ValueError: cotangents of another structure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import vjp
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> y, pullback = vjp(lambda model, x: model(x), model, jnp.ones((4, 2)))
+      >>> d_model, d_x = pullback(jnp.ones_like(y))
+      >>> d_model.bias[...], d_x.shape
+      (Array([4., 4., 4.], dtype=float32), (4, 2))
+
+    The semantics are those of ``jax.vjp`` and ``flax.nnx.vjp``.
+    """
+    if fun is None or not primals:
+        options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+        return functools.partial(vjp, *(() if fun is None else (fun,)), has_aux=has_aux, **options)
+
+    def differentiate(function: Function, arrays: list[Any], _: TangentForm) -> tuple[Any, Any]:
+        return jax.vjp(function, arrays, has_aux=True)[1:]
+
+    modes = graph, graph_updates
+    derivative = _differentiate("vjp", fun, has_aux, modes, primals, differentiate)
+
+    def pullback(cotangents: Any) -> Any:
+        [arrays] = derivative.function(
+            derivative.outputs.tangents_in("vjp: cotangents", cotangents)
+        )
+        positional, _ = derivative.primals.build(arrays)
+        return positional[-len(primals) :]  # without what the function is bound to
+
+    return derivative.output, pullback, *derivative.aux
+
+
+@_compat.api_boundary
+def jvp(
+    fun: Callable[..., object] | None = None,
+    primals: Sequence[Any] | None = None,
+    tangents: Sequence[Any] | None = None,
+    *,
+    has_aux: bool = False,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Calls a function, and pushes tangents of its arguments forward.
+
+    Without primals it is a decorator, whose function takes primals and tangents.
+
+    Args:
+      fun: the function, as for :func:`vjp`.
+      primals: its arguments, a tuple.
+      tangents: a tuple with the tangent of each: for a module one of the same structure, such as
+        ``jax.tree.map(jnp.ones_like, model)``. Those of integers are ignored.
+      has_aux: whether ``fun`` returns a pair of its output and auxiliary data.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      ``(output, tangent)``, or ``(output, tangent, aux)``.
+
+    Raises:
+      TypeError: tangents of another shape or dtype than the primals; no pair with ``has_aux``.
+      ValueError: tangents of another structure.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import jvp
+      >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones(2)
+      >>> tangent = jax.tree.map(jnp.ones_like, model)
+      >>> jvp(lambda model, x: model(x), (model, x), (tangent, 0 * x))[1]
+      Array([3.], dtype=float32)
+
+    The semantics are those of ``jax.jvp`` and ``flax.nnx.jvp``.
+    """
+    if fun is None or primals is None or tangents is None:
+        options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+        return functools.partial(jvp, *(() if fun is None else (fun,)), has_aux=has_aux, **options)
+
+    def differentiate(
+        function: Function, arrays: list[Any], inputs: TangentForm
+    ) -> tuple[Any, Any]:
+        directions = inputs.tangents_in("jvp: tangents", tuple(tangents))
+        return jax.jvp(function, (arrays,), (directions,), has_aux=True)[1:]
+
+    modes = graph, graph_updates
+    derivative = _differentiate("jvp", fun, has_aux, modes, primals, differentiate)
+    return derivative.output, derivative.outputs.build(derivative.function), *derivative.aux
+
+
+@_compat.api_boundary
+def linearize(
+    fun: Callable[..., object],
+    *primals: Any,
+    has_aux: bool = False,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Calls a function, and returns its output and its linear approximation there.
+
+    Args:
+      fun: the function, as for :func:`vjp`.
+      *primals: its arguments.
+      has_aux: whether ``fun`` returns a pair of its output and auxiliary data.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      ``(output, pushforward)``, or ``(output, pushforward, aux)``. ``pushforward`` takes a tangent
+      for each primal, as :func:`jvp` does, and returns that of the output, any number of times.
+
+    Raises:
+      TypeError: as for :func:`jvp`.
+      ValueError: as for :func:`jvp`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import linearize
+      >>> y, pushforward = linearize(jnp.sin, 0.0)
+      >>> pushforward(2.0)
+      Array(2., dtype=float32)
+
+    The semantics are those of ``jax.linearize``.
+    """
+
+    def differentiate(function: Function, arrays: list[Any], _: TangentForm) -> tuple[Any, Any]:
+        return jax.linearize(function, arrays, has_aux=True)[1:]
+
+    modes = graph, graph_updates
+    derivative = _differentiate("linearize", fun, has_aux, modes, primals, differentiate)
+
+    def pushforward(*tangents: Any) -> Any:
+        arrays = derivative.primals.tangents_in("linearize: tangents", tangents)
+        return derivative.outputs.build(derivative.function(arrays))
+
+    return derivative.output, pushforward, *derivative.aux
+
+
+# Differentiates a function of arrays at some, given the form of the primals. The function returns
+# the arrays of the output and everything else; so does this, with the derivative in place of the
+# output.
+_Differentiate: TypeAlias = Callable[[Function, list[Any], TangentForm], tuple[Any, Any]]
+
+
+class _Derivative(NamedTuple):
+    """What a function returned, its derivative there, and the forms for its tangents."""
+
+    output: Any
+    aux: tuple[Any, ...]  # one item or none
+    function: Any  # of lists of arrays, or for `jvp` the tangents of the output
+    primals: TangentForm
+    outputs: TangentForm
+
+
+class _AtPoint(Differentiable[..., Any]):
+    """A function that is differentiated with respect to all that is inexact in its arguments."""
+
+    def differentiate_at(
+        self, primals: Sequence[Any], differentiate: _Differentiate
+    ) -> _Derivative:
+        """Calls the function, and differentiates it at the primals."""
+        arguments, count = (*self._bound, *primals), len(self._bound)
+        call, flat = self._split(arguments, {})
+        plan, _ = self._plan(call, flat)
+        # The pullback may be called when the caller's objects are gone, so this one holds them.
+        held = flatten((arguments, {}), graph=self._modes["graph"])
+        root: Any = held.structure.root
+        treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
+        # What the function is bound to comes first, and is not differentiated.
+        unbound = Container(treedef, root.children[count:])
+        inputs = TangentForm(held, slots_by_path(held.structure, unbound))
+
+        def differentiate_inexact(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
+            def inexact(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+                out, others = function(arrays)
+                return [x for x in out if tangent_type(x) is not None], others
+
+            return differentiate(inexact, [*map(as_array, arrays)], inputs)
+
+        out, derivative = self.differentiate(plan, flat, inputs.slots, differentiate_inexact)
+        output, *aux = out if self._transform.has_aux else (out,)
+        after = flatten(output)
+        outputs = TangentForm(after, slots_by_path(after.structure))
+        return _Derivative(output, tuple(aux), derivative, inputs, outputs)
+
+
+def _differentiate(
+    name: str,
+    fun: Callable[..., object],
+    has_aux: bool,
+    modes: tuple[bool | None, bool | None],
+    primals: Sequence[Any],
+    differentiate: _Differentiate,
+) -> _Derivative:
+    """Calls and differentiates a function, as one of these transforms."""
+    transform = Differentiation(name=name, has_aux=has_aux)
+    lifted: Any = lift(_AtPoint, fun, transform, Roles(), *modes)
+    derivative: _Derivative = lifted.differentiate_at(primals, differentiate)
+    return derivative

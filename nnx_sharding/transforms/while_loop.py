@@ -1,0 +1,292 @@
+"""``while_loop`` and ``fori_loop`` for functions of NNX objects.
+
+Both are loops without slices: everything is the same for all steps, or carried
+(:class:`~.scan.Loop`). The pure function calls the body. The condition is a second function of the
+same arrays: the same pure function, traced with the condition as the user's function, from whose
+outputs the one array that it returns is taken.
+
+`fori_loop` carries its counter. With a known number of steps it is a `scan`, as in JAX, so that it
+can be differentiated in reverse mode; otherwise the counter is compared with `upper`, an argument
+that is the same for all steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from ..core.arguments import Specs
+from ..core.call_context import Caller, called_by, caller_here
+from ..core.functions import name_of
+from ..core.outcome import Outcome, OutputGroup
+from ..core.plan import Plan
+from ..core.unflatten import Built
+from ..errors import raise_listed
+from ..specs.state_sharding import BROADCAST, CARRY
+from .carry_checks import check_carry
+from .functions import Functions, call_functions, scalar_value
+from .in_trace import Function, StaticLeaves, compile_at_top_level, is_array, tree_text
+from .mapped_axes import jax_options
+from .scan import Loop, Scan
+
+
+@_compat.api_boundary
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], Any],
+    init_val: Any,
+    *,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Calls a function repeatedly while a condition holds, in one loop of the program.
+
+    Variables that the body does not write are inputs of the loop, and not copied in it.
+
+    Args:
+      cond_fun: a function of the carry that returns a bool scalar. It may call modules, but change
+        nothing.
+      body_fun: a function of the carry that returns the next one: of the same structure, with
+        arrays of the same types, and the same modules, which it may change. Either function may be
+        a bound method.
+      init_val: the first carry.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      The last carry.
+
+    Raises:
+      TypeError: the carry changes its structure or its types, or ``cond_fun`` returns no bool.
+      ValueError: the body replaces modules or changes their structure, or ``cond_fun`` changes
+        something.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import while_loop
+      >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+      >>> def halve(carry):
+      ...     model, x = carry
+      ...     model.kernel[...] /= 2
+      ...     return model, x / 2
+      >>> same, x = while_loop(lambda carry: carry[1] > 1, halve, (model, jnp.float32(5)))
+      >>> same is model, x
+      (True, Array(0.625, dtype=float32))
+
+    The semantics are those of ``jax.lax.while_loop`` and ``flax.nnx.while_loop``.
+    """
+    given = {"cond_fun": cond_fun, "body_fun": body_fun}
+    functions = Functions("while_loop", given, ("functions", "init_val"), 0)
+    transform = _While(
+        name="while_loop",
+        in_specs=Specs((BROADCAST, CARRY)),
+        out_specs=Specs(CARRY),
+        counts=False,
+        bound=functions.bound,
+    )
+    args = functions.objects, init_val
+    return call_functions(functions, transform, (graph, graph_updates), *args)
+
+
+@_compat.api_boundary
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, Any], Any],
+    init_val: Any,
+    *,
+    unroll: int | bool | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Calls a function for each integer in a range, in one loop of the program.
+
+    Args:
+      lower: the first integer; an integer scalar.
+      upper: the integer after the last one. With bounds that are known while tracing, the loop is a
+        ``scan``, which can be differentiated in reverse mode; else it is a ``while_loop``.
+      body_fun: a function of the integer and the carry that returns the next carry, as for
+        :func:`while_loop`.
+      init_val: the first carry.
+      unroll: how many steps to unroll in one iteration; True for all. For known bounds only.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      The last carry.
+
+    Raises:
+      TypeError: the bounds are not integer scalars of one type, or the carry changes its structure
+        or its types.
+      ValueError: ``unroll`` for unknown bounds; the body replaces modules or changes their
+        structure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import fori_loop
+      >>> count = nnx.BatchStat(jnp.int32(0))
+      >>> def add(i, count):
+      ...     count[...] += i
+      ...     return count
+      >>> fori_loop(0, 5, add, count)[...]
+      Array(10, dtype=int32)
+
+    The semantics are those of ``jax.lax.fori_loop`` and ``flax.nnx.fori_loop``.
+    """
+    lower = scalar_value("fori_loop", "lower", lower, "iu", "an integer scalar")
+    upper = scalar_value("fori_loop", "upper", upper, "iu", "an integer scalar")
+    lower, upper, options = _fori_bounds(lower, upper, unroll)
+    functions = Functions(
+        "fori_loop", {"body_fun": body_fun}, ("functions", "i", "init_val", "upper"), 0
+    )
+    transform = _While(
+        name="fori_loop",
+        in_specs=Specs((BROADCAST, CARRY, CARRY, BROADCAST)),
+        out_specs=Specs(CARRY),
+        counts=True,
+        bound=functions.bound,
+        options=jax_options(**options),
+    )
+    args = functions.objects, lower, init_val, upper
+    _, last = call_functions(functions, transform, (graph, graph_updates), *args)
+    return last
+
+
+def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> tuple[Any, Any, Any]:
+    """The bounds of a ``fori_loop`` in one type, and the options of ``scan`` if they are known."""
+    is_known = not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer)
+    if is_known:
+        lower, upper = int(lower), int(upper)
+        length = max(upper - lower, 0)
+        return lower, upper, {"length": length, "reverse": False, "unroll": unroll or 1}
+    if unroll not in (None, False, 1):
+        raise ValueError(
+            f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
+            "traced. Pass them as static values, or leave unroll out."
+        )
+    types = [jax.typeof(x) for x in (lower, upper)]
+    # A Python number takes the type of the other bound; of two numbers JAX chooses the type.
+    strong = {x.dtype for x in types if not x.weak_type} or {jnp.result_type(*types)}
+    if len(strong) > 1:
+        raise TypeError(
+            f"fori_loop: lower and upper must have one type, got {types[0].str_short()} and "
+            f"{types[1].str_short()}."
+        )
+    [dtype] = strong
+    return jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _While(Scan):
+    """What ``while_loop`` and ``fori_loop`` decide. With ``options`` it runs as a ``scan``.
+
+    Attributes:
+      counts: whether a counter is carried as well, as the second argument.
+      bound: for each function, what it is bound to, by its place in the first argument.
+    """
+
+    remedy: ClassVar[str] = "Make the change outside of the loop."
+    counts: bool
+    bound: tuple[tuple[int, ...], ...]
+    carried: int | str | None = None
+    returned: int | None = None
+
+    def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
+        return False  # the number of steps may be unknown
+
+    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+        if not isinstance(caller.fun, Functions):  # the condition, see `_WhileLoop._holds`
+            return super().user_function(plan, caller, built)
+        body = caller.fun.bind(-1)
+
+        def step(objects: Sequence[object], *args: Any) -> Any:
+            if not self.counts:
+                carry, *_ = args
+                new = body(objects, carry)
+                check_carry(self.name, name_of(body), carry, new)
+                return new
+            i, carry, *_ = args
+            new = body(objects, i, carry)
+            check_carry(self.name, name_of(body), carry, new)
+            return i + 1, new
+
+        return step
+
+    def jax_transform(
+        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        if self.options:
+            return super().jax_transform(plan, function, in_specs, out_specs)
+        return compile_at_top_level(_WhileLoop((), plan, function, in_specs, out_specs))
+
+
+class _WhileLoop(Loop):
+    """A loop that runs as long as a condition holds."""
+
+    def _check_lengths(self, leaves: Sequence[Any]) -> None:
+        pass  # nothing is mapped
+
+    def _run(
+        self, step: Function, carry: OutputGroup, mapped: Sequence[Any], static: StaticLeaves
+    ) -> tuple[OutputGroup, Any]:
+        caller = caller_here()
+        assert caller is not None
+        counts = isinstance(self._transform, _While) and self._transform.counts
+        condition = _is_below if counts else caller.fun.bind(0)
+        # JAX may trace the body again if types are weak, and runs the last trace. Besides the carry
+        # a step returns its outcome, which has no arrays.
+        outputs: list[Any] = []
+
+        def holds(carry: OutputGroup) -> jax.Array:
+            return self._holds(condition, caller, self._leaves(static, carry, mapped))
+
+        def body(carry: OutputGroup) -> OutputGroup:
+            new: OutputGroup
+            new, output = step(carry, mapped)
+            outputs.append(output)
+            return new
+
+        last = jax.lax.while_loop(holds, body, carry)
+        return last, outputs[-1]
+
+    def _holds(self, condition: Function, caller: Caller, leaves: Sequence[Any]) -> jax.Array:
+        """Traces the condition, as the user's function of the pure function."""
+        fun_name = name_of(condition)
+
+        def checked_condition(*args: Any) -> Any:
+            out = condition(*args)
+            if not is_array(out) or jax.typeof(out).str_short() != "bool[]":
+                raise TypeError(
+                    f"while_loop: {fun_name} must return a bool scalar, got {tree_text(out)}."
+                )
+            return out
+
+        with called_by(caller._replace(fun=checked_condition)):
+            *groups, outcome = self._function(*leaves)
+        self._check_unchanged(fun_name, outcome)
+        [slot] = outcome.structure.root_slots
+        result: jax.Array = outcome.arrays(leaves, groups)[slot]
+        return result
+
+    def _check_unchanged(self, fun_name: str, outcome: Outcome) -> None:
+        """Checks that the condition changes nothing: what it wrote would be lost."""
+        changed = [*outcome.values, *outcome.metadata, *outcome.statics]
+        changed += [change.node for change in outcome.nodes]
+        raise_listed(
+            ValueError,
+            f"while_loop: the condition {fun_name} changes these, which only the body can do:",
+            [f"  {name}" for name in self._names_of(sorted({*changed})).values()],
+            "Change them in body_fun, or call a copy (nnx.clone) in cond_fun.",
+        )
+
+
+def _is_below(objects: object, i: Any, init_val: object, upper: Any) -> Any:
+    """The condition of ``fori_loop``, with the arguments of the loop."""
+    return i < upper
