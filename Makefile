@@ -73,13 +73,13 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 	  --deselect tests/test_guard.py::TestChanges::test_new_object_with_the_id_of_the_old_one
 
 # What a release of JAX or Flax may break: calls, states and specs. `make test-matrix` runs all tests.
-CORE := arguments checkpoint_processes compat custom_derivatives explicit_meshes gradients guard
+CORE := arguments checkpoint_processes compat custom_derivatives explicit_meshes grad guard
 CORE += hijax life modes references shard_map stages state_sharding
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
 # Options of Flax change graphs, those of JAX change numbers.
 GRAPHS := arguments composition guard modes references shard_map state_sharding statics
-GRAPHS += gradients mapping recompute stack accumulation
+GRAPHS += grad vmap_and_scan remat stack accumulation
 NUMBERS := arguments plain_jax shardings stages
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
 # A merge is tested with tree mode only: it replaces the walk through the graph, what is written back

@@ -77,7 +77,7 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "arguments.py::KindsTest::test_three_calls_*_rngs",
             "arguments.py::PassingTest::test_shared_by_positional_and_keyword",
             "arguments.py::PassingTest::test_variadic",
-            "gradients.py::AsFlaxTest::test_program_shared_in_one_argument",
+            "grad.py::AsFlaxTest::test_program_shared_in_one_argument",
             "references.py::IdentityTest::test_a_call_without_changes_changes_nothing",
             "references.py::IdentityTest::test_new_object*",
             "references.py::ReferenceModeTest::test_shared_ref_variable_is_one",

@@ -117,6 +117,24 @@ def test_architecture_page_lists_the_packages_in_this_order():
             assert order[target.removeprefix("nnx_sharding.")] <= order[own], (name, target)
 
 
+def test_contributing_lists_each_transform_with_its_files():
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page[page.index("### Transforms") : page.index("## Tests")]
+    listed: dict[str, str] = {}
+    for row in re.findall(r"^\| (`.*?) \| (`.*?) \| (`.*?) \|$", section, re.MULTILINE):
+        names, files, tests = (re.findall(r"`([\w.]+)`", cell) for cell in row)
+        assert all((ROOT / "transforms" / file).exists() for file in files), row
+        texts = [(Path(__file__).parent / test).read_text(encoding="utf-8") for test in tests]
+        for name in names:
+            assert any(re.search(rf"\b{name}\b", text) for text in texts), (name, tests)
+            listed[name] = files[0]
+    transforms = {*nnx_sharding.transforms.__all__} - {"Residual", "SavedResiduals"}
+    assert listed.keys() == transforms | {"jit", "shard_map", "Lifted", "split", "merge"}
+    for name, file in listed.items():
+        own = getattr(nnx_sharding, name).__module__
+        assert own == f"nnx_sharding.transforms.{file.removesuffix('.py')}", name
+
+
 IMPORTS_AND_CALLS = """
 import sys
 

@@ -21,18 +21,17 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import Sharding
 
 from .. import _compat
 from ..core.bounded import make_room
 from ..core.static_equality import value_key
 from ..core.static_parts import has_hidden_state, open_object
-
-Function: TypeAlias = Callable[..., Any]
 
 # Primitives that hold rules for derivatives; what they compute is one jaxpr.
 _WITH_RULES = {
@@ -40,7 +39,8 @@ _WITH_RULES = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
-_PROGRAMS: dict[Hashable, Function] = {}
+# The programs by content. A program holds no values of captured arrays.
+_PROGRAMS: dict[Hashable, Callable[..., Any]] = {}
 _MAX_PROGRAMS = 64
 
 
@@ -49,8 +49,11 @@ class _NoContentError(Exception):
 
 
 def compiled_by_content(
-    function: Function, *, in_shardings: Any = None, out_shardings: Any = None
-) -> Function:
+    function: Callable[..., Any],
+    *,
+    in_shardings: Sequence[Sharding] | None = None,
+    out_shardings: object = None,
+) -> Callable[..., Any]:
     """Compiles a function of arrays once for all its traces with the same content.
 
     Args:
@@ -64,6 +67,7 @@ def compiled_by_content(
 
     def call(*leaves: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
+        # None is a leaf here: a result whose sharding is left to JAX.
         results = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
         shardings = in_shardings, (*jax.tree.leaves(results, is_leaf=_is_none),)
         if any(map(_compat.is_ref, closed.consts)):  # which JAX does not take as an argument
@@ -75,23 +79,33 @@ def compiled_by_content(
     return call
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None
 
 
-def _program_of(jaxpr: Jaxpr, in_shardings: Any, out_shardings: tuple[Any, ...]) -> Function:
+def _program_of(
+    jaxpr: Jaxpr,
+    in_shardings: Sequence[Sharding] | None,
+    out_shardings: tuple[Sharding | None, ...],
+) -> Callable[..., Any]:
+    """Finds or compiles the program of a jaxpr, a function of its constants and its arguments."""
     try:
         key = content_of(jaxpr), _value_of(in_shardings), _value_of(out_shardings)
     except _NoContentError:
         return _compiled(jaxpr, in_shardings, out_shardings)
     program = _PROGRAMS.get(key)
     if program is None:
+        # Another thread may have been faster; its program may be compiled already.
         program = _PROGRAMS.setdefault(key, _compiled(jaxpr, in_shardings, out_shardings))
         make_room(_PROGRAMS, _MAX_PROGRAMS)
     return program
 
 
-def _compiled(jaxpr: Jaxpr, in_shardings: Any, out_shardings: tuple[Any, ...]) -> Function:
+def _compiled(
+    jaxpr: Jaxpr,
+    in_shardings: Sequence[Sharding] | None,
+    out_shardings: tuple[Sharding | None, ...],
+) -> Callable[..., Any]:
     def program(constants: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
 
@@ -115,14 +129,14 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
     Raises:
       _NoContentError: it has parameters that are not compared by value.
     """
-    numbers: dict[Any, int] = {}
+    numbers: dict[Var, int] = {}  # in the order in which the variables are defined
 
-    def define(variables: Iterable[Any]) -> tuple[Hashable, ...]:
+    def define(variables: Sequence[Var]) -> tuple[Hashable, ...]:
         for variable in variables:
             numbers[variable] = len(numbers)
         return tuple(variable.aval for variable in variables)
 
-    def use(atoms: Iterable[Any]) -> tuple[Hashable, ...]:
+    def use(atoms: Iterable[Var | Literal]) -> tuple[Hashable, ...]:
         return tuple(
             (x.aval, _literal(x.val)) if isinstance(x, Literal) else numbers[x] for x in atoms
         )
@@ -133,7 +147,7 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
             equation.primitive.name,
             use(equation.invars),
             _parameters(equation),
-            _value_of(equation.ctx),
+            _value_of(equation.ctx),  # such as the mesh in context
             define(equation.outvars),
         )
         for equation in jaxpr.eqns
@@ -142,21 +156,23 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
 
 
 def _parameters(equation: JaxprEqn) -> Hashable:
+    """The parameters of an equation by name; without rules for derivatives."""
     inner = _WITH_RULES.get(equation.primitive.name)
     if inner is not None:
         return _value_of(equation.params[inner])
     return tuple((name, _value_of(value)) for name, value in sorted(equation.params.items()))
 
 
-def _literal(value: Any) -> Hashable:
+def _literal(value: object) -> Hashable:
+    """A number in a jaxpr, by its bits: 0.0 equals -0.0, and NaN does not equal itself."""
     if isinstance(value, jax.Array):  # on a device, where reading it would wait
         raise _NoContentError
     array = np.asarray(value)
     return array.dtype, array.shape, array.tobytes()
 
 
-def _value_of(value: Any) -> Hashable:
-    """A parameter of an equation in a form that is equal for equal ones."""
+def _value_of(value: object) -> Hashable:
+    """Brings a parameter of an equation into a form that is equal for equal ones."""
     jaxpr = getattr(value, "jaxpr", value)
     if isinstance(jaxpr, Jaxpr):
         return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))
@@ -175,5 +191,6 @@ def _value_of(value: Any) -> Hashable:
 
 
 def _is_defined_by_name(function: types.FunctionType) -> bool:
+    """Whether a function is an attribute of its module, and so has no closure to compare."""
     module = sys.modules.get(function.__module__)
     return getattr(module, function.__qualname__, None) is function

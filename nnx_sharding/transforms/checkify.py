@@ -74,7 +74,7 @@ class _Checked(Inner[P, R]):
         plan, flat = self._found((*self._bound, *args), kwargs)
         inline, errors = self._program(plan, flat).inline, list[Any]()
 
-        def execute(*leaves: Any) -> Any:
+        def execute(*leaves: object) -> Any:
             # Flags stay as they are.
             slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
             function = restrict_to_slots(inline, slots, leaves)

@@ -44,10 +44,10 @@ from .in_trace import (
 
 @_compat.api_boundary
 def cond(
-    pred: Any,
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
-    *operands: Any,
+    pred: object,
+    true_fun: Callable[..., object],
+    false_fun: Callable[..., object],
+    *operands: object,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -85,9 +85,9 @@ def cond(
 
 @_compat.api_boundary
 def switch(
-    index: Any,
-    branches: Sequence[Callable[..., Any]],
-    *operands: Any,
+    index: object,
+    branches: Sequence[Callable[..., object]],
+    *operands: object,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -135,7 +135,7 @@ def _call_branches(
     name: str,
     which: Any,
     branches: Mapping[str, Callable[..., object]],
-    operands: tuple[Any, ...],
+    operands: tuple[object, ...],
     modes: tuple[bool | None, bool | None],
 ) -> Any:
     """Calls ``cond`` or ``switch``; ``branches`` are by their labels in messages."""
@@ -161,7 +161,11 @@ class _Switch(InnerTransform):
     bound: tuple[tuple[int, ...], ...]
 
     def jax_transform(
-        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self,
+        plan: Plan,
+        function: Function,
+        in_specs: Sequence[object],
+        out_specs: Sequence[object],
     ) -> Function:
         # JAX finds the traces of branches by the identity of the functions, so they are kept.
         @functools.lru_cache(maxsize=64)
@@ -233,13 +237,13 @@ class _Branches:
         self._check_types(number)
         return results
 
-    def _leaves(self, operands: Sequence[Any]) -> list[Any]:
+    def _leaves(self, operands: Sequence[object]) -> list[Any]:
         """All arguments of the pure function, by slot."""
         arrays, count = iter(operands), len(self._plan.names)
         static = self._static
         return [static[slot].value if slot in static else next(arrays) for slot in range(count)]
 
-    def _trace(self, number: int, leaves: Sequence[Any]) -> Sequence[Any]:
+    def _trace(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
         """Calls the pure function with one branch as the user's function."""
         caller = caller_here()
         assert caller is not None

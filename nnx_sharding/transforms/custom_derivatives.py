@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import jax
@@ -205,7 +205,7 @@ class _CustomFunction(Inner[P, R]):
         return self._run(plan, flat, plan.program_for(reach).inline, rules)  # type: ignore[no-any-return]
 
     def _positional_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         """All arguments of a call by position, as rules get them, with the defaults."""
         name, fun_name = self._transform.name, name_of(self._fun)
@@ -283,12 +283,16 @@ class _Custom(InnerTransform):
     has_states: bool = False
 
     def jax_transform(
-        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self,
+        plan: Plan,
+        function: Function,
+        in_specs: Sequence[object],
+        out_specs: Sequence[object],
     ) -> Function:
         kind = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
         return lambda *leaves: kind(self, plan, function, leaves).run()
 
-    def passes_sums(self, spec: Any) -> bool:
+    def passes_sums(self, spec: object) -> bool:
         return False  # the rule has the whole gradient
 
 
@@ -311,7 +315,9 @@ class _Call:
     of JAX; the others are fixed: flags, and what is not differentiated and not traced.
     """
 
-    def __init__(self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[Any]):
+    def __init__(
+        self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[object]
+    ):
         caller = caller_here()
         assert caller is not None
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
@@ -340,7 +346,7 @@ class _Call:
         self._types = {slot: _abstract(leaves[slot]) for slot in self.slots}
         self._outcomes: dict[Callable[..., Any], Outcome] = {}  # by function and rule
 
-    def _matches_filter(self, number: int, path: Sequence[Any], location: Location) -> bool:
+    def _matches_filter(self, number: int, path: Sequence[Hashable], location: Location) -> bool:
         """Whether something in an argument is differentiated, by the filter for that argument."""
         filters = dict(self.transform.filters)
         if location.entry is None or number not in filters:
@@ -368,7 +374,7 @@ class _Call:
     def trace(
         self,
         fun: Callable[..., Any],
-        arrays: Sequence[Any],
+        arrays: Sequence[object],
         rule: Callable[..., Any] | None = None,
     ) -> tuple[Outcome, GroupArrays]:
         """Calls the pure function with another function of the user.
@@ -449,7 +455,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 class _Residuals:
     """What the forward rule leaves for the backward rule: arrays, which JAX keeps, and the rest."""
 
-    def __init__(self, nondiff: Sequence[Any], residuals: object):
+    def __init__(self, nondiff: Sequence[object], residuals: object):
         flat = flatten((nondiff, residuals))
         is_array = [isinstance(x, jax.Array | np.ndarray) for x in flat.leaves]
         self._slots = [slot for slot, is_kept in enumerate(is_array) if is_kept]
@@ -463,7 +469,7 @@ class _Residuals:
         arrays, self._arrays = self._arrays, []
         return arrays
 
-    def build(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    def build(self, arrays: Sequence[object]) -> tuple[Sequence[Any], Any]:
         """The arguments that are not differentiated, and the residuals, with these arrays."""
         leaves = replace_slots(self._leaves, self._slots, arrays)
         return unflatten(self._structure, leaves).root  # type: ignore[no-any-return]
@@ -477,7 +483,7 @@ class _CallWithVjp(_Call):
         function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
         return function  # type: ignore[no-any-return]
 
-    def _forward(self, arrays: Sequence[Any]) -> tuple[GroupArrays, Function]:
+    def _forward(self, arrays: Sequence[object]) -> tuple[GroupArrays, Function]:
         """Runs the forward rule; returns the outputs, and the backward pass, a pytree."""
         rule = self.rules[1]
         noted: list[tuple[Flat, _Residuals]] = []
@@ -503,7 +509,7 @@ class _CallWithVjp(_Call):
         before: Structure,
         form: TangentForm,
         residuals: _Residuals,
-        held: Sequence[Any],
+        held: Sequence[object],
         cotangents: GroupArrays,
     ) -> tuple[list[Any]]:
         """Runs the backward rule.
@@ -539,7 +545,7 @@ class _CallWithVjp(_Call):
         return ([by_slot.get(slot) for slot in self.slots],)
 
     def _cotangents_in_states(
-        self, outcome: Outcome, arguments: Structure, values: Sequence[Any]
+        self, outcome: Outcome, arguments: Structure, values: Sequence[object]
     ) -> Any:
         """The cotangents as Flax has them: of the arguments after the call, and of the output."""
         objects = unflatten(arguments, values).objects

@@ -22,10 +22,10 @@ from .lifted import Lifted, lift
 def eval_shape(
     fun: Callable[..., object],
     /,
-    *args: Any,
+    *args: object,
     graph: bool | None = None,
     graph_updates: bool | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Finds the shapes and dtypes of what a function returns, without computing it.
 
@@ -104,7 +104,7 @@ def make_jaxpr(
         lifted = lift(Lifted, fun, transform, roles, graph, graph_updates)
 
         @functools.wraps(fun)
-        def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
+        def jaxpr_of(*args: object, **kwargs: object) -> Any:
             return lifted._jaxpr(args, kwargs)
 
         return jaxpr_of

@@ -128,7 +128,7 @@ def compile_at_top_level(
         leaves = [known.get(slot) for slot in range(count)]
         return compiled(restrict_to_slots(call, slots, leaves))
 
-    def call_or_run(*leaves: Any) -> Any:
+    def call_or_run(*leaves: object) -> Any:
         if not _compat.trace_is_clean():
             return call(*leaves)
         static = static_leaves(leaves)
@@ -190,7 +190,7 @@ class InnerTransform(Transform):
     ) -> Program:
         call = self.jax_transform(plan, function, in_specs, out_specs)
 
-        def inline(*leaves: Any) -> Any:
+        def inline(*leaves: object) -> Any:
             sums = PARTIAL_SUMS.get()
             partials = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
             if sums is None or not partials:

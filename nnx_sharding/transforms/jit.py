@@ -1,4 +1,9 @@
-"""``jit`` for functions and methods that take and return NNX objects."""
+"""``jit`` for functions and methods that take and return NNX objects.
+
+:func:`jit` checks the options and makes a :class:`~.lifted.Lifted` with a :class:`Jit`, which says
+what `jax.jit` gets: the pure function of a plan, with a sharding for each array of the arguments
+and for each group of outputs. Calls, stages and caches are those of `Lifted`.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +36,7 @@ from .lifted import Lifted, P, R, lift
 class Jit(Sharded):
     """What ``jit`` decides: the defaults, and the options that it passes to ``jax.jit``."""
 
+    # The trace does not depend on these, so functions that differ in them alone share it.
     untraced: ClassVar[frozenset[str]] = Sharded.untraced | {
         *("on_committed", "keep_unused", "device", "backend", "inline", "compiler_options")
     }
@@ -47,7 +53,7 @@ class Jit(Sharded):
     def tracing(
         self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        """The context in which activations get their shardings, with the mesh in it."""
+        """Puts the mesh into context, and shards activations, while the function is traced."""
         return _in_mesh(self.context, sharded_activations(plan, caller, built, leaves))
 
     def compile(
@@ -58,46 +64,62 @@ class Jit(Sharded):
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        """The function under ``jax.jit``, with only the options that were given."""
-        options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
-        if any(spec is not None for spec in in_specs):
-            options["in_shardings"] = tuple(in_specs)
-        if any(spec is not None for spec in out_specs):
-            options["out_shardings"] = (*out_specs, None)
-        if self.compiler_options is not None:
-            options["compiler_options"] = dict(self.compiler_options)
-        deprecated = {"device": self.device, "backend": self.backend}
-        options |= {name: value for name, value in deprecated.items() if value is not None}
-        if donated:
-            options["donate_argnums"] = donated
+        """Compiles the function by ``jax.jit``."""
         with warnings.catch_warnings():
-            if any(deprecated.values()):
+            if self.device is not None or self.backend is not None:
                 warnings.simplefilter("ignore", DeprecationWarning)  # issued when decorating
-            jitted = jax.jit(function, **options)
+            jitted = jax.jit(function, **self._jax_options(in_specs, out_specs, donated))
         top_level: Callable[..., Any] = jitted
         input_mesh = _abstract_mesh(in_specs)
         mesh = input_mesh or _abstract_mesh(out_specs)
         if mesh is not None:
+            # Without shardings of inputs, JAX takes the devices from the arrays.
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
         return Program(jitted, top_level, inline=jitted, traced_anew=top_level)
 
+    def _jax_options(
+        self, in_specs: Sequence[Any], out_specs: Sequence[Any], donated: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """The options of ``jax.jit``: only those that were given, since some exclude each other."""
+        options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
+        if any(spec is not None for spec in in_specs):
+            options["in_shardings"] = tuple(in_specs)
+        if any(spec is not None for spec in out_specs):
+            options["out_shardings"] = (*out_specs, None)  # None for the outcome, without arrays
+        if self.compiler_options is not None:
+            options["compiler_options"] = dict(self.compiler_options)
+        if self.device is not None:
+            options["device"] = self.device
+        if self.backend is not None:
+            options["backend"] = self.backend
+        if donated:
+            options["donate_argnums"] = donated
+        return options
 
-def _axes(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
-    if isinstance(axes, bool | str):
-        return axes if isinstance(axes, bool) else (axes,)
-    return tuple(axes)
+
+def _axis_names(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
+    """The option ``auto_axes`` in hashable form."""
+    if isinstance(axes, bool):
+        return axes
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 @contextlib.contextmanager
-def _in_mesh(mesh: Any, tracing: AbstractContextManager[Any]) -> Iterator[Any]:
-    """With the mesh in context, as JAX does itself for the types of arrays on Explicit axes."""
+def _in_mesh(
+    mesh: Mesh | AbstractMesh | None, tracing: AbstractContextManager[Callable[..., Any]]
+) -> Iterator[Callable[..., Any]]:
+    """Puts a mesh of Auto axes into context, unless there is one.
+
+    JAX does so itself on Explicit axes, for the types of arrays.
+    """
     is_open = mesh is not None and jax.sharding.get_abstract_mesh().empty
-    is_auto = is_open and not axes_of_type(mesh, AxisType.Explicit)
+    is_auto = mesh is not None and is_open and not axes_of_type(mesh, AxisType.Explicit)
     with in_context(mesh if is_auto else None), tracing as call:
         yield call
 
 
-def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:
+def _abstract_mesh(specs: Sequence[object]) -> AbstractMesh | None:
+    """The first mesh without devices in some shardings."""
     meshes = (spec.mesh for spec in specs if isinstance(spec, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
 
@@ -142,10 +164,10 @@ def jit(**options: Unpack[_Options]) -> Callable[[Callable[P, R]], Lifted[P, R]]
 
 @_compat.api_boundary
 def jit(
-    fun: Any = None,
+    fun: Callable[..., object] | None = None,
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: object = None,
+    out_shardings: object = None,
     mesh: Mesh | AbstractMesh | None = None,
     activation_shardings: Any = None,
     auto_axes: bool | str | Iterable[str] = False,
@@ -254,9 +276,10 @@ def jit(
       >>> float(counter(2.0)), float(counter(2.0)), int(counter.count[...])
       (2.0, 4.0, 2)
     """
-    if (device is not None or backend is not None) and (
-        in_shardings is not None or out_shardings is not None
-    ):
+    # About these JAX warns already here, where the user's line is on the stack.
+    given = {"device": device, "backend": backend}
+    jax_options = {name: value for name, value in given.items() if value is not None}
+    if jax_options and (in_shardings is not None or out_shardings is not None):
         raise ValueError(
             "device and backend cannot be combined with in_shardings or out_shardings: use "
             "shardings on that device."
@@ -279,15 +302,12 @@ def jit(
         on_indivisible=on_indivisible,
         strict=strict,
         activation_shardings=activations(activation_shardings),
-        auto_axes=_axes(auto_axes),
+        auto_axes=_axis_names(auto_axes),
     )
     check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)
-    jax_options: dict[str, Any] = {} if device is None else {"device": device}
-    if backend is not None:
-        jax_options["backend"] = backend
     roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
 
-    def decorate(fun: Callable[..., Any]) -> Any:
+    def decorate(fun: Callable[..., object]) -> Any:
         options: dict[str, Any] = {"max_traces": max_traces, "jax_options": jax_options}
         return lift(Lifted, fun, transform, roles, graph, graph_updates, **options)
 

@@ -1,10 +1,17 @@
 """Loops over layers in which the parameters of the next layer are gathered while one computes.
 
 The loop carries the gathered parameters of its layer, and gathers those of the next one from the
-shards: an operation of the same iteration that does not depend on it. Differentiated as it is, the
-loop would keep all gathered parameters for the backward pass. So it has a rule of its own, which
-gathers them again, in a loop of the same form that runs from the last layer to the first. JAX
-shows this form in ``tests/overlap_test.py``.
+shards: an operation of the same iteration that does not depend on it, which the compiler overlaps.
+
+    forward, layer l             backward, layer l
+    ------------------------     ------------------------------------------
+    gather parameters of l+1     gather parameters of l-1
+    compute with those of l      cotangents of l, from its residuals and parameters
+    keep the residuals           reduce-scatter the gradients of the parameters
+
+Differentiated as it is, the loop would keep all gathered parameters for the backward pass. So it
+has a rule of its own, which gathers them again, in a loop of the same form that runs from the last
+layer to the first. JAX shows this form in ``tests/overlap_test.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +28,25 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..activations.calls import Tag
 from ..activations.tracing import PREFETCHED, spec_of_slice
 from ..activations.variables import modules_in, own_variables
 from ..core.constrain import apply_shardings, mesh_here, type_spec
 from ..specs.fitting import spec_axes
+from ..specs.paths import Path
 from .in_trace import replace_slots
 from .tangents import is_inexact
+
+Arrays: TypeAlias = Sequence[Any]
 
 
 class Gather(NamedTuple):
     """How the parameter of one layer is sharded: as it is kept, and where it is used."""
 
-    name: Any  # the name and the path of its module, and its path in that
-    stacked: Any  # the parameter of all layers
-    shard: NamedSharding
-    whole: NamedSharding
+    name: tuple[str, Path, Path]  # the name and the path of its module, and its path in that
+    stacked: jax.Array  # the parameter of all layers: (layers, …)
+    shard: NamedSharding  # of one layer, as it is kept
+    whole: NamedSharding  # of one layer, where it is used
 
 
 # The parameters that loops gather ahead, by the identity of the stacked array.
@@ -43,32 +54,24 @@ _GATHERS: ContextVar[dict[int, Gather] | None] = ContextVar("_GATHERS", default=
 
 
 @contextlib.contextmanager
-def prefetching(layers: Any, ahead: int, others: Sequence[Any]) -> Iterator[None]:
+def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterator[None]:
     """Within the block, a loop over stacked layers gathers their parameters ahead.
 
-    These are the parameters that a strategy gathers in the layers, but in none of ``others``,
-    modules that have a loop of their own, if that or the stack asks for it.
+    These are the parameters that a strategy gathers in the layers.
+
+    Args:
+      layers: the module with stacked Variables.
+      ahead: how many layers ahead the stack asks for; a strategy may ask as well.
+      others: modules in it that have a loop of their own.
     """
-    own = {id(inner) for module in others for _, inner in modules_in(module)}
+    elsewhere = {id(inner) for module in others for _, inner in modules_in(module)}
     gathers = dict[int, Gather]()
     for _, module in modules_in(layers):
         tag = _compat.tag_of(module)
-        if tag is None or id(module) in own:
+        if tag is None or id(module) in elsewhere:
             continue
-        if not max([ahead, *(source.prefetch for source in tag.sources)]):
-            continue
-        for path, variable in own_variables(module):
-            value = _compat.get_value(variable)
-            spec, shape, is_gathered, declared = tag.specs.get(path, (None, (), False, None))
-            typed = type_spec(value)
-            is_whole = typed is not None and tag.axes.isdisjoint(spec_axes(typed))
-            if is_gathered and not is_whole and isinstance(value, jax.core.Tracer):
-                mesh = mesh_here(tag.mesh)
-                specs = (spec_of_slice(x, shape, value.shape) for x in (declared, spec))
-                of_layer = (PartitionSpec(*x.partitions[1:]) for x in specs)
-                shard, whole = (NamedSharding(mesh, x) for x in of_layer)
-                name = tag.name, tag.path, path
-                gathers[id(value)] = Gather(name, value, shard, whole)
+        if max([ahead, *(source.prefetch for source in tag.sources)]):
+            gathers |= {id(gather.stacked): gather for gather in _gathers_of(module, tag)}
     token = _GATHERS.set(gathers)
     try:
         yield
@@ -76,10 +79,28 @@ def prefetching(layers: Any, ahead: int, others: Sequence[Any]) -> Iterator[None
         _GATHERS.reset(token)
 
 
-def scan(
-    step: Callable[..., Any], carry: Any, stacked: Sequence[Any], **options: Any
-) -> tuple[Any, Any]:
-    """``jax.lax.scan``, which gathers ahead what :func:`prefetching` names."""
+def _gathers_of(module: Any, tag: Tag) -> Iterator[Gather]:
+    """The parameters of one module that its strategy gathers, unless they are whole already."""
+    for path, variable in own_variables(module):
+        value = _compat.get_value(variable)
+        if path not in tag.specs:
+            continue
+        spec, shape, is_gathered, declared = tag.specs[path]
+        typed = type_spec(value)
+        is_whole = typed is not None and tag.axes.isdisjoint(spec_axes(typed))
+        if not is_gathered or is_whole or not isinstance(value, jax.core.Tracer):
+            continue
+        mesh = mesh_here(tag.mesh)
+        shard, whole = (
+            # Without the dimension of the layers, which comes first.
+            NamedSharding(mesh, PartitionSpec(*spec_of_slice(x, shape, value.shape).partitions[1:]))
+            for x in (declared, spec)
+        )
+        yield Gather((tag.name, tag.path, path), value, shard, whole)
+
+
+def scan(step: Callable[..., Any], carry: Any, stacked: Arrays, **options: Any) -> tuple[Any, Any]:
+    """Runs ``jax.lax.scan``, which gathers ahead what :func:`prefetching` names."""
     known = _GATHERS.get() or {}
     gathers = {i: known[id(x)] for i, x in enumerate(stacked) if id(x) in known}
     if not gathers:
@@ -88,50 +109,65 @@ def scan(
     return loop.results()
 
 
+class _Pullback(NamedTuple):
+    """How to rebuild the pullback of one layer in the backward pass. The same for all layers."""
+
+    arguments: Any  # the tree structure of the arguments of a step
+    slots: Sequence[int]  # those of them that have cotangents
+    treedef: Any  # the tree structure of the pullback
+    # For each array in the pullback: its number among constants and parameters, which are at hand;
+    # -1 minus its number among the slices; or None for a residual, which is kept.
+    places: Sequence[int | None]
+
+
 class _Loop:
     """A loop over the layers, with its rule for the backward pass.
 
-    The step is a jaxpr of flat arrays, traced once: constants, which are the same in all
-    iterations; what is carried; the gathered parameters; and slices of everything else.
+    The step is a jaxpr of flat arrays, traced once. Its arguments are in four lists:
+
+    - constants: what is captured, and what is carried but no step changes;
+    - carry: what steps change;
+    - ready: the gathered parameters of the layer;
+    - rest: slices of everything else.
+
+    The arguments of the loop have the shards of all layers instead of ``ready``.
     """
 
     def __init__(
         self,
         step: Callable[..., Any],
         carry: Any,
-        stacked: Sequence[Any],
+        stacked: Arrays,
         gathers: dict[int, Gather],
-        unroll: Any,
+        unroll: int | bool,
     ):
         self._gathers, self._length, self._unroll = [*gathers.values()], len(stacked[0]), unroll
         shards = [stacked[i] for i in gathers]
         rest = [x for i, x in enumerate(stacked) if i not in gathers]
         given, treedef = jax.tree.flatten(carry)
 
-        def flat_step(given: Any, ready: Any, rest: Any) -> Any:
-            of_parameters, others = dict(zip(gathers, ready, strict=True)), iter(rest)
-            slices = [
-                of_parameters[i] if i in gathers else next(others) for i in range(len(stacked))
-            ]
+        def flat_step(given: Arrays, ready: Arrays, rest: Arrays) -> Any:
+            by_index, others = dict(zip(gathers, ready, strict=True)), iter(rest)
+            slices = [by_index[i] if i in gathers else next(others) for i in range(len(stacked))]
             return step(jax.tree.unflatten(treedef, given), slices)
 
-        first = given, self._gathered(shards, 0), _at(rest, 0)
-        names = frozenset(x.name for x in self._gathers)
+        first = given, self._gather(shards, 0), _slice_layer(rest, 0)
+        # While the step is traced, its modules do not gather these themselves.
+        names = frozenset(gather.name for gather in self._gathers)
         with PREFETCHED(names | (PREFETCHED.value or frozenset())):
             self._jaxpr, out = jax.make_jaxpr(flat_step, return_shape=True)(*first)
         self._out, self._num_given = jax.tree.structure(out), len(given)
         inner = self._jaxpr.jaxpr
-        # What no step changes is a constant.
+        # What no step changes is a constant: its cotangents are sums over the layers, not carried.
         pairs = zip(inner.invars[: len(given)], inner.outvars, strict=False)
         self._is_changed = [before is not after for before, after in pairs]
-        groups = dict[bool, list[Any]]({True: [], False: [*self._jaxpr.consts]})
-        for x, is_changed in zip(given, self._is_changed, strict=True):
-            groups[is_changed].append(x)
-        self._arguments = groups[False], groups[True], shards, rest
+        changed = [x for x, is_changed in zip(given, self._is_changed, strict=True) if is_changed]
+        same = [x for x, is_changed in zip(given, self._is_changed, strict=True) if not is_changed]
+        self._arguments = [*self._jaxpr.consts, *same], changed, shards, rest
         self._given = given
 
     def results(self) -> tuple[Any, Any]:
-        """The last carry, and what the steps return, stacked."""
+        """Runs the loop; returns the last carry, and what the steps return, stacked."""
         run = jax.custom_vjp(lambda *arguments: self._run(False, *arguments)[0])
         run.defvjp(
             lambda *arguments: self._run(True, *arguments),
@@ -143,12 +179,14 @@ class _Loop:
         final = [next(new) if is_changed else x for x, is_changed in pairs]
         return jax.tree.unflatten(self._out, [*final, *results])  # type: ignore[no-any-return]
 
-    def _gathered(self, shards: Sequence[Any], layer: Any) -> list[Any]:
-        """The parameters of one layer."""
-        return apply_shardings(_at(shards, layer), [x.whole for x in self._gathers])
+    def _gather(self, shards: Arrays, layer: Any) -> list[Any]:
+        """Gathers the parameters of one layer."""
+        return apply_shardings(_slice_layer(shards, layer), [x.whole for x in self._gathers])
 
-    def _step(self, constants: Any, carry: Any, ready: Any, rest: Any) -> tuple[Any, Any]:
-        """One layer: what is carried to the next one, and what is stacked."""
+    def _step(
+        self, constants: Arrays, carry: Arrays, ready: Arrays, rest: Arrays
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs one layer; returns what is carried to the next one, and what is stacked."""
         count = len(self._jaxpr.consts)
         new, same = iter(carry), iter(constants[count:])
         given = (next(new if is_changed else same) for is_changed in self._is_changed)
@@ -157,89 +195,115 @@ class _Loop:
         pairs = zip(out, self._is_changed, strict=False)
         return [x for x, is_changed in pairs if is_changed], out[self._num_given :]
 
-    def _run(self, keep: bool, constants: Any, carry: Any, shards: Any, rest: Any) -> Any:
-        """The results, and if they are differentiated the backward pass."""
-        form: list[Any] = []
+    def _run(
+        self, keep: bool, constants: Arrays, carry: Arrays, shards: Arrays, rest: Arrays
+    ) -> Any:
+        """Runs the loop; returns the results, and if it keeps residuals the backward pass."""
+        forms: list[_Pullback] = []
 
         def body(state: Any, layer: Any) -> Any:
             carry, ready = state
-            upcoming = self._gathered(shards, jnp.minimum(layer + 1, self._length - 1))
-            arguments = constants, carry, ready, _at(rest, layer)
+            # The last layer gathers itself again, as all iterations are one program.
+            upcoming = self._gather(shards, jnp.minimum(layer + 1, self._length - 1))
+            arguments = constants, carry, ready, _slice_layer(rest, layer)
             if not keep:
                 carry, results = self._step(*arguments)
                 return (carry, upcoming), (results, [])
-            leaves, treedef = jax.tree.flatten(arguments)
-            slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
-
-            def differentiable(*some: Any) -> Any:
-                every = jax.tree.unflatten(treedef, replace_slots(leaves, slots, some))
-                carry, results = self._step(*every)
-                return (_inexact(carry), _inexact(results)), (carry, results)
-
-            some = [leaves[slot] for slot in slots]
-            _, pullback, (carry, results) = jax.vjp(differentiable, *some, has_aux=True)
-            kept, of_pullback = jax.tree.flatten(pullback)
-            # What the backward pass can read or gather again is not kept.
-            known = {id(x): i for i, x in enumerate(jax.tree.leaves((constants, ready)))}
-            known |= {id(x): -1 - i for i, x in enumerate(arguments[3])}
-            places = [known.get(id(x)) for x in kept]
-            form[:] = treedef, slots, of_pullback, places
-            new = [x for x, place in zip(kept, places, strict=True) if place is None]
-            return (carry, upcoming), (results, new)
+            carry, results, residuals, form = self._differentiated_step(arguments)
+            forms.append(form)
+            return (carry, upcoming), (results, residuals)
 
         layers = jnp.arange(self._length)
-        first = carry, self._gathered(shards, 0)
-        (last, _), (results, kept) = jax.lax.scan(body, first, layers, unroll=self._unroll)
-        backward = functools.partial(self._backward, *form)
-        residuals = jax.tree_util.Partial(backward, constants, shards, rest, kept)
-        return (last, results), residuals if keep else None
+        first = carry, self._gather(shards, 0)
+        (last, _), (results, residuals) = jax.lax.scan(body, first, layers, unroll=self._unroll)
+        if not keep:
+            return (last, results), None
+        backward = functools.partial(self._backward, forms[-1])
+        held = constants, shards, rest, residuals
+        return (last, results), jax.tree_util.Partial(backward, *held)
+
+    def _differentiated_step(
+        self, arguments: tuple[Arrays, Arrays, Arrays, Arrays]
+    ) -> tuple[list[Any], list[Any], list[Any], _Pullback]:
+        """Runs one layer; returns carry, results, and the residuals to keep for its pullback."""
+        leaves, treedef = jax.tree.flatten(arguments)
+        slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
+
+        def differentiable(*some: Any) -> Any:
+            every = jax.tree.unflatten(treedef, replace_slots(leaves, slots, some))
+            carry, results = self._step(*every)
+            return (_inexact(carry), _inexact(results)), (carry, results)
+
+        some = [leaves[slot] for slot in slots]
+        _, pullback, (carry, results) = jax.vjp(differentiable, *some, has_aux=True)
+        arrays, of_pullback = jax.tree.flatten(pullback)
+        # What the backward pass can read or gather again is not kept.
+        constants, _, ready, slices = arguments
+        known = {id(x): i for i, x in enumerate([*constants, *ready])}
+        known |= {id(x): -1 - i for i, x in enumerate(slices)}
+        places = [known.get(id(x)) for x in arrays]
+        residuals = [x for x, place in zip(arrays, places, strict=True) if place is None]
+        return carry, results, residuals, _Pullback(treedef, slots, of_pullback, places)
 
     def _backward(
         self,
-        treedef: Any,
-        slots: Sequence[int],
-        of_pullback: Any,
-        places: Sequence[int | None],
-        constants: Any,
-        shards: Any,
-        rest: Any,
-        kept: Any,
+        form: _Pullback,
+        constants: Arrays,
+        shards: Arrays,
+        rest: Arrays,
+        residuals: Arrays,
         cotangents: Any,
-    ) -> Any:
-        """The cotangents of the arguments, from the last layer to the first."""
+    ) -> tuple[Any, Any, Any, Any]:
+        """Runs the backward pass, from the last layer to the first.
+
+        Args:
+          form: the form of the pullback of each layer.
+          constants: those of the loop.
+          shards: the parameters of all layers.
+          rest: the other slices of all layers.
+          residuals: what the forward pass kept, for all layers.
+          cotangents: those of the last carry and of the results.
+
+        Returns:
+          The cotangents of the arguments of the loop.
+        """
 
         def body(state: Any, inputs: Any) -> Any:
-            sums, cotangents, ready = state
-            layer, kept, of_results = inputs
-            upcoming = self._gathered(shards, jnp.maximum(layer - 1, 0))
-            known, slices, new = [*constants, *ready], _at(rest, layer), iter(kept)
+            d_constants, d_carry, ready = state
+            layer, kept, d_results = inputs
+            upcoming = self._gather(shards, jnp.maximum(layer - 1, 0))
+            known, slices, new = [*constants, *ready], _slice_layer(rest, layer), iter(kept)
             leaves = [
-                next(new) if i is None else known[i] if i >= 0 else slices[-1 - i] for i in places
+                next(new) if i is None else known[i] if i >= 0 else slices[-1 - i]
+                for i in form.places
             ]
-            pullback = jax.tree.unflatten(of_pullback, leaves)
-            found = dict(zip(slots, pullback((cotangents, of_results)), strict=True))
-            every = [found.get(slot) for slot in range(treedef.num_leaves)]
-            of_constants, of_carry, of_ready, of_rest = jax.tree.unflatten(treedef, every)
-            sums = jax.tree.map(jnp.add, sums, of_constants)
-            scattered = apply_shardings(of_ready, [x.shard for x in self._gathers])
-            present = [x for x in of_carry if x is not None]
-            return (sums, present, upcoming), (scattered, of_rest)
+            pullback = jax.tree.unflatten(form.treedef, leaves)
+            by_slot = dict(zip(form.slots, pullback((d_carry, d_results)), strict=True))
+            every = [by_slot.get(slot) for slot in range(form.arguments.num_leaves)]
+            added, d_carry, d_ready, d_rest = jax.tree.unflatten(form.arguments, every)
+            d_constants = jax.tree.map(jnp.add, d_constants, added)
+            # From a gradient of whole parameters to shards: the sum over devices is a
+            # reduce-scatter.
+            d_shards = apply_shardings(d_ready, [x.shard for x in self._gathers])
+            d_carry = [x for x in d_carry if x is not None]
+            return (d_constants, d_carry, upcoming), (d_shards, d_rest)
 
-        last, of_results = map(_inexact, cotangents)
+        d_last, d_results = map(_inexact, cotangents)
         zeros = [jnp.zeros_like(x) if is_inexact(x) else None for x in constants]
-        first = zeros, last, self._gathered(shards, self._length - 1)
-        inputs = jnp.arange(self._length), kept, of_results
-        (sums, of_carry, _), (of_shards, of_rest) = jax.lax.scan(
+        first = zeros, d_last, self._gather(shards, self._length - 1)
+        inputs = jnp.arange(self._length), residuals, d_results
+        (d_constants, d_carry, _), (d_shards, d_rest) = jax.lax.scan(
             body, first, inputs, reverse=True, unroll=self._unroll
         )
-        new = iter(of_carry)
-        every = [next(new) if is_inexact(x) else None for x in cotangents[0]]
-        return sums, every, of_shards, of_rest
+        new = iter(d_carry)
+        d_every = [next(new) if is_inexact(x) else None for x in cotangents[0]]
+        return d_constants, d_every, d_shards, d_rest
 
 
-def _at(arrays: Sequence[Any], layer: Any) -> list[Any]:
+def _slice_layer(arrays: Arrays, layer: Any) -> list[Any]:
+    """The slices of one layer: (layers, …) → (…)."""
     return [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
 
 
-def _inexact(arrays: Sequence[Any]) -> list[Any]:
+def _inexact(arrays: Arrays) -> list[Any]:
     return [x for x in arrays if is_inexact(x)]

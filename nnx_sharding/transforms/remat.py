@@ -1,4 +1,9 @@
-"""``remat`` for functions that take and return NNX objects: recomputes instead of storing."""
+"""``remat`` for functions that take and return NNX objects: recomputes instead of storing.
+
+JAX decides what is kept between the passes by a policy, a function of primitives, or by names that
+`checkpoint_name` gives to arrays. A policy by modules is one by names: while the function is
+traced, the outputs of each module that a filter matches get the name of its rule (:class:`_Rules`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr
 
 from .. import _compat
 from ..activations.intercept import handler_here, with_handler
@@ -38,8 +44,10 @@ _KEEPS: tuple[Keep, ...] = get_args(Keep)
 class _Rules:
     """A policy by filters for modules, and by the names that ``checkpoint_name`` gives.
 
-    The outputs of a module that is called in the trace get a name of their own, by which JAX
-    identifies them.
+    Attributes:
+      rules: pairs of a filter, and what happens to what it matches.
+      used: the numbers of the rules that have matched something.
+      called: the paths of the modules that were called.
     """
 
     rules: tuple[tuple[Any, Keep], ...]
@@ -47,6 +55,7 @@ class _Rules:
     called: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        # Here and not in a trace, so that the error is at the user's line.
         wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self.rules if keep not in _KEEPS]
         head = f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:"
         raise_listed(ValueError, head, wrong)
@@ -56,8 +65,8 @@ class _Rules:
     def _tests(self) -> list[Predicate]:
         return [module_predicate(filter_) for filter_, _ in self.rules]
 
-    def named(self, path: Path, module: Any, out: Any) -> Any:
-        """The outputs of a module, under the name of the first rule that matches the module."""
+    def name_outputs(self, path: Path, module: object, out: Any) -> Any:
+        """Gives the outputs of a module the name of the first rule that matches the module."""
         self.called[path_string(path)] = None
         index = next((i for i, test in enumerate(self._tests) if test(path, module)), None)
         if index is None:
@@ -74,9 +83,11 @@ class _Rules:
 
     def policy(self) -> Callable[..., bool]:
         """The policy in the form of JAX."""
-        names: dict[Any, list[str]] = {keep: [] for keep in _KEEPS}
+        names: dict[Keep, list[str]] = {keep: [] for keep in _KEEPS}
         for index, (filter_, keep) in enumerate(self.rules):
-            names[keep] += [self._name(index), *([filter_] if isinstance(filter_, str) else [])]
+            names[keep].append(self._name(index))
+            if isinstance(filter_, str):  # perhaps a name that the user gave
+                names[keep].append(filter_)
         policies: Any = jax.checkpoint_policies
         if not names["offload"]:
             return policies.save_only_these_names(*names["save"])  # type: ignore[no-any-return]
@@ -87,16 +98,17 @@ class _Rules:
             offload_dst="pinned_host",
         )
 
-    def check(self, function: Function, slots: Sequence[int], leaves: Sequence[Any]) -> None:
+    def check(self, function: Function, slots: Sequence[int], leaves: Sequence[object]) -> None:
         """Raises an error for filters that match no module and no name in the function."""
         if len(self.used) == len(self.rules):
             return
+        # Names that the user gave show only in a jaxpr, so this traces once more.
         jaxpr = jax.make_jaxpr(restrict_to_slots(function, slots, leaves))(
             *(leaves[s] for s in slots)
         )
         known = _names_in(jaxpr.jaxpr)
         self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
-        paths = [*filter(None, self.called)]
+        paths = [path for path in self.called if path]
         lines = [
             f"  {filter_!r}{suggestion(filter_, [*paths, *sorted(known)])}"
             + (glob_hint(filter_) if isinstance(filter_, str) else "")
@@ -107,7 +119,7 @@ class _Rules:
         raise_listed(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
 
 
-def _names_in(jaxpr: Any) -> set[str]:
+def _names_in(jaxpr: Jaxpr) -> set[str]:
     """The names that ``checkpoint_name`` gives in a jaxpr."""
     own = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
     return own.union(*(_names_in(inner) for eqn in jaxpr.eqns for inner in jaxprs_of(eqn)))
@@ -115,62 +127,69 @@ def _names_in(jaxpr: Any) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remat(InnerTransform):
-    """What ``remat`` decides: which values are kept for the backward pass."""
+    """What ``remat`` decides: which values are kept for the backward pass.
+
+    Attributes:
+      policy: the policy; None to keep nothing.
+      prevent_cse: as in ``jax.checkpoint``.
+    """
 
     counts_from_call: ClassVar[bool] = True
 
     name: str = "remat"
     in_name: str = "policy"
-    policy: Callable[..., Any] | _Rules | None
+    policy: Callable[..., bool] | _Rules | None
     prevent_cse: bool
 
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
         if not isinstance(self.policy, _Rules):
             return super().user_function(plan, caller, built)
         rules, outer = self.policy, handler_here()
-        known = Known(
-            {
-                id(built.objects[index]): (path, built.objects[index])
-                for argument in plan.graph_arguments
-                for part in argument.parts
-                for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items()
-                if isinstance(plan.structure.entries[index], NodeEntry)
-            }
-        )
+        known = _modules_of(plan, built)
 
-        def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
+        def call_and_name(
+            module: object, method: str, call: Function, args: tuple[Any, ...], kwargs: Any
+        ) -> Any:
+            # What handles calls around this, such as shardings of activations, goes on doing so.
             if outer is None:
                 out = call(*args, **kwargs)
             else:
                 out = outer(module, method, call, args, kwargs)
-            is_known = method == "__call__" and id(module) in known
-            return rules.named(known[id(module)][0], module, out) if is_known else out
+            if method != "__call__" or id(module) not in known:
+                return out
+            path, _ = known[id(module)]
+            return rules.name_outputs(path, module, out)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call_with_names(*args: Any, **kwargs: Any) -> Any:
+            # Transforms inside have other objects, which they know by these.
             token = KNOWN.set((*KNOWN.get(), known))
             try:
-                return with_handler(named, (), caller.fun, *args, **kwargs)
+                return with_handler(call_and_name, (), caller.fun, *args, **kwargs)
             finally:
                 KNOWN.reset(token)
 
-        return call
+        return call_with_names
 
     def jax_transform(
-        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self,
+        plan: Plan,
+        function: Function,
+        in_specs: Sequence[object],
+        out_specs: Sequence[object],
     ) -> Function:
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()
-        options: dict[str, Any] = {"policy": policy, "prevent_cse": self.prevent_cse}
-        checkpointed = jax.checkpoint(function, **options)
+        checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=self.prevent_cse)
+        checkpointed = checkpoint(function)
 
-        def call(*leaves: Any) -> Any:
+        def call(*leaves: object) -> Any:
             # Flags and other non-arrays stay concrete.
             slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
             if len(slots) == len(leaves):
                 out = checkpointed(*leaves)  # which JAX may have traced before
             else:
-                some = jax.checkpoint(restrict_to_slots(function, slots, leaves), **options)
-                out = some(*(leaves[slot] for slot in slots))
+                restricted = checkpoint(restrict_to_slots(function, slots, leaves))
+                out = restricted(*(leaves[slot] for slot in slots))
             if rules is not None:
                 rules.check(function, slots, leaves)
             return out
@@ -178,9 +197,22 @@ class _Remat(InnerTransform):
         return call
 
 
+def _modules_of(plan: Plan, built: Built) -> Known:
+    """The modules in the arguments of a trace, by identity, with their paths."""
+    return Known(
+        {
+            id(built.objects[index]): (path, built.objects[index])
+            for argument in plan.graph_arguments
+            for part in argument.parts
+            for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items()
+            if isinstance(plan.structure.entries[index], NodeEntry)
+        }
+    )
+
+
 @_compat.api_boundary
 def remat(
-    fun: Any = None,
+    fun: Callable[..., object] | None = None,
     *,
     policy: Policy = None,
     prevent_cse: bool = True,
@@ -215,6 +247,11 @@ def remat(
     Returns:
       A function with the same results.
 
+    Raises:
+      TypeError: ``policy`` has another type.
+      ValueError: JAX has no policy of this name, or a filter has none of the three values; at a
+        call, a filter matches no called module and no name.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -230,7 +267,17 @@ def remat(
     :func:`saved_residuals` lists what is kept. The semantics are those of ``jax.checkpoint`` and
     ``flax.nnx.remat``.
     """
-    chosen: Any = policy
+    transform = _Remat(policy=_read_policy(policy), prevent_cse=prevent_cse)
+    roles = Roles.of(static_argnums, static_argnames)
+
+    def decorate(fun: Callable[..., object]) -> Any:
+        return lift(Inner, fun, transform, roles, graph, graph_updates)
+
+    return decorate if fun is None else decorate(fun)
+
+
+def _read_policy(policy: Policy) -> Callable[..., bool] | _Rules | None:
+    """The policy that the user named, or wrote as rules."""
     if isinstance(policy, str):
         # Without those that make policies from their arguments.
         prefixes = ("_", "save_", "offload_")
@@ -240,15 +287,9 @@ def remat(
                 f"remat: jax.checkpoint_policies has no policy {policy!r}"
                 f"{suggestion(policy, names)} (policies: {', '.join(names)})."
             )
-        chosen = getattr(jax.checkpoint_policies, policy)
-    elif isinstance(policy, Iterable):
-        chosen = _Rules(tuple(filter_pairs("remat: policy", policy)))
-    elif policy is not None and not callable(policy):
+        return getattr(jax.checkpoint_policies, policy)  # type: ignore[no-any-return]
+    if isinstance(policy, Iterable):
+        return _Rules(tuple(filter_pairs("remat: policy", policy)))
+    if policy is not None and not callable(policy):
         raise TypeError(f"remat: policy must be a name, a callable or a mapping, got {policy!r}.")
-    transform = _Remat(policy=chosen, prevent_cse=prevent_cse)
-    roles = Roles.of(static_argnums, static_argnames)
-
-    def decorate(fun: Callable[..., Any]) -> Any:
-        return lift(Inner, fun, transform, roles, graph, graph_updates)
-
-    return decorate if fun is None else decorate(fun)
+    return policy

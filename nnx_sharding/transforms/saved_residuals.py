@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 @_compat.api_boundary
-def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedResiduals:
+def saved_residuals(
+    fun: Callable[..., object], /, *args: object, **kwargs: object
+) -> SavedResiduals:
     """Lists what a function keeps from the forward to the backward pass, without running it.
 
     Args:
@@ -61,11 +63,11 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
     _, plan, flat = lifted._planned(args, kwargs)
     program = lifted._program(plan, flat).staged
 
-    def inexact_outputs(*leaves: Any) -> list[jax.Array]:
+    def inexact_outputs(*leaves: object) -> list[jax.Array]:
         *groups, _ = program(*leaves)
         return [x for group in groups for x in group.arrays if is_inexact(x)]
 
-    def residuals(*leaves: Any) -> list[jax.Array]:
+    def residuals(*leaves: object) -> list[jax.Array]:
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
         function = restrict_to_slots(inexact_outputs, slots, leaves)
         _, pullback = jax.vjp(function, *(leaves[slot] for slot in slots))

@@ -1,4 +1,11 @@
-"""``shard_map`` for functions and methods that take and return NNX objects."""
+"""``shard_map`` for functions and methods that take and return NNX objects.
+
+Specs are `PartitionSpec`s, and every array has one: `jax.shard_map` needs them for the pure
+function, whose Variables then hold shards. At top level the mapped function is compiled by
+`jax.jit`, since JAX would run it operation by operation; within a trace it becomes part of that.
+Meshes and axes differ between the two, as modules may run with other axis types than the mesh that
+the user gave (:meth:`_ShardMap._inline`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, Required, Unpack, overload
+from typing import Any, ClassVar, Literal, Required, TypeAlias, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -36,12 +43,18 @@ from .by_content import compiled_by_content
 from .jit import SharedOptions
 from .lifted import Lifted, P, R, lift
 
-AxisName = Hashable
+AxisName: TypeAlias = Hashable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ShardMap(Sharded):
-    """What ``shard_map`` decides."""
+    """What ``shard_map`` decides.
+
+    Attributes:
+      axis_names: the axes over which the function is manual; empty for all.
+      check_vma: whether to check what the specs claim about replication.
+      compiled: whether a call at top level is compiled.
+    """
 
     name: str = "shard_map"
     in_name: str = "in_specs"
@@ -80,9 +93,9 @@ class _ShardMap(Sharded):
     def infers_specs(self) -> bool:
         return self.in_specs.tree is None
 
-    def key(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    def key(self, leaves: Sequence[object]) -> tuple[Hashable, ...]:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        return mesh, self._inferred(leaves, mesh), super().key(leaves)
+        return mesh, self._specs_of_types(leaves, mesh), super().key(leaves)
 
     def in_context(self) -> _ShardMap:
         # Over axes that stay automatic, shardings chosen elsewhere are kept.
@@ -91,20 +104,25 @@ class _ShardMap(Sharded):
         return new if is_fully_manual else dataclasses.replace(new, on_committed="leave")
 
     def check_outputs(
-        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+        self,
+        fun_name: str,
+        names: Sequence[str],
+        leaves: Sequence[Any],
+        specs: Sequence[PartitionSpec],
     ) -> None:
         """Checks that results are equal on all devices along the axes that their specs omit."""
         if not self.check_vma or self.context is None:
             return
         mesh = self.context
-        here = frozenset(mesh.axis_names) - axes_of_type(mesh, AxisType.Manual)
-        missing: dict[Any, None] = {}
+        # An outer `shard_map` checks its own axes.
+        own_axes = frozenset(mesh.axis_names) - axes_of_type(mesh, AxisType.Manual)
+        missing: dict[AxisName, None] = {}
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
                 continue  # refs are not returned, only updated in place
-            axes = sorted(_compat.varying_axes(leaf) & here.difference(spec_axes(spec)), key=str)
-            if axes:
+            omitted = own_axes.difference(spec_axes(spec))
+            if axes := sorted(_compat.varying_axes(leaf) & omitted, key=str):
                 along = ", ".join(map(repr, axes))
                 lines.append(f"{array_line(name, leaf)}, {spec!r}: varies along {along}")
                 missing |= dict.fromkeys(axes)
@@ -126,7 +144,7 @@ class _ShardMap(Sharded):
         return spec.spec if isinstance(spec, NamedSharding) else spec
 
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
-        inferred = self._inferred(leaves, self.context)
+        inferred = self._specs_of_types(leaves, self.context)
         if inferred is not None:
             return list(inferred)
         return [PartitionSpec() if spec is None else spec for spec in specs]
@@ -143,22 +161,45 @@ class _ShardMap(Sharded):
         self,
         plan: Plan,
         function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec],
         donated: tuple[int, ...],
     ) -> Program:
-        on = functools.partial(
+        map_over = functools.partial(
             jax.shard_map,
             function,
             in_specs=tuple(in_specs),
-            out_specs=(*out_specs, PartitionSpec()),
+            out_specs=(*out_specs, PartitionSpec()),  # the last one for the outcome
             check_vma=self.check_vma,
         )
-        # Inside a trace the mesh in context may already have Manual axes: JAX finds out.
-        mapped = on(mesh=self.mesh, axis_names=self.axis_names)
+        # With the mesh as given, None for that in context: inside a trace it may already have
+        # Manual axes, and JAX finds out.
+        typed = mapped = map_over(mesh=self.mesh, axis_names=self.axis_names)
+        mesh, options = self.context, dict[str, Any]()
+        if isinstance(mesh, Mesh):
+            inputs = tuple(NamedSharding(mesh, spec) for spec in in_specs)
+            typed = _with_types(mapped, inputs)
+            if self.usable_axes == frozenset(mesh.axis_names):
+                if AxisType.Auto not in mesh.axis_types:  # otherwise JAX reshards
+                    options["in_shardings"] = inputs
+                # Redundant, but gives results a NamedSharding like those of shard_map.
+                outputs = (NamedSharding(mesh, spec) for spec in out_specs)
+                options["out_shardings"] = (*outputs, None)
+        jitted = jax.jit(typed, **options)
+        top_level: Callable[..., Any] = jitted if self.compiled else typed
+        anew = compiled_by_content(typed, **options) if self.compiled else typed
+        if isinstance(mesh, AbstractMesh):
+            top_level = self.needing_devices(mesh, top_level, from_arrays=True)
+            anew = self.needing_devices(mesh, anew, from_arrays=True)
+        inline = self._inline(map_over)
+        return Program(jitted, top_level, inline=inline, traced_anew=anew)
+
+    def _inline(self, map_over: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+        """Makes what a call within a trace executes; ``map_over`` takes a mesh and axis names."""
 
         def inline(*leaves: Any) -> Any:
             here = None if self.mesh is None else mesh_here(self.mesh)
+            # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
             if here is not None and frozenset(here.axis_types) == {AxisType.Auto}:
@@ -167,29 +208,12 @@ class _ShardMap(Sharded):
                 mesh = here
                 if isinstance(self.mesh, Mesh):
                     mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=here.axis_types)
-            return on(mesh=mesh, axis_names=names)(*leaves)
+            return map_over(mesh=mesh, axis_names=names)(*leaves)
 
-        options: dict[str, Any] = {}
-        mesh, typed = self.context, mapped
-        is_manual = mesh is not None and self.usable_axes == frozenset(mesh.axis_names)
-        if isinstance(mesh, Mesh):
-            inputs = tuple(NamedSharding(mesh, spec) for spec in in_specs)
-            typed = _typed(mapped, inputs)
-            if is_manual and AxisType.Auto not in mesh.axis_types:  # else JAX reshards
-                options["in_shardings"] = inputs
-        if isinstance(mesh, Mesh) and is_manual:
-            # Redundant, but gives results a NamedSharding like those of shard_map.
-            options["out_shardings"] = (*(NamedSharding(mesh, s) for s in out_specs), None)
-        jitted = jax.jit(typed, **options)
-        top_level: Callable[..., Any] = jitted if self.compiled else typed
-        anew = compiled_by_content(typed, **options) if self.compiled else typed
-        if isinstance(mesh, AbstractMesh):
-            top_level = self.needing_devices(mesh, top_level, from_arrays=True)
-            anew = self.needing_devices(mesh, anew, from_arrays=True)
-        return Program(jitted, top_level, inline=inline, traced_anew=anew)
+        return inline
 
-    def _inferred(
-        self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
+    def _specs_of_types(
+        self, leaves: Sequence[object], mesh: Mesh | AbstractMesh | None
     ) -> tuple[PartitionSpec, ...] | None:
         """The specs in the types of the arrays, if the user gave none."""
         if self.in_specs.tree is not None or mesh is None:
@@ -206,11 +230,17 @@ class _ShardMap(Sharded):
         return tuple(only_axes(_type_spec(leaf), manual) for leaf in leaves)
 
 
-_MAPS = (PartitionSpec, NamedSharding)
+# The types of specs that `shard_map` takes.
+_SPEC_TYPES = (PartitionSpec, NamedSharding)
 
 
-def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Callable[..., Any]:
-    """Puts shardings into the types of arrays that are not committed to others."""
+def _with_types(
+    mapped: Callable[..., Any], shardings: Sequence[NamedSharding]
+) -> Callable[..., Any]:
+    """Makes a function that puts shardings into the types of arrays not committed to others.
+
+    On Explicit axes, `jax.shard_map` compares the types of its arguments with the specs.
+    """
 
     def with_type(leaf: Any, sharding: NamedSharding) -> Any:
         if _compat.is_ref(leaf) or is_committed(leaf):
@@ -227,7 +257,8 @@ def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Ca
     return typed
 
 
-def _type_spec(leaf: Any) -> PartitionSpec:
+def _type_spec(leaf: object) -> PartitionSpec:
+    """The spec in the type of an array; that of a replicated one for anything else."""
     sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
     return PartitionSpec() if sharding is None else sharding.spec
 
@@ -259,10 +290,10 @@ def shard_map(**options: Unpack[_Options]) -> Callable[[Callable[P, R]], Lifted[
 
 @_compat.api_boundary
 def shard_map(
-    f: Any = None,
+    f: Callable[..., object] | None = None,
     *,
-    out_specs: Any,
-    in_specs: Any = None,
+    out_specs: object,
+    in_specs: object = None,
     mesh: Mesh | AbstractMesh | None = None,
     activation_shardings: Any = None,
     axis_names: Set[AxisName] = frozenset(),
@@ -358,9 +389,11 @@ def shard_map(
         strict=strict,
         activation_shardings=activations(activation_shardings),
     )
-    check_specs("shard_map", _MAPS, in_specs=transform.in_specs, out_specs=transform.out_specs)
+    check_specs(
+        "shard_map", _SPEC_TYPES, in_specs=transform.in_specs, out_specs=transform.out_specs
+    )
 
-    def decorate(f: Callable[..., Any]) -> Any:
+    def decorate(f: Callable[..., object]) -> Any:
         if not callable(f):
             raise TypeError(
                 f"shard_map: expected a callable, got {f!r} of type {type(f).__name__}."

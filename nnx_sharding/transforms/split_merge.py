@@ -1,4 +1,9 @@
-"""``split`` and ``merge``: a graph of NNX objects to a structure and arrays, and back."""
+"""``split`` and ``merge``: a graph of NNX objects to a structure and arrays, and back.
+
+Both are thin: the core flattens and unflattens for every call. What is here is the form in which
+users see the arrays, states by path in groups by filter, and for `merge` into an existing graph the
+pairing of old and new objects by path and type.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..core.flatten import flatten as _flatten
+from ..core.flatten import flatten
 from ..core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
 from ..core.unflatten import node_changes, perform, pytree_of, unflatten, update, value_at
 from ..errors import by_kind, raise_listed
@@ -22,7 +27,7 @@ _NO_STRUCTURE = (
 )
 
 
-def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
+def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
     """Splits a graph of NNX objects into a hashable structure, and its arrays by path.
 
     The graph is any pytree of modules, optimizers and Variables; they may share references,
@@ -53,13 +58,14 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
       >>> type(merge(structure, params, rest)).__name__
       'BatchNorm'
     """
-    predicates = [to_predicate(f) for f in filters or (...,)]
-    flat = _flatten(graph)
+    predicates = [to_predicate(filter_) for filter_ in filters or (...,)]
+    flat = flatten(graph)
     groups: list[dict[Path, Any]] = [{} for _ in predicates]
     unmatched = []
     for location in _locations(flat.structure):
         value = value_at(flat.structure, location, flat.leaves)
         subject = value if location.entry is None else flat.objects[location.entry]
+        # An array goes to the group of the first filter that matches.
         for group, predicate in zip(groups, predicates, strict=True):
             if predicate(location.path, subject):
                 group[location.path] = value
@@ -68,6 +74,7 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
             unmatched.append(f"  {path_string(location.path)}: {subject_text(subject)}")
     remedy = "Add a last filter `...` for the rest."
     raise_listed(ValueError, "no filter matches:", unmatched, remedy)
+    # A bare array or Variable has the empty path, and is its own group.
     states = [group[()] if () in group else nnx.from_flat_state(group) for group in groups]
     return flat.structure, *states
 
@@ -81,6 +88,9 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
         anything in place of arrays, such as tracers or ``ShapeDtypeStruct``.
       into: an existing graph to update to this content. Its objects are changed in place where they
         are at the same path with the same type; all others are new. Without it everything is new.
+
+    Returns:
+      The graph.
 
     Raises:
       ValueError: arrays are missing, or there are arrays for paths that do not exist; all are
@@ -102,14 +112,15 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
     leaves = _leaves_by_slot(structure, groups)
     if into is None:
         return unflatten(structure, leaves, share=True).root
-    old = _flatten(into)
-    pairs = _pair(old.structure, structure)
+    old = flatten(into)
+    pairs = _pair_objects(old.structure, structure)
     existing = {index: old.objects[before] for index, before in pairs.items()}
-    stale = {type(x).__name__ for x in existing.values() if not _compat.can_update(x)}
-    if stale:
+    of_another_trace = {type(x).__name__ for x in existing.values() if not _compat.can_update(x)}
+    if of_another_trace:
         raise _compat.TraceContextError(
-            f"merge cannot change objects of another trace: {', '.join(sorted(stale))}."
+            f"merge cannot change objects of another trace: {', '.join(sorted(of_another_trace))}."
         )
+    # All is built and checked before anything is changed.
     built = unflatten(structure, leaves, existing, share=True)
     changes, variables = [], []
     for index, before in pairs.items():
@@ -125,32 +136,40 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
     return built.root
 
 
-def _pair(old: Structure, new: Structure) -> dict[int, int]:
+def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     """Pairs modules and Variables of one type that are at the same path, new index to old."""
     pairs: dict[int, int] = {}
     taken: set[int] = set()
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
-    while stack:
-        a, b = stack.pop()
-        if isinstance(a, int) and isinstance(b, int) and b not in pairs and a not in taken:
-            x, y = old.entries[a], new.entries[b]
-            if isinstance(x, NodeEntry | VariableEntry) and y is not None and x.type is y.type:
-                pairs[b] = a
-                taken.add(a)
-                a, b = x, y
-        if isinstance(a, Container | NodeEntry) and isinstance(b, Container | NodeEntry):
-            before = parts_of(a)
-            common = [(before[path], part) for path, part in parts_of(b).items() if path in before]
-            stack += reversed(common)
+    while stack:  # no recursion: models may be nested deeply
+        one, other = stack.pop()
+        # Each object is paired once, at its first path, however often it is shared.
+        is_open = isinstance(one, int) and one not in taken
+        if is_open and isinstance(other, int) and other not in pairs:
+            entry, new_entry = old.entries[one], new.entries[other]
+            is_mutable = isinstance(entry, NodeEntry | VariableEntry) and new_entry is not None
+            if is_mutable and entry.type is new_entry.type:  # type: ignore[union-attr]
+                pairs[other] = one
+                taken.add(one)
+                one, other = entry, new_entry
+        if isinstance(one, Container | NodeEntry) and isinstance(other, Container | NodeEntry):
+            before = parts_of(one)
+            after = parts_of(other).items()
+            stack += reversed([(before[path], part) for path, part in after if path in before])
     return pairs
 
 
 def _locations(structure: Structure) -> Iterator[Location]:
+    """All places of arrays in a structure."""
     return structure.walk(structure.root, iter(structure.root_slots))
 
 
 def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
-    """The arrays of all groups in the order of the structure."""
+    """Sorts the arrays of all groups into the order of the structure.
+
+    Raises:
+      ValueError: there are other arrays than the structure has.
+    """
     leaves: list[Any] = [None] * structure.num_leaves
     locations = {location.path: location for location in _locations(structure)}
     values = {path: part for group in groups for path, part in _values(group, locations)}
@@ -159,7 +178,8 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
     for path, location in locations.items():
         where = path_string(path) or "the root"
         if path not in values:
-            missing += [f"  {where}"] * bool(location.slots)  # an empty pytree is never missing
+            if location.slots:  # an empty pytree is never missing
+                missing.append(f"  {where}")
             continue
         value = values[path]
         if isinstance(value, nnx.Variable):
@@ -179,7 +199,10 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
 
 
 def _values(group: Any, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
-    """The contents of a group by path: anything at known paths, all but mappings at others."""
+    """Lists the contents of a group by path.
+
+    Mappings are opened, except where the structure has a Variable, whose value may be one.
+    """
     stack: list[tuple[Path, Any]] = [((), group)]
     while stack:  # no recursion: models may be nested deeply
         path, part = stack.pop()

@@ -68,7 +68,7 @@ class Stage:
         stage: Any,  # a `JaxStage`; each subclass says which
         lifted: Lifted[..., Any],
         plan: Plan,
-        statics: tuple[Any, ...],
+        statics: tuple[object, ...],
         recorder: Recorder,
     ):
         self._stage = stage
@@ -161,7 +161,7 @@ class Stage:
         """Attributes what JAX reports within the block, such as compile times, to this plan."""
         return called_by(Caller(None, (), plan=self._plan, leaves=self._recorder.leaves))
 
-    def _run(self, done: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, done: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the stage of JAX with the user's arguments.
 
         Args:
@@ -193,18 +193,22 @@ class Stage:
 
     @_compat.api_boundary
     def _failed(
-        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any]
+        self,
+        plan: Plan,
+        leaves: Sequence[object],
+        error: BaseException,
+        objects: Sequence[object],
     ) -> None:
         """Explains an error of a call by the route in C."""
         failed(plan, leaves, error)
         self._explain(plan, leaves, error)
 
-    def _explain(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+    def _explain(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
         """Raises an error that names the arguments that differ, if some do."""
         raise_misfit(plan, leaves, self._stage, error)
 
     def _with_statics(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Adds bound objects, and the static arguments that were left out, to those of a call."""
         signature, bound = self._plan.signature, self._lifted._bound
@@ -272,7 +276,7 @@ class Traced(Stage):
 
     @_compat.api_boundary
     def lower(
-        self, *, lowering_platforms: tuple[str, ...] | None = None, **unknown: Any
+        self, *, lowering_platforms: tuple[str, ...] | None = None, **unknown: object
     ) -> Lowered:
         """Lowers to the compiler's input.
 
@@ -299,7 +303,7 @@ class Traced(Stage):
         return self._make_next(Lowered, lowered)
 
     @_compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Evaluates the jaxpr for these arguments, and updates modules in place."""
         return self._run("traced", args, kwargs)
 
@@ -373,7 +377,7 @@ class Compiled(Stage):
     _compile_with: CompileWith
 
     @_compat.api_boundary
-    def _flattened(self, *args: Any, **kwargs: Any) -> Any:
+    def _flattened(self, *args: object, **kwargs: object) -> Any:
         """Runs the program. Static arguments may be given, or left out.
 
         Raises:
@@ -384,12 +388,12 @@ class Compiled(Stage):
 
     __call__ = guarded(_flattened)
 
-    def _explain(self, plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
+    def _explain(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
         super()._explain(plan, leaves, error)
         explain_memory(error, plan, lambda: self._recorder, self._compile_with)
 
     @staticmethod
-    def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:
+    def call(compiled: Compiled, /, *args: object, **kwargs: object) -> Any:
         """Calls a compiled function; a counterpart of ``jax.stages.Compiled.call``."""
         return compiled(*args, **kwargs)
 
@@ -553,9 +557,9 @@ def _shape_of(aval: Any) -> Any:
 
 def user_tree(
     structure: Structure,
-    values: Sequence[Any],
+    values: Sequence[object],
     keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
-    objects: Sequence[Any] | None = None,
+    objects: Sequence[object] | None = None,
 ) -> Any:
     """Puts values into the form of the structure's root: states for modules, None for statics.
 

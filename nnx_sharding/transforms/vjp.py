@@ -26,7 +26,7 @@ from .tangents import TangentForm, as_array, slots_by_path, tangent_type
 @_compat.api_boundary
 def vjp(
     fun: Callable[..., object] | None = None,
-    *primals: Any,
+    *primals: object,
     has_aux: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,
@@ -145,7 +145,7 @@ def jvp(
 @_compat.api_boundary
 def linearize(
     fun: Callable[..., object],
-    *primals: Any,
+    *primals: object,
     has_aux: bool = False,
     graph: bool | None = None,
     graph_updates: bool | None = None,

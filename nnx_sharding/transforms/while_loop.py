@@ -27,7 +27,7 @@ from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.state_sharding import BROADCAST, CARRY
+from ..specs.state_sharding import BROADCAST, CARRY, Axis
 from .carry_checks import check_carry
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import Function, StaticLeaves, compile_at_top_level, is_array, tree_text
@@ -39,7 +39,7 @@ from .scan import Loop, Scan
 def while_loop(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[[Any], Any],
-    init_val: Any,
+    init_val: object,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
@@ -96,10 +96,10 @@ def while_loop(
 
 @_compat.api_boundary
 def fori_loop(
-    lower: Any,
-    upper: Any,
+    lower: object,
+    upper: object,
     body_fun: Callable[[Any, Any], Any],
-    init_val: Any,
+    init_val: object,
     *,
     unroll: int | bool | None = None,
     graph: bool | None = None,
@@ -220,7 +220,7 @@ class _While(Scan):
         return step
 
     def jax_transform(
-        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+        self, plan: Plan, function: Function, in_specs: Sequence[Axis], out_specs: Sequence[Axis]
     ) -> Function:
         if self.options:
             return super().jax_transform(plan, function, in_specs, out_specs)
@@ -230,11 +230,11 @@ class _While(Scan):
 class _WhileLoop(Loop):
     """A loop that runs as long as a condition holds."""
 
-    def _check_lengths(self, leaves: Sequence[Any]) -> None:
+    def _check_lengths(self, leaves: Sequence[object]) -> None:
         pass  # nothing is mapped
 
     def _run(
-        self, step: Function, carry: OutputGroup, mapped: Sequence[Any], static: StaticLeaves
+        self, step: Function, carry: OutputGroup, mapped: Sequence[jax.Array], static: StaticLeaves
     ) -> tuple[OutputGroup, Any]:
         caller = caller_here()
         assert caller is not None
