@@ -75,7 +75,7 @@ def test_architecture_page_follows_an_argument():
             assert row in run, (title, row)
     if Walk is not PythonWalk:
         files = {file for file, _ in functions_of(lambda: step(model, x))}
-        assert files <= {"core/call.py", "_compat/flax_names.py"}
+        assert files <= {"core/call.py", "core/guard/direct.py", "_compat/flax_names.py"}
 
 
 def test_picture_has_every_file_of_the_pipeline():
