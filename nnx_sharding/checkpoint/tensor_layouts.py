@@ -65,6 +65,21 @@ class Placement:
         return whole and self.left == self.right
 
     @property
+    def is_partial(self) -> bool:
+        """Whether the array has only a part of the tensor."""
+        return any(axis.length < axis.tensor_size for axis in self.axes.values())
+
+    def arranged(self, tensor: Any) -> Any:
+        """Returns what the array has of a tensor of NumPy or JAX, one dimension for each axis."""
+        left, right = names_in(self.left), names_in(self.right)
+        shared = [axis for axis in right if axis in left]
+        taken = [axis for axis in left if axis not in right]  # by an index, so of length 1
+        starts = [(self.axes[axis].tensor_start, self.axes[axis].length) for axis in left]
+        x = tensor.reshape([self.axes[axis].tensor_size for axis in left])  # left axes, whole
+        x = x[tuple(slice(start, start + length) for start, length in starts)]  # left axes
+        return x.transpose([left.index(axis) for axis in (*shared, *taken)])  # right axes, ones
+
+    @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Returns the shape that the tensor has to have."""
         return tuple(math.prod(self.axes[n].tensor_size for n in names) for names in self.left)

@@ -1,20 +1,31 @@
-"""``transfer``: weights of one live model in another, with other names, layouts and shardings."""
+"""``transfer``: weights of one live model in another, with other names, layouts and shardings.
+
+    rules ── tensor_matching ──► a goal for each array of the target: its sources, how it is built
+    goals ── the way of each ──► steps: arrays that one program or one copy moves together
+
+A plan is the steps for two structures with their shapes, dtypes and shardings; it has no arrays, so
+it is used again for each pair of such models. A program builds arrays on the devices of their
+sources, because JAX computes only there; from there they are copied to the target's devices. Steps
+are as large as the memory for copies allows (see ``_steps``).
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from .. import _compat
 from ..analysis.memory import array_bytes
@@ -42,6 +53,8 @@ from ..core.rebuild import rebuild
 from ..core.spec_checks import is_shardable
 from ..errors import raise_listed
 from ..specs.fitting import axes_of_type
+
+Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 
 _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 
@@ -150,10 +163,35 @@ _NAMES = "shape", "dtype", "weak_type", "sharding"
 _of_array = operator.attrgetter(*_NAMES)
 
 
-def _signature(leaf: Any) -> Any:
+def _signature(leaf: Any) -> tuple[Any, ...]:
+    """Returns what a plan depends on, of one array."""
     if type(leaf) is _compat.ArrayImpl:
-        return _of_array(leaf)
+        signature: tuple[Any, ...] = _of_array(leaf)
+        return signature
     return type(leaf), *(getattr(leaf, name, None) for name in _NAMES)
+
+
+class _Way(enum.Enum):
+    """How an array gets from its sources to where it belongs."""
+
+    # It is what its source is, where that is. One `jax.device_put` copies all such arrays.
+    PUT = enum.auto()
+    # It is what its source is, on the same CPU devices in other parts, which are copied: quicker
+    # than the collectives of a program.
+    ASSEMBLE = enum.auto()
+    # It is what its source is, and `place_arrays` brings it where it belongs.
+    MOVE = enum.auto()
+    # A program builds it of its sources on their devices, and shards it there as the target does,
+    # or as much like it as these devices allow. In the second case, `place_arrays` is next.
+    BUILD = enum.auto()
+    # A program builds parts of it on CPU devices, wherever no collective is needed for them; then
+    # they are copied as by ASSEMBLE.
+    BUILD_PARTS = enum.auto()
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a program builds the array."""
+        return self in (_Way.BUILD, _Way.BUILD_PARTS)
 
 
 class _Goal(NamedTuple):
@@ -161,12 +199,10 @@ class _Goal(NamedTuple):
 
     array: NamedArray  # abstract
     sources: tuple[int, ...]  # their slots
-    build: Callable[..., Any]  # makes it of them
-    sharding: Any  # None for a NumPy array
-    has_program: bool  # whether a program on the devices of the sources makes it
-    place: Any  # its sharding there: that of the target if that is on the same devices
-    is_copied: bool  # whether copies of parts shard it: on CPUs they are quicker than collectives
-    is_put: bool  # whether one `jax.device_put` of all such arrays is the quickest
+    build: Callable[..., Array]  # makes it of them
+    sharding: Sharding | None  # None for a NumPy array
+    way: _Way
+    place: Sharding | None  # where a program puts it; None if the compiler decides
 
     @property
     def nbytes(self) -> int:
@@ -182,13 +218,18 @@ class _Goal(NamedTuple):
 class _Step(NamedTuple):
     """Some arrays of the target, which are moved together."""
 
-    goals: Sequence[_Goal]
+    goals: Sequence[_Goal]  # of one way; the programs of all, or of none, are final
     slots: Sequence[int] = ()  # the arguments of the program
-    program: Any = None  # compiled; None if no array needs one
+    program: Callable[..., list[jax.Array]] | None = None  # compiled; None if none is needed
+
+    @property
+    def way(self) -> _Way:
+        """The way of all its arrays."""
+        return self.goals[0].way
 
 
 def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
-    """The target without its old values, which nothing refers to any more."""
+    """Returns the target without its old values, which nothing refers to any more."""
     empty = list(flat.leaves)
     for slot, abstract in ((g.array.slot, g.array.leaf) for step in steps for g in step.goals):
         if isinstance(empty[slot], jax.Array):
@@ -198,31 +239,15 @@ def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
 
 
 def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool) -> Any:
-    """Moves the arrays of the source into the target."""
+    """Moves the arrays of the source into the target, and returns it."""
     goals = [goal for step in steps for goal in step.goals]
     uses = Counter(id(source[slot]) for goal in goals if donate for slot in goal.sources)
     values = []
     for step in steps:
-        shardings = [goal.sharding for goal in step.goals]
         taken = [source[slot] for goal in step.goals if donate for slot in goal.sources]
         uses.subtract(map(id, taken))
         free = [x for x in taken if isinstance(x, jax.Array) and not uses[id(x)]]
-        if step.program is None:
-            made = [g.build(*(source[slot] for slot in g.sources)) for g in step.goals]
-        else:
-            made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
-        if step.goals[0].is_put:
-            made = jax.device_put(made, shardings, may_alias=False)
-        elif step.goals[0].is_copied:
-            finish_on_cpu(made)
-            pairs = zip(made, shardings, strict=True)
-            made = [assembled(x, sharding, alias=True) for x, sharding in pairs]
-        elif step.program is None:
-            is_free = donate and len(free) == len(taken)
-            made = place_arrays(made, shardings, donate=is_free, alias=False)
-        elif not all(goal.is_final for goal in step.goals):
-            made = place_arrays(finish_on_cpu(made), shardings)
-            jax.block_until_ready(made)  # before the next program takes memory
+        made = _moved(step, source, donate=donate and len(free) == len(taken))
         finish_on_cpu(made)
         for goal, x in zip(step.goals, made, strict=True):
             values.append((goal.array, np.array(x) if goal.sharding is None else x))
@@ -233,14 +258,43 @@ def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool
     return filled(flat, values, "transfer")
 
 
-def _first(array: Any) -> Any:
+def _moved(step: _Step, source: Sequence[Any], *, donate: bool) -> list[Any]:
+    """Returns the arrays of one step where they belong."""
+    shardings: list[Any] = [goal.sharding for goal in step.goals]
+    made: list[Any]
+    if step.program is None:
+        made = [goal.build(*(source[slot] for slot in goal.sources)) for goal in step.goals]
+    else:
+        made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
+    if step.way is _Way.PUT:
+        return list(jax.device_put(made, shardings, may_alias=False))
+    if step.way is _Way.MOVE:
+        return place_arrays(made, shardings, donate=donate, alias=False)
+    if step.way is _Way.BUILD:
+        if not all(goal.is_final for goal in step.goals):
+            made = place_arrays(finish_on_cpu(made), shardings)
+            jax.block_until_ready(made)  # before the next program takes memory
+        return made
+    finish_on_cpu(made)
+    pairs = zip(made, shardings, strict=True)
+    return [assembled(x, sharding, alias=True) for x, sharding in pairs]
+
+
+def _first(array: Array) -> Array:
+    """Builds an array that is its only source."""
     return array
 
 
 def _plan(
-    given: Flat, flat: Flat, rules: Any, reverse: bool, cast: bool, only: Any, donate: bool
+    given: Flat,
+    flat: Flat,
+    rules: Mapping[str, Rule],
+    reverse: bool,
+    cast: bool,
+    only: Any,
+    donate: bool,
 ) -> list[_Step]:
-    """The steps that move the arrays of one structure into those of another."""
+    """Returns the steps that move the arrays of one structure into those of another."""
     sources, targets = (
         {x.path: x for x in selected("transfer", named_arrays(each), only, is_shardable, "arrays")}
         for each in (given, flat)
@@ -262,76 +316,111 @@ def _plan(
 
 
 def _goal(
-    target: NamedArray, sources: Sequence[NamedArray], placements: Any, donate: bool
+    target: NamedArray,
+    sources: Sequence[NamedArray],
+    placements: Sequence[Placement],
+    donate: bool,
 ) -> _Goal:
-    leaf, first, sharding = target.leaf, sources[0].leaf, None
-    if not isinstance(leaf, np.ndarray | np.generic):
-        sharding = sharding_of(leaf)
-        sharding = sharding.sharding if isinstance(sharding, Format) else sharding
-        sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    """Returns how an array of the target is made of its sources."""
+    leaf, first = target.leaf, sources[0].leaf
+    sharding = _target_sharding(leaf)
     is_weak = bool(getattr(leaf, "weak_type", False))
     kinds = [(x.leaf.dtype, bool(getattr(x.leaf, "weak_type", False))) for x in sources]
     is_same = kinds == [(leaf.dtype, is_weak)] and placements[0].is_identity
-    build: Callable[..., Any] = _first
+    build: Callable[..., Array] = _first
     if not is_same:
         build = functools.partial(_built, tuple(placements), leaf.shape, leaf.dtype, is_weak)
-    options = {"sharding": sharding, "weak_type": is_weak}
-    abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
+    abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak)
     array = target._replace(leaf=abstract, variable=None)  # plans keep no model alive
-
+    slots = tuple(x.slot for x in sources)
     devices = _devices(first)
+    if devices is None:  # on the host
+        return _Goal(array, slots, build, sharding, _Way.MOVE, None)
     is_here = sharding is not None and devices == _compat.device_assignment(sharding)
     is_here = is_here and not other_memory(sharding)
-    place = sharding if is_here or devices is None else _twin(sharding, devices)
-    has_program = devices is not None
-    is_ready = placements[0].is_identity and has_program
-    is_ready = is_ready and (place is None or place.is_equivalent_to(first.sharding, first.ndim))
-    if has_program and is_same:  # as it is, unless its devices have to exchange parts first
-        is_direct = sharding is None or set(devices) == sharding.device_set
-        has_program = not (other_memory(first.sharding) or is_ready) and (is_here or not is_direct)
-    is_put = is_same and is_ready and is_here
-    is_cpu = has_program and devices[0].platform == "cpu" and first.is_fully_addressable
-    is_copied = is_cpu and is_here and not (is_weak or donate)
-    if is_copied and is_same:
-        has_program, is_put = False, first.is_fully_replicated  # then it copies nothing on CPUs
-    elif is_copied := is_copied and not (is_ready or first.is_fully_replicated):
-        place = None  # programs leave the parts where they are
-    is_put = is_put and not (donate or is_key(leaf))
-    slots = tuple(x.slot for x in sources)
-    return _Goal(array, slots, build, sharding, has_program, place, is_copied, is_put)
+    place = sharding if is_here else _twin(sharding, devices)
+    is_ready = placements[0].is_identity and (
+        place is None or place.is_equivalent_to(first.sharding, first.ndim)
+    )
+    # Copies of parts neither change types nor leave buffers of the source to donate.
+    is_cpu = devices[0].platform == "cpu" and isinstance(first, jax.Array)  # not abstract
+    is_copied = is_cpu and first.is_fully_addressable and is_here and not (is_weak or donate)
+    if is_same:
+        may_put = not (donate or is_key(leaf))
+        way = _way_of_same(first, sharding, is_here, is_ready, is_copied, may_put)
+    elif is_copied and not (is_ready or first.is_fully_replicated):
+        way, place = _Way.BUILD_PARTS, None
+    else:
+        way = _Way.BUILD
+    return _Goal(array, slots, build, sharding, way, place)
+
+
+def _target_sharding(leaf: Any) -> Sharding | None:
+    """Returns the sharding that an array of the target has, or gets; None on the host."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return None
+    sharding = sharding_of(leaf)
+    sharding = sharding.sharding if isinstance(sharding, Format) else sharding
+    return sharding or SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _way_of_same(
+    first: jax.Array,
+    sharding: Sharding | None,
+    is_here: bool,  # the target is on the same devices, in the same order
+    is_ready: bool,  # it is sharded there like the source
+    is_copied: bool,  # copies of parts can shard it
+    may_put: bool,
+) -> _Way:
+    """Returns how an array gets to the target that has the shape and dtype of its only source."""
+    if is_ready and is_here:
+        return _Way.PUT if may_put else _Way.MOVE
+    is_direct = sharding is None or first.sharding.device_set == sharding.device_set
+    if is_ready or other_memory(first.sharding) or (is_direct and not is_here):
+        return _Way.MOVE
+    if is_copied:
+        # A replicated source has each part on each device already.
+        return _Way.PUT if first.is_fully_replicated and may_put else _Way.ASSEMBLE
+    return _Way.BUILD
 
 
 def _built(
-    placements: Sequence[Placement], shape: Sequence[int], dtype: Any, is_weak: bool, *arrays: Any
-) -> Any:
-    """An array of the target, made of its sources."""
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    is_weak: bool,
+    *arrays: Array,
+) -> Array:
+    """Builds an array of the target of its sources, in a program or on the host."""
     is_host = isinstance(arrays[0], np.ndarray)
     _, regions = boxes(placements)
     pieces = []
-    for x, placement, region in zip(arrays, placements, regions, strict=True):
-        is_smaller = dtype.itemsize < x.dtype.itemsize  # before it is sent
-        if x.dtype != dtype and is_smaller and not is_host:
+    for source, placement, region in zip(arrays, placements, regions, strict=True):
+        x: Any = source
+        if not is_host and dtype.itemsize < x.dtype.itemsize:
+            # Converted first, so that fewer bytes are sent; the barrier keeps the compiler from
+            # converting later.
             x = jax.lax.optimization_barrier(_compat.converted(x, dtype, is_weak))
-        left = [axis for names in placement.left for axis in names]
-        right = [axis for names in placement.right for axis in names if axis in left]
-        axes = placement.axes
-        if not is_host and any(axis.length < axis.tensor_size for axis in axes.values()):
+        if not is_host and placement.is_partial:
             # The compiler fails if some slices of one array get different shardings.
             x = jax.lax.optimization_barrier(x)
-        x = x.reshape([axes[axis].tensor_size for axis in left])
-        starts = [(axes[axis].tensor_start, axes[axis].length) for axis in left]
-        x = x[tuple(slice(start, start + length) for start, length in starts)]
-        order = [*right, *(axis for axis in left if axis not in right)]
-        x = x.transpose([left.index(axis) for axis in order])
+        x = placement.arranged(x)
         pieces.append((region, x.reshape([end - start for start, end in region])))
-    x = _joined(pieces, 0, np if is_host else jnp).reshape(shape)
+    joined: Any = _joined(pieces, 0, np if is_host else jnp).reshape(shape)
     if is_host:
-        return x.astype(dtype)
-    return x if x.dtype == dtype and not is_weak else _compat.converted(x, dtype, is_weak)
+        joined = joined.astype(dtype)
+    elif joined.dtype != dtype or is_weak:
+        joined = _compat.converted(joined, dtype, is_weak)
+    result: Array = joined
+    return result
 
 
-def _joined(pieces: Sequence[tuple[Region, Any]], dimension: int, numpy: Any) -> Any:
-    """An array made of pieces that fill it."""
+def _joined(pieces: Sequence[tuple[Region, Array]], dimension: int, numpy: ModuleType) -> Array:
+    """Joins pieces that fill an array, from this dimension on.
+
+    Their edges cut the dimension into slabs, each of which the same pieces fill from one side to
+    the other; a slab is joined along the next dimension.
+    """
     if len(pieces) == 1:
         return pieces[0][1]
     edges = sorted({edge for region, _ in pieces for edge in region[dimension]})
@@ -343,11 +432,12 @@ def _joined(pieces: Sequence[tuple[Region, Any]], dimension: int, numpy: Any) ->
             if first <= start and end <= last:
                 inside.append((region, x[(*before, slice(start - first, end - first))]))
         slabs.append(_joined(inside, dimension + 1, numpy))
-    return numpy.concatenate(slabs, dimension)
+    joined: Array = numpy.concatenate(slabs, dimension)
+    return joined
 
 
 def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
-    """Why the sources cannot become this array."""
+    """Says why the sources cannot become this array."""
     leaves = [x.leaf for x in sources]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         yield "the source is abstract, without values"
@@ -365,48 +455,56 @@ def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
             yield f"{old} may be out of the range of {new}"
 
 
-def _devices(leaf: Any) -> Any:
-    """The devices of an array in their order; None on the host."""
-    is_host = isinstance(leaf, np.ndarray | np.generic)
-    return None if is_host else _compat.device_assignment(sharding_of(leaf))
+def _devices(leaf: Any) -> tuple[Any, ...] | None:
+    """Returns the devices of an array in their order; None on the host."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return None
+    devices: tuple[Any, ...] | None = _compat.device_assignment(sharding_of(leaf))
+    return devices
 
 
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
-    """One program for all arrays on the same devices; more where it would take memory."""
-    sizes, steps, programs = [goal.nbytes for goal in goals], list[_Step](), list[_Goal]()
-    groups: dict[Any, list[_Goal]] = {}
-    for x in goals:
-        way = _devices(leaves[x.sources[0]]) if x.has_program else (x.is_put, x.is_copied)
-        groups.setdefault((x.has_program, way), []).append(x)
-    for (has_program, _), group in groups.items():
-        if not has_program:
-            steps.append(_Step(group))
-            continue
-        if all(goal.is_final for goal in group):
-            programs += group
-            continue
-        *_, compiled = _compiled(group, leaves)
-        for goal, found in zip(group, compiled.output_shardings, strict=True):
-            shape = goal.array.leaf.shape
-            if goal.is_copied and found.is_equivalent_to(goal.sharding, len(shape)):
-                goal = goal._replace(place=goal.sharding, is_copied=False)
-            programs.append(goal)
+    """Groups arrays: one program for all on the same devices; more where it would take memory."""
+    largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
+    copied: dict[_Way, list[_Goal]] = {}
+    built: dict[tuple[Any, ...] | None, list[_Goal]] = {}  # by the devices of the sources
+    for goal in goals:
+        if goal.way.has_program:
+            built.setdefault(_devices(leaves[goal.sources[0]]), []).append(goal)
+        else:
+            copied.setdefault(goal.way, []).append(goal)
     bins: dict[Any, list[list[_Goal]]] = {}
-    for goal in programs:
-        key = _devices(leaves[goal.sources[0]]), goal.is_final, goal.is_copied
-        each = bins.setdefault(key, [[]])
-        # What one program copies is freed before the next one runs.
-        most = max(*sizes, sum(sizes) // 16, _SMALL) if donate or not goal.is_final else math.inf
-        if each[-1] and sum(x.nbytes for x in (*each[-1], goal)) > most:
-            each.append([])
-        each[-1].append(goal)
+    for of_devices, group in built.items():
+        for goal in _with_places(group, leaves):
+            each = bins.setdefault((of_devices, goal.is_final, goal.way), [[]])
+            # What one program copies is freed before the next one runs.
+            is_freed = donate or not goal.is_final
+            most = max(largest, total // 16, _SMALL) if is_freed else math.inf
+            if each[-1] and sum(x.nbytes for x in (*each[-1], goal)) > most:
+                each.append([])
+            each[-1].append(goal)
+    steps = [_Step(group) for group in copied.values()]
     for part in itertools.chain(*bins.values()):
-        steps += _programs(part, leaves, max(*sizes, _SMALL))
+        steps += _programs(part, leaves, max(largest, _SMALL))
     return steps
 
 
+def _with_places(goals: Sequence[_Goal], leaves: Sequence[Any]) -> Sequence[_Goal]:
+    """Finds which parts the compiler leaves where the target has them, so that no copy is next."""
+    if all(goal.is_final for goal in goals):
+        return goals
+    *_, compiled = _compiled(goals, leaves)
+    result = []
+    for goal, place in zip(goals, compiled.output_shardings, strict=True):
+        ndim = len(goal.array.leaf.shape)
+        if goal.way is _Way.BUILD_PARTS and place.is_equivalent_to(goal.sharding, ndim):
+            goal = goal._replace(place=goal.sharding, way=_Way.BUILD)
+        result.append(goal)
+    return result
+
+
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[_Step]:
-    """Programs that make some arrays, each with at most so many bytes of temporary memory."""
+    """Compiles programs that build some arrays, each in at most ``most`` bytes of temporaries."""
     slots, compiled = _compiled(goals, leaves)
     memory = compiled.memory_analysis()
     if len(goals) > 1 and memory is not None and memory.temp_size_in_bytes > most:
@@ -416,7 +514,7 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[
 
 
 def _compiled(goals: Sequence[_Goal], leaves: Sequence[Any]) -> tuple[list[int], Any]:
-    """A program that makes some arrays, and the slots of its arguments."""
+    """Compiles a program that builds some arrays, and returns it after the slots of arguments."""
     slots = sorted({slot for goal in goals for slot in goal.sources})
     inputs = [
         _on_auto_axes(
@@ -434,7 +532,7 @@ def _compiled(goals: Sequence[_Goal], leaves: Sequence[Any]) -> tuple[list[int],
 
 
 def _on_auto_axes(x: Any) -> Any:
-    """The same buffers on a mesh whose axes are Auto, where any operation is possible."""
+    """Returns the same buffers on a mesh whose axes are Auto, where any operation is possible."""
     mesh = getattr(x.sharding, "mesh", None)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return x
@@ -445,8 +543,11 @@ def _on_auto_axes(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, auto, buffers)
 
 
-def _twin(sharding: Any, devices: Any) -> Any:
-    """A sharding of other devices, each of which holds what a device of the target needs."""
+def _twin(sharding: Sharding | None, devices: Sequence[Any]) -> NamedSharding | None:
+    """Returns a sharding of other devices, each of which holds what a device of the target needs.
+
+    None if there is none: the number of devices is no multiple of that of the target.
+    """
     if not isinstance(sharding, NamedSharding) or len(devices) % sharding.mesh.size:
         return None
     grid = np.array(devices).reshape(*sharding.mesh.devices.shape, -1)
