@@ -1,14 +1,26 @@
-"""What a program with a strategy sends is what the compiler sends with the same shardings.
+"""What a program with a strategy sends is what plain JAX sends with the same shardings.
 
-A step is compiled twice: by :func:`~nnx_sharding.jit` with what a strategy returned, and by
-``jax.jit`` on Auto axes with the same shardings of arguments and results. The bytes that a device
-sends over each set of mesh axes may only exceed those of the compiler with a warning that names the
-module.
+A step is compiled by :func:`~nnx_sharding.jit` with what a strategy returned, and by ``jax.jit`` on
+Auto axes with the same shardings of arguments and results. An all-reduce counts as the
+reduce-scatter and the all-gather that it consists of. Two rules hold, within 5 % of the total:
+
+* Of each kind over each set of axes, a device sends no more bytes than in a program that says by
+  hand what the strategy promises: ``fsdp`` gathers parameters where a layer uses them, and
+  ``sequence=True`` keeps sums sharded by their sequence (on Explicit axes also outputs by their
+  columns). Other strategies promise nothing, so theirs is the compiler's own program.
+* In total, it sends no more than the compiler's own program, which has the same shardings and
+  nothing said by hand. ``fsdp`` trades kinds for that: it gathers parameters over ``data``, where
+  the compiler moves activations over both axes, twice as many bytes. ``sequence=True`` is left out,
+  because it trades bytes for memory.
+
+An :class:`~nnx_sharding.errors.UnshardedWarning` excuses all-gathers over the axes that it names.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import itertools
 import random
 import warnings
@@ -44,7 +56,10 @@ class OwnCache(nnx.Variable):
 
 
 class Model(nnx.Module):
-    """A language model with, perhaps, a memory for each row."""
+    """A language model with, perhaps, a memory for each row.
+
+    ``layer`` and ``stream`` are where plain JAX says by hand what a strategy says.
+    """
 
     def __init__(self, kind, rngs):
         self.tokens = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -54,12 +69,18 @@ class Model(nnx.Module):
         self.memory = None if kind is None else kind(jnp.zeros((ROWS, WIDTH)))
 
     def __call__(self, tokens):
-        x = self.tokens(tokens)
-        x = x + self.down(jax.nn.gelu(self.up(x)))
+        x = self.layer("tokens")(tokens)
+        x = x + self.stream(self.layer("down")(jax.nn.gelu(self.layer("up")(x))))
         if self.memory is not None:
             x = x + self.memory[...][:, None]
             self.memory[...] = jax.lax.stop_gradient(x.mean(1))
-        return self.head(x)
+        return self.layer("head")(x)
+
+    def layer(self, name):
+        return getattr(self, name)
+
+    def stream(self, x):
+        return x
 
     def loss(self, tokens):
         return loss_of(self(tokens), tokens)
@@ -153,55 +174,151 @@ def step_of(cell, differentiate):
     return step
 
 
-def sent(text, mesh):
-    """The bytes that a device sends over each set of axes."""
-    return collectives_of(text, mesh).by_axes()
+def mesh_of(types):
+    return jax.make_mesh((2, 4), ("data", "model"), types, devices=jax.devices()[:8])
 
 
-def compare(cell):
-    """What ours and the compiler's own program send, and the warnings of ours."""
-    devices = jax.devices()[:8]
-    mesh = jax.make_mesh((2, 4), ("data", "model"), TYPES[cell.types], devices=devices)
-    auto = jax.make_mesh((2, 4), ("data", "model"), (AUTO, AUTO), devices=devices)
-    model = nnx.eval_shape(lambda: Model(KINDS[cell.kind], nnx.Rngs(0)))
+def sharding_of(cell, model, mesh):
     sharding = STRATEGIES[cell.strategy](model, mesh=mesh)
-    if cell.kind != "parameters":
-        sharding = override(sharding, {"memory": P("data")})
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    return sharding if cell.kind == "parameters" else override(sharding, {"memory": P("data")})
+
+
+def model_of(cell, kind=Model):
+    return nnx.eval_shape(lambda: kind(KINDS[cell.kind], nnx.Rngs(0)))
+
+
+TOKENS = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+
+
+def sent(compiled, mesh):
+    """The bytes that a device sends, by kind and axes; of an all-reduce in its two halves."""
+    sizes = collections.Counter()
+    for (kind, axes), (_, size) in collectives_of(compiled.as_text(), mesh).totals().items():
+        for half in HALVES.get(kind, (kind,)):
+            sizes[half, axes] += size / len(HALVES.get(kind, (kind,)))
+    return +sizes
+
+
+HALVES = {"all-reduce": ("reduce-scatter", "all-gather")}
+
+
+def ours(cell):
+    """What a step with the library's functions sends, and the warnings."""
+    mesh, model = mesh_of(TYPES[cell.types]), model_of(cell)
+    shardings = (sharding_of(cell, model, mesh), P("data")), P()
+    names = dict(zip(("in_shardings", "out_shardings"), shardings, strict=True))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        shardings = {"in_shardings": (sharding, P("data")), "out_shardings": P()}
-        ours = jit(step_of(cell, value_and_grad), mesh=mesh, donate_argnums=0, **shardings)
-        ours = sent(ours.lower(model, tokens).compile().as_text(), mesh)
+        step = jit(step_of(cell, value_and_grad), mesh=mesh, donate_argnums=0, **names)
+        compiled = step.lower(model, TOKENS).compile()
+    return sent(compiled, mesh), [w for w in seen if issubclass(w.category, UnshardedWarning)]
 
-    graphdef, state = nnx.split(model)
-    specs = specs_by_path(model, sharding)
-    flat = nnx.to_flat_state(state)
+
+def unsaid(mesh, specs):
+    """All is left to the compiler."""
+    return Model
+
+
+def gathering(mesh, specs):
+    """Parameters are gathered over ``data`` where a layer uses them, as ``fsdp`` says."""
+
+    class Gathering(Model):
+        def layer(self, name):
+            graphdef, state = nnx.split(getattr(self, name))
+            gathered = nnx.from_flat_state(
+                (path, variable.replace(self.whole(variable[...], specs[name, *path])))
+                for path, variable in nnx.to_flat_state(state)
+            )
+            return nnx.merge(graphdef, gathered)
+
+        def whole(self, x, spec):
+            kept = P(*(None if entry == "data" else entry for entry in spec))
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, kept))
+
+    return Gathering
+
+
+def by_sequence(mesh, specs):
+    """Sums over ``model`` are kept sharded by their sequence, as ``sequence=True`` says."""
+
+    class BySequence(Model):
+        def stream(self, x):
+            return constrained(x, mesh, P(P.UNCONSTRAINED, "model", P.UNCONSTRAINED))
+
+    return BySequence
+
+
+def by_columns(mesh, specs):
+    """On Explicit axes, outputs are also kept sharded like the columns of their kernel."""
+
+    class ByColumns(by_sequence(mesh, specs)):
+        def layer(self, name):
+            layer, spec = getattr(self, name), P(P.UNCONSTRAINED, P.UNCONSTRAINED, "model")
+            return (
+                layer if name in ("tokens", "down") else lambda x: constrained(layer(x), mesh, spec)
+            )
+
+    return ByColumns
+
+
+def constrained(x, mesh, spec):
+    if x.ndim < len(spec):  # a row in a map, which a strategy leaves alone
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def by_hand(cell):
+    """The model that says what the strategy promises."""
+    if cell.strategy == "sequence":
+        return by_columns if TYPES[cell.types][1] is EXPLICIT else by_sequence
+    return gathering if cell.strategy in ("fsdp", "both") else unsaid
+
+
+@functools.cache
+def plain(cell, kind):
+    """What a step of plain JAX and Flax sends, with the same shardings on Auto axes."""
+    mesh, model = mesh_of((AUTO, AUTO)), model_of(cell)
+    specs = specs_by_path(model, sharding_of(cell, model, mesh))
+    graphdef, state = nnx.split(model_of(cell, kind(mesh, specs)))
     placed = nnx.from_flat_state(
-        (path, variable.replace(NamedSharding(auto, specs[path]))) for path, variable in flat
+        (path, variable.replace(NamedSharding(mesh, specs[path])))
+        for path, variable in nnx.to_flat_state(state)
     )
 
-    def plain(state, tokens):
+    def step(state, tokens):
         model = nnx.merge(graphdef, state)
         return step_of(cell, nnx.value_and_grad)(model, tokens), nnx.state(model)
 
-    rows, everywhere = NamedSharding(auto, P("data")), NamedSharding(auto, P())
-    compiled = jax.jit(
-        plain, in_shardings=(placed, rows), out_shardings=(everywhere, placed), donate_argnums=0
-    )
-    theirs = sent(compiled.lower(state, tokens).compile().as_text(), auto)
-    return ours, theirs, [w for w in seen if issubclass(w.category, UnshardedWarning)]
+    rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    shardings = {"in_shardings": (placed, rows), "out_shardings": (everywhere, placed)}
+    lowered = jax.jit(step, donate_argnums=0, **shardings).lower(state, TOKENS)
+    return sent(lowered.compile(), mesh)
 
 
 def check(cell):
-    ours, theirs, seen = compare(cell)
-    if sum(ours.values()) > 1.05 * sum(theirs.values()):
-        assert any("model: f32[" in str(w.message) for w in seen), (cell, ours, theirs)
+    sizes, seen = ours(cell)
+    alike = dataclasses.replace(cell, types="auto")
+    compilers, said = plain(alike, unsaid), plain(alike, by_hand(cell))
+    more = {key for key in sizes if sizes[key] - said[key] > 0.05 * said.total()}
+    if seen:  # of an output that is gathered over the columns' axis
+        [text] = {str(w.message) for w in seen}
+        assert "model: f32[" in text, (cell, text)
+        assert "over 'model'" in text, (cell, text)
+        more.discard(("all-gather", ("model",)))
+    elif cell.strategy != "sequence":
+        assert sizes.total() <= 1.05 * compilers.total(), (cell, sizes, compilers)
+    assert not more, (cell, more, sizes, said)
 
 
-@pytest.mark.parametrize("strategy", ["tensor_parallel", "both"])
-def test_some(strategy):
-    check(random.choice([cell for cell in CELLS if cell.strategy == strategy]))
+def test_some():
+    for cell in random.sample(CELLS, 3):
+        check(cell)
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_a_sequence_is_what_is_said_by_hand(types):
+    """Axes that are Auto around the model stay the compiler's in it."""
+    check(Cell("sequence", types, "parameters", "method", "whole", True))
 
 
 NIGHTLY = 300
@@ -216,14 +333,14 @@ def test_many():
 @pytest.mark.parametrize("types", ["explicit", "columns explicit"])
 def test_only_a_loss_outside_of_the_model_is_warned_of(types):
     for place, count in {"method": 0, "function": 1}.items():
-        *_, seen = compare(Cell("tensor_parallel", types, "parameters", place, "whole", True))
+        _, seen = ours(Cell("tensor_parallel", types, "parameters", place, "whole", True))
         assert len(seen) == count, place
 
 
 @pytest.mark.parametrize("types", TYPES)
 def test_no_cache_of_the_users_is_gathered(types):
-    ours, theirs, _ = compare(Cell("tensor_parallel", types, "own", "method", "whole", False))
-    assert ours == theirs
+    cell = Cell("tensor_parallel", types, "own", "method", "whole", False)
+    assert ours(cell)[0] == plain(dataclasses.replace(cell, types="auto"), unsaid)
 
 
 def mapped_in(step, types, strategy="tensor_parallel"):

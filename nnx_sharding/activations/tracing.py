@@ -166,7 +166,9 @@ class Scope:
         declared = transform.activation_shardings
         sources = () if declared is None else (declared,)
         self._transform, self._plan, self._built = transform, plan, built
-        self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
+        meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
+        self._is_explicit = bool(meshes)
+        self._explicit = {a for mesh in meshes for a in axes_of_type(mesh, AxisType.Explicit)}
         self._mesh = _mesh_of(plan)
         # Those that are not manual; all of them in `jit`.
         manual = transform.usable_axes or ()
@@ -400,7 +402,8 @@ class Scope:
             if is_kernel and path in tag.specs:
                 whole = spec_of_slice(*tag.specs[path][:2], shape)
                 spec = PartitionSpec(*whole.partitions[-count:])
-                free = only_axes(spec, {*spec_axes(spec)}.difference(self._plan.batch_axes))
+                # Axes that are Auto around the model are the compiler's, as on Auto axes alone.
+                free = only_axes(spec, self._explicit.difference(self._plan.batch_axes))
                 return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
         return None
 

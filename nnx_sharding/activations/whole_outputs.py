@@ -2,8 +2,9 @@
 
 On Explicit axes, the type of an array says how all of its dimensions are sharded. In a model with
 a strategy the axes are Auto, and the compiler keeps logits sharded like the columns of the kernel
-that made them. What the outermost module returns is typed like its first input instead: JAX refuses
-to type many operations on sharded columns, such as the indexing of a loss for integer labels. So an
+that made them. What the outermost module returns is typed like its first input instead, because JAX
+raises an error for indexing and `top_k` on sharded columns: a loss for integer labels that is right
+on one device would fail, and whether it does is only known when the operation is traced. So an
 operation outside of modules gets whole logits, which is one all-gather more than the same operation
 in a method of the model, unless the function returns them anyway.
 """

@@ -229,7 +229,8 @@ def tensor_parallel(
       axis: as for :func:`fsdp`.
       sequence: whether three-dimensional outputs of layers whose inputs are sharded are sharded
         over the axis along their second dimension: Megatron's sequence parallelism. It takes less
-        memory, and replaces each sum by a reduce-scatter and an all-gather.
+        memory. Each sum may become a reduce-scatter and an all-gather, of as many bytes; the
+        compiler chooses, and may gather kernels instead. ``collectives()`` shows what is sent.
       across_slices: whether the axis may have devices of several TPU slices, over whose network
         activations are then sent.
 
