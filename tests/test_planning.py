@@ -32,6 +32,9 @@ from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients, fetched, offload
 from nnx_sharding.transforms.stages import Compiled
 
+# Losses are outside of models, which gathers logits over the axes for layers.
+pytestmark = pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnshardedWarning")
+
 WIDTH = 128  # kernels of this width are large enough for fsdp
 
 
@@ -795,8 +798,6 @@ def test_few_rows_and_devices_of_all_numbers():
 
 
 @pytest.mark.usefixtures("compile_here")
-# The loss is outside of the model, which gathers logits over the axes for layers.
-@pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnshardedWarning")
 def test_a_mesh_of_the_user_and_names_by_role():
     args = program("transformer")
     mesh = jax.make_mesh((2, 2, 2), ("dp", "x", "y"), axis_types=(AxisType.Auto,) * 3)

@@ -1,4 +1,9 @@
-"""What the compiler keeps in memory, and when: the files that it writes with ``xla_dump_to``."""
+"""What the compiler keeps in memory, and when: the files that it writes with ``xla_dump_to``.
+
+The buffer assignment has an *allocation* for each block of memory, and the *buffers* in it, with
+their offsets; the live ranges say at which steps of the schedule each is in use. Figures of memory
+that JAX reports are sums over these.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +45,15 @@ class Buffers:
     schedule: tuple[str, ...]
 
     def in_use(self) -> list[int]:
-        """The bytes in use at each position: those of live values, and all that is held."""
+        """Sums the bytes in use at each step: live buffers, and blocks that are always held."""
         changes = [0] * (len(self.schedule) + 1)
-        for one in self.allocations:
-            if one.is_result or one.parameter is not None:
-                changes[0] += one.size
+        for allocation in self.allocations:
+            if allocation.is_result or allocation.parameter is not None:
+                changes[0] += allocation.size
                 continue
-            for value in one.values:
-                changes[value.first] += value.size
-                changes[value.last + 1] -= value.size
+            for buffer in allocation.values:
+                changes[buffer.first] += buffer.size
+                changes[buffer.last + 1] -= buffer.size
         return [*itertools.accumulate(changes[:-1])]
 
 
@@ -72,26 +77,26 @@ def read_buffers(folder: Path) -> Buffers | None:
         if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
             continue
         number = re.search(r", parameter (\d+),", head)
-        found = [
+        buffers = [
             Buffer(name, _numbers(index), int(length), int(offset), *spans[name, index])
             for name, index, length, offset in _VALUE.findall(values_in_it)
             if (name, index) in spans
         ]
-        parameter, values = int(number[1]) if number else None, tuple(_one_after_another(found))
+        parameter, values = int(number[1]) if number else None, tuple(_one_after_another(buffers))
         allocations.append(Allocation(int(size[1]), parameter, "maybe-live-out" in head, values))
     return Buffers(tuple(allocations), names) if allocations and names else None
 
 
-def _one_after_another(values: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The values; one that an operation replaces in place ends before the result begins."""
-    places: defaultdict[int, list[Buffer]] = defaultdict(list)
-    for value in sorted(values, key=lambda value: (value.first, value.last)):
-        places[value.offset].append(value)
-    for place in places.values():
-        for value, following in itertools.zip_longest(place, place[1:]):
-            last = value.last if following is None else min(value.last, following.first - 1)
-            if last >= value.first:
-                yield dataclasses.replace(value, last=last)
+def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+    """Yields buffers; one that an operation replaces in place ends before the result begins."""
+    by_offset: defaultdict[int, list[Buffer]] = defaultdict(list)
+    for buffer in sorted(buffers, key=lambda buffer: (buffer.first, buffer.last)):
+        by_offset[buffer.offset].append(buffer)
+    for place in by_offset.values():
+        for buffer, following in itertools.zip_longest(place, place[1:]):
+            last = buffer.last if following is None else min(buffer.last, following.first - 1)
+            if last >= buffer.first:
+                yield dataclasses.replace(buffer, last=last)
 
 
 def _numbers(index: str) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
-    """The figures of hardware given by itself, a key of ``HARDWARE`` in any case, or a JSON file.
+    """Returns hardware given by itself, by a key of ``HARDWARE`` in any case, or by a JSON file.
 
     Raises:
       ValueError: it is not in the table, or the file is not one of hardware.
@@ -155,7 +155,7 @@ _BOOK = "https://jax-ml.github.io/scaling-book/"
 
 
 def _sources(page: str, **others: str) -> dict[str, str]:
-    """One page for all figures but some."""
+    """Returns one page for all figures but some."""
     return dict.fromkeys(_FIGURES, page) | others
 
 
@@ -211,7 +211,7 @@ _KINDS = {
 
 # One hop between TPUs takes about a microsecond: https://jax-ml.github.io/scaling-book/sharding
 _BY_NAME = {
-    one.name: dataclasses.replace(one, latency=1e-6 if one.torus_dimensions else None)
-    for one in _TABLE
+    known.name: dataclasses.replace(known, latency=1e-6 if known.torus_dimensions else None)
+    for known in _TABLE
 }
 HARDWARE: Mapping[str, Hardware] = _BY_NAME | {k: _BY_NAME[name] for k, name in _KINDS.items()}

@@ -1,6 +1,16 @@
 """A reader of HLO text, as ``HloModule::ToString`` writes it, and how often computations run.
 
-Parts are parsed on access, and what is not understood is listed: then the program is unknown.
+    HloModule jit_step, num_partitions=8, ...
+    %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {                  a computation
+      %p = (s32[], f32[8]) parameter(0)                              an instruction
+      ROOT %t = (s32[], f32[8]) tuple(%i, %x), metadata={...}        its result
+    }
+    ENTRY %main (...) -> ... { ... while(...), condition=%c, body=%body ... }
+
+There is no stable form of compiled programs but the text: jaxlib has no Python schema of its
+protocol buffers. So `parse` only splits it into instructions, whose parts are parsed on access, and
+lists what it does not understand (`Module.unread`); then figures of the program are unknown rather
+than wrong.
 """
 
 from __future__ import annotations
@@ -49,23 +59,25 @@ class Module(Values):
     @functools.cached_property
     def entry(self) -> Computation | None:
         """The entry computation, if there is one."""
-        return next((one for one in self.computations if one.is_entry), None)
+        return next((x for x in self.computations if x.is_entry), None)
 
     @functools.cached_property
     def parameters(self) -> Mapping[int, Instruction]:
         """The parameters of the program by number."""
         instructions = self.entry.instructions if self.entry else ()
-        return {x.number: x for x in instructions if x.number is not None}
+        return {op.number: op for op in instructions if op.number is not None}
 
     def argument(self, value: Value) -> int | None:
-        """The number of the argument that a value is; None for other values."""
-        one, is_outer = self.maker(value), self.entry and value.computation == self.entry.name
-        return one.number if one is not None and is_outer else None
+        """Returns the number of the argument that a value is; None for other values."""
+        if self.entry is None or value.computation != self.entry.name:
+            return None
+        maker = self.maker(value)
+        return None if maker is None else maker.number
 
-    def fused(self, one: Instruction) -> Computation | None:
-        """The computation of a fusion; None for other instructions."""
-        calls = one.calls if one.opcode == "fusion" else ()
-        return next((self.by_name.get(callee) for _, callee in calls), None)
+    def fused(self, instruction: Instruction) -> Computation | None:
+        """Returns the computation of a fusion; None for other instructions."""
+        callees = instruction.callees if instruction.opcode == "fusion" else ()
+        return next(map(self.by_name.get, callees), None)
 
     @functools.cached_property
     def num_devices(self) -> int | None:
@@ -85,13 +97,15 @@ class Module(Values):
         unread = [*self.skipped]
         if not self.computations or (self.name and self.entry is None):
             unread.append("no entry computation")
-        unread += ["computations that call each other"] * (self.callees_first is None)
+        if self.callees_first is None:
+            unread.append("computations that call each other")
         for computation in self.computations:
-            unread += [str(one) for one in computation.instructions if not one.is_known]
+            unread += [str(op) for op in computation.instructions if not op.is_known]
+            # What is applied to elements, such as by a sum, need not be known.
             unread += [
-                f"{name}, which {one.name} calls"
-                for one, attribute, name in self.calls[computation.name]
-                if name not in self.by_name and (attribute != "to_apply" or one.opcode == "call")
+                f"{callee}, which {op.name} calls"
+                for op, attribute, callee in self.calls[computation.name]
+                if callee not in self.by_name and (attribute != "to_apply" or op.opcode == "call")
             ]
         return unread
 
@@ -111,12 +125,12 @@ class Module(Values):
 
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
-        """How often each computation runs. One that nothing calls counts once."""
+        """How often each computation runs, summed over its callers; once without a caller."""
         runs: dict[str, Runs] = {}
         for name in reversed(self.callees_first or [*self.calls]):
             caller = runs.setdefault(name, Runs())
-            for one, attribute, callee in self.calls.get(name, ()):
-                called, known = self._called(caller, one, attribute), runs.get(callee)
+            for op, attribute, callee in self.calls.get(name, ()):
+                called, known = self._called(caller, op, attribute), runs.get(callee)
                 if known is not None:
                     both = None not in (known.times, called.times)
                     called = Runs(
@@ -131,46 +145,50 @@ class Module(Values):
                 runs[callee] = called if is_plausible else called._replace(times=None)
         return runs
 
-    def _called(self, caller: Runs, one: Instruction, attribute: str) -> Runs:
-        """How often an instruction of a computation calls another."""
-        is_loop = one.opcode == "while"
-        times = self.trip_counts.get(one.name) if is_loop else 1
-        if times is not None:
-            times += attribute == "condition"
-        is_applied = one.opcode not in _CALLS
+    def _called(self, caller: Runs, instruction: Instruction, attribute: str) -> Runs:
+        """Counts how often an instruction, in a computation that runs so often, calls another."""
+        is_loop = instruction.opcode == "while"
+        times = self.trip_counts.get(instruction.name) if is_loop else 1
+        if times is not None and attribute == "condition":
+            times += 1  # the last time it is false
+        is_applied = instruction.opcode not in _CALLS
         return Runs(
             None if times is None or caller.times is None else caller.times * times,
             caller.least * (1 if times is None else times),
             caller.in_loop or is_loop,
-            caller.is_fused or one.opcode == "fusion" or is_applied,
+            caller.is_fused or instruction.opcode == "fusion" or is_applied,
             caller.is_applied or is_applied,
-            caller.in_branch or one.opcode == "conditional",
+            caller.in_branch or instruction.opcode == "conditional",
         )
 
     def taken(self, weights: Mapping[str, int]) -> set[str]:
-        """The computations that run, if conditionals take the branch with the most weight."""
+        """Finds the computations that run, if conditionals take the branch with the most weight.
+
+        Args:
+          weights: of computations without what they call.
+        """
         if not self.with_opcode("conditional"):
             return {*self.calls}
         sums = Counter(weights)
         largest: dict[str, str] = {}  # the branch that each conditional takes
         for name in self.callees_first or ():
-            for one, _, callee in self.calls.get(name, ()):
-                if one.opcode != "conditional":
-                    sums[name] += sums[callee] * self.trip_counts.get(one.name, 1)
-                elif sums[callee] >= sums[largest.get(one.name, "")]:
-                    largest[one.name] = callee
-            taken = {
-                largest[one.name] for one, *_ in self.calls.get(name, ()) if one.name in largest
-            }
-            sums[name] += sum(sums[callee] for callee in taken)
+            branches = set()
+            for op, _, callee in self.calls.get(name, ()):
+                if op.opcode != "conditional":
+                    sums[name] += sums[callee] * self.trip_counts.get(op.name, 1)
+                    continue
+                branches.add(op.name)
+                if sums[callee] >= sums[largest.get(op.name, "")]:
+                    largest[op.name] = callee
+            sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
         taken = {name for name in self.calls if name not in self.callers}
         for name in reversed(self.callees_first or ()):
             calls = self.calls.get(name, ()) if name in taken else ()
-            taken |= {callee for one, _, callee in calls if largest.get(one.name, callee) == callee}
+            taken |= {callee for op, _, callee in calls if largest.get(op.name, callee) == callee}
         return taken
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """The lines that it was made from, as (file, line), innermost first."""
+        """Lists the lines that it was made from, as (file, line), innermost first."""
         metadata = instruction.attributes.get("metadata", "")
         innermost = re.search(r"stack_frame_id=(\d+)", metadata)
         if innermost is None:
@@ -182,9 +200,9 @@ class Module(Values):
         frame = int(innermost[1])
         while frame in frames and frame not in lines:
             location, parent = frames[frame]
-            number, at = locations.get(location, (0, 0))
-            lines[frame], frame = (files.get(number), at), parent
-        return [(name, at) for name, at in lines.values() if name is not None]
+            file_number, line_number = locations.get(location, (0, 0))
+            lines[frame], frame = (files.get(file_number), line_number), parent
+        return [(name, number) for name, number in lines.values() if name is not None]
 
     @functools.cached_property
     def _tables(self) -> tuple[dict[int, str], dict[int, _Pair], dict[int, _Pair]]:
@@ -221,7 +239,7 @@ def parse(text: str) -> Module:
     depth: int | None = None  # of open brackets at the end of the last instruction
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
-        if match is None and instructions:
+        if match is None and instructions:  # perhaps the next line of the last one
             *_, last = instructions
             depth = 1 + nesting(last.rest) if depth is None else depth
             if depth > 0 and len(last.rest) < _LONGEST:
@@ -245,12 +263,12 @@ def parse(text: str) -> Module:
         elif line.strip():
             skipped.append(line.strip())
     if "xla_megascale" in text:
-        for one in computations:
-            one.instructions[:] = with_exchanges(one.instructions)
+        for computation in computations:
+            computation.instructions[:] = with_exchanges(computation.instructions)
     if instructions is not None and computations[-1].name:
         skipped.append(f"the end of {computations[-1].name}")
     if any(f" {kind}-start(" in text for kind in ABBREVIATED):
-        computations += [made for one in [*computations] for made in spell_out(one)]
+        computations += [made for computation in [*computations] for made in spell_out(computation)]
     before = "\n".join(head)
     title = re.search(r"^HloModule ([^\s,]+)", before, re.MULTILINE)
     return Module(title[1] if title else "", before, computations, tuple(skipped))

@@ -1,4 +1,11 @@
-"""Instructions of HLO text and the shapes of arrays in it; parts are parsed on access."""
+"""Instructions of HLO text and the shapes of arrays in it; parts are parsed on access.
+
+    ROOT %sum = f32[8,64]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+         name   shape, with its layout  opcode     operands and attributes
+
+Large programs have megabytes of text, most of which nobody asks for. So an instruction is four pieces of text, and what is asked for is read by regular expressions, which are
+possessive or bounded so that damaged text cannot make them slow.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +36,7 @@ Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
 
 @functools.lru_cache(maxsize=4096)
 def read_shape(text: str) -> Shapes:
-    """Reads as much as it understands of a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``."""
+    """Reads a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``, as far as it is understood."""
     levels: list[list[Shapes]] = [[]]
     for match in _SHAPE_TOKEN.finditer(text):
         if match[0] == "(":
@@ -45,7 +52,7 @@ def read_shape(text: str) -> Shapes:
 
 @functools.lru_cache(maxsize=4096)
 def is_shape(text: str) -> bool:
-    """Whether all of a shape is understood, including the widths of its dtypes."""
+    """Tells whether all of a shape is understood, including the widths of its dtypes."""
     rest = _SHAPE_TOKEN.sub("", text).strip(", ")
     dtypes = {match[1] for match in _SHAPE_TOKEN.finditer(text) if match[1]}
     is_known = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
@@ -56,7 +63,7 @@ _DTYPE = re.compile(r"pred|token|opaque|[a-z]+\d+\w*")
 
 
 def arrays(shape: Shapes) -> Iterator[Shape]:
-    """The arrays of a shape, in order."""
+    """Yields the arrays of a shape, in order."""
     stack = [shape]
     while stack:
         top = stack.pop()
@@ -67,12 +74,16 @@ def arrays(shape: Shapes) -> Iterator[Shape]:
 
 
 def total_bytes(shapes: Iterable[Shape]) -> int:
-    """The bytes of several arrays."""
+    """Sums the bytes of several arrays."""
     return sum(shape.bytes for shape in shapes)
 
 
 def padded_bytes(text: str) -> int:
-    """The bytes of the arrays of a shape, with the padding of tiles."""
+    """Counts the bytes of the arrays of a shape, with the padding of tiles.
+
+    The minor dimensions are rounded up to multiples of the first tile: of ``f32[5,100]`` in
+    ``{1,0:T(8,128)}`` each array has 8 × 128 elements.
+    """
     total = 0
     for match in _SHAPE_TOKEN.finditer(text):
         if not match[1]:
@@ -233,8 +244,8 @@ class Instruction(_Written):
         else:
             # Found one by one: an expression for all takes most of the time of a large program.
             places = sorted((before.find(f" {key}="), key) for key in _CALLS)
-            at = [(key, place + len(key) + 2) for place, key in places if place >= 0]
-            named = [(key, text[0]) for key, end in at if (text := _CALLED.match(before, end))]
+            starts = [(key, place + len(key) + 2) for place, key in places if place >= 0]
+            named = [(key, x[0]) for key, start in starts if (x := _CALLED.match(before, start))]
         return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
 
     @property
@@ -267,21 +278,24 @@ class Computation(NamedTuple):
 
 
 def spell_out(computation: Computation) -> list[Computation]:
-    """Writes abbreviated ``fusion-start`` as ``async-start``, and returns what these call."""
+    """Writes abbreviated ``fusion-start`` as ``async-start``, and returns what these call.
+
+    XLA prints an asynchronous computation with a single instruction as that, with a suffix.
+    """
     made = []
-    for at, one in enumerate(computation.instructions):
-        kind = base(one.opcode)
-        if kind not in ABBREVIATED or kind == one.opcode:
+    for position, start in enumerate(computation.instructions):
+        kind = base(start.opcode)
+        if kind not in ABBREVIATED or kind == start.opcode:
             continue
-        opcode, rest = f"async{one.opcode.removeprefix(kind)}", one.rest
+        opcode, rest = f"async{start.opcode.removeprefix(kind)}", start.rest
         if opcode == "async-start":
             # ((operand, ...), result, context, ...)
-            (given, *others), _ = _split(one.shape_text, 1, ")")
+            (given, *others), _ = _split(start.shape_text, 1, ")")
             if not given.startswith("(") or not others:
                 continue  # not understood
             result = others[0]
             shapes, _ = _split(given, 1, ")")
-            names = [f"{one.name}.operand.{number}" for number in range(len(shapes))]
+            names = [f"{start.name}.operand.{number}" for number in range(len(shapes))]
             inner = [
                 Instruction(name, "parameter", shape.strip(), f"{number})", False)
                 for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
@@ -289,13 +303,13 @@ def spell_out(computation: Computation) -> list[Computation]:
             _, end = _split(rest, 0, ")")
             operands = ", ".join(f"%{name}" for name in names)
             called = Instruction(
-                f"{one.name}.call", kind, result.strip(), f"{operands}){rest[end:]}", True
+                f"{start.name}.call", kind, result.strip(), f"{operands}){rest[end:]}", True
             )
-            made.append(Computation(f"{one.name}.async", False, [*inner, called]))
-            metadata = one.attributes.get("metadata")
-            rest = f"{rest[:end]}, calls=%{one.name}.async"
+            made.append(Computation(f"{start.name}.async", False, [*inner, called]))
+            metadata = start.attributes.get("metadata")
+            rest = f"{rest[:end]}, calls=%{start.name}.async"
             rest += f", metadata={metadata}" if metadata else ""
-        computation.instructions[at] = one._replace(opcode=opcode, rest=rest)
+        computation.instructions[position] = start._replace(opcode=opcode, rest=rest)
     return made
 
 
@@ -303,7 +317,7 @@ ABBREVIATED = ("call", "custom-call", "fusion")
 
 
 def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
-    """The parts between commas that are in no bracket, up to a closing bracket; and its end."""
+    """Splits text at commas that are in no bracket, up to a closing one; also returns its end."""
     parts: list[str] = []
     depth = 0
     for match in _TOKEN.finditer(text, start):
@@ -323,7 +337,7 @@ def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
 
 
 def nesting(text: str) -> int:
-    """The number of brackets that a text opens, less those that it closes."""
+    """Counts the brackets that a text opens, less those that it closes."""
     text = _QUOTED.sub("", text)
     return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 

@@ -1,4 +1,11 @@
-"""Which collectives can run while the device computes."""
+"""What a device computes while a collective is in progress, in two ways.
+
+Compilers for accelerators split a collective into a start and an end, and schedule work between
+them. `Overlap.scheduled` sums that work, from the order of the instructions. The compiler for CPUs
+does not: for its programs `Overlap.products_beside` counts the matrix products in an iteration of a
+loop that neither need the collective nor are needed by it, so that another compiler may overlap
+them. A *chain* are all instructions of one collective, which have its channel.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +37,7 @@ class Scheduled(NamedTuple):
 
 
 class Overlap:
-    """What runs in a program, and beside what."""
+    """What runs in a program, and concurrently with what."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -40,61 +47,70 @@ class Overlap:
         self._every = Counter(map(_channel, filter(_is_collective, every)))
 
     def scheduled(self, collective: Value) -> Scheduled:
-        """When a collective is scheduled to start and to end."""
+        """Finds when a collective is scheduled to start and to end."""
         name = collective.computation
+        # The instructions of a fusion are not scheduled: the fusion is.
         for home, caller in self._module.around(name):
             if caller.opcode not in ("fusion", "async-start"):
                 break
             name = home.name
         instructions = self._module.by_name[name].instructions
-        [instruction] = filter(None, [self._module.maker(collective)])
+        instruction = self._module.maker(collective)
+        assert instruction is not None
         channel = _channel(instruction)
         chain = {x.name for x in instructions if self._of_instruction(x)[channel]}
-        at = [
-            i
-            for i, x in enumerate(instructions)
+        steps = [
+            step
+            for step, x in enumerate(instructions)
             if x.name in chain
             or (x.opcode.endswith("-done") and not chain.isdisjoint(x.operand_names))
         ]
-        start, end = (at[0] + 1, max(at[0] + 1, at[-1])) if at else (0, 0)  # none in damaged text
-        done = [(x, self._work_of(name, x).flops) for x in instructions[start:end]]
-        most = sorted((x for x in done if x[1]), key=lambda x: -x[1])
+        start, end = 0, 0  # of damaged text
+        if steps:
+            start = steps[0] + 1
+            end = max(start, steps[-1])
+        flops = [(x, self._work_of(name, x).flops) for x in instructions[start:end]]
+        most = sorted((pair for pair in flops if pair[1]), key=lambda pair: -pair[1])
         operations = dict.fromkeys(x.operation for x, _ in most if x.operation)
-        before, until = (self._until(name)[i] for i in (start, end))
+        before, until = (self._until(name)[step] for step in (start, end))
         return Scheduled(name, before, until.plus(before, -1), tuple(operations)[:3])
 
     def _sums(self, name: str) -> Sequence[Work]:
-        """What is done before each instruction of a computation, and before its end."""
+        """Sums what is done before each instruction of a computation, and before its end."""
         parts = (self._work_of(name, x) for x in self._module.by_name[name].instructions)
         return [*itertools.accumulate(parts, Work.plus, initial=Work())]
 
     @functools.cached_property
     def _executed(self) -> Mapping[str, Mapping[str, Work]]:
         parts = executed_work(self._module).items()
-        return {name: {one.name: own for one, own in each} for name, each in parts}
+        return {name: {x.name: work for x, work in part} for name, part in parts}
 
-    def _work_of(self, computation: str, one: Instruction) -> Work:
-        """The work of an instruction with what it calls; none of a collective."""
-        if _is_collective(one):
+    def _work_of(self, computation: str, instruction: Instruction) -> Work:
+        """Sums the work of an instruction and of what it calls; a collective has none."""
+        if _is_collective(instruction):
             return Work()
-        total = self._executed.get(computation, {}).get(one.name, Work())
-        for _, callee in one.calls:
+        total = self._executed.get(computation, {}).get(instruction.name, Work())
+        for callee in instruction.callees:
             if callee in self._executed:  # others are applied to elements, or not taken
-                times = self._module.trip_counts.get(one.name, 1)
+                times = self._module.trip_counts.get(instruction.name, 1)
                 total = total.plus(self._until(callee)[-1], times)
         return total
 
     def products_beside(self, collective: Value) -> tuple[int, int] | None:
-        """How many independent matrix products an iteration has, of how many; None if no loop."""
+        """Counts the matrix products of an iteration that are independent of a collective.
+
+        Returns:
+          How many are independent, and how many there are; None if it is in no loop.
+        """
         # For TPUs the compiler may write one collective as several instructions: the first starts
         # it, some products carry it on, the last waits.
         instruction = self._module.maker(collective)
         body = None if instruction is None else self._body(_channel(instruction))
         if instruction is None or body is None:
             return None
-        parts = [(x.name, self._of_instruction(x)) for x in body.instructions]
-        products = {name for name, contents in parts if contents[None]}
-        chain = {name for name, contents in parts if contents[_channel(instruction)]}
+        contents = {x.name: self._of_instruction(x) for x in body.instructions}
+        products = {name for name, counts in contents.items() if counts[None]}
+        chain = {name for name, counts in contents.items() if counts[_channel(instruction)]}
         operands = {x.name: x.operand_names for x in body.instructions}
         users: defaultdict[str, list[str]] = defaultdict(list)
         for name, used in operands.items():
@@ -102,51 +118,54 @@ class Overlap:
                 users[operand].append(name)
         before = [_reached(operands, name) for name in chain]
         after = [_reached(users, name) for name in chain]
-        start = next(x for x in before if not x & chain)
-        end = next(x for x in after if not x & chain)
+        # What the first of the chain needs, and what needs the last.
+        needed = next(names for names in before if not names & chain)
+        waiting = next(names for names in after if not names & chain)
         loops = {x.name for x in body.instructions if x.opcode == "while"}
         rest = {name: used for name, used in users.items() if name not in products - chain}
         first = set.union(*(_reached(rest, name) for name in chain)) & products - chain
         if first and first <= loops:  # it only has what a loop in that one starts with
             return None
-        return len(products - start - end - (chain if len(chain) == 1 else set())), len(products)
+        own = chain if len(chain) == 1 else set()  # a product with a collective in it
+        return len(products - needed - waiting - own), len(products)
 
     def _body(self, channel: str) -> Computation | None:
-        """The innermost loop body that has all instructions of a collective."""
+        """Finds the innermost loop body that has all instructions of a collective."""
         calls = (call for calls in self._module.calls.values() for call in calls)
         bodies = (name for _, attribute, name in calls if attribute == "body")
-        found = [x for x in bodies if self._contents(x)[channel] == self._every[channel]]
-        depth = {name: len([*self._module.around(name)]) for name in found}
-        return self._module.by_name[max(found, key=depth.__getitem__)] if found else None
+        with_all = [x for x in bodies if self._contents(x)[channel] == self._every[channel]]
+        depth = {name: len([*self._module.around(name)]) for name in with_all}
+        return self._module.by_name[max(depth, key=depth.__getitem__)] if depth else None
 
     def _of_computation(self, name: str) -> _Contents:
         computation = self._module.by_name.get(name)
         parts = map(self._of_instruction, computation.instructions if computation else ())
         return sum(parts, _Contents())
 
-    def _of_instruction(self, one: Instruction) -> _Contents:
-        inside = sum((self._contents(name) for _, name in one.calls), _Contents())
-        if _is_collective(one):
-            inside[_channel(one)] += 1
-        is_call = one.opcode == "custom-call"
-        if one.opcode in PRODUCTS or (is_call and _PRODUCT.search(one.rest)):
-            inside[None] += 1
-        return inside
+    def _of_instruction(self, instruction: Instruction) -> _Contents:
+        contents = sum(map(self._contents, instruction.callees), _Contents())
+        if _is_collective(instruction):
+            contents[_channel(instruction)] += 1
+        is_call = instruction.opcode == "custom-call" and _PRODUCT.search(instruction.rest)
+        if instruction.opcode in PRODUCTS or is_call:
+            contents[None] += 1
+        return contents
 
 
 # What libraries for CPUs and GPUs call products of matrices.
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(matmul|gemm|conv)', re.IGNORECASE)
 
 
-def _is_collective(one: Instruction) -> bool:
-    return one.collective is not None
+def _is_collective(instruction: Instruction) -> bool:
+    return instruction.collective is not None
 
 
-def _channel(one: Instruction) -> str:
-    found = _CHANNEL.search(one.rest)
-    return one.name if found is None else found[1]
+def _channel(instruction: Instruction) -> str:
+    """Returns what all instructions of one collective have in common."""
+    channel = _CHANNEL.search(instruction.rest)
+    return instruction.name if channel is None else channel[1]
 
 
 def _reached(edges: Mapping[str, Iterable[str]], start: str) -> set[str]:
-    """What can be reached along edges, without the start."""
+    """Collects what can be reached along edges, without the start."""
     return {*reached(start, lambda name: edges.get(name, ()))} - {start}

@@ -1,6 +1,9 @@
 """Collectives between slices of TPUs, which the compiler writes as exchanges with the hosts.
 
-The program is that of one slice, of which other collectives number the devices, as in the mesh.
+The program is that of one slice. A collective between slices is a `send` to the host and a `recv`
+from it with one rendezvous; the hosts exchange over the network. `with_exchanges` puts an ordinary
+collective in their place, whose attribute `between_slices` says which devices of which slices take
+part. Other collectives number the devices of the slice, in all slices alike (`groups_within`).
 """
 
 from __future__ import annotations
@@ -30,16 +33,20 @@ _RECEIVED = re.compile(r"\(([^()]+?\{[^{}]*\}|[^(),{}]+), ")
 
 
 def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """The instructions of a computation, with collectives in place of exchanges with hosts."""
-    by_name = {one.name: one for one in instructions}
+    """Returns the instructions of a computation with collectives instead of exchanges with hosts.
+
+    Exchanges that are not understood stay as they are, so that the program counts as not read.
+    """
+    by_name = {instruction.name: instruction for instruction in instructions}
     exchanges: defaultdict[str, list[Instruction]] = defaultdict(list)
-    for one in instructions:
-        if one.opcode in ("send", "recv") and (match := _RENDEZVOUS.search(one.rest)):
-            exchanges[match[1]].append(one)
+    for instruction in instructions:
+        is_transfer = instruction.opcode in ("send", "recv")
+        if is_transfer and (match := _RENDEZVOUS.search(instruction.rest)):
+            exchanges[match[1]].append(instruction)
     opcodes: dict[str, str] = {}  # of what ends those that are replaced
     replaced: dict[str, Instruction] = {}
     for pair in exchanges.values():
-        ends = {one.opcode: one for one in pair}
+        ends = {transfer.opcode: transfer for transfer in pair}
         match = _EXCHANGE.search(pair[0].rest)
         if len(pair) != 2 or len(ends) != 2 or match is None or match[2] not in _KINDS:
             continue
@@ -53,23 +60,24 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
                 opcode=_KINDS[match[2]], shape_text=shape[1], rest=rest
             )
             opcodes |= {send.name: "after-all", recv.name: "tuple"}
-    for one in instructions:
-        if one.opcode in ("send-done", "recv-done") and one.operand_names[0] in opcodes:
-            replaced[one.name] = one._replace(opcode=opcodes[one.operand_names[0]])
-    return [replaced.get(one.name, one) for one in instructions]
+    for instruction in instructions:
+        is_end = instruction.opcode in ("send-done", "recv-done")
+        if is_end and (opcode := opcodes.get(instruction.operand_names[0])):
+            replaced[instruction.name] = instruction._replace(opcode=opcode)
+    return [replaced.get(instruction.name, instruction) for instruction in instructions]
 
 
-def _operation(one: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
-    """The operation that made what is sent; exchanges themselves have none."""
+def _operation(send: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
+    """Finds the operation that made what is sent; exchanges themselves have none."""
 
     def sent(other: Instruction) -> list[Instruction]:
         return [by_name[name] for name in other.operand_names[:1] if name in by_name]
 
-    return next(filter(None, (x.operation for x in reached(one, sent))), None)
+    return next(filter(None, (x.operation for x in reached(send, sent))), None)
 
 
 def positions_of(mesh: Any) -> dict[Position, int]:
-    """The positions of devices in a mesh of several slices; empty for any other mesh."""
+    """Returns the positions of devices in a mesh of several slices; empty for any other mesh."""
     if not hasattr(mesh, "devices"):
         return {}
     slices = MeshDescription.of(mesh).coordinates.get("slice", ())
@@ -82,7 +90,7 @@ def positions_of(mesh: Any) -> dict[Position, int]:
 
 
 def groups_between(text: str, positions: Mapping[Position, int]) -> tuple[Groups, bool]:
-    """The groups, or pairs of a permutation, in an exchange, and whether the mesh has them all."""
+    """Reads the groups, or pairs, of an exchange, and tells whether the mesh has their devices."""
     # `{1,2}x{0:3}` for each of the devices 0 to 3 of the slices 1 and 2; or ids of devices.
     slices, _, places = text.partition("x")
     keys: list[list[Any]] = [list(group) for group in number_lists(text.replace("->", ","))]
@@ -97,7 +105,7 @@ def groups_between(text: str, positions: Mapping[Position, int]) -> tuple[Groups
 
 
 def groups_within(groups: Groups, positions: Mapping[Position, int]) -> tuple[Groups, bool]:
-    """Groups of devices of one slice, for all slices, and whether the mesh has all of them."""
+    """Repeats groups of one slice for all slices, and tells whether the mesh has their devices."""
     slices = sorted({key[0] for key in positions if isinstance(key, tuple)})
     keys = [tuple((n, place) for place in group) for n in slices for group in groups]
     if not all(key in positions for group in keys for key in group):

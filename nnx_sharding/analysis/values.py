@@ -1,4 +1,16 @@
-"""Where values come from: through tuples, calls, fusions, branches and loops; and trip counts."""
+"""Where values come from: through tuples, calls, fusions, branches and loops; and trip counts.
+
+A `Value` is one array: an instruction, with an index where that makes a tuple. `Values.passed` goes
+one step back through what passes arrays on unchanged:
+
+    get-tuple-element(t), index=1    part (1,) of t
+    parameter(0) of a computation    operand 0 of each instruction that calls it
+    while                            the initial value, and what its body returns
+    fusion, call, conditional        the root of what it calls
+
+A loop whose condition compares a counter with a constant, and whose body adds one, has a known
+length (`_Counter`), also where XLA has not noted it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +26,12 @@ T = TypeVar("T")
 
 
 def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """Something and all that can be reached from it, each once."""
+    """Yields a node and all that can be reached from it, each once."""
     pending, seen = [start], {start}
     while pending:
-        one = pending.pop()
-        yield one
-        new = dict.fromkeys(other for other in following(one) if other not in seen)
+        node = pending.pop()
+        yield node
+        new = dict.fromkeys(successor for successor in following(node) if successor not in seen)
         seen.update(new)
         pending += new
 
@@ -43,16 +55,16 @@ class Values:
         return {computation.name: computation for computation in self.computations}
 
     def with_opcode(self, *names: str) -> list[tuple[Computation, Instruction]]:
-        """The instructions with one of these opcodes, each after the computation that it is in."""
+        """Lists instructions with one of these opcodes, each after its computation."""
         opcodes = {*names}
-        return [(c, x) for c in self.computations for x in c.instructions if x.opcode in opcodes]
+        return [(c, op) for c in self.computations for op in c.instructions if op.opcode in opcodes]
 
     @functools.cached_property
     def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:
         """The calls of each computation, as instruction, attribute, and called computation."""
         return {
-            one.name: [(i, *call) for i in one.instructions for call in i.calls]
-            for one in self.computations
+            computation.name: [(op, *call) for op in computation.instructions for call in op.calls]
+            for computation in self.computations
         }
 
     @functools.cached_property
@@ -60,12 +72,12 @@ class Values:
         """The instructions that call each computation, and where they are."""
         callers: defaultdict[str, list[tuple[Computation, Instruction]]] = defaultdict(list)
         for computation in self.computations:
-            for one, _, callee in self.calls[computation.name]:
-                callers[callee].append((computation, one))
+            for caller, _, callee in self.calls[computation.name]:
+                callers[callee].append((computation, caller))
         return dict(callers)
 
     def around(self, name: str) -> Iterator[tuple[Computation, Instruction]]:
-        """The instruction that calls a computation, that which calls its computation, and so on."""
+        """Yields the instruction that calls a computation, the caller of that, and so on."""
         seen = {""}
         while name in self.callers.keys() - seen:
             seen.add(name)
@@ -76,60 +88,60 @@ class Values:
     @functools.cached_property
     def within(self) -> Mapping[str, Mapping[str, Instruction]]:
         """The instructions of each computation by name."""
-        return {c.name: {one.name: one for one in c.instructions} for c in self.computations}
+        return {c.name: {op.name: op for op in c.instructions} for c in self.computations}
 
     @functools.cached_property
     def roots(self) -> Mapping[str, Instruction]:
         """The instruction whose result each computation returns."""
-        return {c.name: one for c in self.computations for one in c.instructions if one.is_root}
+        return {c.name: op for c in self.computations for op in c.instructions if op.is_root}
 
     def maker(self, value: Value) -> Instruction | None:
-        """The instruction of a value; None for one that damaged text lacks."""
+        """Returns the instruction of a value; None for one that damaged text lacks."""
         return self.within.get(value.computation, {}).get(value.name)
 
     def operands(self, value: Value) -> list[Value]:
-        """The operands of the instruction of a value."""
-        one = self.maker(value)
-        return [Value(value.computation, name) for name in one.operand_names] if one else []
+        """Lists the operands of the instruction of a value."""
+        maker = self.maker(value)
+        return [Value(value.computation, name) for name in maker.operand_names] if maker else []
 
     def passed(self, value: Value) -> list[Value]:
-        """The values that one is passed on from unchanged; of a loop, the initial and the last."""
-        one, (home, _, index) = self.maker(value), value
-        if one is None:
+        """Lists what a value is passed on from unchanged; of a loop, the initial and the last."""
+        maker, (home, _, index) = self.maker(value), value
+        if maker is None:
             return []
-        if one.opcode == "parameter":
+        if maker.opcode == "parameter":
             pairs = self.callers.get(home, ())
-            return [v for c, by in pairs for v in self._given(c.name, by, home, one, index)]
-        operands, opcode = self.operands(value), one.opcode
+            number = maker.number or 0
+            return [v for c, by in pairs for v in self._given(c.name, by, home, number, index)]
+        operands, opcode = self.operands(value), maker.opcode
         if opcode == "tuple" and index:
             return [x._replace(index=index[1:]) for x in operands[index[0] :][:1]]
         if opcode == "tuple":
             return operands
         if opcode in ("get-tuple-element", "opt-barrier", "optimization-barrier"):
-            place = () if one.tuple_index is None else (one.tuple_index,)
+            place = () if maker.tuple_index is None else (maker.tuple_index,)
             return [operand._replace(index=(*place, *index)) for operand in operands[:1]]
         if opcode == "while":
-            return self._carried(value.computation, one, index)
+            return self._carried(value.computation, maker, index)
         if opcode in ("call", "fusion", "conditional", "async-start"):
             part = index[-1:] if opcode == "async-start" else index
-            return self._returned((callee for _, callee in one.calls), part)
+            return self._returned(maker.callees, part)
         return []
 
     def _given(
-        self, at: str, caller: Instruction, home: str, one: Instruction, index: tuple[int, ...]
+        self, at: str, caller: Instruction, callee: str, number: int, index: tuple[int, ...]
     ) -> list[Value]:
-        """What an instruction gives to a parameter of a computation that it calls."""
+        """Lists what an instruction gives to a parameter of a computation that it calls."""
         if caller.opcode == "while":
             return self._carried(at, caller, index)
-        number = one.number or 0
         if caller.opcode == "conditional":
-            number = 1 + [callee for _, callee in caller.calls].index(home)
+            number = 1 + caller.callees.index(callee)  # after the predicate
         elif caller.opcode not in ("call", "fusion", "async-start"):
             return []
         return [Value(at, name, index) for name in caller.operand_names[number:][:1]]
 
     def _carried(self, at: str, loop: Instruction, index: tuple[int, ...]) -> list[Value]:
-        """The initial value of what a loop carries, and what its body returns."""
+        """Lists the initial value of what a loop carries, and what its body returns."""
         initial = [Value(at, name, index) for name in loop.operand_names[:1]]
         bodies = [callee for attribute, callee in loop.calls if attribute == "body"]
         return initial + self._returned(bodies, index)
@@ -149,10 +161,10 @@ class _Number(NamedTuple):
 
 
 def trip_counts(values: Values) -> dict[str, int]:
-    """How often the body of each ``while`` runs, by the name of the instruction, if known."""
+    """Counts how often the body of each ``while`` runs, by the name of the loop, if known."""
     counter = _Counter(values)
     loops = values.with_opcode("while")
-    counts = {one.name: counter.count(home.name, one) for home, one in loops}
+    counts = {loop.name: counter.count(home.name, loop) for home, loop in loops}
     return {name: count for name, count in counts.items() if count is not None}
 
 
@@ -164,17 +176,17 @@ class _Counter:
         self._known: dict[Value, _Number | None] = {}
 
     def count(self, home: str, loop: Instruction) -> int | None:
-        """How often the body of a loop runs."""
+        """Counts how often the body of a loop runs; None if it is unknown."""
         condition = self._values.roots.get(dict(loop.calls).get("condition", ""))
         if loop.trip_count is not None or condition is None:
             return loop.trip_count
         test = Value(dict(loop.calls)["condition"], condition.name)
-        while (one := self._values.maker(test)) and one.opcode in ("fusion", *_COPIES):
+        while (maker := self._values.maker(test)) and maker.opcode in ("fusion", *_COPIES):
             test = [*self._values.passed(test), *self._values.operands(test), test][0]
-        if one is None or one.opcode != "compare" or len(one.operand_names) != 2:
+        if maker is None or maker.opcode != "compare" or len(maker.operand_names) != 2:
             return None
         left, right = map(self._number, self._values.operands(test))
-        direction, limit = one.attributes.get("direction", ""), self._fixed(right)
+        direction, limit = maker.attributes.get("direction", ""), self._fixed(right)
         if limit is None:
             left, limit, direction = right, self._fixed(left), _MIRRORED.get(direction, direction)
         counter = None if left is None else left.carried
@@ -187,7 +199,7 @@ class _Counter:
         return _runs(limit - first - left.plus, after.plus, direction)
 
     def _fixed(self, number: _Number | None) -> int | None:
-        """A number, if loops carry it unchanged."""
+        """Returns a number, if loops carry it unchanged."""
         if number is None or number.carried is None:
             return number and number.plus
         initial, after = self._carried(number.carried)
@@ -195,7 +207,7 @@ class _Counter:
         return None if first is None else first + number.plus
 
     def _carried(self, value: Value) -> Sequence[_Number | None]:
-        """What a loop carries there at first, and after a run."""
+        """Returns what a loop carries there at first, and after a run."""
         found = [*map(self._number, self._values.passed(value))]
         return found if len(found) == 2 else (None, None)  # where text is damaged
 
@@ -206,22 +218,22 @@ class _Counter:
         return self._known[value]
 
     def _computed(self, value: Value, depth: int) -> _Number | None:
-        one, values = self._values.maker(value), self._values
-        if one is None:
+        maker, values = self._values.maker(value), self._values
+        if maker is None:
             return None
-        if one.opcode == "constant":
-            text = "".join(one.operands)
+        if maker.opcode == "constant":
+            text = "".join(maker.operands)
             return _Number(None, int(text)) if _INTEGER.fullmatch(text) else None
         loops = [c for c in values.callers.get(value.computation, ()) if c[1].opcode == "while"]
-        if one.opcode == "parameter" and loops:
+        if maker.opcode == "parameter" and loops:
             return _Number(Value(loops[0][0].name, loops[0][1].name, value.index), 0)
-        if one.opcode == "while":
+        if maker.opcode == "while":
             fixed = self._fixed(_Number(value, 0))
             return None if fixed is None else _Number(None, fixed)
-        if one.opcode in _ARITHMETIC and len(one.operand_names) == 2:
+        if maker.opcode in _ARITHMETIC and len(maker.operand_names) == 2:
             first, second = (self._number(x, depth + 1) for x in values.operands(value))
-            return _ARITHMETIC[one.opcode](first, second) if first and second else None
-        same = values.operands(value)[:1] if one.opcode in _COPIES else values.passed(value)
+            return _ARITHMETIC[maker.opcode](first, second) if first and second else None
+        same = values.operands(value)[:1] if maker.opcode in _COPIES else values.passed(value)
         found = {self._number(x, depth + 1) for x in same}
         return found.pop() if len(found) == 1 else None
 
@@ -247,7 +259,7 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
 def _runs(left: int, step: int, direction: str) -> int | None:
-    """How often a counter that is ``left`` less than a limit takes a step before it passes it."""
+    """Counts the steps that a counter, ``left`` less than a limit, takes before it passes that."""
     if not step:
         return None
     if step < 0:
