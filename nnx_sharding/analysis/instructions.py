@@ -3,8 +3,9 @@
     ROOT %sum = f32[8,64]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
          name   shape, with its layout  opcode     operands and attributes
 
-Large programs have megabytes of text, most of which nobody asks for. So an instruction is four pieces of text, and what is asked for is read by regular expressions, which are
-possessive or bounded so that damaged text cannot make them slow.
+Large programs have megabytes of text, most of which nobody asks for. So an instruction is four
+pieces of text, and what is asked for is read by regular expressions, which are possessive or
+bounded so that damaged text cannot make them slow.
 """
 
 from __future__ import annotations
