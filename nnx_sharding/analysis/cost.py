@@ -79,7 +79,7 @@ _NAMES = ("flops", "bytes accessed", "transcendentals")
 
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:
-    """The cost that JAX's ``cost_analysis`` reports; None if it reports nothing.
+    """Reads the cost that JAX's ``cost_analysis`` reports; None if it reports nothing.
 
     Args:
       analysis: what the method of the stage returned: a dict, or a list of one.
@@ -94,6 +94,6 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:
-    """A figure; XLA omits those that are zero, and writes -1 for those it does not know."""
+    """Reads a figure: XLA omits those that are zero, and writes -1 for those it does not know."""
     value = float(figures.get(name, 0.0))
     return value if math.isfinite(value) and value >= 0 else None

@@ -1,4 +1,14 @@
-"""Groups of devices as HLO writes them, and the mesh axes over which they run."""
+"""Groups of devices as HLO writes them, and the mesh axes over which they run.
+
+XLA writes groups in three forms, of which the last two stand for an array of device numbers:
+
+    {{0,1},{2,3}}                            lists
+    [2,4]<=[4,2]T(1,0)                       range(8) as (4, 2), transposed, as 2 groups of 4
+    mesh['data'=2,'model'=4] {'model'}       a mesh, and the axes along which groups run
+
+A group runs over the axes in which the positions of its devices in the mesh differ, if it has all
+combinations of these positions, and if all groups run over the same.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +28,7 @@ _MAX_DEVICES = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def read_groups(text: str) -> Groups | None:
-    """Reads groups in all forms of XLA; empty ones mean all devices, None other text."""
+    """Reads groups in all forms of XLA; empty ones mean all devices. None for other text."""
     try:
         if text.startswith("mesh["):  # mesh['data'=2,'model'=4] {'model'}
             return _mesh_groups(text)
@@ -60,6 +70,8 @@ def _mesh_groups(text: str) -> Groups:
         devices = np.array(_sizes(order))
     else:
         devices = _iota(order or f"[{math.prod(sizes.values())}]")
+    # Each axis becomes three dimensions, of which the middle one is in the groups: an axis may be
+    # used in part, as in 'a':(2)4, which leaves 2 before and the rest after.
     dims: list[int] = []
     grouped = []
     chosen = {
@@ -85,7 +97,7 @@ def _tuples(groups: np.ndarray) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """The mesh axes over which, or over parts of which, groups run; None if there are none."""
+    """Finds the mesh axes over which, or over parts of which, groups run; None without any."""
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None
@@ -95,29 +107,28 @@ def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
 
 
 def _grid(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The dimensions in which the positions of some devices differ, if all combinations occur."""
+    """Finds the dimensions in which positions of devices differ, if all combinations occur."""
     positions = np.unravel_index(np.array(group), dims) if dims else ()
-    counts = [len(np.unique(at)) for at in positions]
+    counts = [len(np.unique(indices)) for indices in positions]
     axes = tuple(axis for axis, count in enumerate(counts) if count > 1)
     return axes if math.prod(counts) == len(group) else None
 
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_pairs(pairs: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """The mesh axes along which a permutation sends; None for devices that the mesh lacks."""
+    """Finds the mesh axes along which a permutation sends; None if the mesh lacks a device."""
     dims = tuple(size for _, size in sizes)
     if any(device >= math.prod(dims) for pair in pairs for device in pair):
         return None
     if not pairs or not dims:
         return ()
     positions = np.unravel_index(np.array(pairs), dims)
-    return tuple(
-        name for (name, _), at in zip(sizes, positions, strict=True) if (at[:, 0] != at[:, 1]).any()
-    )
+    axes = zip(sizes, positions, strict=True)  # positions of (pairs, 2) in each dimension
+    return tuple(name for (name, _), pair in axes if (pair[:, 0] != pair[:, 1]).any())
 
 
 def connected(pairs: Groups) -> Groups:
-    """The sets of devices that are connected by pairs."""
+    """Joins pairs to the sets of devices that they connect."""
     group_of: dict[int, set[int]] = {}
     for pair in pairs:
         merged = set(pair).union(*(group_of.get(device, ()) for device in pair))

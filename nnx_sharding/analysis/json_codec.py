@@ -1,4 +1,9 @@
-"""Dataclasses as JSON data and back, and as files with a format and a version."""
+"""Dataclasses as JSON data and back, and as files with a format and a version.
+
+Reports consist of frozen dataclasses, whose annotations say how to read them: there is no second
+description of the format. A release reads the version that it writes; of other data it says what is
+wrong. Values are taken as they are, because a file with the right version was written by `as_data`.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +30,18 @@ UNWRITTEN = {"written": False}
 
 
 def file_path(path: str | os.PathLike[str]) -> Path:
-    """A path that a user gave, with their home directory in the place of ``~``."""
+    """Returns a path that a user gave, with their home directory for ``~``."""
     return Path(path).expanduser()
 
 
 def json_text(data: Any) -> str:
-    """Data as JSON that is safe to print on a terminal."""
+    """Writes data as JSON that is safe to print on a terminal."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     return printable(text, kept="\n", escape=lambda c: json.dumps(c)[1:-1])
 
 
 def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """A dataclass, or the value of a field, as dicts and lists; ``other`` converts what is none."""
+    """Makes dicts and lists of a dataclass or a field; ``other`` converts what is neither."""
     if value is None or isinstance(value, str | int | float):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -74,7 +79,7 @@ def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType
         # One of them at most is written as a list or a dict.
         if not isinstance(data, list | dict):
             return data
-        return _made(next(each for each in arguments if each not in _PLAIN), data)
+        return _made(next(kind for kind in arguments if kind not in _PLAIN), data)
     if kind is PartitionSpec:
         return _made_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -86,7 +91,7 @@ def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType
     # `tuple[X, ...]`, or a class with the base `Sequence[X]`.
     for base in (kind, *getattr(kind, "__orig_bases__", ())):
         if typing.get_origin(base) in (tuple, Sequence):
-            parts = tuple(_made(typing.get_args(base)[0], one) for one in data)
+            parts = tuple(_made(typing.get_args(base)[0], item) for item in data)
             return parts if origin is tuple else kind(parts)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {key: _made(arguments[1], value) for key, value in data.items()}
@@ -107,7 +112,7 @@ def _made_spec(data: Any) -> PartitionSpec:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """The fields that are written, with their types."""
+    """Returns the fields that are written, with their types."""
     hints = typing.get_type_hints(kind)
     written = (f.name for f in dataclasses.fields(kind) if f.metadata.get("written", True))
     return {name: hints[name] for name in written}
@@ -121,7 +126,7 @@ class JsonForm(Pictured):
     _NOUN: ClassVar[str]  # for messages
 
     def _parts(self) -> dict[str, Any]:
-        """The data without format and version."""
+        """Returns the data without format and version."""
         data: dict[str, Any] = as_data(self)
         return data
 
@@ -130,7 +135,7 @@ class JsonForm(Pictured):
         return read(cls, parts, cls._NOUN)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as data for JSON."""
+        """Returns all of it as data for JSON."""
         return {"format": self._FORMAT, "version": self._VERSION, **self._parts()}
 
     def to_json(self) -> str:

@@ -36,7 +36,7 @@ class Memory(Pictured):
         in host memory.
       by_path: the bytes of each argument array by its path, such as ``model.up.kernel``, without
         those that the program does not use; on TPUs, with the padding of tiles.
-      by_module: what tells which modules hold the peak, for printing; None if that is unknown.
+      by_module: makes the table of modules that hold the peak, for printing; None if unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,6 +64,7 @@ class Memory(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-2]}
+        # Most programs have nothing on the host.
         known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}
         most = max(known.values(), default=0) or 1
         rows = [
@@ -76,7 +77,7 @@ class Memory(Pictured):
 
 
 def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory | None:
-    """The memory that JAX's ``memory_analysis`` reports; None if it reports nothing.
+    """Reads the memory that JAX's ``memory_analysis`` reports; None if it reports nothing.
 
     Args:
       analysis: what the method of ``jax.stages.Compiled`` returned.
@@ -106,12 +107,12 @@ _NAMES |= {"aliased": "alias", "generated_code": "generated_code"}
 
 
 def _size(value: Any) -> int | None:
-    """A size; None for the -1 of backends that do not know it."""
+    """Returns a size; None for the -1 of backends that do not know it."""
     return int(value) if isinstance(value, int) and value >= 0 else None
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """The bytes of an array as XLA stores it: elements of less than 8 bits are packed."""
+    """Counts the bytes of an array as XLA stores it: elements of less than 8 bits are packed."""
     bits: int = 8 * dtype.itemsize
     for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):

@@ -30,15 +30,15 @@ class MeshDescription:
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> MeshDescription:
-        """The description of a mesh."""
+        """Describes a mesh."""
         names = tuple(map(str, mesh.axis_names))
         types = [getattr(kind, "name", str(kind)) for kind in mesh.axis_types]
         ids, coordinates = None, {}
         if isinstance(mesh, Mesh):
             ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
             coordinates = _coordinates(list(mesh.devices.flat))
-        axes, axis_types = (zip(names, of, strict=True) for of in (mesh.axis_sizes, types))
-        return cls(dict(axes), dict(axis_types), ids, coordinates)
+        axes = dict(zip(names, mesh.axis_sizes, strict=True))
+        return cls(axes, dict(zip(names, types, strict=True)), ids, coordinates)
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())

@@ -23,11 +23,13 @@ from .units import bytes_text
 
 
 def spec_text(spec: PartitionSpec | str | None) -> str:
-    """A spec as a user would write it; ``-`` without one."""
+    """Writes a spec as a user would; ``-`` without one."""
     if not isinstance(spec, PartitionSpec):
         return spec or "-"
-    axes = {kind: sorted(getattr(spec, kind)) for kind in ("unreduced", "reduced")}
-    sums = [f"{kind}={{{', '.join(map(repr, of))}}}" for kind, of in axes.items() if of]
+    sums = []
+    for kind in ("unreduced", "reduced"):
+        if axes := sorted(getattr(spec, kind)):
+            sums.append(f"{kind}={{{', '.join(map(repr, axes))}}}")
     return f"P({', '.join([*map(repr, spec.partitions), *sums])})"
 
 
@@ -69,7 +71,8 @@ class ParameterRow:
     @property
     def marks(self) -> list[str]:
         """``donated`` and ``unused``, as far as they apply."""
-        return ["donated"] * self.donated + ["unused"] * (not self.used)
+        marks = {"donated": self.donated, "unused": not self.used}
+        return [mark for mark, applies in marks.items() if applies]
 
     @property
     def num_devices(self) -> int:
@@ -149,7 +152,7 @@ HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "byte
 
 
 def cells(row: ParameterRow) -> tuple[str, ...]:
-    """The texts of one row of the table, in the order of ``HEADER``."""
+    """Returns the texts of one row of the table, in the order of ``HEADER``."""
     path = " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)])
     shapes = shape_text(row.shape), shape_text(row.shard_shape)
     sizes = str(row.bytes_per_device), str(row.bytes_total)
@@ -157,12 +160,12 @@ def cells(row: ParameterRow) -> tuple[str, ...]:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as tables show it, such as ``(64,256)``."""
+    """Writes a shape as tables show it, such as ``(64,256)``."""
     return f"({','.join(map(str, shape))})"
 
 
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any:
-    """The table for consoles: coloured axes, units for bytes; without shard shapes if narrow."""
+    """Draws rows for consoles: coloured axes, units for bytes; without shard shapes if narrow."""
     styles = spec_styles(rows)
     sums = sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows)
     lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, sums)]]
@@ -177,19 +180,19 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
 
 
 def spec_styles(rows: Iterable[Any]) -> dict[str, str]:
-    """A colour for each mesh axis, as the specs of the rows write it."""
+    """Chooses a colour for each mesh axis, by how the specs of the rows write it."""
     styles = axis_styles(axis for row in rows for axis in axes_in(row.spec))
     return {repr(axis): style for axis, style in styles.items()}
 
 
 def axes_in(spec: PartitionSpec | str | None) -> tuple[str, ...]:
-    """The mesh axes that partition an array, major first, as text."""
+    """Lists the mesh axes that partition an array, major first, as text."""
     entries = spec.partitions if isinstance(spec, PartitionSpec) else ()
     return tuple(str(axis) for entry in entries for axis in axes_of(entry))
 
 
 def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str, Any]]:
-    """The arrays of one Variable with their paths, which begin with the path of the Variable."""
+    """Yields the arrays of one Variable with their paths, which begin with that of the Variable."""
     keys = keys_inside(flat, location.entry, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
@@ -200,13 +203,13 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
 
 
 def variable_type(structure: Structure, index: int | None) -> str | None:
-    """The name of the type of a Variable; None for anything else."""
+    """Returns the name of the type of a Variable; None for anything else."""
     entry = None if index is None else structure.entries[index]
     return entry.type.__name__ if isinstance(entry, VariableEntry) else None
 
 
 def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
-    """The paths of the arrays within one Variable, whose value may be a pytree."""
+    """Lists the paths of the arrays within one Variable, whose value may be a pytree."""
     entry = None if index is None else flat.structure.entries[index]
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
         return container_keys(entry.value.treedef)
@@ -214,7 +217,7 @@ def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
 
 
 def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **more: Any) -> Row:
-    """The row of an array with this sharding."""
+    """Makes the row of an array with this sharding."""
     shape = shard_shape = tuple(array.shape)
     spec: PartitionSpec | str | None = None
     if sharding is not None:
@@ -235,26 +238,26 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
 
 
 def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -> ParameterRow:
-    """The row of an argument of a program, with an entry of the spec for each dimension."""
+    """Makes the row of an argument of a program, with a spec that names each dimension."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=full_spec(sharding.spec, len(info.shape)))
     return row_of(ParameterRow, path, info, sharding, donated=bool(info.donated), **more)
 
 
 def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
-    """The spec with an entry for each dimension."""
+    """Returns the spec with an entry for each dimension."""
     return with_entries(spec, padded(spec, rank))
 
 
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
-    """The mesh that most shardings have; None if none has a mesh with axes."""
+    """Returns the mesh that most shardings have; None if none has a mesh with axes."""
     named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
     meshes = Counter(s.mesh for s in named if isinstance(s.mesh, Mesh) and s.mesh.axis_names)
     return meshes.most_common(1)[0][0] if meshes else None
 
 
 def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
-    """The bytes on each device, by its id or by its position in an abstract mesh."""
+    """Sums the bytes on each device, by its id or by its position in an abstract mesh."""
     sums: Counter[Sharding] = Counter()
     for row in rows:
         if row.sharding is not None:
@@ -308,7 +311,8 @@ class ActivationRow:
     @property
     def name(self) -> str:
         """The path, the method unless it is ``__call__``, and the array's place in the output."""
-        return self.path + f".{self.method}()" * (self.method != "__call__") + self.output
+        method = "" if self.method == "__call__" else f".{self.method}()"
+        return f"{self.path}{method}{self.output}"
 
 
 class ActivationTable(list[ActivationRow], Pictured):
@@ -319,23 +323,26 @@ class ActivationTable(list[ActivationRow], Pictured):
 
 
 def activation_row(
-    where: tuple[str, str, str, str], x: Any, sharding: Any, chosen_by: ChosenBy
+    where: tuple[str, str, str, str],
+    array: jax.Array | jax.core.ShapedArray | jax.ShapeDtypeStruct,
+    sharding: NamedSharding | None,
+    chosen_by: ChosenBy,
 ) -> ActivationRow:
-    """The row of an array that a module returned; ``where`` is the row's path to output."""
+    """Makes the row of an array that a module returned; ``where`` is the row's path to output."""
     spec = shard_shape = bytes_per_device = None
     if sharding is not None:
-        shard_shape = tuple(sharding.shard_shape(x.shape))
-        spec = full_spec(sharding.spec, x.ndim)
-        bytes_per_device = array_bytes(shard_shape, x.dtype)
-    sizes = shard_shape, bytes_per_device, array_bytes(x.shape, x.dtype)
-    return ActivationRow(*where, tuple(x.shape), str(x.dtype), spec, *sizes, chosen_by)
+        shard_shape = tuple(sharding.shard_shape(array.shape))
+        spec = full_spec(sharding.spec, array.ndim)
+        bytes_per_device = array_bytes(shard_shape, array.dtype)
+    sizes = shard_shape, bytes_per_device, array_bytes(array.shape, array.dtype)
+    return ActivationRow(*where, tuple(array.shape), str(array.dtype), spec, *sizes, chosen_by)
 
 
 _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes/device", "bytes")
 
 
 def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
-    """The table for consoles, with coloured axes, and units for bytes."""
+    """Draws activations for consoles, with coloured axes, and units for bytes."""
     rows = list(rows)
     styles = spec_styles(rows)
     lines = (

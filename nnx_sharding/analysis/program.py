@@ -79,25 +79,26 @@ class ProgramReport(JsonForm):
     _NOUN = "report of a program"
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
-        """The same report with another roofline.
+        """Returns the same report with another roofline.
 
         Args:
           hardware: the peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``.
         """
-        found = roofline_of(self.cost, self.collectives, hardware, self.mesh, self.platform)
-        return dataclasses.replace(self, roofline=found)
+        roofline = roofline_of(self.cost, self.collectives, hardware, self.mesh, self.platform)
+        return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         yield text(f"{self.name}: {self.num_devices} × {self.device_kind}, {mesh}", "bold")
-        versions = ", ".join(f"{name} {of}" for name, of in self.made_with.items())
+        versions = ", ".join(f"{name} {version}" for name, version in self.made_with.items())
         yield text(f"made with {versions}", "dim")
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
         yield from ("", rows_table(largest, width, most=12), "")
         if self.activations:
             yield from (activations_table(self.activations, most=12), "")
         yield text("memory: unknown") if self.memory is None else self.memory
-        yield from () if self.by_module is None else ("", self.by_module)
+        if self.by_module is not None:
+            yield from ("", self.by_module)
         yield from ("", text("cost: unknown") if self.cost is None else self.cost)
         yield from ("", self._sent())
         collectives = self.collectives or Collectives()
@@ -110,14 +111,15 @@ class ProgramReport(JsonForm):
             yield from ("", self.roofline)
             if self.platform == "cpu":
                 yield text(
-                    "estimated from a program for CPUs, of which other compilers make another"
+                    "estimated from the program compiled for CPU; the TPU or GPU compiler will "
+                    "choose another"
                 )
         if self.cost is not None and self.cost.optimal_seconds is not None:
             estimate = time_text(self.cost.optimal_seconds)
             yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")
 
     def _sent(self) -> Any:
-        """What one device sends, by kind and mesh axes."""
+        """Draws what one device sends, by kind and mesh axes."""
         if not self.collectives:
             return text("collectives: unknown" if self.collectives is None else "no collectives")
         styles = axis_styles(() if self.mesh is None else self.mesh.axes)
@@ -130,13 +132,14 @@ class ProgramReport(JsonForm):
 
 
 def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
-    """The report of a program, which calls this; see ``Compiled.report``."""
+    """Makes the report of a program, which calls this; see ``Compiled.report``."""
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
     if mesh is not None:
         first, count = mesh.devices.flat[0], mesh.size
     else:
-        sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
+        # Without a mesh, the arguments that are on most devices say which run the program.
+        sets = [sharding.device_set for sharding in shardings if isinstance(sharding, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
     versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}

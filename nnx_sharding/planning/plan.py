@@ -237,23 +237,11 @@ def plan(
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh)
     """
     start = time.monotonic()
-    search, compile_on = prepare(
-        step,
-        args,
-        options,
-        devices=devices,
-        topology=topology,
-        num_slices=num_slices,
-        axes=axes,
-        meshes=meshes,
-        strategies=strategies,
-        variants=variants,
-        maximize=maximize,
-        memory_limit=memory_limit,
-        hardware=hardware,
-        most=most,
-        quiet=quiet,
-    )
+    where = {"devices": devices, "topology": topology, "num_slices": num_slices}
+    tried = {"axes": axes, "meshes": meshes, "strategies": strategies, "variants": variants}
+    aim = {"maximize": maximize, "memory_limit": memory_limit, "hardware": hardware, "most": most}
+    question: dict[str, Any] = where | tried | aim
+    search, compile_on = prepare(step, args, options, **question, quiet=quiet)
     how: dict[str, Any] = {"memory_limit": search.limit, "hardware": search.hardware}
     how |= {"cache_dir": cache_dir, "devices": compile_on, "quiet": quiet}
     time_left = None if time_limit is None else time_limit - (time.monotonic() - start)

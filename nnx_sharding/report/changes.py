@@ -1,4 +1,9 @@
-"""What changed between two reports or comparisons, such as of two commits or releases of JAX."""
+"""What changed between two reports or comparisons, such as of two commits or releases of JAX.
+
+Each report becomes a flat table of figures by kind and name (`_figures`), and two tables are
+compared name by name. So a collective that is gone, a figure that is not known any more and a
+parameter with another spec are changes of one form.
+"""
 
 from __future__ import annotations
 
@@ -85,18 +90,18 @@ class Changes(tuple[Change, ...], Pictured):
         return self
 
     def grown(self, threshold: float = 0.0) -> Changes:
-        """The figures that grew by more than a fraction of the one before, or became unknown.
+        """Selects figures that grew by more than a fraction of the one before, or became unknown.
 
         So does the outcome of a strategy that does not compile any more. Those of single modules
         are left out: the totals have them.
         """
         _check_threshold(threshold)
-        figures = (one for one in self if one.kind != "module")
-        grown = (one for one in figures if one.is_lost or (one.relative or 0.0) > threshold)
+        totals = (change for change in self if change.kind != "module")
+        grown = (x for x in totals if x.is_lost or (x.relative or 0.0) > threshold)
         return Changes(grown, self.made_with)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as data for JSON."""
+        """Returns all of it as data for JSON."""
         made_with, changes = as_data(self.made_with), as_data(tuple(self))
         head = {"format": "nnx_sharding.diff", "version": 1}
         return {**head, "made_with": made_with, "changes": changes}
@@ -111,7 +116,8 @@ class Changes(tuple[Change, ...], Pictured):
             yield text(f"made with {', '.join(versions)}")
         previous = None
         for change in self:
-            title = f"{change.strategy}: " * bool(change.strategy) + _TITLES[change.kind]
+            title = _TITLES[change.kind]
+            title = f"{change.strategy}: {title}" if change.strategy else title
             if title != previous:
                 yield text(title)
             yield text(f"  {change}")
@@ -177,7 +183,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
         if change.relative is None or abs(change.relative) > threshold
     ]
     versions, new_versions = _made_with(olds), _made_with(news)
-    pairs = {name: (of, new_versions.get(name, of)) for name, of in versions.items()}
+    pairs = {name: (version, new_versions.get(name, version)) for name, version in versions.items()}
     return Changes(changes, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
 
 
@@ -187,12 +193,12 @@ def _check_threshold(threshold: float) -> None:
 
 
 def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramReport | Failure]:
-    """The reports by strategy; a single report under the empty name."""
+    """Returns the reports by strategy; a single report under the empty name."""
     return {"": source} if isinstance(source, ProgramReport) else source.reports
 
 
 def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]:
-    """The versions that the first report was made with."""
+    """Returns the versions that the first report was made with."""
     compiled = (report for report in reports.values() if isinstance(report, ProgramReport))
     return next((dict(report.made_with) for report in compiled), {})
 
@@ -200,12 +206,14 @@ def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]
 def _of_strategy(
     strategy: str, before: ProgramReport | Failure | None, after: ProgramReport | Failure | None
 ) -> Iterator[Change]:
+    """Yields what changed for one strategy."""
     if not isinstance(before, ProgramReport) or not isinstance(after, ProgramReport):
         outcomes = _outcome(before), _outcome(after)
         if outcomes[0] != outcomes[1]:
             yield Change("program", "outcome", *outcomes, strategy)
         return
     old, new = _figures(before), _figures(after)
+    # What is known and not there counts as zero, such as a collective that is gone.
     is_known = before.collectives is not None and after.collectives is not None
     for kind, figures in old.items():
         has_modules = before.by_module is not None and after.by_module is not None
@@ -225,7 +233,7 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
 
 
 def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
-    """Everything that is compared, by kind and name."""
+    """Collects everything that is compared, by kind and name."""
     memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}
     memory.pop("by_path", None)  # the arguments are listed by themselves
     collectives: dict[str, Value] = {}
@@ -251,14 +259,15 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
 
 
 def _of_modules(report: ProgramReport) -> dict[str, Value]:
-    """What each module holds at the peak, and its flops, for reports that have it."""
+    """Collects what each module holds at the peak, and its flops, if the report has that."""
     rows = () if report.by_module is None else report.by_module.rows
-    found: dict[str, Value] = {}
+    figures: dict[str, Value] = {}
     for row in rows:
-        name = (row.path or "outside of modules") + ", backward" * bool(row.backward)
-        found[f"{name}: at the peak"] = None if row.at_peak is None else sum(row.at_peak.values())
-        found[f"{name}: flops"] = row.flops
-    return found
+        name = row.path or "outside of modules"
+        name = f"{name}, backward" if row.backward else name
+        figures[f"{name}: at the peak"] = None if row.at_peak is None else sum(row.at_peak.values())
+        figures[f"{name}: flops"] = row.flops
+    return figures
 
 
 def _described(row: ParameterRow) -> str:

@@ -1,12 +1,17 @@
-"""Reports side by side: which strategies fit, and which is best."""
+"""Reports side by side: which strategies fit, and which is best.
+
+A `Comparison` holds reports and failures by name. All else is computed from them when it is asked
+for: figures, what fits, the best of each figure, and the table. Its JSON form is that of its
+reports, so that it can be judged again with another limit or other hardware.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
@@ -16,6 +21,10 @@ from ..analysis.program import ProgramReport
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_listed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
 
 Column: TypeAlias = Literal["peak", "arguments", "bytes_sent", "flops", "roofline", "planning"]
 Source: TypeAlias = "ProgramReport | Comparison | dict[str, Any] | str | os.PathLike[str]"
@@ -104,7 +113,7 @@ class Comparison(JsonForm):
         return tuple(name for name in self.compiled if self.fits(name) is True)
 
     def fits(self, name: str) -> bool | None:
-        """Whether a strategy fits the memory; None if its peak is not known."""
+        """Tells whether a strategy fits the memory; None if its peak is not known."""
         report = self.reports[name]
         if isinstance(report, Failure):
             return False
@@ -114,7 +123,7 @@ class Comparison(JsonForm):
         return None if peak is None else peak <= self.memory_limit
 
     def best(self, column: Column) -> str | None:
-        """The strategy that fits with the lowest of one of the ``figures``; None if none fits.
+        """Returns the strategy that fits with the lowest of one of the ``figures``, if any fits.
 
         Raises:
           ValueError: there is no such figure.
@@ -136,7 +145,7 @@ class Comparison(JsonForm):
     def judged(
         self, *, memory_limit: int | str | None = None, hardware: Hardware | str | None = None
     ) -> Comparison:
-        """The same programs on other hardware, without compiling them again.
+        """Returns the same programs on other hardware, without compiling them again.
 
         Args:
           memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None uses that
@@ -179,7 +188,7 @@ class Comparison(JsonForm):
                 raise ValueError(f"reports.{name}: {error}") from None
         return read(cls, parts, cls._NOUN, reports=reports)
 
-    def _pictures(self, width: int) -> Iterable[Any]:
+    def _pictures(self, width: int) -> Iterable[RenderableType]:
         if self.compiled:
             yield self._table(width)
             limit = self.memory_limit
@@ -188,27 +197,15 @@ class Comparison(JsonForm):
             yield text(f"for one device and one call{fits}{note}")
             kinds = sorted({f"{r.num_devices} × {r.device_kind}" for r in self.compiled.values()})
             yield text(f"compiled for {', '.join(kinds)}")
-        for name, compiled in self.compiled.items():
-            for figure, why in why_unknown(compiled).items():
+        for name, report in self.compiled.items():
+            for figure, why in why_unknown(report).items():
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         rooflines = (report.roofline for report in self.compiled.values())
         if bases := {roofline.basis for roofline in rooflines if roofline is not None}:
             yield text(f"roofline: {', '.join(sorted(bases))}")
-        tables = {name: r.by_module for name, r in self.compiled.items() if r.by_module is not None}
-        yield from (text(f"{name}: {found.summary()}") for name, found in tables.items())
-        if len(tables) > 1:
-            held = {name: found.at_depth(1).held_by_path() for name, found in tables.items()}
-            paths = dict.fromkeys(path for of in held.values() for path in of)
-            rows = [
-                (
-                    path or "outside of modules",
-                    *(bytes_text(of.get(path, 0)) for of in held.values()),
-                )
-                for path in paths
-            ]
-            yield table(("held at the peak", *held), rows, numbers=len(held))
-        failed = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
-        for error, names in names_by_value(failed).items():
+        yield from self._held_by_module()
+        failures = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
+        for error, names in names_by_value(failures).items():
             first, *rest = error.splitlines() or [""]
             yield text(f"{_shortened(names)} failed: {first}", "red")
             yield from (text(f"  {line}") for line in rest[:12])
@@ -217,25 +214,40 @@ class Comparison(JsonForm):
             for reason, names in names_by_value(self.ruled_out).items():
                 yield text(f"  {reason}: {_shortened(names)}")
 
-    def _table(self, width: int) -> Any:
-        """One row for each strategy, with only the most important columns on narrow consoles."""
+    def _held_by_module(self) -> Iterable[RenderableType]:
+        """Yields what holds the peak of each strategy, if the reports have that."""
+        tables = {name: r.by_module for name, r in self.compiled.items() if r.by_module is not None}
+        yield from (text(f"{name}: {modules.summary()}") for name, modules in tables.items())
+        if len(tables) < 2:
+            return
+        held = {name: modules.at_depth(1).held_by_path() for name, modules in tables.items()}
+        paths = dict.fromkeys(path for sizes in held.values() for path in sizes)
+        rows = [
+            (path or "outside of modules", *(bytes_text(x.get(path, 0)) for x in held.values()))
+            for path in paths
+        ]
+        yield table(("held at the peak", *held), rows, numbers=len(held))
+
+    def _table(self, width: int) -> RenderableType:
+        """Draws a row for each strategy, with only the main columns on narrow consoles."""
         marked, sent, compiled = self.marked, self.bytes_sent_by_axes, self.compiled.values()
+        figures_of = self.figures
         all_axes = {axes for by_axes in sent.values() for axes in by_axes or ()}
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
-        fits = {True: "yes", False: text("no", "red"), None: "?"}
+        fits: dict[bool | None, Text | str] = {True: "yes", False: text("no", "red"), None: "?"}
 
-        def figures(column: Column, show: Any = bytes_text) -> list[Any]:
-            shown = {name: show(each[column]) for name, each in self.figures.items()}
-            best = marked.get(column)
-            return [
-                text(f"{figure} *", "green") if name == best else f"{figure}  "
-                for name, figure in shown.items()
-            ]
+        def figures(column: Column, show: Callable[..., str] = bytes_text) -> list[Text | str]:
+            cells: list[Text | str] = []
+            for name, figure in figures_of.items():
+                shown, is_best = show(figure[column]), name == marked.get(column)
+                cells.append(text(f"{shown} *", "green") if is_best else f"{shown}  ")
+            return cells
 
-        def over(axes: MeshAxes) -> list[Any]:
-            return [bytes_text(None if one is None else one.get(axes, 0)) for one in sent.values()]
+        def over(axes: MeshAxes) -> list[str]:
+            return [bytes_text(None if x is None else x.get(axes, 0)) for x in sent.values()]
 
-        wide: dict[str, list[Any]] = {
+        # Titles with two spaces stand above the figures, and not above their marks.
+        wide: dict[str, Sequence[Text | str]] = {
             "strategy": [*sent],
             "mesh": [str(r.mesh or f"{r.num_devices} devices") for r in compiled],
             "peak  ": figures("peak"),
@@ -244,7 +256,7 @@ class Comparison(JsonForm):
             **{f"over {axes_text(axes)}": over(axes) for axes in by_size},
             "flops  ": figures("flops", count_text),
             "roofline  ": figures("roofline", time_text),
-            "bound by": [(r.roofline and r.roofline.bound_by) or "" for r in compiled],
+            "bound by": [getattr(r.roofline, "bound_by", None) or "" for r in compiled],
             "compiled in  ": figures("planning", time_text),
         }
         if not any(wide["bound by"]):
@@ -252,13 +264,13 @@ class Comparison(JsonForm):
         if self.memory_limit is not None:
             wide["fits"] = [fits[self.fits(name)] for name in sent]
         narrow = {"strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits"}
-        columns = {title: of for title, of in wide.items() if width >= 140 or title in narrow}
+        columns = {title: x for title, x in wide.items() if width >= 140 or title in narrow}
         rows = zip(*columns.values(), strict=True)
         return table([*columns], rows, numbers=len(columns) - 2)
 
 
 def why_unknown(report: ProgramReport) -> dict[str, str]:
-    """Why some figures of a program are not known, by figure."""
+    """Says why some figures of a program are not known, by figure."""
     reasons: dict[str, str] = {}
     if report.memory is None or report.memory.peak is None:
         reasons["peak"] = "the backend does not report it"
@@ -268,12 +280,13 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
         why = f"not understood: {unread[0]:.120}" if unread else "the report does not have it"
         reasons |= dict.fromkeys(missing, why)
     elif report.roofline is not None and report.roofline.seconds is None:
-        unlimited = [row.links for row in report.roofline.traffic if row.seconds is None]
-        of = f"the bandwidth of {', '.join(unlimited)}"
-        if not unlimited:
+        links = [row.links for row in report.roofline.traffic if row.seconds is None]
+        missing_figure = f"the bandwidth of {', '.join(links)}"
+        if not links:
             times = report.roofline.times
-            of = f"the time of {next(part for part, time in times.items() if time is None)}"
-        reasons["roofline"] = f"{of} is not known"
+            resource = next(name for name, time in times.items() if time is None)
+            missing_figure = f"the time of {resource}"
+        reasons["roofline"] = f"{missing_figure} is not known"
     return reasons
 
 
@@ -286,7 +299,7 @@ def names_by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """The first names, and how many more there are: a plan has hundreds."""
+    """Joins the first names, and says how many more there are: a plan has hundreds."""
     more = len(names) - _SHOWN
     return "; ".join(names) if more <= 1 else f"{'; '.join(names[:_SHOWN])}; and {more} more"
 
@@ -296,7 +309,7 @@ _OTHERS = ("memory_limit", "seconds", "ruled_out")
 
 
 def load(source: Source) -> ProgramReport | Comparison:
-    """A report or a comparison: itself, or from its JSON form as a dictionary or in a file."""
+    """Returns a report or a comparison: itself, or read from a dictionary or a file of JSON."""
     if isinstance(source, ProgramReport | Comparison):
         return source
     if isinstance(source, dict):

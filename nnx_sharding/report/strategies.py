@@ -1,4 +1,8 @@
-"""Strategies compiled side by side, before there are devices."""
+"""``compare``: strategies compiled side by side, before there are devices.
+
+Arguments become abstract, each strategy shards them on its mesh, and the programs are compiled for
+figures only (`compiling.py`). `unwrapped`, `abstract_of` and `lowered` serve ``plan`` as well.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +149,7 @@ def compare(
 def unwrapped(
     name: str, fun: Any, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A function, and the options of ``jit``: its own, but shardings and mesh, and those given."""
+    """Returns the function in one of ``jit``, with its options except shardings and mesh."""
     if taken := {"in_shardings", "mesh", "device", "backend"} & options.keys():
         raise TypeError(
             f"{name} places the arguments itself; leave out {'=..., '.join(sorted(taken))}=..."
@@ -157,7 +161,7 @@ def unwrapped(
         fun = fun.__dict__["__wrapped__"]
     if isinstance(fun, Lifted) or not callable(fun):
         raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
-    jit(fun, **options)
+    jit(fun, **options)  # raises for wrong options once, rather than for each strategy
     return fun, dict(options)
 
 
@@ -168,7 +172,7 @@ _KEPT = (
 
 
 def abstract_of(args: Sequence[Any]) -> Any:
-    """The arguments with shapes and dtypes in place of arrays; strategies choose the shardings."""
+    """Replaces arrays by their shapes and dtypes, without shardings: strategies choose them."""
     structure, arrays = split(args)
     return merge(structure, jax.tree_util.tree_map(_abstract, arrays))
 
@@ -184,7 +188,7 @@ def _abstract(leaf: Any) -> Any:
 def lowered(
     strategy: Strategy, fun: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Lowered, Mesh | None]:
-    """The program of a strategy, and the mesh that it is for."""
+    """Lowers the program of a strategy; also returns the mesh that it is for."""
     mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings

@@ -69,7 +69,7 @@ def show_array(
 
 
 def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterator[RenderableType]:
-    """A line, then a grid of the slices if it fits the width, else a list of them."""
+    """Yields a line, then a grid of the slices if it fits the width, else a list of them."""
     from rich.table import Table
 
     held = holders_of(shape, sharding)
@@ -81,8 +81,10 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     yield text(head)
     shown = {}
     for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
-        more = [f"… {len(holders) - _MAX_HOLDERS} more"] * (len(holders) > _MAX_HOLDERS)
-        shown[spans] = text(" ".join([*holders[:_MAX_HOLDERS], *more]), colour)
+        words = holders[:_MAX_HOLDERS]
+        if len(holders) > _MAX_HOLDERS:
+            words = [*words, f"… {len(holders) - _MAX_HOLDERS} more"]
+        shown[spans] = text(" ".join(words), colour)
     columns = len({spans[split[-1]] for spans in held}) if split else 1
     fits = columns == 1 or (columns + 1) * (max(map(len, shown.values())) + 2) <= width
     if len(split) > 2 or not fits:
@@ -105,7 +107,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
 
 
 def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
-    """The ids of the devices, or positions such as ``data=0``, that hold each slice of an array."""
+    """Lists the ids of devices, or positions such as ``data=0``, that hold each slice."""
     if isinstance(sharding, NamedSharding):
         fit = fit_sharding(sharding, None, shape)
         if fit.problems:
@@ -124,14 +126,14 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
 def _positions(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Spans, list[str]]]:
-    """Each slice with its position on the axes that partition the array."""
+    """Yields each slice with its position on the axes that partition the array."""
     used = [axis for entry in spec.partitions for axis in axes_of(entry)]
     for position in itertools.product(*(range(sizes[axis]) for axis in used)):
-        at = dict(zip(used, position, strict=True))
+        place = dict(zip(used, position, strict=True))
         spans = []
         for size, entry in itertools.zip_longest(shape, spec.partitions):
             number, parts = 0, 1
             for axis in axes_of(entry):  # the first is the major one
-                number, parts = number * sizes[axis] + at[axis], parts * sizes[axis]
+                number, parts = number * sizes[axis] + place[axis], parts * sizes[axis]
             spans.append((number * size // parts, (number + 1) * size // parts))
-        yield tuple(spans), [", ".join(f"{axis}={i}" for axis, i in at.items()) or "all"]
+        yield tuple(spans), [", ".join(f"{axis}={i}" for axis, i in place.items()) or "all"]

@@ -24,7 +24,7 @@ _SCRIPT = (
 
 
 def html_page(report: Any, title: str | None = None, head: str = "") -> str:
-    """Draw a report, or a comparison of several, as one self-contained HTML page.
+    """Draws a report, or a comparison of several, as one self-contained HTML page.
 
     The page fetches nothing, and shows a summary without JavaScript. Names from the report are
     never parsed as HTML.
@@ -76,15 +76,16 @@ def write_html(
 
 
 def _made_with(report: ProgramReport) -> str:
-    """The devices and versions of a report in one line."""
+    """Writes the devices and versions of a report in one line."""
     kind, platform = report.device_kind, report.platform
-    devices = f"{report.num_devices} × {kind}" + f" ({platform})" * (platform != kind)
+    devices = f"{report.num_devices} × {kind}"
+    devices = devices if platform == kind else f"{devices} ({platform})"
     versions = (f"{name} {version}" for name, version in report.made_with.items())
     return " · ".join([devices, *versions])
 
 
 def _escaped(text: Any) -> str:
-    """Text escaped for HTML; a lone surrogate, which cannot be encoded, becomes ?."""
+    """Escapes text for HTML; a lone surrogate, which cannot be encoded, becomes ?."""
     return html.escape(str(text).encode("utf-8", "replace").decode())
 
 
@@ -93,12 +94,12 @@ def _part(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """A hash source of a security policy: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
+    """Returns a hash source of a security policy: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _script_data(data: Any) -> str:
-    """JSON for a script element: ASCII, null for NaN and infinities, nothing that ends it."""
+    """Writes JSON for a script element: ASCII, null for NaN, nothing that ends the element."""
     # https://html.spec.whatwg.org/multipage/scripting.html#restrictions-for-contents-of-script-elements
     finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
     text = json.dumps(finite, separators=(",", ":"), allow_nan=False)
