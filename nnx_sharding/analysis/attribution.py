@@ -73,7 +73,7 @@ class Owner(NamedTuple):
     use: MemoryUse
 
 
-_OUTSIDE = Place("", False)
+_OUTSIDE = Place("", False)  # a loss, the update of an optimizer, and what has no name
 
 
 def module_table(
@@ -141,6 +141,7 @@ def _work_by_place(module: Module, attribution: Attribution) -> dict[Place, Work
     for name, parts in executed_work(module).items():
         callers = (attribution.place(caller) for _, caller in module.around(name))
         place_of_caller = next(filter(None, callers), _OUTSIDE)
+        # Those of a computation that is called have its caller's place without their own.
         for instruction, work in parts:
             place = attribution.place(instruction) or place_of_caller
             sums[place] = sums[place].plus(work, module.runs[name].least)
@@ -152,7 +153,7 @@ def _memory_by_place(
 ) -> tuple[dict[Place, Counter[MemoryUse]], list[Phase]]:
     """Sums what each place holds at the peak, and lists the phases of the schedule."""
     in_use, places = buffers.in_use(), attribution.places(buffers.schedule)
-    peak = max(range(len(in_use)), key=in_use.__getitem__)
+    peak = max(range(len(in_use)), key=in_use.__getitem__)  # the first step with the most bytes
     backward_steps = [step for step, place in enumerate(places) if place.backward]
     held: defaultdict[Place, Counter[MemoryUse]] = defaultdict(Counter)
     for allocation in buffers.allocations:
@@ -181,7 +182,7 @@ def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
     """Joins the steps of the schedule that belong to one place, with the most bytes in use."""
     phases: list[Phase] = []
     for step, (place, size) in enumerate(zip(places, in_use, strict=True)):
-        if phases and place == (phases[-1].path, phases[-1].backward):
+        if phases and place == (phases[-1].path, phases[-1].backward):  # the phase goes on
             size, step = max(phases[-1].bytes, size), phases.pop().start
         phases.append(Phase(step, *place, size))
     return phases
@@ -241,6 +242,7 @@ class Attribution:
             names = operations(operation)
             modules = [module_of(name, self._known_modules) for name in names]
             paths = [path for path in modules if path is not None]
+            # JAX transposes what is linear in a tangent.
             backward = all("transpose(" in name for name in names)
             self._places_by_name[operation] = Place(common(paths) if paths else "", backward)
         return self._places_by_name[operation]
@@ -285,7 +287,7 @@ class Attribution:
         is_result = allocation.is_result and buffer.last >= num_steps - 1
         if is_result and allocation.parameter is not None:  # a donated argument, updated in place
             return self.argument(allocation.parameter)
-        if buffer.name not in self._computation_of:
+        if buffer.name not in self._computation_of:  # the compiler's own, such as a call's stack
             return Owner(None, "temporaries")
         array = Value(self._computation_of[buffer.name], buffer.name, buffer.index)
         number = self._module.argument(self._source(array, through_moves=True))
@@ -295,12 +297,12 @@ class Attribution:
         maker = self._module.maker(array)
         assert maker is not None  # _source stops before what damaged text lacks
         place, dims = self.place(maker), _dims(maker, array.index)
-        if place is None or not place.path:
+        if place is None or not place.path:  # the update of an optimizer, say
             place = self._place_of_parameter(array, dims) or place
         if is_result or place is None:
             return Owner(place, "outputs" if is_result else "temporaries")
         if place.backward and dims in self._parameter_dims[place.path]:
-            return Owner(place, "gradients")
+            return Owner(place, "gradients")  # also of a shard, or of one layer in a loop
         following = bisect.bisect_right(backward_steps, buffer.first)
         is_kept = following < len(backward_steps) and backward_steps[following] <= buffer.last
         return Owner(place, "activations" if is_kept and not place.backward else "temporaries")
@@ -366,12 +368,13 @@ class Attribution:
                 place = self.argument(number).place
             else:
                 place = None if instruction is None else self.place(instruction)
-            if place is not None and place.path:
+            if place is not None and place.path:  # the search ends at modules
                 if dims in self._parameter_dims[place.path]:
                     best = place
                     if place.backward:
                         break
                 continue
+            # A loop mixes all that it carries.
             if instruction is None or instruction.opcode == "while":
                 continue
             for operand in map(self._source, self._module.operands(value)):

@@ -59,6 +59,7 @@ class Buffers:
 
 def read_buffers(folder: Path) -> Buffers | None:
     """Reads what the compiler has written into a folder; None if it wrote no such files."""
+    # Names that begin with the module's.
     assignments = sorted(folder.glob("*optimizations-buffer-assignment.txt"))
     ranges = sorted(folder.glob("*optimizations-live-range.txt"))
     if len(assignments) != 1 or len(ranges) != 1:
@@ -95,7 +96,7 @@ def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
     for place in by_offset.values():
         for buffer, following in itertools.zip_longest(place, place[1:]):
             last = buffer.last if following is None else min(buffer.last, following.first - 1)
-            if last >= buffer.first:
+            if last >= buffer.first:  # else another one took its place at once
                 yield dataclasses.replace(buffer, last=last)
 
 

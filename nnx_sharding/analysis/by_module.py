@@ -124,6 +124,7 @@ class ModuleTable(Pictured):
         """
         groups: defaultdict[tuple[str, bool | None], list[ModuleRow]] = defaultdict(list)
         for row in self.rows:
+            # The module at this depth, or the row's own.
             path = [*around(row.path), row.path][: depth + 1][-1]
             groups[path, row.backward].append(row)
         rows = [_sum(*key, rows) for key, rows in groups.items()]
@@ -195,7 +196,7 @@ class ModuleTable(Pictured):
             figures = bytes_text(row.bytes_accessed), bytes_text(row.bytes_sent)
             cells = count_text(row.flops), *figures, time_text(row.seconds)
             lines.append((_pass(row.path, row.backward), bytes_text(size), mostly, *cells))
-        yield table(header, lines, numbers=4, most=40)
+        yield table(header, lines, numbers=4, most=40)  # models with more modules have `at_depth`
 
 
 _ITEM = re.compile(r"(.*?)\[\d+\]")  # a module in a list: the list is the first group

@@ -121,7 +121,7 @@ class Collective:
     @property
     def total_bytes_sent(self) -> int:
         """The bytes that one device sends in all runs; in one, for a loop of unknown length."""
-        return self.bytes_sent * (1 if self.times is None else self.times)
+        return self.bytes_sent * (1 if self.times is None else self.times)  # a lower bound
 
     @property
     def of(self) -> str:
@@ -182,6 +182,7 @@ class Collectives(tuple[Collective, ...], Pictured):
 
     def counts(self) -> dict[CollectiveKind, int]:
         """Counts the instructions of each kind, including zeros; one in a loop counts once."""
+        # Tables of tests compare all kinds.
         counts = Counter(collective.kind for collective in self)
         return {kind: counts[kind] for kind in get_args(CollectiveKind)}
 
@@ -299,7 +300,7 @@ def collectives_of(
       ('all-reduce', 256, 384, ('model',))
     """
     module = parse(hlo) if isinstance(hlo, str) else hlo
-    if module.unread:
+    if module.unread:  # a part that is not understood may send
         return None
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
@@ -346,7 +347,7 @@ def _collective(
     members = placement.members_of(instruction)
     size = max(map(len, members.groups), default=1)
     kind, results, larger = _payload(instruction, computation, module, size)
-    runs = module.runs[computation.name]
+    runs = module.runs[computation.name]  # as often as the computation that it is in
     schedule = Scheduled(computation.name, Work(), Work(), ())
     if overlap is not None:
         schedule = overlap.scheduled(Value(computation.name, instruction.name))
@@ -445,7 +446,7 @@ def _payload(
 
 def _bytes_sent(kind: CollectiveKind, larger: int, size: int) -> int:
     """Returns the bytes that one of ``size`` devices sends; see ``Collective``."""
-    if size < 2:
+    if size < 2:  # alone in its group
         return 0
     if kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
         return larger
@@ -455,7 +456,7 @@ def _bytes_sent(kind: CollectiveKind, larger: int, size: int) -> int:
 
 def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
     """Returns the innermost line that is not in a library, else the innermost."""
-    library = ("site-packages", "<frozen")
+    library = ("site-packages", "<frozen")  # a layer of Flax says less than the line that calls it
     users = (f for f in frames if not (is_library(f[0]) or any(part in f[0] for part in library)))
     file, line = next(users, frames[0] if frames else ("", 0))
     return f"{PurePath(file).name}:{line}" if file else None

@@ -63,7 +63,7 @@ class Cost(Pictured):
     @property
     def arithmetic_intensity(self) -> float | None:
         """Flops per byte; None if either is unknown or no bytes are accessed."""
-        if self.flops is None or not self.bytes_accessed:
+        if self.flops is None or not self.bytes_accessed:  # a program of constants accesses none
             return None
         return self.flops / self.bytes_accessed
 
@@ -85,6 +85,7 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
       analysis: what the method of the stage returned: a dict, or a list of one.
       stage: what the figures are for.
     """
+    # A list in older versions of JAX.
     figures = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
     if not isinstance(figures, Mapping) or not figures:
         return None

@@ -103,6 +103,7 @@ def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
         return None
     along = {_grid(group, dims) for group in groups}
     axes = along.pop()
+    # Groups of different axes have no name.
     return None if along or axes is None else tuple(sizes[axis][0] for axis in axes)
 
 
@@ -129,9 +130,9 @@ def axes_of_pairs(pairs: Groups, sizes: Sizes) -> tuple[str, ...] | None:
 
 def connected(pairs: Groups) -> Groups:
     """Joins pairs to the sets of devices that they connect."""
-    group_of: dict[int, set[int]] = {}
+    group_of: dict[int, set[int]] = {}  # of each device; the devices of a group share one set
     for pair in pairs:
         merged = set(pair).union(*(group_of.get(device, ()) for device in pair))
-        group_of.update(dict.fromkeys(merged, merged))
+        group_of.update(dict.fromkeys(merged, merged))  # also for devices of groups that met here
     distinct = {id(group): tuple(sorted(group)) for group in group_of.values()}
     return tuple(distinct.values())

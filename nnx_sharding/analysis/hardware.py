@@ -101,6 +101,7 @@ class Hardware(JsonForm):
     @property
     def link_bandwidth(self) -> float:
         """Bytes per second over one link in one direction; without a torus, over all links."""
+        # Two links in each dimension.
         return self.interconnect_bandwidth / (2 * self.torus_dimensions or 1)
 
 
@@ -135,6 +136,7 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
     keys = {key.lower(): key for key in HARDWARE}
     if hardware.lower() not in keys:
         names = {key.lower(): key for key in _BY_NAME}
+        # One hint, or none that misleads.
         close = difflib.get_close_matches(hardware.lower(), names, 1, 0.75)
         hint = f" Did you mean {names[close[0]]!r}?" if close else ""
         known = ", ".join(map(repr, _BY_NAME))

@@ -126,7 +126,7 @@ class Module(Values):
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
         """How often each computation runs, summed over its callers; once without a caller."""
-        runs: dict[str, Runs] = {}
+        runs: dict[str, Runs] = {}  # callers come before what they call
         for name in reversed(self.callees_first or [*self.calls]):
             caller = runs.setdefault(name, Runs())
             for op, attribute, callee in self.calls.get(name, ()):
@@ -169,7 +169,7 @@ class Module(Values):
         """
         if not self.with_opcode("conditional"):
             return {*self.calls}
-        sums = Counter(weights)
+        sums = Counter(weights)  # with what each calls
         largest: dict[str, str] = {}  # the branch that each conditional takes
         for name in self.callees_first or ():
             branches = set()
@@ -181,7 +181,7 @@ class Module(Values):
                 if sums[callee] >= sums[largest.get(op.name, "")]:
                     largest[op.name] = callee
             sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
-        taken = {name for name in self.calls if name not in self.callers}
+        taken = {name for name in self.calls if name not in self.callers}  # the entry
         for name in reversed(self.callees_first or ()):
             calls = self.calls.get(name, ()) if name in taken else ()
             taken |= {callee for op, _, callee in calls if largest.get(op.name, callee) == callee}
@@ -198,7 +198,7 @@ class Module(Values):
         files, locations, frames = self._tables
         lines: dict[int, tuple[str | None, int]] = {}  # by frame
         frame = int(innermost[1])
-        while frame in frames and frame not in lines:
+        while frame in frames and frame not in lines:  # damaged text may have cycles
             location, parent = frames[frame]
             file_number, line_number = locations.get(location, (0, 0))
             lines[frame], frame = (files.get(file_number), line_number), parent
@@ -233,7 +233,7 @@ def parse(text: str) -> Module:
       ('all-reduce', ('x',), {'to_apply': '%add'})
     """
     computations: list[Computation] = []
-    head: list[str] = []
+    head: list[str] = []  # what comes before the first computation
     skipped: list[str] = []
     instructions: list[Instruction] | None = None
     depth: int | None = None  # of open brackets at the end of the last instruction

@@ -55,6 +55,7 @@ def read_shape(text: str) -> Shapes:
 def is_shape(text: str) -> bool:
     """Tells whether all of a shape is understood, including the widths of its dtypes."""
     rest = _SHAPE_TOKEN.sub("", text).strip(", ")
+    # Each of which has to name its width.
     dtypes = {match[1] for match in _SHAPE_TOKEN.finditer(text) if match[1]}
     is_known = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
     return not rest and is_known and text.count("(") == text.count(")")
@@ -111,8 +112,9 @@ def _array(dtype: str, dims: str, layout: str) -> Shape:
     width = re.search(r"\d{1,4}", dtype)
     bits = int(width[0]) if width else 8 if dtype == "pred" else 0
     packed = re.search(r"E\((\d{1,4})\)", layout)
-    bits = int(packed[1]) if packed else -(-bits // 8) * 8
+    bits = int(packed[1]) if packed else -(-bits // 8) * 8  # s4 takes a byte, unless it is packed
     space = re.search(r"S\((\d{1,4})\)", layout)
+    # Rounded up; damaged text may have any size.
     size = min(-(-math.prod(sizes) * bits // 8), MAX_SIZE)
     return Shape(dtype, sizes, size, int(space[1]) if space else 0)
 
@@ -136,6 +138,7 @@ class Instruction(_Written):
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         """The operands as written; for a constant or parameter, its literal."""
+        # XLA numbers long lists in comments.
         cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
         return tuple(part for part in cleaned if part)
 
@@ -174,6 +177,7 @@ class Instruction(_Written):
         """The groups of devices that take part; empty for all. None if they are not understood."""
         attributes = self.attributes
         text = attributes.get("replica_groups", "{}")
+        # The order is an attribute of its own.
         if text.startswith("mesh[") and "device_ids" in attributes:
             text += f", device_ids={attributes['device_ids']}"
         return read_groups(text)
@@ -186,7 +190,7 @@ class Instruction(_Written):
     @property
     def operation(self) -> str | None:
         """The operation that it was made from, such as ``jit(f)/mlp/dot_general``."""
-        name = OP_NAME.search(self.attributes.get("metadata", ""))
+        name = OP_NAME.search(self.attributes.get("metadata", ""))  # as Flax and JAX have named it
         return re.sub(r"\\(.)", r"\1", name[1]) if name else None
 
     @property
@@ -237,7 +241,7 @@ class Instruction(_Written):
     @functools.cached_property
     def calls(self) -> list[tuple[str, str]]:
         """The computations that it runs, each after the attribute that names it."""
-        if base(self.opcode) not in CALLERS:
+        if base(self.opcode) not in CALLERS:  # most, which need no search
             return []
         before, _, after = self.rest.partition('"')
         if "%" in after or self.opcode == "custom-call":  # one may be named after a string

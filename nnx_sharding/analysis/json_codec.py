@@ -42,7 +42,7 @@ def json_text(data: Any) -> str:
 
 def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """Makes dicts and lists of a dataclass or a field; ``other`` converts what is neither."""
-    if value is None or isinstance(value, str | int | float):
+    if value is None or isinstance(value, str | int | float):  # enough for what reports hold
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: as_data(getattr(value, name), other) for name in _fields(type(value))}
@@ -55,7 +55,7 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
             [*map(str, x)] if isinstance(x, tuple) else x if x is None else str(x)
             for x in value.partitions
         ]
-        kind = getattr(getattr(value, "unreduced_kind", None), "name", "sum")
+        kind = getattr(getattr(value, "unreduced_kind", None), "name", "sum")  # new in JAX 0.12
         others = {} if kind == "sum" else {"unreduced_kind": kind}
         return {"partitions": entries, **sums, **others} if any(sums.values()) else entries
     if isinstance(value, Sequence):
@@ -84,6 +84,7 @@ def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType
         return _made_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = _fields(kind)
+        # Every field has to be there: a default may have another meaning later.
         given = {**made, **data}
         if wrong := [name for name in fields | given if (name in fields) != (name in given)]:
             raise ValueError(f"{', '.join(wrong)} missing or unknown")

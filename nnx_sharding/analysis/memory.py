@@ -93,7 +93,7 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     names = ("arguments", "outputs", "temporaries", "generated_code", "aliased")
     peak = None
     if None not in (parts := [sizes[name] for name in names]):
-        held = parts[0] + parts[1] - parts[4]
+        held = parts[0] + parts[1] - parts[4]  # arguments and outputs, donated ones once
         # The size of temporaries that the TPU compiler reports counts the gaps between them twice.
         allocated = _size(getattr(analysis, "total_allocation_bytes", None)) or 0
         if held <= allocated < held + parts[2]:

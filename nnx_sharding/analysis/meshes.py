@@ -31,7 +31,7 @@ class MeshDescription:
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> MeshDescription:
         """Describes a mesh."""
-        names = tuple(map(str, mesh.axis_names))
+        names = tuple(map(str, mesh.axis_names))  # JAX takes any hashable names
         types = [getattr(kind, "name", str(kind)) for kind in mesh.axis_types]
         ids, coordinates = None, {}
         if isinstance(mesh, Mesh):

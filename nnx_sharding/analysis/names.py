@@ -40,10 +40,10 @@ def operations(operation: str) -> list[str]:
 def module_of(operation: str, known: Collection[str]) -> str | None:
     """The module in the name of an operation, ``jit(f)/jvp(model)/up/dot``: its path, if known."""
     found: str | None = None
-    for scope in operation.split("/")[:-1]:
-        if scope.startswith(("jit(", "pjit(")):
+    for scope in operation.split("/")[:-1]:  # the last is the operation itself
+        if scope.startswith(("jit(", "pjit(")):  # functions, which may be called as modules are
             continue
-        part = scope.rpartition("(")[2].rstrip(")")
+        part = scope.rpartition("(")[2].rstrip(")")  # without the transforms around it
         inside = [part] if found is None else [f"{found}.{part}", f"{found}{part}", part]
         found = next((path for path in inside if path in known), found)
     return found

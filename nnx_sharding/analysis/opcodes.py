@@ -9,7 +9,7 @@ def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-COLLECTIVES = _set(
+COLLECTIVES = _set(  # these exchange data between devices
     "all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all "
     "reduce-scatter"
 )
@@ -31,8 +31,8 @@ FREE = _set(
     "add-dependency after-all bitcast call conditional constant domain get-tuple-element iota "
     "opt-barrier optimization-barrier parameter partition-id replica-id tuple while"
 )
-SLICES = _set("slice dynamic-slice gather")
-PRODUCTS = _set("convolution dot ragged-dot")
+SLICES = _set("slice dynamic-slice gather")  # these read as much as they return
+PRODUCTS = _set("convolution dot ragged-dot")  # these sum over a dimension
 
 # What can name other computations.
 CALLERS = _set(

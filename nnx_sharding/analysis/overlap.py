@@ -72,7 +72,7 @@ class Overlap:
         flops = [(x, self._work_of(name, x).flops) for x in instructions[start:end]]
         most = sorted((pair for pair in flops if pair[1]), key=lambda pair: -pair[1])
         operations = dict.fromkeys(x.operation for x, _ in most if x.operation)
-        before, until = (self._until(name)[step] for step in (start, end))
+        before, until = (self._until(name)[step] for step in (start, end))  # sums up to there
         return Scheduled(name, before, until.plus(before, -1), tuple(operations)[:3])
 
     def _sums(self, name: str) -> Sequence[Work]:
@@ -132,7 +132,7 @@ class Overlap:
     def _body(self, channel: str) -> Computation | None:
         """Finds the innermost loop body that has all instructions of a collective."""
         calls = (call for calls in self._module.calls.values() for call in calls)
-        bodies = (name for _, attribute, name in calls if attribute == "body")
+        bodies = (name for _, attribute, name in calls if attribute == "body")  # of loops
         with_all = [x for x in bodies if self._contents(x)[channel] == self._every[channel]]
         depth = {name: len([*self._module.around(name)]) for name in with_all}
         return self._module.by_name[max(depth, key=depth.__getitem__)] if depth else None
@@ -148,7 +148,7 @@ class Overlap:
             contents[_channel(instruction)] += 1
         is_call = instruction.opcode == "custom-call" and _PRODUCT.search(instruction.rest)
         if instruction.opcode in PRODUCTS or is_call:
-            contents[None] += 1
+            contents[None] += 1  # the key of products
         return contents
 
 

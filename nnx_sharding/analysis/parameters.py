@@ -26,7 +26,7 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
     """Writes a spec as a user would; ``-`` without one."""
     if not isinstance(spec, PartitionSpec):
         return spec or "-"
-    sums = []
+    sums = []  # of arrays that are not summed yet, over these axes
     for kind in ("unreduced", "reduced"):
         if axes := sorted(getattr(spec, kind)):
             sums.append(f"{kind}={{{', '.join(map(repr, axes))}}}")
@@ -84,7 +84,7 @@ class ParameterRow:
         """The size of all shards on devices of this process; None if the devices are unknown."""
         if self.sharding is None:
             return None
-        return len(self.sharding.addressable_devices) * self.bytes_per_device
+        return len(self.sharding.addressable_devices) * self.bytes_per_device  # each has a shard
 
 
 Row = TypeVar("Row", bound=ParameterRow)
@@ -132,7 +132,7 @@ def parameter_table(tree: Any) -> ParameterTable:
       >>> row.spec == P(None, "model")
       True
     """
-    rows, faults = ParameterTable(), []
+    rows, faults = ParameterTable(), []  # all faults are told in one error
     flat = flatten(tree)
     structure = flat.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
@@ -196,7 +196,7 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
     keys = keys_inside(flat, location.entry, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
-        if isinstance(leaf, bool | int | float | complex):
+        if isinstance(leaf, bool | int | float | complex):  # JAX makes an array of it
             leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             yield path_string((*path, *key)), leaf
@@ -252,13 +252,14 @@ def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     """Returns the mesh that most shardings have; None if none has a mesh with axes."""
     named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
+    # XLA may leave scalars on none.
     meshes = Counter(s.mesh for s in named if isinstance(s.mesh, Mesh) and s.mesh.axis_names)
     return meshes.most_common(1)[0][0] if meshes else None
 
 
 def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
     """Sums the bytes on each device, by its id or by its position in an abstract mesh."""
-    sums: Counter[Sharding] = Counter()
+    sums: Counter[Sharding] = Counter()  # far fewer than arrays; listing devices takes long
     for row in rows:
         if row.sharding is not None:
             sums[row.sharding] += row.bytes_per_device

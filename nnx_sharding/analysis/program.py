@@ -92,6 +92,7 @@ class ProgramReport(JsonForm):
         yield text(f"{self.name}: {self.num_devices} × {self.device_kind}, {mesh}", "bold")
         versions = ", ".join(f"{name} {version}" for name, version in self.made_with.items())
         yield text(f"made with {versions}", "dim")
+        # They are what matters to memory.
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
         yield from ("", rows_table(largest, width, most=12), "")
         if self.activations:
@@ -152,6 +153,7 @@ def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
+        # Which would hold the program.
         memory=memory and dataclasses.replace(memory, by_module=None),
         cost=compiled.cost(),
         collectives=compiled.collectives(),
@@ -159,5 +161,5 @@ def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
         roofline=None,
         hlo=hlo,
     )
-    hardware = HARDWARE.get(first.device_kind)
+    hardware = HARDWARE.get(first.device_kind)  # of virtual CPU devices none is known
     return report if hardware is None else report.with_roofline(hardware)

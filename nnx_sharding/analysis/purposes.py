@@ -87,6 +87,7 @@ def _use_of(
     path = common(modules) or None
     is_sum = collective.collective in ("all-reduce", "reduce-scatter")
     operands = [Value(computation.name, name) for name in collective.operand_names]
+    # A sum of parameters is a result.
     moved = [] if is_sum else [origins.of(operand) for operand in operands]
     if moved and all(map(origins.are_parameters, moved)):
         sources = frozenset().union(*moved)
@@ -197,7 +198,7 @@ class _Variables:
                 gone = 1 if row.shape[:1] and row.shape[0] in lengths else 0
                 if _is_part(order, row.shape[gone:], row.shard_shape[gone:]):
                     paths.add(row.path)
-            if paths:
+            if paths:  # the order of the dimensions that fits first
                 return paths
         return set()
 

@@ -97,6 +97,7 @@ class Hidden:
     @property
     def share(self) -> float:
         """The share of the bytes that are sent before the compute is done."""
+        # It goes on as long as both.
         return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
 
 
@@ -221,7 +222,7 @@ def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> floa
 
 
 def _network(hardware: Hardware) -> str:
-    return "DCN" if hardware.torus_dimensions else "network"
+    return "DCN" if hardware.torus_dimensions else "network"  # as their vendors call them
 
 
 def _parts(
@@ -496,7 +497,7 @@ def roofline_of(
       >>> roofline.compute_s, roofline.memory_s, roofline.bound_by
       (1.0, 0.1, 'compute')
     """
-    peak = hardware_of(hardware)
+    peak = hardware_of(hardware)  # fails here if its name is unknown
     accessed = None if cost is None else cost.bytes_accessed
     transfers = [] if collectives is None else [*_transfers(collectives, mesh, peak)]
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)

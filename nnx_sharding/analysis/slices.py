@@ -81,7 +81,7 @@ def positions_of(mesh: Any) -> dict[Position, int]:
     if not hasattr(mesh, "devices"):
         return {}
     slices = MeshDescription.of(mesh).coordinates.get("slice", ())
-    counts: Counter[int] = Counter()
+    counts: Counter[int] = Counter()  # of devices by slice; their order in the mesh numbers them
     positions: dict[Position, int] = {}
     for position, (device, number) in enumerate(zip(mesh.devices.flat, slices, strict=False)):
         positions[device.id] = positions[number + 1, counts[number]] = position
@@ -99,6 +99,7 @@ def groups_between(text: str, positions: Mapping[Position, int]) -> tuple[Groups
         numbers = range(int(first), int(last or first) + 1)
         keys = [[(n, place) for n in number_lists(slices)[0]] for place in numbers]
     devices = dict.fromkeys(key for group in keys for key in group)
+    # The mesh may have other devices than the program.
     is_known = devices.keys() <= positions.keys()
     places_of = positions if is_known else {key: i for i, key in enumerate(devices)}
     return tuple(tuple(places_of[key] for key in group) for group in keys), is_known

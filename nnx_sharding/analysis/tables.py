@@ -39,6 +39,7 @@ class Pictured:
         # Colours with enough contrast on light and on dark: a notebook may be either.
         grey, colours = (118, 118, 118), [(211, 47, 47), (20, 132, 60), (150, 108, 0)]
         colours += [(46, 112, 220), (168, 75, 190), (0, 128, 142)]
+        # Black and white are grey, too.
         theme = TerminalTheme((255, 255, 255), (0, 0, 0), [grey, *colours, grey])
         # Notebooks have other fonts, and break lines.
         style = "font-family: monospace; white-space: pre; overflow-x: auto"
@@ -98,8 +99,8 @@ def table(
             _cell(name),
             _cell("" if footer is None else footer[number]),
             justify="left" if number < len(header) - numbers else "right",
-            overflow="fold",
-            no_wrap=number > 0,
+            overflow="fold",  # names are never cut off
+            no_wrap=number > 0,  # only the first column, with paths, is broken
         )
     rows = [*rows]
     for row in rows[:most]:

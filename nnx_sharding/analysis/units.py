@@ -36,7 +36,7 @@ def read_bytes(limit: int | str) -> int:
     size = _SIZE.fullmatch(str(limit))
     if size is None:
         raise ValueError(f"{limit!r} is not a size; write bytes, or a text such as '16 GiB'.")
-    power = "KMGTP".find(size["prefix"].upper() or " ") + 1
+    power = "KMGTP".find(size["prefix"].upper() or " ") + 1  # 0 without a prefix
     unit: int = (1024 if size["binary"] else 1000) ** power
     return round(float(size["number"]) * unit)
 
@@ -66,7 +66,7 @@ def all_known(figures: Iterable[float | None]) -> list[float] | None:
 
 def _scaled(n: float, units: Sequence[str], base: int) -> str:
     power = 0
-    while abs(n) >= base * 0.9995 and power < len(units) - 1:
+    while abs(n) >= base * 0.9995 and power < len(units) - 1:  # what would be rounded to 1000
         n, power = n / base, power + 1
     exact = power == 0 and n == int(n)
     return f"{int(n) if exact else _digits(n)} {units[power]}"

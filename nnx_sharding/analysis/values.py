@@ -78,7 +78,7 @@ class Values:
 
     def around(self, name: str) -> Iterator[tuple[Computation, Instruction]]:
         """Yields the instruction that calls a computation, the caller of that, and so on."""
-        seen = {""}
+        seen = {""}  # damaged text may have cycles
         while name in self.callers.keys() - seen:
             seen.add(name)
             computation, caller = self.callers[name][-1]
@@ -114,7 +114,7 @@ class Values:
             number = maker.number or 0
             return [v for c, by in pairs for v in self._given(c.name, by, home, number, index)]
         operands, opcode = self.operands(value), maker.opcode
-        if opcode == "tuple" and index:
+        if opcode == "tuple" and index:  # the part that the index begins with
             return [x._replace(index=index[1:]) for x in operands[index[0] :][:1]]
         if opcode == "tuple":
             return operands
@@ -186,8 +186,9 @@ class _Counter:
         if maker is None or maker.opcode != "compare" or len(maker.operand_names) != 2:
             return None
         left, right = map(self._number, self._values.operands(test))
+        # Of counter < limit.
         direction, limit = maker.attributes.get("direction", ""), self._fixed(right)
-        if limit is None:
+        if limit is None:  # limit > counter, then
             left, limit, direction = right, self._fixed(left), _MIRRORED.get(direction, direction)
         counter = None if left is None else left.carried
         if limit is None or left is None or counter is None or counter[:2] != (home, loop.name):

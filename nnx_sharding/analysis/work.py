@@ -147,6 +147,7 @@ def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
             inside[name] = _sum(work for _, work in parts)
         else:
             executed[name] = parts
+    # Any measure of work finds the largest branch.
     weights = {name: sum(sum(work) for _, work in parts) for name, parts in executed.items()}
     taken = module.taken(weights)
     return {name: parts for name, parts in executed.items() if name in taken}
@@ -240,6 +241,7 @@ def _elements(shapes: Sequence[Shape]) -> int:
 
 def _host_bytes(instruction: Instruction, by_name: ByName) -> int:
     """Counts the bytes that a copy moves between device and host."""
+    # The array, and for updates what is written.
     operands = [made_by(by_name, name) for name in instruction.operand_names[:2]]
     if instruction.opcode.endswith(("-done", "-update")) or not operands:
         return 0
@@ -288,7 +290,7 @@ def _read(instruction: Instruction, module: Module) -> Sequence[int | None]:
     if opcode in SLICES:
         return [total_bytes(instruction.results), *[0] * (count - 1)][:count]
     if opcode == "dynamic-update-slice":
-        return [0, None, *[0] * (count - 2)][:count]
+        return [0, None, *[0] * (count - 2)][:count]  # in place: only what is written is read
     callee = module.fused(instruction)
     if callee is None:
         return [None] * count

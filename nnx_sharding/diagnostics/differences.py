@@ -131,14 +131,14 @@ def compare(old: Facts, new: Facts) -> list[str]:
     below = [start for label in changed for start in _below(label)]  # what is told with a whole
     for label in order:
         a, b = before.get(label), after.get(label)
-        if label in changed or label.startswith(tuple(below)):
+        if label in changed or label.startswith(tuple(below)):  # the whole says it
             continue
         if a is None or b is None or (a.origin, a.content) != (b.origin, b.content):
             changed[label] = _change(a, b)
             below += _below(label)
         elif a.rest != b.rest:
             candidates.append(label)
-    for label in reversed(candidates):
+    for label in reversed(candidates):  # from the inside
         if not any(other.startswith(_below(label)) for other in changed):
             changed[label] = _change(before[label], after[label])
     lines = ((label or "the arguments", changed[label]) for label in order if changed.get(label))
@@ -178,6 +178,7 @@ def _difference(a: Fact, b: Fact) -> str | None:
                 arrays.append(np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape)))
             case _:
                 return None
+    # NaNs are equal if their bits are.
     raw = [np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in arrays]
     indices = np.flatnonzero((raw[0] != raw[1]).any(axis=1))
     if not indices.size:
@@ -197,7 +198,7 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     stack = [*((f"static argument {name}", child) for name, child in statics), ("", structure.root)]
     while stack:  # not recursive, because models may be nested deeply
         label, child = stack.pop()
-        if isinstance(child, Static):
+        if isinstance(child, Static):  # a value that is not traced
             shown = _show_safely if child.by_identity else show
             child.note = notes = child.note or _facts_of_value(child.value, shown)
             facts |= {label + suffix: fact for suffix, fact in notes.items()}
@@ -297,7 +298,7 @@ def _show_safely(value: Any) -> str:
         return show(value)
     if isinstance(value, jax.Array | np.ndarray):
         return _array_text(value.dtype, value.shape)
-    size = f" of {len(value)}" if kind in _BRACKETS else ""
+    size = f" of {len(value)}" if kind in _BRACKETS else ""  # the user's own __len__ is not called
     return f"{_named(kind)}{size}"
 
 
@@ -309,7 +310,7 @@ def _facts_of_value(value: Any, show: Callable[[Any], str]) -> dict[str, Fact]:
     while stack and len(facts) < _MAX_FACTS:
         suffix, part = stack.pop()
         parts = {} if id(part) in seen else _parts_of_value(part)
-        seen.add(id(part))
+        seen.add(id(part))  # parts may refer to each other
         text, kind = show(part), type(part)
         why = f"{kind.__name__} defines no __eq__"
         if cast(Any, kind).__eq__ is not object.__eq__:
@@ -341,6 +342,7 @@ def _parts_of_value(value: Any) -> dict[str, Any]:
         defaults = (value.__defaults__, value.__kwdefaults__)
         variables = {f", captured {key}": part for key, part in closure(value).items()}
         return {**variables, ", its defaults": defaults}
+    # Nothing in them that users know.
     if isinstance(value, type | jax.Array | types.ModuleType | Mesh | AbstractMesh):
         return {}
     eq: Any = type(value).__eq__

@@ -24,7 +24,7 @@ def progress(
     title: str, total: int | None = None, *, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
     """Shows a bar on stderr once the block has taken two seconds; yields what to call each step."""
-    if quiet or not _is_shown() or not _BAR.acquire(blocking=False):
+    if quiet or not _is_shown() or not _BAR.acquire(blocking=False):  # one bar at a time
         yield lambda _: None
         return
     from rich.console import Console
@@ -37,7 +37,7 @@ def progress(
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=total)
     timer = threading.Timer(DELAY_S, bar.start)
-    timer.daemon = True
+    timer.daemon = True  # a process that ends does not wait for it
     timer.start()
 
     def advance(name: str) -> None:
@@ -47,7 +47,7 @@ def progress(
         yield advance
     finally:
         timer.cancel()
-        timer.join()
+        timer.join()  # it may be starting the bar
         bar.stop()
         _BAR.release()
 

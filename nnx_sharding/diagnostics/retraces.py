@@ -255,6 +255,7 @@ def nearest(
         side = trace.plan.signature, trace.plan.structure
         return cache.get(side) or cache.setdefault(side, facts_of(*side))
 
+    # The latest first: training loops change one thing at a time.
     candidates = earlier[: -MAX_COMPARED - 1 : -1]
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     same = [old for old in alike if old.key == new.key]
@@ -376,7 +377,7 @@ class TraceLog:
     @property
     def count(self) -> int:
         """The number of the latest trace."""
-        return max(self.by_number, default=0)
+        return max(self.by_number, default=0)  # numbers of dropped traces are not given again
 
     def traces(self) -> list[Trace]:
         """The recorded traces, by number."""
@@ -393,6 +394,7 @@ class Observer(NamedTuple):
         self, plan: Plan, fun: Any, leaves: Sequence[Any], *, nested: bool
     ) -> Callable[[], None]:
         """Records a trace, unless a limit forbids it; returns what removes the record."""
+        # An operation of JAX that runs at once is no trace.
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
         traces, earlier = self.log.by_number, self.log.traces()
@@ -414,9 +416,9 @@ class Observer(NamedTuple):
         # Another thread may have taken the number.
         while traces.setdefault(new.number, new) is not new:
             new = new._replace(number=new.number + 1)
-        while len(traces) > MAX_TRACES:
-            traces.pop(min(traces), None)
-        note_identities(plan.structure)
+        while len(traces) > MAX_TRACES:  # each holds a structure
+            traces.pop(min(traces), None)  # another thread may have dropped it
+        note_identities(plan.structure)  # now, while the objects exist
 
         def forget() -> None:
             traces.pop(new.number, None)

@@ -76,7 +76,7 @@ def calibrate(
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     of_device = host if known is None else known.memory_bytes
     made_with = f"calibrate, jax {jax.__version__}, {len(devices)} devices"
-    large = _on_all(mesh, (4 * side, side), jnp.float32)
+    large = _on_all(mesh, (4 * side, side), jnp.float32)  # larger than any cache
     measured = Hardware(
         f"{kind if known is None else known.name}, measured {datetime.date.today()}",
         _flops(mesh, side, dtype),
@@ -100,7 +100,7 @@ def _seconds(fun: Callable[..., Any], *args: Any) -> float:
             result = fun(*args)
         jax.block_until_ready(result)
         times.append((time.perf_counter() - start) / _CALLS)
-    return float(np.median(times))
+    return float(np.median(times))  # others may use the machine now and then
 
 
 def _on_all(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -120,6 +120,7 @@ def _flops(mesh: Mesh, side: int, dtype: Any) -> float:
 
 def _interconnect(mesh: Mesh, side: int) -> tuple[float | None, float]:
     """The latency of an all-gather in seconds, and the bytes per second that a device sends."""
+    # An all-gather and nothing else.
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
     rows = []
     for length in np.geomspace(64, 4 * side**2 // mesh.size, 7).astype(int).tolist():
@@ -130,7 +131,7 @@ def _interconnect(mesh: Mesh, side: int) -> tuple[float | None, float]:
         raise ValueError(
             f"calibrate: side={side} is too small: larger all-gathers take no more time than small."
         )
-    return latency if latency > 0 else None, 1 / per_byte
+    return latency if latency > 0 else None, 1 / per_byte  # noise may give a negative intercept
 
 
 def _steps(mesh: Mesh, side: int, dtype: Any, measured: Hardware) -> Iterator[tuple[float, float]]:
@@ -143,6 +144,7 @@ def _steps(mesh: Mesh, side: int, dtype: Any, measured: Hardware) -> Iterator[tu
         grads = jax.grad(loss)(weights, x)
         return jax.tree.map(lambda w, g: w - 0.01 * g, weights, grads)
 
+    # Compute and each kind of collective.
     for width, spec in ((side, P()), (side, P("device")), (side // 2, P())):
         shardings = NamedSharding(mesh, spec), NamedSharding(mesh, P("device"))
         compiled = jit(step, in_shardings=shardings, out_shardings=shardings[0])

@@ -145,6 +145,7 @@ class Arguments:
         counts = Counter(filter(None, map(_rows, arrays)))
         # Of several first dimensions that are as frequent, the largest is that of the batch.
         self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
+        # Other arrays are replicated.
         batch = [array for array in arrays if self.rows and _rows(array) == self.rows]
         largest: Any = max(batch, key=lambda array: math.prod(array.shape), default=None)
         shape = (1,) if largest is None else largest.shape
@@ -164,8 +165,9 @@ class Arguments:
     def _model_of(self, name: str) -> str:
         """Finds the model of an optimizer: whose arrays its state has most, or else the nearest."""
         optimizer, order = self.parts[name], [*self.parts]
-        if hasattr(optimizer, "model"):
+        if hasattr(optimizer, "model"):  # nnx.ModelAndOptimizer
             return f"{name}.model"
+        # Optax's state repeats the paths of parameters.
         states = {(x.path[i:], x.shape) for x in variables(optimizer) for i in range(len(x.path))}
         models = self._models()
         if not models:
@@ -198,6 +200,7 @@ class Arguments:
             for name, part in self.parts.items()
             if isinstance(part, nnx.Optimizer)
         }
+        # Models without an optimizer.
         alone = {name: name for name in self._models() if name not in owners.values()}
         names: dict[str, str] = {}  # of the sharding of each part, in the recipe
         for part, owner in (owners | alone).items():
@@ -432,7 +435,7 @@ def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> Pa
         names = " and ".join(name for name in over if sizes[name] > 1)
         raise ValueError(f"{count} devices over {names} do not divide {arguments.rows} rows")
     contexts = axes.in_mesh(sizes, "context", least=2)
-    return PartitionSpec(_one_or_all(over) if over else None, *contexts)
+    return PartitionSpec(_one_or_all(over) if over else None, *contexts)  # rows, then positions
 
 
 def chains(
@@ -469,7 +472,7 @@ def chains(
         last = [(zero1, {"axis": _one_or_all(over)})]
     if "pipeline" not in styles:
         return {"": calls + last}
-    stages = sizes[axes.stage[0]]
+    stages = sizes[axes.stage[0]]  # the number of stages
     rows = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
     counts = sorted({math.gcd(times * stages, rows) for times in (1, 2, 4, 8)})
     return {

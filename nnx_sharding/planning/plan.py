@@ -26,7 +26,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ from ..errors import message, raise_listed
 from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
 from ..report.comparison import Column, Comparison, Failure, names_by_value
 from ..report.compiling import Devices, compile_all
+from ..report.strategies import AnyMesh
 from .candidates import (
     Arguments,
     Axes,
@@ -53,8 +54,6 @@ from .candidates import (
 )
 from .search import Search, is_of_compiler
 from .variants import variants_of
-
-AnyMesh: TypeAlias = Mapping[str, int] | Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,12 +248,12 @@ def plan(
         "plan", search.programs, search.pick, most=most, time_limit=time_left, **how
     )
     failures = _failures_of_step(found)
-    if len(failures) == len(found.reports):
+    if len(failures) == len(found.reports):  # a fault of the step rather than of candidates
         reasons = {name: failure.error for name, failure in failures.items()} | search.ruled_out
         cause = next(iter(failures.values())).exception
         raise ValueError(_listed_once("plan: no candidate can be lowered:", reasons)) from cause
     ranks = {name: _rank(name, found, search) for name in found.reports}
-    order = sorted(ranks, key=ranks.__getitem__)
+    order = sorted(ranks, key=ranks.__getitem__)  # the best that fits first
     reports = {name: found.reports[name] for name in order}
     if by_module and found.fits(order[0]):
         best = {order[0]: search.entries[order[0]].lower}
@@ -312,7 +311,7 @@ def prepare(
         )
     first = pairs[0][1].devices.flat[0]
     peak = HARDWARE.get(first.device_kind) if hardware is None else hardware_of(hardware)
-    limit = None if peak is None else peak.memory_bytes
+    limit = None if peak is None else peak.memory_bytes  # of a device that is not known, none
     limit = limit if memory_limit is None else read_bytes(memory_limit)
     if maximize and (limit is None or not arguments.rows):
         raise ValueError(

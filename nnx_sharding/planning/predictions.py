@@ -87,6 +87,7 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
     for equation in equations:
         name = equation.primitive.name
         arrays: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
+        # Products dominate the time of a model.
         if flops := _product_flops(name, equation.params, arrays):
             shaped = [array for array in arrays if hasattr(array, "shape")]
             size = sum(math.prod(array.shape) * array.dtype.itemsize for array in shaped)
@@ -187,6 +188,7 @@ class _Sums:
     def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes):
         self.arguments, self.axes, self.styles = arguments, axes, split_name(candidate.strategy)[1]
         names, sizes = zip(*candidate.sizes.items(), strict=True)
+        # Shapes need no devices.
         self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
@@ -209,7 +211,7 @@ class _Sums:
             raise ValueError("these specs do not fit: " + "; ".join(faults))
         self.bytes += sum(row.bytes_per_device for row in rows if not _is_on_host(row))
         self.key += [tuple((*self._split(row), row.memory_kind) for row in rows)]
-        self.key.append(sharding.activations)
+        self.key.append(sharding.activations)  # candidates may differ in these only
         if isinstance(part, nnx.Optimizer):  # its state is updated where it is
             return
         self._add_layers(sharding, rows)

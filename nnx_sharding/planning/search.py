@@ -96,6 +96,7 @@ class Search:
                 self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
                 continue
             key = variant.text, variant.lines, candidate.rows, prediction.key
+            # Equal shardings compile to equal programs.
             same = self._seen.setdefault(key, candidate.name)
             if same != candidate.name:
                 self.ruled_out[candidate.name] = f"shards everything like {same}"
@@ -195,6 +196,7 @@ class Search:
             exceeds = self.limit is not None and held + corrections.bytes(entry) > self.limit
             return (-rows, exceeds, *corrections.seconds(entry), held)
 
+        # The first of those that are equal, as they were added.
         return min(self.programs, key=order)
 
     def _rule_out(self, name: str, why: str) -> None:
@@ -221,6 +223,7 @@ class Search:
             if isinstance(failure, Failure) and not is_of_compiler(failure)
         }
         counts = Counter((alike, error) for alike, error, _ in errors)
+        # One may be bad luck of a mesh.
         failing = {alike for (alike, _), count in counts.items() if count > 1}
         for name in [*self.programs]:
             if self.entries[name].alike in failing:

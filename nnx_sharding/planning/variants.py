@@ -62,6 +62,7 @@ def variants_of(
     for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
         fun, *own_args = entry if isinstance(entry, tuple) else (entry, *args)
         fun, kept = unwrapped("plan", fun, options)
+        # A recipe has to be Python.
         text = getattr(fun, "__name__", "step").replace("<lambda>", "step")
         text = f"steps[{name!r}]" if isinstance(step, Mapping) else text
         for values in itertools.product(*grid.values()):

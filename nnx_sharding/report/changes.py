@@ -50,7 +50,7 @@ class Change:
         if not isinstance(self.before, int | float) or not isinstance(self.after, int | float):
             return None
         if not self.before:
-            return math.inf if self.after else 0.0
+            return math.inf if self.after else 0.0  # from nothing
         return (self.after - self.before) / self.before
 
     @property
@@ -170,7 +170,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
     """
     _check_threshold(threshold)
     old, new = load(before), load(after)
-    if type(old) is not type(new):
+    if type(old) is not type(new):  # nothing in them has the same name
         raise ValueError(
             f"diff needs two reports or two comparisons; before is a {type(old).__name__}, after "
             f"a {type(new).__name__}."
@@ -188,7 +188,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
 
 
 def _check_threshold(threshold: float) -> None:
-    if not isinstance(threshold, int | float) or not threshold >= 0:
+    if not isinstance(threshold, int | float) or not threshold >= 0:  # nor is NaN
         raise ValueError(f"threshold must be a fraction such as 0.05, got {threshold!r}.")
 
 
@@ -199,6 +199,7 @@ def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramRepor
 
 def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]:
     """Returns the versions that the first report was made with."""
+    # All were made by one process.
     compiled = (report for report in reports.values() if isinstance(report, ProgramReport))
     return next((dict(report.made_with) for report in compiled), {})
 

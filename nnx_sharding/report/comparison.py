@@ -117,7 +117,7 @@ class Comparison(JsonForm):
         report = self.reports[name]
         if isinstance(report, Failure):
             return False
-        if self.memory_limit is None:
+        if self.memory_limit is None:  # nothing is known that it exceeds
             return True
         peak = None if report.memory is None else report.memory.peak
         return None if peak is None else peak <= self.memory_limit
@@ -138,6 +138,7 @@ class Comparison(JsonForm):
     @property
     def marked(self) -> dict[Column, str]:
         """The :meth:`best` of each figure, which tables mark; empty for a single strategy."""
+        # The time to compile is no merit.
         columns = [column for column in get_args(Column) if column != "planning"]
         best = {column: self.best(column) for column in columns if len(self.compiled) > 1}
         return {column: name for column, name in best.items() if name is not None}
@@ -152,6 +153,7 @@ class Comparison(JsonForm):
             of ``hardware``, else the old one, else that of the devices compiled for, if known.
           hardware: for the roofline; None leaves it unchanged.
         """
+        # Of several, no peak figures are those of all.
         kinds = {report.device_kind for report in self.compiled.values()}
         peak = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
         limit, reports = self.memory_limit, self.reports
@@ -265,7 +267,7 @@ class Comparison(JsonForm):
             wide["fits"] = [fits[self.fits(name)] for name in sent]
         narrow = {"strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits"}
         columns = {title: x for title, x in wide.items() if width >= 140 or title in narrow}
-        rows = zip(*columns.values(), strict=True)
+        rows = zip(*columns.values(), strict=True)  # from columns
         return table([*columns], rows, numbers=len(columns) - 2)
 
 

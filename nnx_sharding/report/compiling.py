@@ -183,6 +183,7 @@ def _report(
             if report.by_module is not None or not by_module:
                 return report
         except (OSError, ValueError):  # not compiled before, or by another release
+            # Only now: a folder that is not needed is not made.
             path.parent.mkdir(parents=True, exist_ok=True)
     # Its code is not run, and optimisation does not affect the figures.
     on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
@@ -209,7 +210,7 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
     """Digests all that a report depends on, except line numbers."""
     devices = [] if mesh is None else list(mesh.devices.flat)
     client = devices[0].client if devices else jax.devices()[0].client
-    parts = (
+    parts = (  # all that changes a program or its figures
         __version__,
         jax.__version__,
         importlib.metadata.version("jaxlib"),
@@ -220,7 +221,7 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
         [(device.device_kind, getattr(device, "coords", None)) for device in devices],
         lowered.in_tree,
         str(lowered.activations()),
-        lowered.as_text(),
+        lowered.as_text(),  # without locations
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -249,7 +250,7 @@ class CompilerProcess:
         """Ends the process."""
         self._errors.close()
         if self._process is not None:
-            self._process.kill()
+            self._process.kill()  # it may be in the middle of a program
             self._process.communicate()
 
     def _ask(self, *request: Any) -> dict[str, Any]:
@@ -297,8 +298,8 @@ def serve(devices: Devices) -> None:
     if isinstance(devices, int):
         jax.config.update("jax_num_cpu_devices", devices)
     found = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
-    by_id = {device.id: device for device in found}
-    while requests.peek(1):
+    by_id = {device.id: device for device in found}  # requests name devices by id
+    while requests.peek(1):  # until the other end is closed
         try:
             answer: Any = _compat.compile_module(by_id, *pickle.load(requests))
         except Exception as error:

@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,8 +36,6 @@ from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sh
 from ..specs.paths import Path, plain_key
 from ..specs.state_sharding import StateSharding, candidates
 from ..transforms.jit import jit
-
-AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ class ShardingReport(Pictured):
 def check_sharding(
     model: Any,
     sharding: StateSharding,
-    mesh: AnyMesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     *,
     on_indivisible: OnIndivisible | None = None,
 ) -> ShardingReport:
@@ -242,7 +240,7 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     """Yields what the rules say about each location, a shared one once."""
     structure = flat.structure
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
-    seen: set[tuple[int, ...]] = {()}
+    seen: set[tuple[int, ...]] = {()}  # a location without arrays is none
     for named in locate(structure, [split_argument("", sharding, None, structure.root)]):
         location = named.location
         if location.slots in seen:
@@ -295,8 +293,13 @@ def _rows(
         yield row, fitted.is_indivisible
 
 
-@functools.lru_cache(maxsize=1024)  # layers that are alike have few specs and shapes
-def _fit(declared: Any, shape: tuple[int, ...], mesh: AnyMesh | None, action: OnIndivisible) -> Fit:
+def _fit(
+    declared: Any,
+    shape: tuple[int, ...],
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    action: OnIndivisible,
+) -> Fit:
     """Fits a sharding to a shape, with the final sharding: replicated where it cannot be used."""
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
@@ -321,6 +324,7 @@ def _rule_warnings(
     """Yields rules without effect, but no catch-all and no exact paths, which are for any model."""
     for number, by in idle.items():
         filter_ = sharding.filters[number]
+        # Meant for what may not be there.
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
         earlier = f"only what rule {', '.join(map(str, by))} before it matches"

@@ -134,7 +134,7 @@ def compare(
     limit = None if memory_limit is None else read_bytes(memory_limit)
     peak = None if hardware is None else hardware_of(hardware)
     mesh = _compat.context_mesh() if mesh is None else mesh
-    abstract = abstract_of(args)
+    abstract = abstract_of(args)  # once, as strategies only read it
     programs: dict[str, Lower] = {}
     for name, entry in strategies.items():
         strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
@@ -190,6 +190,7 @@ def lowered(
 ) -> tuple[Lowered, Mesh | None]:
     """Lowers the program of a strategy; also returns the mesh that it is for."""
     mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
+    # Also for constraints in the function.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings
         if callable(in_shardings) and not isinstance(in_shardings, _SPECS):

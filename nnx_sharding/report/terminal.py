@@ -54,6 +54,7 @@ def show_array(
         shape = tuple(map(int, shape))
     except (TypeError, ValueError):
         raise TypeError(f"array must be an array or a shape, got {array!r}.") from None
+    # A shape has none.
     sharding = getattr(array, "sharding", None) if sharding is None else sharding
     if isinstance(sharding, PartitionSpec):
         if mesh is None:
@@ -73,6 +74,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     from rich.table import Table
 
     held = holders_of(shape, sharding)
+    # The dimensions that are partitioned.
     split = [i for i in range(len(shape)) if len({spans[i] for spans in held}) > 1]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     head = f"{shape} as {spec}; each device holds {tuple(sharding.shard_shape(shape))}"
@@ -95,6 +97,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     cells = {}
     for spans, cell in shown.items():
         row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
+        # A matrix whose rows are partitioned is drawn as a column.
         only_rows = split == [0] and len(shape) > 1
         cells[(column, row) if only_rows else (row, column or "full array")] = cell
     names, heads = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
@@ -117,7 +120,7 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
     held: dict[Spans, list[str]] = {}
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device in sorted(indices, key=lambda device: device.id):
-        index = indices[device] or (slice(None),) * len(shape)
+        index = indices[device] or (slice(None),) * len(shape)  # of a scalar
         spans = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         held.setdefault(tuple(spans), []).append(str(device.id))
     return dict(sorted(held.items()))
