@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from .. import _compat
 from ..specs.activation_sharding import CallSchedule
 from ..specs.paths import Path, accessor
 
 Place: TypeAlias = tuple[str, Path]  # the name of an argument, and the path of a module in it
+
+
+class PendingCall(Protocol):
+    """What a call returns that a schedule runs later, together with others."""
+
+    def check_ran(self) -> None:
+        """Raises an error if the function has ended, and the call never ran."""
 
 
 class ScheduleUses:

@@ -65,7 +65,7 @@ from .axis_types import (
 from .calls import RECORD, Frame, Shape, Tag, in_call
 from .constraints import exact_path, refuse_constraint
 from .intercept import handler_here, original_of, with_handler
-from .schedules import SCHEDULE_USES, Place, ScheduleUses
+from .schedules import SCHEDULE_USES, PendingCall, Place, ScheduleUses
 from .updates import update
 from .variables import is_layer, is_parameter, modules_in, own_variables, replaced_values
 from .whole_outputs import WholeOutputs
@@ -179,7 +179,7 @@ class Scope:
         # Within another trace, that one explains and records.
         self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
-        self._waiting: list[Any] = []  # what calls returned that run later
+        self._pending: list[PendingCall] = []  # what calls returned that run later
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
         self._whole = WholeOutputs()
         self._tag_arguments(sources)
@@ -294,7 +294,7 @@ class Scope:
         if schedule is not None:
             tag, module, args = schedule.redirect(tag, module, args, kwargs)
             if module is None:  # it runs when a later one is called
-                self._waiting.append(args)
+                self._pending.append(args)
                 return args
         if (uses := SCHEDULE_USES.get()) is not None and method == "__call__":
             (uses.call if schedule is None else uses.run)(tag.name, tag.path)
@@ -549,8 +549,8 @@ class Scope:
     def _check(self) -> None:
         """Refuses specs that did not fit, unused filters, and calls that never ran."""
         name = self._transform.name
-        for waiting in self._waiting:
-            waiting._check()
+        for pending in self._pending:
+            pending.check_ran()
         for source in self._sources:
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)

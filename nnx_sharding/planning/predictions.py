@@ -34,7 +34,7 @@ from .. import _compat
 from ..analysis.hardware import Hardware
 from ..analysis.work import positions
 from ..partition.mesh import make_mesh
-from ..partition.pipelining import Schedule
+from ..partition.pipeline_schedule import Schedule
 from ..report.sharding import ShardingRow, check_sharding
 from ..specs.fitting import axes_of, padded, spec_and_mesh
 from ..specs.state_sharding import StateSharding

@@ -1,0 +1,158 @@
+"""Blocks of an ``nnx.List`` as the layers of a pipeline: their calls wait for the last one.
+
+A model calls its blocks one after the other, and nothing says so before it has::
+
+    for block in self.blocks:
+        x = block(x, mask)        # blocks 0 … n-2: nothing runs, x is a PendingOutput
+    return self.head(x)           # the call of block n-1 has run all of them
+
+So each call but the last returns a :class:`PendingOutput`, which only the next block may take, and
+refuses all else with an error that says how blocks have to be called. Variables that a block may
+write, all but parameters, are hidden in the same way until then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from .. import _compat
+from ..activations.calls import Tag
+from ..core.flatten import Flat
+from ..specs.paths import Path
+from ..transforms.stacked_layers import flatten_layer
+
+
+class _BlockCall(NamedTuple):
+    """A call of a block that runs later, and the block as it was."""
+
+    block: nnx.Module
+    flat: Flat
+    hidden: dict[int, Any]  # the values of Variables that the block may write, by index
+
+    def hide(self, pending: PendingOutput) -> None:
+        """Puts something in place of these values, which refuses to be read."""
+        for index, variable in enumerate(self.flat.objects):
+            if _compat.is_variable(variable) and not isinstance(variable, nnx.Param):
+                self.hidden[index] = _compat.get_value(variable)
+                _compat.set_value(variable, pending)
+
+    def unhide(self) -> bool:
+        """Puts the values back; returns whether the block is as it was."""
+        for index, value in self.hidden.items():
+            if type(_compat.get_value(self.flat.objects[index])) is not PendingOutput:
+                return False
+            _compat.set_value(self.flat.objects[index], value)
+        now = flatten_layer(self.block)
+        pairs = zip(now.leaves, self.flat.leaves, strict=False)
+        return now.structure == self.flat.structure and all(x is y for x, y in pairs)
+
+
+class BlockCalls:
+    """The calls of the blocks of one list, so far.
+
+    Attributes:
+      tag: what is known of the list.
+      x: what the first block got.
+    """
+
+    def __init__(self, tag: Tag, length: int, x: Any, further: Any):
+        self.tag, self.x = tag, x
+        self._length, self._further = length, further
+        self._calls: list[_BlockCall] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, tag: Tag, block: nnx.Module, further: Any) -> PendingOutput | None:
+        """Adds a call of the next block; returns what it returns, None if all are called."""
+        if not _is_same(self._further, further):
+            raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets other further arguments"))
+        call = _BlockCall(block, flatten_layer(block), {})
+        self._calls.append(call)
+        if len(self) == self._length:
+            return None
+        call.hide(PendingOutput(self, len(self), _NOT_WRITTEN))
+        return PendingOutput(self, len(self))
+
+    def finish(self) -> nnx.List[Any]:
+        """Returns the blocks, which have to be as they were when they were called."""
+        for number, call in enumerate(self._calls):
+            if not call.unhide():
+                raise ValueError(_HOW_TO_CALL.format(f"{self.tag.accessor}[{number}]", _CHANGED))
+        return nnx.List([call.block for call in self._calls])
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all blocks were called."""
+        return len(self) == self._length
+
+
+class PendingOutput:
+    """Stands for what a block returns or writes, before the last one is called."""
+
+    def __init__(self, calls: BlockCalls, number: int, problem: str = ""):
+        # Names with an underscore, as `__getattr__` refuses all that users may look for.
+        self._calls, self._number = calls, number
+        self._problem = problem or "returns what is not passed to the next one"
+
+    def __getattr__(self, name: str) -> Any:
+        block = f"{self._calls.tag.accessor}[{self._number - 1}]"
+        raise ValueError(_HOW_TO_CALL.format(block, self._problem))
+
+    def check_ran(self) -> None:
+        """Refuses calls of blocks, of which this is the last, without that of the last block."""
+        if self._number == len(self._calls) and not self._calls.is_finished:
+            self._refuse()
+
+    def _refuse(self, *_: object) -> Any:
+        return self.used  # an attribute that there is not
+
+
+# Python looks for these in the class, not by `__getattr__`.
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod matmul rmatmul pow "
+    "rpow neg pos abs invert eq ne lt le gt ge getitem iter len array float int"
+)
+for _name in _OPERATORS.split():
+    setattr(PendingOutput, f"__{_name}__", PendingOutput._refuse)
+
+_HOW_TO_CALL = (
+    "pipeline: {} {}. The blocks of an nnx.List run when its last one is called: each has to get "
+    "what the one before returned, as it is, once, and the same further arguments, as in "
+    "`for block in self.blocks: x = block(x, mask)`. Else use a Stack, self.blocks = stack(blocks)."
+)
+_NOT_WRITTEN = "may write this Variable, which is read before it has run"
+_CHANGED = "has changed since it was called, before the last one is"
+
+
+def calls_before(tag: Tag, list_path: Path, number: int, x: Any) -> BlockCalls:
+    """Finds the calls that the call of a block continues.
+
+    Args:
+      tag: what is known of the block.
+      list_path: the path of its list.
+      number: its index in that.
+      x: what it gets, which has to be what the block before returned.
+    """
+    if type(x) is PendingOutput:
+        calls = x._calls
+        is_next = x._number == len(calls) == number
+        if is_next and (calls.tag.name, calls.tag.path) == (tag.name, list_path):
+            return calls
+    raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets something else"))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether further arguments are the same: equal values, or the same arrays."""
+    treedef: Any = jax.tree.structure(one)
+    if treedef != jax.tree.structure(other):
+        return False
+    # Arrays are traced, so that their values cannot be compared.
+    return all(
+        x is y or (type(x) is type(y) and not isinstance(x, jax.Array) and np.array_equal(x, y))
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )

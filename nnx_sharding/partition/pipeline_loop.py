@@ -1,0 +1,365 @@
+"""The loop of a pipeline: layers on stages, through which microbatches pass.
+
+    S  stages, the shards of one mesh axis
+    M  microbatches; microbatch i has every M-th row of the batch, ``x[i::M]``
+    R  repeats: how often a microbatch passes through all stages (1: GPipe; more: circular)
+    D  depth: the layers that a stage calls at once, a *group*
+
+The stack has L = R·S·D layers: layer (r·S + s)·D + d is the d-th one of stage s in repeat r. An
+*item* is one microbatch in one repeat: item i is microbatch i mod M in repeat i div M. At tick t,
+stage s computes item t - s. For S = 3, M = 4 and R = 2, with a1 for microbatch a in repeat 1::
+
+    tick      0   1   2   3   4   5   6   7   8   9
+    stage 0   a0  b0  c0  d0  a1  b1  c1  d1  .   .
+    stage 1   .   a0  b0  c0  d0  a1  b1  c1  d1  .
+    stage 2   .   .   a0  b0  c0  d0  a1  b1  c1  d1
+
+Each array has a first dimension for the stages, sharded over the mesh axis. One tick is
+
+    feed      the first stage takes a microbatch from its buffer; others have what they were sent
+    compute   ``vmap`` over the stages of "call my group of layers"
+    send      ``ppermute``: each stage to the next one, and the last one to the first, which stores
+              that in its buffer, where it has read the microbatch: as the input of the next repeat,
+              or as a result
+
+All R·M + S - 1 ticks are one ``scan``, so that autodiff gives the schedule of the backward pass. It
+is one program for all stages: each has a buffer, though only that of the first is read, and a stage
+without an item (``.``) computes as well, with rows of the batch; what it returns is never stored,
+and what it writes to Variables is discarded.
+
+The schedule is that of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
+Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473); its form as one program is that of GSPMD (Xu
+et al., 2021, arXiv:2105.04663, section 3.3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..activations.tracing import pass_tags
+from ..core.flatten import Flat
+from ..core.structure import VariableEntry
+from ..core.unflatten import perform, update
+from ..specs.fitting import axes_of, only_axes, spec_axes
+from ..specs.paths import Path
+from ..transforms.in_trace import replace_slots
+from ..transforms.remat import remat
+from ..transforms.scan import scan
+from ..transforms.stack import Stack
+from ..transforms.stacked_layers import (
+    LAYER_OPTIONS,
+    flatten_layer,
+    layer_axes,
+    locations_of,
+    loop_of_calls,
+    name_axis,
+    stacked_slots,
+    with_arrays,
+)
+from ..transforms.mapped_axes import Carry, captures
+from ..transforms.vmap import vmap
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineSizes:
+    """The mesh axis of the stages, and S, M and R."""
+
+    axis: str
+    stages: int
+    microbatches: int
+    repeats: int
+
+    @property
+    def items(self) -> int:
+        """How often each stage computes something: R·M."""
+        return self.repeats * self.microbatches
+
+    @property
+    def ticks(self) -> int:
+        """How often each stage computes, or waits: R·M + S - 1."""
+        return self.items + self.stages - 1
+
+
+class PipelineLoop:
+    """One call of a ``Stack`` in stages.
+
+    Args:
+      sizes: the sizes of the pipeline; S·R divides the number of layers.
+      stack: the layers.
+      further: what all layers get besides ``x``: positional and keyword arguments.
+      mesh: the mesh of the call, whose axes are Auto.
+      row_axes: the mesh axes that shard the rows.
+      block_specs: the specs of the arrays of one layer, by path, that shard it over the stages in
+        another dimension than that of the layers, as the blocks of a list are.
+    """
+
+    def __init__(
+        self,
+        sizes: PipelineSizes,
+        stack: Stack,
+        further: tuple[tuple[Any, ...], dict[str, Any]],
+        mesh: Mesh | AbstractMesh,
+        row_axes: tuple[str, ...],
+        block_specs: Mapping[Path, PartitionSpec],
+    ):
+        self._sizes, self._stack, self._further, self._mesh = sizes, stack, further, mesh
+        self._row_entry = [row_axes] if row_axes else []
+        self._depth = stack.length // (sizes.stages * sizes.repeats)
+        self._flat = flatten_layer(stack.layers)
+        self._slots = stacked_slots(self._flat, stack.shared)
+        self._specs = {
+            slot: block_specs.get(x.path, PartitionSpec())
+            for x in locations_of(self._flat)
+            for slot in x.slots
+        }
+        axes = layer_axes(stack.shared)
+        # With remat=True only the input of a stage is kept, which is less than those of all layers.
+        policy = False if stack.remat is True else stack.remat
+        self._call_group = loop_of_calls(axes, self._depth, stack.unroll, policy)
+        call_stage = self.call_stage
+        if stack.remat is True:
+            call_stage = remat(call_stage, prevent_cse=False, graph=True, graph_updates=True)
+        self._call_stages = vmap(
+            call_stage, in_axes=(axes, 0, 0, None), spmd_axis_name=sizes.axis, **LAYER_OPTIONS
+        )
+
+    def run(self, x: Any) -> Any:
+        """Returns what the last layer returns for a batch, and updates the layers.
+
+        Args:
+          x: a pytree of arrays of shape (batch, …).
+        """
+        flat, slots = self._flat, self._slots
+        rows = len(jax.tree.leaves(x)[0]) // self._sizes.microbatches
+        layers = _copy(flat, {s: self._to_stages(s) for s in slots}, self._stack, nnx.spmd.add_axis)
+        before = flatten_layer(layers)
+        buffer = jax.tree.map(self._split_rows, x)  # (S, M, rows, …)
+        # Stages that wait compute with rows of the batch, as zeros might have no finite gradient.
+        inputs = jax.tree.map(lambda parts: parts[:, 0], buffer)  # (S, rows, …)
+        ticks = scan(self.run_tick, in_axes=(None, Carry, 0), out_axes=Carry, **LAYER_OPTIONS)
+        buffer, _ = ticks(layers, (buffer, inputs), jnp.arange(self._sizes.ticks))
+        old = {slot: before.leaves[slot] for slot in slots}
+        write_back(flat, flatten_layer(layers), old, lambda _, leaf: self._from_stages(leaf))
+        self._collect_sown(rows)
+        return jax.tree.map(_join_rows, buffer)
+
+    def run_tick(self, layers: Any, carry: tuple[Any, Any], tick: jax.Array) -> Any:
+        """Runs one tick; the carry is the buffers, (S, M, rows, …), and the inputs, (S, rows, …).
+
+        Returns:
+          The new carry.
+        """
+        buffer, inputs = carry
+        numbers = jnp.arange(self._sizes.stages)
+        inputs = jax.tree.map(functools.partial(self._feed_first_stage, tick), buffer, inputs)
+        outputs = self._call_stages(layers, inputs, numbers, tick)
+        sent = jax.tree.map(self._send_to_next, outputs)
+        return jax.tree.map(functools.partial(self._store_last_stage, tick), buffer, sent), sent
+
+    def call_stage(self, layers: Any, x: Any, number: jax.Array, tick: jax.Array) -> Any:
+        """Calls the layers of one stage, within a ``vmap`` over all.
+
+        Args:
+          layers: the layers of this stage, whose arrays are (R, D, …).
+          x: a pytree of arrays of one microbatch, (rows, …).
+          number: of the stage.
+          tick: the tick.
+        """
+        item = tick - number
+        repeat = jnp.clip(item // self._sizes.microbatches, 0, self._sizes.repeats - 1)
+        flat = flatten_layer(layers)
+        own = {slot: _take(flat.leaves[slot], repeat, axis=0) for slot in self._slots}  # (D, …)
+        group = _copy(flat, own, self._stack, nnx.spmd.remove_axis)
+        out = self._call_group(group, x, *self._further)
+        has_item = (item >= 0) & (item < self._sizes.items)
+
+        def put_into_repeat(slot: int, new: jax.Array) -> jax.Array:
+            return _put(flat.leaves[slot], jnp.where(has_item, new, own[slot]), repeat, axis=0)
+
+        write_back(flat, flatten_layer(group), own, put_into_repeat)
+        return out
+
+    def _feed_first_stage(self, tick: jax.Array, buffer: jax.Array, x: jax.Array) -> jax.Array:
+        """Gives the first stage a microbatch: (S, M, rows, …) and (S, rows, …) → (S, rows, …)."""
+        numbers = jnp.arange(self._sizes.stages)
+        is_first = numbers.reshape(-1, *[1] * (x.ndim - 1)) == 0
+        microbatch = _take(buffer, tick % self._sizes.microbatches, axis=1)
+        return self._constrain(jnp.where(is_first, microbatch, x), *self._row_entry)
+
+    def _send_to_next(self, x: jax.Array) -> jax.Array:
+        """Sends what each stage returned, (S, rows, …), to the next one."""
+        axis, stages = self._sizes.axis, self._sizes.stages
+        to_next = [(i, (i + 1) % stages) for i in range(stages)]
+        # Not `jnp.roll`, whose gradient would be two permutations.
+        send: Callable[[jax.Array], jax.Array] = jax.shard_map(
+            lambda x: jax.lax.ppermute(x, axis, to_next),
+            mesh=self._mesh,
+            in_specs=PartitionSpec(axis),
+            out_specs=PartitionSpec(axis),
+            axis_names={axis},
+        )
+        return self._constrain(send(x), *self._row_entry)
+
+    def _store_last_stage(self, tick: jax.Array, buffer: jax.Array, sent: jax.Array) -> jax.Array:
+        """Stores what the first stage got from the last one: (S, rows, …) into (S, M, rows, …)."""
+        item = tick - (self._sizes.stages - 1)  # of the last stage
+        index = item % self._sizes.microbatches
+        # Until the last stage has an item, the first one has not read this microbatch.
+        stored = jnp.where(item >= 0, sent, _take(buffer, index, axis=1))
+        return self._constrain(_put(buffer, stored, index, axis=1), None, *self._row_entry)
+
+    def _split_rows(self, leaf: jax.Array) -> jax.Array:
+        """Splits a batch into microbatches: (batch, …) → (S, M, rows, …)."""
+        count = self._sizes.microbatches
+        # Every M-th row is of one microbatch, so that rows stay on their devices.
+        parts = leaf.reshape(-1, count, *leaf.shape[1:])  # (rows, M, …)
+        parts = jnp.swapaxes(parts, 0, 1)  # (M, rows, …)
+        buffers = jnp.broadcast_to(parts, (self._sizes.stages, *parts.shape))
+        return self._constrain(buffers, None, *self._row_entry)
+
+    def _to_stages(self, slot: int) -> jax.Array:
+        """Puts an array of the layers, (L, …), on the stages that call them: (S, R, D, …)."""
+        leaf, spec, axis = self._flat.leaves[slot], self._specs[slot], self._sizes.axis
+        sizes = (self._sizes.repeats, self._sizes.stages, self._depth)
+        groups = leaf.reshape(*sizes, *leaf.shape[1:])  # (R, S, D, …)
+        groups = jnp.swapaxes(groups, 0, 1)  # (S, R, D, …)
+        axes = {*spec_axes(spec)}
+        if axis not in axes:
+            return self._constrain(groups)
+        # Each stage has a part of all layers, in this dimension of a layer; it gets all of its own.
+        [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
+        others = only_axes(spec, axes - {axis})
+        move: Callable[[jax.Array], jax.Array] = jax.shard_map(
+            lambda x: jax.lax.all_to_all(x, axis, 0, dimension + 1, tiled=True),
+            mesh=self._mesh,
+            in_specs=PartitionSpec(None, *spec.partitions),
+            out_specs=PartitionSpec(axis, *others.partitions),
+            axis_names=axes,
+        )
+        moved = move(groups.reshape(leaf.shape))  # (L, …), in the order of the stages
+        return self._constrain(moved.reshape(groups.shape))
+
+    def _from_stages(self, leaf: jax.Array) -> jax.Array:
+        """Puts an array back into the order of the layers: (S, R, D, …) → (L, …)."""
+        groups = jnp.swapaxes(leaf, 0, 1)  # (R, S, D, …)
+        return self._constrain(groups.reshape(-1, *leaf.shape[3:]))
+
+    def _collect_sown(self, rows: int) -> None:
+        """Puts what layers sowed for ``nnx.capture`` into the form that it has in one call."""
+        for index in captures(self._flat.structure):
+            sown = _compat.get_value(self._flat.objects[index])
+            order = functools.partial(self._order_sown, rows)
+            sown = jax.tree_util.tree_map_with_path(order, sown)
+            _compat.set_value(self._flat.objects[index], sown)
+
+    def _order_sown(self, rows: int, keys: Any, leaf: jax.Array) -> jax.Array:
+        """Orders what ticks sowed by layers and rows: (ticks, S, D, rows, …) → (L, batch, …)."""
+        if leaf.shape[3:4] != (rows,):
+            raise ValueError(
+                f"pipeline: layers sow {jax.tree_util.keystr(keys[:1])} of shape "
+                f"{leaf.shape[3:]}, without a first dimension for the {rows} rows of a microbatch. "
+                "Sow a value for each row, or return it from layer to layer: "
+                "x, loss = blocks((x, loss))."
+            )
+        stages, count, repeats = (
+            self._sizes.stages,
+            self._sizes.microbatches,
+            self._sizes.repeats,
+        )
+        # Stage s has items in the R·M ticks from s on.
+        own_ticks = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=self._sizes.items)
+        items = jax.vmap(own_ticks, in_axes=(1, 0))(leaf, jnp.arange(stages))
+        items = items.reshape(stages, repeats, count, *items.shape[2:])  # (S, R, M, D, rows, …)
+        layers = jnp.moveaxis(items, (1, 0, 3, 4, 2), range(5))  # (R, S, D, rows, M, …)
+        layers = layers.reshape(self._stack.length, rows * count, *layers.shape[5:])
+        return self._constrain(layers)
+
+    def _constrain(self, x: jax.Array, *entries: Any) -> jax.Array:
+        """Shards the first dimension over the stages, and the next ones as these entries say."""
+        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
+        spec = PartitionSpec(self._sizes.axis, *entries, *rest)
+        constrained = jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+        return cast(jax.Array, constrained)
+
+
+def _join_rows(buffer: jax.Array) -> jax.Array:
+    """Joins the microbatches in the buffer of the first stage: (S, M, rows, …) → (batch, …)."""
+    rows = jnp.swapaxes(buffer[0], 0, 1)  # (rows, M, …)
+    return rows.reshape(-1, *buffer.shape[3:])
+
+
+def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    taken = jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+    return cast(jax.Array, taken)
+
+
+def _put(x: jax.Array, part: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, part, index, axis))
+
+
+def _copy(flat: Flat, new: Mapping[int, Any], stack: Stack, change: Callable[..., Any]) -> Any:
+    """Returns layers with other arrays in some slots, and one more or one less leading dimension.
+
+    ``change`` is ``nnx.spmd.add_axis`` or ``remove_axis``.
+    """
+    layers = with_arrays(flat, new)
+    copy = flatten_layer(layers)
+    pass_tags(flat, copy)
+    # What `nnx.capture` has put on modules, which is no part of their structure.
+    for old, module in zip(flat.objects, copy.objects, strict=True):
+        if sown := vars(old).get(_compat.CAPTURES) if _compat.is_node(old) else None:
+            vars(module)[_compat.CAPTURES] = sown
+    name_axis(change, layers, stack.shared)
+    return layers
+
+
+def write_back(
+    flat: Flat,
+    after: Flat,
+    before: Mapping[int, Any],
+    in_form: Callable[[int, Any], Any],
+) -> None:
+    """Updates the Variables of layers from those of a copy that have changed.
+
+    Args:
+      flat: the layers.
+      after: the copy, as it is now.
+      before: the arrays that the copy had, by slot.
+      in_form: what to write for a slot, and the array of the copy.
+
+    Raises:
+      ValueError: the copy has Variables that the layers have not.
+    """
+    structure = flat.structure
+    if len(after.structure.entries) != len(structure.entries):
+        raise ValueError(
+            "pipeline: layers may not make Variables while they run in a pipeline, as by sow. "
+            "Return the values, with a dimension for the rows: x, loss = blocks((x, loss))."
+        )
+    # What layers sow has other slots in the copy, so slots are found by the object.
+    own = {*range(len(structure.slots))}.difference(captures(structure))
+    pairs = (zip(structure.slots[i], after.structure.slots[i], strict=True) for i in own)
+    leaves_after = {slot: after.leaves[other] for slot, other in itertools.chain(*pairs)}
+    new = {
+        slot: in_form(slot, leaves_after[slot])
+        for slot, old in before.items()
+        if leaves_after[slot] is not old
+    }
+    written_to = [
+        index
+        for index, slots in enumerate(structure.slots)
+        if isinstance(structure.entries[index], VariableEntry)
+        if not new.keys().isdisjoint(slots)
+    ]
+    leaves = replace_slots(flat.leaves, new, new.values())
+    perform(update(structure, leaves, flat.objects, written_to))

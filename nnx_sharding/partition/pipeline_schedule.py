@@ -1,0 +1,284 @@
+"""How a call of a ``Stack``, or of the blocks of a list, becomes a pipeline while it is traced.
+
+The strategy gives a :class:`Schedule` to the modules of a pipeline, and tracing asks it for each of
+their calls. It checks the call, and runs the loop of ``pipeline_loop.py`` in its place; blocks of a
+list are gathered first (``pipeline_blocks.py``), and run as a ``Stack`` that is made for the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from .. import _compat
+from ..activations.calls import Tag
+from ..activations.tracing import pass_tags
+from ..activations.variables import modules_in
+from ..core.constrain import mesh_here
+from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
+from ..specs.fitting import axes_of_type
+from ..specs.paths import Path, accessor, path_key
+from ..transforms.stack import Stack, stack
+from ..transforms.stacked_layers import flatten_layer, locations_of
+from ..transforms.mapped_axes import captures
+from .pipeline_blocks import BlockCalls, calls_before
+from .pipeline_loop import PipelineLoop, PipelineSizes, write_back
+
+NO_PREFETCH = (
+    "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
+    "prefetch=1 of base or of the Stack."
+)
+# Whether a call is within a pipeline, where stacks and blocks are called as they are.
+_RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(PipelineSizes):
+    """Runs the layers of a ``Stack`` or of a list in stages; a ``CallSchedule`` of tracing."""
+
+    blocks: int = 0  # those of a list; 0 for a Stack
+    specs: tuple[tuple[Path, PartitionSpec], ...] = ()  # of the Variables in a block
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call is within a pipeline."""
+        return _RUNNING.get()
+
+    def redirect(
+        self, tag: Tag, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tag, Any, Any]:
+        """Returns what to call for a stack or a block: no module before the last block is."""
+        if not self.blocks:
+            return tag, module, args
+        list_path, number = tag.path[:-1], tag.path[-1]
+        x = args[0] if args else None
+        further = args[1:], kwargs
+        if number == 0:
+            calls = BlockCalls(tag._replace(path=list_path), self.blocks, x, further)
+        else:
+            calls = calls_before(tag, list_path, number, x)
+        pending = calls.add(tag, module, further)
+        if pending is not None:
+            return tag, None, pending
+        return calls.tag, calls.finish(), (calls.x, *args[1:])
+
+    def wrap(
+        self,
+        module: Any,
+        call: Callable[..., Any],
+        mesh: Mesh,
+        batch_axes: Iterable[str],
+        prefetch: bool,
+    ) -> Callable[..., Any]:
+        """Returns what is called in place of a stack, or of a list of blocks."""
+        if prefetch or getattr(module, "prefetch", False):
+            raise ValueError(NO_PREFETCH)
+        row_axes = tuple(axis for axis in batch_axes if axis != self.axis)
+
+        def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
+            call_mesh = mesh_here(mesh)
+            schedule = self._on_mesh(call_mesh, len(module))
+            _check_axis_types(call_mesh)
+            schedule._check_inputs(module, x, (args, kwargs))
+            run = schedule._run_blocks if self.blocks else schedule._run_stack
+            token = _RUNNING.set(True)
+            try:
+                with _explain_changed_arguments(args, kwargs):
+                    return run(module, x, (args, kwargs), call_mesh, row_axes)
+            finally:
+                _RUNNING.reset(token)
+
+        return run_stages
+
+    def _run_stack(
+        self,
+        layers: Stack,
+        x: Any,
+        further: tuple[tuple[Any, ...], dict[str, Any]],
+        mesh: Mesh | AbstractMesh,
+        row_axes: tuple[str, ...],
+    ) -> Any:
+        """Calls a ``Stack`` in stages."""
+        return PipelineLoop(self, layers, further, mesh, row_axes, dict(self.specs)).run(x)
+
+    def _run_blocks(
+        self,
+        blocks: nnx.List[Any],
+        x: Any,
+        further: tuple[tuple[Any, ...], dict[str, Any]],
+        mesh: Mesh | AbstractMesh,
+        row_axes: tuple[str, ...],
+    ) -> Any:
+        """Calls the blocks of a list in stages, as a ``Stack``; writes back what changes in it."""
+        layers = stack([*blocks])
+        flat = flatten_layer(layers.layers)
+        pass_tags(flatten_layer(blocks[0]), flat)
+        before = dict(enumerate(flat.leaves))
+        out = self._run_stack(layers, x, further, mesh, row_axes)
+        after = flatten_layer(layers.layers)
+
+        def write_block(number: int, block: nnx.Module) -> None:
+            flat = flatten_layer(block)
+            write_back(flat, after, before, lambda _, leaf: leaf[number])
+            for index in captures(flat.structure):
+                sown = _compat.get_value(after.objects[index])
+                _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
+
+        for number, block in enumerate(blocks):
+            write_block(number, block)
+        return out
+
+    def _on_mesh(self, mesh: Mesh | AbstractMesh, layers: int) -> Schedule:
+        """Returns the schedule on the mesh of a call, which may have another size than the specs'.
+
+        So a step is compared with one device by the same specs.
+        """
+        stages = mesh.shape.get(self.axis, 0)
+        if stages == self.stages:
+            return self
+        if not stages or layers % (stages * self.repeats):
+            raise ValueError(
+                f"pipeline: the specs are for {self.stages} stages along {self.axis!r}, but the "
+                f"mesh of the call has {stages or 'no such axis'}, and {layers} layers. Call "
+                "pipeline(model, mesh=...) with the mesh of the call."
+            )
+        return dataclasses.replace(self, stages=stages)
+
+    def _check_inputs(self, layers: nnx.Module, x: Any, further: tuple[Any, Any]) -> None:
+        """Refuses what cannot be split into microbatches."""
+        count = self.microbatches
+        if self.repeats > 1 and count < self.stages:
+            raise ValueError(
+                f"pipeline: microbatches={count} is less than the {self.stages} stages; with "
+                "repeats, the last stage would not be done when the first one goes on."
+            )
+        _check_captures(layers)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(x)
+        shapes = {jax.tree_util.keystr(keys): jnp.shape(leaf) for keys, leaf in leaves}
+        batch = next((shape[0] for shape in shapes.values() if shape), 0)
+        raise_listed(
+            ValueError,
+            f"pipeline: {count} microbatches cannot be made of the inputs of the layers:",
+            [
+                f"  x{where}: shape {shape}"
+                for where, shape in shapes.items()
+                if not shape or shape[0] != batch or not batch or batch % count
+            ],
+            "All need the same number of rows, which the microbatches divide. Scalars that layers "
+            "only read are further arguments, blocks(x, step); those that they change, such as a "
+            "loss, need one value for each row.",
+        )
+        raise_listed(
+            ValueError,
+            f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
+            [
+                f"  {name}: shape {jnp.shape(leaf)}"
+                for name, leaf in _named_leaves(*further)
+                if isinstance(leaf, jax.Array) and leaf.ndim and leaf.shape[0] == batch > 1
+            ],
+            "They are the same for all microbatches. Give them a first dimension of 1, or, if they "
+            "belong to the rows, pass them on from layer to layer: blocks((x, mask)).",
+        )
+
+    def module_path(self, path: Path) -> Path:
+        """Returns the path of the Stack, or of the list that a block is in."""
+        return path[:-1] if self.blocks else path
+
+    def report_unscheduled(self, module: str) -> None:
+        """Warns that layers ran, but not in stages."""
+        remedy = "Call its blocks one after the other: for block in blocks: x = block(x)."
+        if not self.blocks:
+            remedy = (
+                "Call the Stack itself, x = blocks(x), rather than its layers one by one, by "
+                "index, in a for loop, or in a scan."
+            )
+        warn_or_raise(
+            UnshardedWarning,
+            f"pipeline: the layers of {module} do not run in stages: each device gathers their "
+            f"parameters, and computes all of them. {remedy}",
+            strict=False,
+        )
+
+    def report_other_method(self, tag: Tag, method: str, args: tuple[Any, ...], out: Any) -> None:
+        """Warns if blocks of a list are called by a method of which no pipeline is made."""
+        if not self.blocks or not tag.path or tag.path[-1] != 0:
+            return
+        # A layer returns arrays like those that it gets; a helper does not.
+        returned = _shapes(out)
+        if not returned or returned != _shapes(args)[: len(returned)]:
+            return
+        warn_or_raise(
+            UnshardedWarning,
+            f"pipeline: the blocks of {accessor(tag.name, tag.path[:-1])} are called by {method}, "
+            "of which no pipeline is made: each device gathers their parameters, and computes all "
+            "of them. Name the method __call__, and call the blocks themselves.",
+            strict=False,
+        )
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
+    return [x.shape for x in leaves if _compat.is_plain_array(x)]
+
+
+def _check_axis_types(mesh: Mesh | AbstractMesh) -> None:
+    if axes_of_type(mesh, AxisType.Explicit):
+        raise ValueError(
+            "pipeline: a Stack that is declared to run with Explicit axes cannot be a pipeline. "
+            "Leave it and its layers out of activation_shardings, or use Auto axes."
+        )
+
+
+def _check_captures(layers: nnx.Module) -> None:
+    """Refuses a ``nnx.capture`` that has collected something already, and perturbations."""
+    of_modules = (getattr(module, _compat.CAPTURES, ()) for _, module in modules_in(layers))
+    sown = itertools.chain(*of_modules)
+    if any(isinstance(x, nnx.Perturbation) or _compat.get_value(x) for x in sown):
+        raise ValueError(
+            "pipeline: nnx.capture collects what layers sow in one call of the Stack, and no "
+            "perturbations. Use a nnx.capture for each call, or leave out the pipeline."
+        )
+
+
+def _named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Lists the modules, arrays and other leaves in the further arguments of layers, with names."""
+    named = {f"argument {i}": x for i, x in enumerate(args, start=2)} | {**kwargs}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(named, is_leaf=_compat.is_graph_object)
+    return [(accessor(keys[0].key, tuple(map(path_key, keys[1:]))), x) for keys, x in leaves]
+
+
+@contextlib.contextmanager
+def _explain_changed_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Raises an error that names further arguments which layers change."""
+    try:
+        yield
+    except _compat.TraceContextError as error:
+        lines = []
+        for name, leaf in _named_leaves(args, kwargs):
+            if not _compat.is_graph_object(leaf):
+                continue
+            flat = flatten_layer(leaf)
+            entries = [(x.path, x.entry) for x in locations_of(flat) if x.entry is not None]
+            variables = [(path, flat.objects[index]) for path, index in entries]
+            lines += [
+                f"  {accessor(name, path)}: {type(variable).__name__}"
+                for path, variable in variables
+                if not isinstance(variable, nnx.Param)
+            ]
+        if not lines:
+            raise
+        head = "pipeline: layers change Variables of their further arguments. Of those, there are:"
+        remedy = (
+            "Layers of all stages run at once, so they cannot share what they change, such as "
+            "random streams and statistics. Give each layer its own, as an attribute."
+        )
+        raise ValueError(message(head, lines, remedy)) from error
