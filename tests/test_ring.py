@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, stack, value_and_grad
 from nnx_sharding.experimental import balanced_order, ring_attention
-from nnx_sharding.experimental.ring import _is_needed, _Ring
+from nnx_sharding.experimental.ring_passes import Ring, may_attend
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning.predictions import products_in
 
@@ -195,13 +195,13 @@ def test_balanced_order(length, shards):
 
 def test_devices_have_equal_work_in_the_balanced_order():
     shards, length = 8, 64
-    ring = _Ring(None, "context", shards, True, None, 1.0, None, frozenset(), False)
+    ring = Ring(None, "context", shards, True, None, 1.0, None, frozenset(), False)
 
     def blocks(order):
         """How many halves of blocks the halves of each device's queries attend to."""
         parts = order.reshape(shards, 2, -1)
         halves = parts.reshape(2 * shards, -1)
-        return [sum(_is_needed(ring, x, y) for x in own for y in halves) for own in parts]
+        return [sum(may_attend(ring, x, y) for x in own for y in halves) for own in parts]
 
     assert blocks(balanced_order(length, shards)) == [2 * shards + 1] * shards
     assert blocks(np.arange(length)) == [4 * i + 3 for i in range(shards)]
