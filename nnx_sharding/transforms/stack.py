@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding
 
 from ..activations.schedules import SCHEDULE_USES
 from ..activations.variables import modules_in
-from ..core.flatten import Flat
 from ..core.constrain import apply_shardings, sharding_of, type_spec
+from ..core.flatten import Flat
 from ..core.structure import Location, NodeEntry, VariableEntry
 from ..core.unflatten import perform, update
 from ..errors import raise_listed
