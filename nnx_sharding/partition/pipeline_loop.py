@@ -53,6 +53,7 @@ from ..core.unflatten import perform, update
 from ..specs.fitting import axes_of, only_axes, spec_axes
 from ..specs.paths import Path
 from ..transforms.in_trace import replace_slots
+from ..transforms.mapped_axes import Carry, captures
 from ..transforms.remat import remat
 from ..transforms.scan import scan
 from ..transforms.stack import Stack
@@ -66,7 +67,6 @@ from ..transforms.stacked_layers import (
     stacked_slots,
     with_arrays,
 )
-from ..transforms.mapped_axes import Carry, captures
 from ..transforms.vmap import vmap
 
 

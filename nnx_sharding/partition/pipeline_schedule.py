@@ -27,9 +27,9 @@ from ..core.constrain import mesh_here
 from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor, path_key
+from ..transforms.mapped_axes import captures
 from ..transforms.stack import Stack, stack
 from ..transforms.stacked_layers import flatten_layer, locations_of
-from ..transforms.mapped_axes import captures
 from .pipeline_blocks import BlockCalls, calls_before
 from .pipeline_loop import PipelineLoop, PipelineSizes, write_back
 

@@ -34,6 +34,7 @@ from ..specs.activation_sharding import checked_prefetch
 from ..specs.fitting import with_entries
 from ..specs.paths import Path
 from .in_trace import replace_slots
+from .mapped_axes import Carry, StateAxes
 from .prefetching import prefetching
 from .remat import Policy
 from .stacked_layers import (
@@ -50,7 +51,6 @@ from .stacked_layers import (
     stacked_slots,
     with_arrays,
 )
-from .mapped_axes import Carry, StateAxes
 from .vmap import vmap
 
 

@@ -28,11 +28,11 @@ from ..diagnostics.differences import differences
 from ..errors import raise_listed
 from ..specs.filters import Paths
 from ..specs.paths import Path, accessor, path_key
-from .in_trace import replace_slots, tree_text
-from .remat import Policy, remat
 from .carry_checks import type_changes
-from .scan import scan
+from .in_trace import replace_slots, tree_text
 from .mapped_axes import Carry, StateAxes, change_names
+from .remat import Policy, remat
+from .scan import scan
 
 _METADATA = {nnx.PARTITION_NAME: None}
 # Of transforms of layers: these may share Variables, whatever the mode of Flax.
