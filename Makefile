@@ -162,7 +162,7 @@ $(VENV)/.created:
 	@touch $@
 
 comma := ,
-$(VENV)/.installed-%: setup.py pyproject.toml $(CONSTRAINTS) nnx_sharding/core/guard/walk.c | $(VENV)/.created
+$(VENV)/.installed-%: setup.py pyproject.toml $(CONSTRAINTS) $(wildcard nnx_sharding/core/guard/*.[ch]) | $(VENV)/.created
 	@echo "Installing what \"$*\" needs into $(VENV): some minutes the first time."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  $(CONSTRAINTS:%=--constraint %) --editable '.[$*]'

@@ -48,7 +48,8 @@ setup(
     ext_modules=[
         Extension(
             "nnx_sharding.core.guard._native",
-            sources=["nnx_sharding/core/guard/walk.c"],
+            sources=["nnx_sharding/core/guard/walk.c", "nnx_sharding/core/guard/call.c"],
+            depends=["nnx_sharding/core/guard/native.h"],
             optional=os.environ.get("NNX_SHARDING_BUILD") != "required",
         )
     ],

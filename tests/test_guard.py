@@ -17,11 +17,12 @@ import nnx_sharding
 from graphs import NODES, OPERATIONS, VALUES, Graph, Node, assign, build, graphs, reachable
 from nnx_sharding import _compat
 from nnx_sharding.core.flatten import Flat
-from nnx_sharding.core.guard import store
-from nnx_sharding.core.guard import walk as walk_module
+from nnx_sharding.core.guard import native, store
+from nnx_sharding.core.guard.guard import check, match
 from nnx_sharding.core.guard.recipe import Opcode
-from nnx_sharding.core.guard.store import Guard, make_guard
-from nnx_sharding.core.guard.walk import PythonWalk
+from nnx_sharding.core.guard.recorder import WalkRecorder
+from nnx_sharding.core.guard.store import make_walk
+from nnx_sharding.core.guard.walk import PythonWalk, Walk
 
 HAS_C_WALK = importlib.util.find_spec("nnx_sharding.core.guard._native") is not None
 WALKS: list[Any] = [PythonWalk]
@@ -44,20 +45,19 @@ class Watched:
         self.arguments = (*args, *kwargs.values())
         flat = self.lifted._split(args, kwargs, record=True)[1]
         self.flat = flat._replace(recorder=None)
-        guard = make_guard(flat, self.arguments, "f")
-        self.guards = []
-        if guard is not None:
-            self.recipe = flat.recorder.recipe_and_pins()[0]
+        walk, self.walks = None, []
+        if isinstance(flat.recorder, WalkRecorder):
+            walk = make_walk(flat.recorder, self.arguments, "f")
+        if walk is not None:
+            self.recipe = walk.recipe
             # Two of each kind: one walks again only when it is asked.
-            self.guards = [
-                Guard.of(guard.structure, walk(self.recipe), guard.pins) for walk in WALKS * 2
-            ]
+            self.walks = [kind(self.recipe) for kind in WALKS * 2]
 
     def check(self) -> Flat | None:
         """What the guards say, which must be the same, and true."""
-        answers = [guard.check(self.arguments) for guard in self.guards]
+        answers = [self.answer(walk) for walk in self.walks]
         held = [answer is not None for answer in answers]
-        matched = [self.matches(guard) for guard in self.guards]
+        matched = [self.matches(walk) for walk in self.walks]
         assert len(set(held)) <= 1 and len(set(matched)) <= 1, f"{WALKS}: {held}, {matched}"
         assert held <= matched, "a guard recognizes its own graph"
         for answer in answers:
@@ -65,12 +65,15 @@ class Watched:
                 self.assert_true(answer)
         return answers[0]
 
-    def matches(self, guard: Guard) -> bool:
-        """Whether the graph has the structure of the guard, maybe with other objects."""
-        match = guard.match(self.arguments)
-        if match is not None:
-            self.assert_true(match[0])
-        return match is not None
+    def answer(self, walk: Walk) -> Flat | None:
+        return check(walk, self.flat.structure, self.arguments)
+
+    def matches(self, walk: Walk) -> bool:
+        """Whether the graph has the structure of the walk, maybe with other objects."""
+        matched = match(walk, self.flat.structure, self.arguments)
+        if matched is not None:
+            self.assert_true(matched[0])
+        return matched is not None
 
     def assert_true(self, answer: Flat) -> None:
         now = self.lifted._split(self.args, self.kwargs)[1]
@@ -94,7 +97,7 @@ class TestSoundness:
     @settings(max_examples=settings().max_examples * 4)
     def test_random_graphs_and_changes(self, graph, changes):
         watched = Watched(*build(graph))
-        assert watched.guards
+        assert watched.walks
         assert watched.check() is not None, "nothing has changed"
         for name, *own in changes:
             OPERATIONS[name](reachable(watched.args), [], *own)
@@ -157,7 +160,7 @@ class TestSoundness:
             model.w.set_metadata(mark=True)  # Flax would not see this change of 1.0
             assert watched.check() is None
         for mark in (schedule, ["a"], Node()):  # what only their identity tells apart
-            assert not Watched(nnx.Param(jnp.zeros(2), hijax=True, mark=mark)).guards
+            assert not Watched(nnx.Param(jnp.zeros(2), hijax=True, mark=mark)).walks
 
 
 def linear() -> nnx.Linear:
@@ -380,8 +383,8 @@ class TestChanges:
         model.bias = kind(jnp.zeros(3))
         watched = Watched(model)
         seen.clear()
-        for guard in watched.guards:
-            assert guard.check(watched.arguments) is not None
+        for walk in watched.walks:
+            assert watched.answer(walk) is not None
         assert not seen
         model.bias.set_metadata(extra=1)
         assert watched.check() is None
@@ -476,7 +479,7 @@ class TestNotGuarded:
             lambda own: None,
             lambda own, attributes: own.__dict__.update(attributes),
         )
-        assert not Watched(Own()).guards
+        assert not Watched(Own()).walks
 
     def test_module_that_hides_its_content(self):
         class Hidden(nnx.Module):
@@ -484,7 +487,7 @@ class TestNotGuarded:
                 own = super().__getattribute__(name)
                 return dict(own) if name == "__dict__" else own
 
-        assert not Watched(Hidden()).guards
+        assert not Watched(Hidden()).walks
 
     def test_module_that_watches_each_access(self):
         class Spy(nnx.Module):
@@ -507,7 +510,7 @@ class TestNotGuarded:
         leak(jnp.zeros(2))
         model = Node()
         assign(model, "w", leaked[0])
-        assert not Watched(model).guards
+        assert not Watched(model).walks
 
 
 class Interrupting:
@@ -540,12 +543,12 @@ def test_another_call_during_a_comparison(text):
     watched = Watched(model)
     assert watched.check() is not None
     model.mark = Interrupting(text)
-    for guard in watched.guards:
+    for walk in watched.walks:
         answers: list[Any] = []
-        Interrupting.meanwhile[:] = [lambda g=guard: answers.append(g.check(watched.arguments))]
-        answers.append(guard.check(watched.arguments))
+        Interrupting.meanwhile[:] = [lambda w=walk: answers.append(watched.answer(w))]
+        answers.append(watched.answer(walk))
         assert [x is not None for x in answers] == [text == "same"] * 2
-        assert (guard.check(watched.arguments) is not None) == (text == "same")
+        assert (watched.answer(walk) is not None) == (text == "same")
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
@@ -569,7 +572,7 @@ class TestCWalk:
         import os
 
         wanted = PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else CWalk
-        assert store.Walk is wanted
+        assert store.FastestWalk is wanted
 
     def test_extension_of_another_version_is_refused(self, monkeypatch):
         from nnx_sharding.core.guard import _native
@@ -578,10 +581,10 @@ class TestCWalk:
         for other in (words[:-1], [*words, "more"], [words[1], words[0], *words[2:]]):
             monkeypatch.setattr(_native, "FIELDS", " ".join(other))
             with pytest.raises(RuntimeError, match="another version of nnx_sharding"):
-                walk_module._load_walk()
+                native._load_walk()
         monkeypatch.delattr(_native, "FIELDS")
         with pytest.raises(RuntimeError, match="build_ext"):
-            walk_module._load_walk()
+            native._load_walk()
 
     @pytest.mark.parametrize("pure", ["", "1"])
     @pytest.mark.parametrize("error", [ModuleNotFoundError("No module"), ImportError("undefined")])
@@ -590,8 +593,8 @@ class TestCWalk:
             raise error
 
         monkeypatch.setenv("NNX_SHARDING_PURE_PYTHON", pure)
-        monkeypatch.setattr(walk_module.importlib, "import_module", fail)
-        assert walk_module._load_walk() is PythonWalk
+        monkeypatch.setattr(native.importlib, "import_module", fail)
+        assert native._load_walk() is PythonWalk
         assert ("without its C extension" in caplog.text) == (not pure)
         # One that is there but cannot be loaded has a reason, which says more than we know.
         is_broken = type(error) is ImportError
@@ -608,7 +611,7 @@ class TestCWalk:
 
     def test_more_or_fewer_arguments(self):
         watched = Watched(linear(), jnp.zeros(2))
-        guard = watched.guards[-1]
+        walk = watched.walks[-1]
         for arguments in [(), watched.arguments[:1], (*watched.arguments, 1)]:
-            assert guard.follow(arguments) is None
-            assert guard.walk.match(guard.pins, arguments) is None
+            assert walk.follow(arguments) is None
+            assert walk.match(arguments) is None

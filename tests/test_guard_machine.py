@@ -75,7 +75,7 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
     if importlib.util.find_spec("nnx_sharding.core.guard.store") is None:
         yield seen
         return
-    from nnx_sharding.core.guard import store, walk
+    from nnx_sharding.core.guard import native, store, walk
     from nnx_sharding.core.guard.store import Guards
 
     find = Guards.find
@@ -88,13 +88,14 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
 
     class BothWalks:
         def __init__(self, recipe: Any):
-            self.walks = [kind(recipe) for kind in (walk.Walk, walk.PythonWalk)]
+            self.recipe = recipe
+            self.walks = [kind(recipe) for kind in (native.FastestWalk, walk.PythonWalk)]
 
-        def follower(self, pins: Any) -> Any:
-            return agreeing([own.follower(pins) for own in self.walks])
+        def follow(self, arguments: Any) -> Any:
+            return agreeing([own.follow for own in self.walks])(arguments)
 
-        def match(self, pins: Any, arguments: Any) -> Any:
-            found = agreeing([functools.partial(own.match, pins) for own in self.walks])(arguments)
+        def match(self, arguments: Any) -> Any:
+            found = agreeing([own.match for own in self.walks])(arguments)
             seen["matched"] += found is not None
             return found
 
@@ -109,7 +110,7 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
 
     with (
         mock.patch.object(Guards, "find", count),
-        mock.patch.object(store, "Walk", BothWalks),
+        mock.patch.object(store, "FastestWalk", BothWalks),
     ):
         yield seen
     assert not seen["disagreements"], "the walk in C and the one in Python"

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit
-from nnx_sharding.core.guard.walk import PythonWalk, Walk
+from nnx_sharding.core.guard.native import FastestWalk
+from nnx_sharding.core.guard.walk import PythonWalk
 
-pytestmark = pytest.mark.skipif(Walk is PythonWalk, reason="without the C extension")
+pytestmark = pytest.mark.skipif(FastestWalk is PythonWalk, reason="without the C extension")
 
 MESH = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -135,12 +136,12 @@ class TestRoutes:
         watched = weakref.ref(model)
         del model
         gc.collect()
-        assert watched() is None and not f._guards.routes
+        assert watched() is None and not f._guards.recent
         model = Model()
         for _ in range(4):
             f(model, X)
         f.clear_cache()
-        assert not f._guards.routes and float(f(model, X)["count"][0]) == 5
+        assert not f._guards.recent and float(f(model, X)["count"][0]) == 5
 
 
 class TestErrors:

@@ -281,7 +281,7 @@ class KnownModelsTest(parameterized.TestCase):
                 renewed = jax.tree.map(lambda x: x * 2 + 1, nnx.state(source))
                 nnx.update(source, renewed)
                 transfer(source, target)
-            assert all(id(x) in live_models._MODELS._guards for x in (source, target))
+            assert all(id(x) in live_models._MODELS._models for x in (source, target))
             change(source, number), change(target, 20 + number)
             transfer(source, target)
             ours, theirs = (nnx.to_flat_state(nnx.state(x)) for x in (target, source))

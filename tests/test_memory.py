@@ -35,8 +35,9 @@ from graphs import Loose, Node, reachable
 from models import MLP, Net, P, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, _compat
 from nnx_sharding.core import call as run
+from nnx_sharding.core.guard import native, walk
 from nnx_sharding.core.guard import store as guards
-from nnx_sharding.core.guard import walk
+from nnx_sharding.core.guard.guard import Guard
 from nnx_sharding.transforms import lifted
 
 
@@ -121,7 +122,7 @@ def records(own: guards.Guards) -> list[Any]:
 
 
 def num_guards(own: guards.Guards) -> int:
-    return sum(len(record.entries) for record in records(own))
+    return sum(len(record.guards) for record in records(own))
 
 
 # Ways to use a model once: how it is made, how it is called, and where its guards are.
@@ -1401,7 +1402,7 @@ class ThreadsTest(parameterized.TestCase):
 
 # The walk in C counts references itself.
 
-WALKS = {"fast": (walk.Walk, 10_000), "python": (walk.PythonWalk, 2_000)}
+WALKS = {"fast": (native.FastestWalk, 10_000), "python": (walk.PythonWalk, 2_000)}
 
 
 class Moody:
@@ -1558,16 +1559,16 @@ class ReferenceCountsTest(MemoryTestCase):
                 # What everybody refers to moves a little by itself.
                 assert abs(a - b) <= (few if isinstance(x, COMMON) else slack), (x, a, b)
 
-    def guarded(self, kind: type) -> tuple[Any, tuple[Any, ...], guards.Guard]:
+    def guarded(self, kind: type) -> tuple[Any, tuple[Any, ...], Guard]:
         """A function, arguments that are guarded by this kind of walk, and their guard."""
         own, arguments = stepping_everything(), everything()
         own._guards.clear()
-        with mock.patch.object(guards, "Walk", kind):
+        with mock.patch.object(guards, "FastestWalk", kind):
             for _ in range(3):
                 own(*arguments)
-        ((entry,),) = [record.entries for record in records(own._guards)]
-        assert isinstance(entry.guard.walk, kind)
-        return own, arguments, entry.guard
+        ((guard,),) = [record.guards for record in records(own._guards)]
+        assert isinstance(guard.walk, kind)
+        return own, arguments, guard
 
     @walks()
     def test_guarded_calls(self, kind, times):
@@ -1589,12 +1590,14 @@ class ReferenceCountsTest(MemoryTestCase):
         CHANGES[change](*arguments[:2])
         if change not in TOO_CAREFUL:
             assert (found.check(arguments) is not None) == (change in NO_CHANGES)
-        self.assert_stable(lambda: found.check(arguments), arguments, found.pins, times=times)
+        self.assert_stable(
+            lambda: found.check(arguments), arguments, found.walk.recipe.statics, times=times
+        )
 
     @walks()
     def test_walks_that_are_dropped(self, kind, times):
         own, arguments, _ = self.guarded(kind)
-        recipe, _ = own._split(arguments, {}, record=True)[1].recorder.recipe_and_pins()
+        recipe = own._split(arguments, {}, record=True)[1].recorder.recipe()
 
         def run() -> None:
             kind(recipe)
@@ -1614,7 +1617,7 @@ class ReferenceCountsTest(MemoryTestCase):
     @walks()
     def test_calls_that_split(self, kind, times):
         model, x = Model(), array()
-        with mock.patch.object(guards, "Walk", kind):
+        with mock.patch.object(guards, "FastestWalk", kind):
             own = nnx_sharding.jit(fresh(call))
 
             def run() -> None:
@@ -1630,7 +1633,7 @@ class ReferenceCountsTest(MemoryTestCase):
         model, x = Model(), array()
         moods = Moody(), Moody()
         self.addCleanup(setattr, Moody, "fails", False)
-        with mock.patch.object(guards, "Walk", kind):
+        with mock.patch.object(guards, "FastestWalk", kind):
             own = nnx_sharding.jit(fresh(call))
             model.moody = moods[0]
             own(model, x)

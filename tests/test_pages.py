@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from nnx_sharding import StateSharding, jit
-from nnx_sharding.core.guard.walk import PythonWalk, Walk
+from nnx_sharding.core.guard.native import FastestWalk
+from nnx_sharding.core.guard.walk import PythonWalk
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "docs")]
@@ -73,7 +74,7 @@ def test_architecture_page_follows_an_argument():
         assert len(rows[title]) > 4
         for row in rows[title]:  # in this order, with others in between
             assert row in run, (title, row)
-    if Walk is not PythonWalk:
+    if FastestWalk is not PythonWalk:
         files = {file for file, _ in functions_of(lambda: step(model, x))}
         assert files <= {"core/call.py", "core/guard/direct.py", "_compat/flax_names.py"}
 

@@ -26,7 +26,7 @@ import pytest
 from flax import nnx
 
 import nnx_sharding
-from nnx_sharding.core.guard import store, walk
+from nnx_sharding.core.guard import native, store, walk
 
 PROGRAMS = 2400 if os.environ.get("NNX_SHARDING_GUARD_STEPS") == "all" else 240
 BATCHES = 8
@@ -340,11 +340,11 @@ def with_jit(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return nnx_sharding.jit(fun, graph=True, graph_updates=True, **options)
 
 
-@pytest.mark.parametrize("kind", ["Walk", "PythonWalk"])
+@pytest.mark.parametrize("kind", [native.FastestWalk, walk.PythonWalk])
 @pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.slow
 def test_random_programs(kind, batch):
-    with mock.patch.object(store, "Walk", getattr(walk, kind)):
+    with mock.patch.object(store, "FastestWalk", kind):
         for seed in range(batch, PROGRAMS // 2, BATCHES):
             mine, python = World(seed, with_jit), World(seed, without_jit)
             for step in range(STEPS):

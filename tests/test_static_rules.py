@@ -30,7 +30,7 @@ import pytest
 from flax import nnx
 
 from nnx_sharding import jit
-from nnx_sharding.core.guard import store, walk
+from nnx_sharding.core.guard import native, store, walk
 
 PROGRAMS = 900 if os.environ.get("NNX_SHARDING_GUARD_STEPS") == "all" else 90
 BATCHES = 6
@@ -331,11 +331,11 @@ class World:
         return "replaced"
 
 
-@pytest.mark.parametrize("kind", ["Walk", "PythonWalk"])
+@pytest.mark.parametrize("kind", [native.FastestWalk, walk.PythonWalk])
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_drawn_classes(kind: str, batch: int) -> None:
     """A trace is reused only where eager Python gives the same, and where nothing changed."""
-    with mock.patch.object(store, "Walk", getattr(walk, kind)):
+    with mock.patch.object(store, "FastestWalk", kind):
         for _ in range(PROGRAMS // BATCHES // 2):
             seed = random.randrange(10**9)
             world = World(seed)

@@ -29,8 +29,9 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("transforms/lifted.py",))
-GUARD_FILES = ("store.py", "recipe.py", "recorder.py", "walk.py", "walk.c", "direct.py")
-GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
+GUARD_FILES = ("store.py", "guard.py", "recipe.py", "recorder.py", "walk.py")
+GUARD_IN_C = ("native.py", "walk.c", "direct.py", "call.c")
+GUARD = Stage("guard", tuple(f"guard/{name}" for name in (*GUARD_FILES, *GUARD_IN_C)))
 SLOW_WAY = (
     Stage("signature", ("signature.py",)),
     Stage(

@@ -211,7 +211,7 @@ class Lifted(LiftedFunction[P, R]):
         if max_traces is not None:
             self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
         self._observer = Observer(self._cache.log, self._trace_limit)
-        self._direct = (self._guards.routes, (), self._fun, self._observer)
+        self._direct = (self._guards.recent, (), self._fun, self._observer)
         # What trainers ask for the number of compiled programs, as an attribute of what `nnx.jit`
         # returns. An entry of the __dict__, which `functools.wraps` copies, as for cached_partial.
         self.jitted_fn = self._plans

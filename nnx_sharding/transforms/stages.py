@@ -78,8 +78,8 @@ class Stage:
         self._recorder = recorder  # knows the calls of modules
         self._guards = Guards(None, lambda _: _compat.direct_form(stage))
         # The route in C calls with the arguments as they are, but static ones may be left out.
-        routes = [] if statics else self._guards.routes
-        self._direct = (routes, lifted._bound, None, None)
+        guards = [] if statics else self._guards.recent
+        self._direct = (guards, lifted._bound, None, None)
         # JAX keeps the outcome of the trace in the tree structure of the results.
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]

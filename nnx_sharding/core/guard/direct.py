@@ -17,14 +17,15 @@ from ..failures import raise_explained
 from ..flatten import Flat
 from ..interrupts import held, release
 from ..plan import Plan
-from .walk import PythonWalk, Walk
+from .native import FastestWalk
+from .walk import PythonWalk
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def guarded(function: F) -> F:
     """Returns a method that calls what a guard knows, else the given one, `_flattened`."""
-    if Walk is PythonWalk:
+    if FastestWalk is PythonWalk:
         return function
     from . import _native
 

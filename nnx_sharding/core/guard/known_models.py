@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import _compat
 from ..bounded import make_room
 from ..flatten import Flat, flatten
+from ..structure import Structure
+from .guard import check
 from .recorder import WalkRecorder
-from .store import Guard, make_guard, watch
+from .store import make_walk, watch
+from .walk import Walk
+
+
+class _Known(NamedTuple):
+    """A model that was flattened before."""
+
+    walk: Walk
+    structure: Structure
+    references: tuple[Any, ...]  # weak ones, whose callbacks forget the model
 
 
 class KnownModels:
@@ -20,14 +30,14 @@ class KnownModels:
 
     def __init__(self, caller: str, limit: int):
         self._caller, self._limit = caller, limit
-        self._guards: dict[int, tuple[Guard, Sequence[Any]]] = {}
+        self._models: dict[int, _Known] = {}
 
     def flatten(self, tree: Any) -> Flat:
-        """What ``flatten`` returns; of a known model with the same structure, not an equal one."""
-        guard, _ = self._guards.get(id(tree), (None, ()))
-        found = None if guard is None else guard.check((tree,))
-        if found is not None:
-            return found
+        """Returns what ``flatten`` returns; for an unchanged model the same structure again."""
+        known = self._models.get(id(tree))
+        flat = None if known is None else check(known.walk, known.structure, (tree,))
+        if flat is not None:
+            return flat
         is_module = _compat.is_graph_object(tree) and type(tree).__weakrefoffset__
         is_guarded = is_module and _compat.trace_is_clean()
         recorder = WalkRecorder((tree,), [0], []) if is_guarded else None
@@ -37,10 +47,11 @@ class KnownModels:
         """Remembers a model that was flattened here and has not changed since."""
         if not isinstance(flat.recorder, WalkRecorder):
             return
-        guards, key = self._guards, id(tree)
-        guard = make_guard(flat, (tree,), self._caller)
-        if guard is not None:
-            objects = (tree, *flat.recorder.identities.values())
-            references = tuple(watch(objects, lambda _: guards.pop(key, None)))
-            guards[key] = guard, references
-            make_room(guards, self._limit)
+        walk = make_walk(flat.recorder, (tree,), self._caller)
+        if walk is None:
+            return
+        models, key = self._models, id(tree)
+        objects = (tree, *flat.recorder.identities.values())
+        references = tuple(watch(objects, lambda _: models.pop(key, None)))
+        models[key] = _Known(walk, flat.structure, references)
+        make_room(models, self._limit)

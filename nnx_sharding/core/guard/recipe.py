@@ -1,4 +1,19 @@
-"""What a walk through a graph follows and compares: a recipe, and the pins of one graph."""
+"""A recipe: how to walk through a graph, and what has to be there for it to be unchanged.
+
+It is a program for a small interpreter (``walk.py``), which keeps all that it reads in one list,
+the *stream*. The stream starts with the arguments of the call. Each step opens one item of it,
+checks the names of what the item holds, and appends that. For a function of a module ``m`` with an
+int ``n`` and a Variable ``w``, the stream is
+
+    position  0   1   2   3         4     5
+    item      m   n   w   metadata  trace array
+    opened by     NODE    METADATA  TRACE VALUE
+              of 0        of 2      of 2  of 2
+
+and 1, 3 and 4 are compared by value, 0 and 2 by identity; 5 must have the type of an array.
+Positions refer to the stream, so the recipe of one model serves all models that are built alike;
+only what is compared, the *pins*, belongs to one of them.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +63,21 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How to walk all graphs of one structure whose attributes have one order.
+    """The steps of a walk, and the pins of one graph.
 
-    Each step opens one item of the stream, and appends what it holds. The steps that run no Python
-    code come first.
+    Steps that run no Python code come first. Numbers are packed, since ``walk.c`` reads them.
     """
 
-    steps: bytes  # rows of 32-bit integers
+    steps: bytes  # rows of 32-bit integers, the fields of a ``Step``
     expected: tuple[Any, ...]  # for each step: names, keys, length, treedef or kind of static
     # of all opened items and arrays; None for the rest of the stream
     types: tuple[type | None, ...]
     rules: bytes  # by position, one byte each
     pins: bytes  # by position, the number among ``frozen`` or ``mentions``, as a 32-bit integer
     frozen: Positions  # of statics that are compared by value
+    statics: tuple[Any, ...]  # these statics in this graph
     mentions: Positions  # of objects, once for each mention
+    ids: bytes  # the ids of these objects in this graph, as in memory
     first: bytes  # for each mention, the number of the first of its object; -1 for a fixed object
     traces: Positions  # the frozen ones that say to which trace the graph belongs
     leaves: Positions  # of the arrays, by slot
@@ -69,39 +85,15 @@ class Recipe(NamedTuple):
     num_arguments: int
 
     def rows(self) -> np.ndarray[Any, Any]:
-        """The steps as a table."""
+        """Returns the steps as a table of shape (steps, fields of a ``Step``)."""
         return np.frombuffer(self.steps, np.int32).reshape(-1, len(Step._fields))
 
 
-class Pins(NamedTuple):
-    """What one graph must still have at the positions of a recipe."""
-
-    frozen: tuple[Any, ...]
-    mentions: bytes  # the ids of the objects, as in memory
-
-
-class Route(NamedTuple):
-    """A guard as ``_native.call`` uses it."""
-
-    follow: Any
-    names: tuple[str, ...]  # of the keyword arguments
-    plan: Any
-    execute: Any  # what runs the program
-    donates: bool
-    context_of: Any  # returns the mesh in context; None if the plan does not depend on it
-    context: Any
-    slots: bytes  # of the arrays that have to be placed, or whose shapes matter
-    shardings: list[Any]  # of these; None for those that are not placed
-    avals: list[Any]  # of these; empty if shapes do not matter
-    known: list[Any]  # for each, a weak reference to an array that is as it should be
-    entry: Any  # keeps the weak references that end this route
-
-
 def packed(numbers: Sequence[Any] | np.ndarray[Any, Any]) -> bytes:
-    """Numbers as a recipe has them."""
+    """Returns numbers as a recipe has them."""
     return np.asarray(numbers, np.int32).tobytes()
 
 
 def unpacked(numbers: bytes) -> list[int]:
-    """The inverse of :func:`packed`."""
+    """Returns the numbers that ``packed`` was given."""
     return np.frombuffer(numbers, np.int32).tolist()

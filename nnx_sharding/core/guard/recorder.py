@@ -20,7 +20,7 @@ from ..recording import NOWHERE, Comparison, comparison_of
 from ..static_equality import Static
 from ..static_parts import StaticKind, has_only_dict
 from ..treedefs import PyTreeDef, is_leaf_treedef
-from .recipe import Opcode, Pins, Recipe, Rule, Step, packed
+from .recipe import Opcode, Recipe, Rule, Step, packed
 from .walk import ids_of, open_tree
 
 _OF_VARIABLE = ((Opcode.TRACE, Comparison.BY_VALUE), (Opcode.VALUE, Comparison.NONE))
@@ -204,7 +204,7 @@ class WalkRecorder:
             end += 1
         return start
 
-    def recipe_and_pins(self) -> tuple[Recipe, Pins] | None:
+    def recipe(self) -> Recipe | None:
         """Returns the path through the graph and what is there; None for one of another trace."""
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
@@ -231,22 +231,22 @@ class WalkRecorder:
         for rule, positions in ((Rule.FROZEN, frozen), (Rule.MENTION, mentions)):
             rules[positions] |= rule
             pins[positions] = np.arange(len(positions))
-        recipe = Recipe(
+        return Recipe(
             steps=packed(order.steps),
             expected=tuple(order.expected),
             types=tuple(types),
             rules=rules.astype(np.uint8).tobytes(),
             pins=packed(pins),
             frozen=packed(frozen),
+            statics=tuple(stream[position] for position in frozen.tolist()),
             mentions=packed(mentions),
+            ids=ids_of(stream[position] for position in mentions.tolist()),
             first=packed(np.where(is_fixed, -1, first[number])),
             traces=packed(traces),
             leaves=packed(leaves),
             objects=packed(place[self.objects]),
             num_arguments=self._num_arguments,
         )
-        statics = tuple(stream[position] for position in frozen.tolist())
-        return recipe, Pins(statics, ids_of(stream[position] for position in mentions.tolist()))
 
     def _in_order(self) -> _Order:
         """Moves the steps that run Python code, and those that depend on them, to the end."""

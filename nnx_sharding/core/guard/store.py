@@ -1,4 +1,16 @@
-"""The guards of one function: finds the plan for some arguments without splitting them."""
+"""The guards of one function: finds the plan for some arguments without flattening them.
+
+Guards are kept by arguments: by the types of all, and by the ids of the modules among them. For
+each, there are a few, since a model may be trained and evaluated in turns. Where none holds, the
+guards of other models whose arguments have the same types are *matched*, as templates: a model that
+is built like an earlier one has its plan, and gets a guard of its own when it is passed again.
+
+    call ─┬─ a guard of these arguments holds ──────────────── its plan
+          ├─ a template matches ────────────────────────────── its plan; a guard the second time
+          └─ neither: flatten, find or make a plan, ``add`` ── a guard and a template
+
+Nothing here keeps a model alive, and all tables are bounded.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +19,20 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from ... import _compat
 from ..bounded import make_room
 from ..flatten import Flat
 from ..plan import Plan
 from ..signature import Call
-from ..structure import Structure
 from ..transform import Transform
 from ..unflatten import picker
-from .recipe import Pins, Route, packed
+from .guard import Guard
+from .native import FastestWalk
+from .recipe import packed
 from .recorder import WalkRecorder
 from .walk import Walk
-
-V = TypeVar("V")
 
 _LOGGER = logging.getLogger("nnx_sharding")
 
@@ -29,7 +40,7 @@ _LOGGER = logging.getLogger("nnx_sharding")
 # trained and evaluated has two.
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
-MAX_ROUTES = 4  # of which the extension tries each
+MAX_RECENT = 4  # of which the extension tries each
 
 
 def recorder_of(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
@@ -40,87 +51,31 @@ def recorder_of(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wa
     return WalkRecorder((*args, *kwargs.values()), dynamic, static)
 
 
-class Guard(NamedTuple):
-    """The path through a graph, and what must be there for it to have a structure.
-
-    It compares everything on which a structure depends: names in order, types, statics, and which
-    objects are shared. For these, ids are enough, so a guard keeps no model alive. Another object
-    may get the id of a dead one, but then its content is compared as well; objects without content
-    drop the guard when they are collected.
-
-    A mismatch, or anything unexpected, means "changed": the call then flattens. So a guard may be
-    too strict, which costs time, but never too lax.
-    """
-
-    structure: Structure
-    walk: Any
-    pins: Pins
-    follow: Any
-
-    @classmethod
-    def of(cls, structure: Structure, walk: Any, pins: Pins) -> Guard:
-        """The guard of the graph with these pins."""
-        return cls(structure, walk, pins, walk.follower(pins))
-
-    def check(self, arguments: tuple[Any, ...]) -> Flat | None:
-        """The graph as ``flatten`` would return it, or None if it may have changed."""
-        try:
-            found = self.follow(arguments)
-        except Exception:  # a missing attribute or a comparison that raises is a change
-            return None
-        if found is None:
-            return None
-        leaves, objects = found
-        return Flat(self.structure, leaves, objects, updatable=True)
-
-    def match(self, arguments: tuple[Any, ...]) -> tuple[Flat, Pins] | None:
-        """Another graph of the same structure, and its pins; None if the structure differs."""
-        try:
-            match = self.walk.match(self.pins, arguments)
-        except Exception:
-            return None
-        if match is None:
-            return None
-        leaves, objects, frozen, mentions, traces = match
-        if not _compat.are_current(traces):
-            return None
-        return Flat(self.structure, leaves, objects, updatable=True), Pins(frozen, mentions)
-
-
-def make_guard(flat: Flat, arguments: tuple[Any, ...], name: str) -> Guard | None:
-    """A guard for the arguments of a call that were flattened; None if they cannot be guarded."""
+def make_walk(recorder: WalkRecorder, arguments: tuple[Any, ...], name: str) -> Walk | None:
+    """Returns the walk that was recorded; None if these arguments cannot be guarded."""
     try:
-        recorder = flat.recorder
-        recorded = recorder.recipe_and_pins() if isinstance(recorder, WalkRecorder) else None
-        if recorded is None:
+        recipe = recorder.recipe()
+        if recipe is None:
             return None
-        recipe, pins = recorded
-        guard = Guard.of(flat.structure, Walk(recipe), pins)
+        walk = FastestWalk(recipe)
         # The graph may have changed while it was flattened. What raises here would at each call.
-        return guard if guard.follow(arguments) is not None else None
+        return walk if walk.follow(arguments) is not None else None
     except Exception:  # of the user's classes, or ours; the call needs no guard
         _LOGGER.warning("%s is flattened at each call:", name, exc_info=True)
         return None
 
 
-class _Entry(NamedTuple):
-    guard: Guard
-    plan: Plan
-    key: tuple[Hashable, ...]
-    references: tuple[Any, ...]  # whose callbacks drop the record
-
-
 class _Record:
     """What is known of one set of arguments."""
 
-    __slots__ = ("entries", "misses")
+    __slots__ = ("guards", "misses")
 
     def __init__(self) -> None:
-        self.entries: tuple[_Entry, ...] = ()
+        self.guards: tuple[Guard, ...] = ()
         self.misses = 0
 
-    def add(self, entry: _Entry) -> None:
-        self.entries = (entry, *self.entries[: MAX_GUARDS - 1])
+    def add(self, guard: Guard) -> None:
+        self.guards = (guard, *self.guards[: MAX_GUARDS - 1])
 
     def missed(self, *, is_new: bool) -> bool:
         """Counts a call for which no guard held; returns whether to make one.
@@ -142,8 +97,10 @@ class Guards:
     """Guards by the arguments of a call: by their types, and by the modules among them.
 
     Holds no objects of the user: a record is dropped when one of its modules is collected.
-    ``transform`` knows what a plan depends on besides the structure; ``execute`` returns what runs
-    the program of a plan.
+
+    Args:
+      transform: knows what a plan depends on besides the structure; None if on nothing.
+      execute: returns what runs the program of a plan.
     """
 
     def __init__(
@@ -151,7 +108,8 @@ class Guards:
         transform: Transform | None = None,
         execute: Callable[[Plan], Any] = lambda plan: plan.program.top_level,
     ):
-        self.routes: list[Route] = []  # the last ones, for ``_native.call``
+        # The last ones that held, which the extension tries first.
+        self.recent: list[Guard] = []
         self._execute = execute
         self._reads_context = transform is not None and transform.reads_context
         self._reads_shapes = transform is not None and transform.reads_shapes
@@ -163,11 +121,11 @@ class Guards:
             self._key_of = transform.key
         self._pick_modules: dict[tuple[Any, ...], Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._records: dict[_Key, _Record] = {}
-        # By types alone, for other modules of the same structure.
+        # By types alone: guards that may match other modules of the same structure.
         self._templates: dict[tuple[Any, ...], _Record] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
-        """The plan that serves a call, and its arguments as split; None if no guard holds."""
+        """Returns the plan that serves a call, and its flat arguments; None if no guard holds."""
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
             key = self._key(arguments, kwargs)
@@ -175,55 +133,40 @@ class Guards:
         except Exception:  # a class that cannot be hashed
             return None
         if record is not None:
-            for entry in record.entries:
-                flat = entry.guard.check(arguments)
-                if flat is not None and self._key_of(flat.leaves) == entry.key:
-                    if entry is not record.entries[0]:
-                        others = (other for other in record.entries if other is not entry)
-                        record.entries = (entry, *others)
-                    self._add_route(entry, flat, (*kwargs,))
-                    return entry.plan, flat
+            for guard in record.guards:
+                flat = guard.check(arguments)
+                if flat is not None and self._key_of(flat.leaves) == guard.key:
+                    self._move_to_front(record, guard)
+                    return guard.plan, flat
         template = self._templates.get(key[0])
-        return self._match(key, template.entries, arguments) if template is not None else None
+        return self._match(key, template.guards, arguments) if template is not None else None
 
-    def _add_route(self, entry: _Entry, flat: Flat, names: tuple[str, ...]) -> None:
-        plan = entry.plan
-        if self._infers_specs:
+    def _move_to_front(self, record: _Record, guard: Guard) -> None:
+        """Makes a guard that held the first one to be tried, also by the extension."""
+        if self._infers_specs:  # calls have to infer them
             return
-        slots: Sequence[int] = plan.placed_slots
-        if self._reads_shapes:
-            slots = range(len(flat.leaves))
-        goals = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
-        avals = [getattr(flat.leaves[slot], "aval", None) for slot in slots]
-        self.routes[MAX_ROUTES - 1 :] = []
-        route = Route(
-            entry.guard.follow,
-            names,
-            plan,
-            self._execute(plan),
-            bool(plan.donated),
-            _compat.context_mesh if self._reads_context else None,
-            entry.key[0],
-            packed(slots),
-            [goals.get(slot) for slot in slots],
-            avals if self._reads_shapes else [],
-            [None] * len(slots),
-            entry,
-        )
-        self.routes.insert(0, route)
+        if guard.execute is None:
+            ready = guard._replace(execute=self._execute(guard.plan))
+        else:
+            ready = guard
+        record.guards = (ready, *(other for other in record.guards if other is not guard))
+        # Not a new list: callables have this one.
+        self.recent[:] = [ready, *(other for other in self.recent if other is not guard)][
+            :MAX_RECENT
+        ]
 
     def _match(
-        self, key: _Key, templates: Iterable[_Entry], arguments: tuple[Any, ...]
+        self, key: _Key, templates: Iterable[Guard], arguments: tuple[Any, ...]
     ) -> tuple[Plan, Flat] | None:
         """The same for arguments with the structure of others for which there is a guard."""
         for template in templates:
-            match = template.guard.match(arguments)
+            match = template.match(arguments)
             if match is None or self._key_of(match[0].leaves) != template.key:
                 continue
-            flat, pins = match
+            flat, recipe = match
             if self._record(key).missed(is_new=False):
-                guard = Guard.of(flat.structure, template.guard.walk, pins)
-                self._add(key, guard, template.plan, flat, [x() for x in template.references])
+                identities = [reference() for reference in template.references]
+                self._add(key, FastestWalk(recipe), template.plan, flat, identities)
             return template.plan, flat
         return None
 
@@ -245,32 +188,66 @@ class Guards:
             return
         if not record.missed(is_new=is_new):
             return
-        shared = flat._replace(structure=plan.structure)  # equal, but there is only one
-        guard = make_guard(shared, arguments, plan.fun_name)
-        if guard is None or not isinstance(flat.recorder, WalkRecorder):
+        recorder, walk = flat.recorder, None
+        if isinstance(recorder, WalkRecorder):
+            walk = make_walk(recorder, arguments, plan.fun_name)
+        if walk is None or not isinstance(recorder, WalkRecorder):
             record.misses += 2 * MAX_GUARDS
             return
-        identities = flat.recorder.identities.values()
-        self._add(key, guard, plan, flat, identities)
+        identities = recorder.identities.values()
+        guard = self._add(key, walk, plan, flat, identities)
         templates, types = self._templates, key[0]
         references = tuple(watch(identities, lambda _: templates.pop(types, None)))
-        template = guard._replace(follow=None)  # without the dicts of this model
-        entry = _Entry(template, plan, self._key_of(flat.leaves), references)
-        templates.setdefault(types, _Record()).add(entry)
+        # A new walk, without what that one has noted of this model.
+        template = guard._replace(walk=FastestWalk(walk.recipe), references=references)
+        templates.setdefault(types, _Record()).add(template)
         make_room(templates, MAX_ARGUMENTS)
 
     def _add(
-        self, key: _Key, guard: Guard, plan: Plan, flat: Flat, identities: Iterable[Any]
-    ) -> None:
-        records, routes = self._records, self.routes  # not self, which would live as long
+        self, key: _Key, walk: Walk, plan: Plan, flat: Flat, identities: Iterable[Any]
+    ) -> Guard:
+        """Adds a guard, which ends with any of its modules or of the objects compared by id."""
+        records, recent = self._records, self.recent  # not self, which would live as long
         objects = (*_modules(plan, flat), *identities)
 
         def forget(_: Any) -> None:
-            routes.clear()
+            recent.clear()
             records.pop(key, None)
 
         references = tuple(watch(objects, forget))
-        self._record(key).add(_Entry(guard, plan, self._key_of(flat.leaves), references))
+        names = tuple(name for name in key[0] if isinstance(name, str))
+        guard = self._guard(names, walk, plan, flat, references)
+        self._record(key).add(guard)
+        return guard
+
+    def _guard(
+        self,
+        names: tuple[str, ...],
+        walk: Walk,
+        plan: Plan,
+        flat: Flat,
+        references: tuple[Any, ...],
+    ) -> Guard:
+        slots: Sequence[int] = plan.placed_slots
+        if self._reads_shapes:
+            slots = range(len(flat.leaves))
+        goals = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
+        avals = [getattr(flat.leaves[slot], "aval", None) for slot in slots]
+        key = self._key_of(flat.leaves)
+        return Guard(
+            walk=walk,
+            names=names,
+            plan=plan,
+            key=key,
+            donates=bool(plan.donated),
+            context_of=_compat.context_mesh if self._reads_context else None,
+            context=key[0],
+            slots=packed(slots),
+            shardings=[goals.get(slot) for slot in slots],
+            avals=avals if self._reads_shapes else [],
+            known=[None] * len(slots),
+            references=references,
+        )
 
     def _record(self, key: _Key) -> _Record:
         record = self._records.setdefault(key, _Record())
@@ -279,13 +256,13 @@ class Guards:
 
     def drop(self, plan: Plan) -> None:
         """Forgets an evicted plan, so that further models do not use it."""
-        self.routes.clear()
+        self.recent.clear()
         for record in [*self._templates.values()]:
-            record.entries = tuple(entry for entry in record.entries if entry.plan is not plan)
+            record.guards = tuple(guard for guard in record.guards if guard.plan is not plan)
 
     def clear(self) -> None:
         """Forgets everything."""
-        for table in (self.routes, self._pick_modules, self._records, self._templates):
+        for table in (self.recent, self._pick_modules, self._records, self._templates):
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:

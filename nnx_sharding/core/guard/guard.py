@@ -1,0 +1,82 @@
+"""A guard: recognizes arguments that a function was called with before, without flattening them.
+
+It compares everything on which a structure depends: names in order, types, statics, and which
+objects are shared. For these, ids are enough, so a guard keeps no model alive. Another object may
+get the id of a dead one, but then its content is compared as well; objects without content drop the
+guard when they are collected.
+
+A mismatch, or anything unexpected, means "changed": the call then flattens. So a guard may be too
+strict, which costs time, but never too lax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from ... import _compat
+from ..flatten import Flat
+from ..plan import Plan
+from ..structure import Structure
+from .recipe import Recipe
+from .walk import Walk
+
+
+class Guard(NamedTuple):
+    """What a call needs to know of arguments that a function was called with before.
+
+    The walk says whether they are the same as then, and the rest follows from that. ``call.c``
+    reads the fields by their position.
+    """
+
+    walk: Walk
+    names: tuple[str, ...]  # of the keyword arguments
+    plan: Plan
+    key: tuple[Hashable, ...]  # what the plan depends on besides the graph
+    donates: bool
+    context_of: Callable[[], Any] | None  # returns the mesh in context; None if it does not matter
+    context: Any  # that mesh
+    # Of the arrays that have to be placed, or whose shapes matter:
+    slots: bytes  # as 32-bit integers
+    shardings: list[Any]  # None for those that are not placed
+    avals: list[Any]  # empty if shapes do not matter
+    known: list[Any]  # weak references to those that were found to be as they should be
+    references: tuple[Any, ...]  # weak ones, whose callbacks end the guard
+    execute: Callable[..., Any] | None = None  # runs the program; None until the guard has held
+
+    def check(self, arguments: tuple[Any, ...]) -> Flat | None:
+        """Returns the graph as ``flatten`` would return it, or None if it may have changed."""
+        return check(self.walk, self.plan.structure, arguments)
+
+    def match(self, arguments: tuple[Any, ...]) -> tuple[Flat, Recipe] | None:
+        """Returns another graph of the same structure, with its recipe; None if that differs."""
+        return match(self.walk, self.plan.structure, arguments)
+
+
+def check(walk: Walk, structure: Structure, arguments: tuple[Any, ...]) -> Flat | None:
+    """Returns the graph of a walk as ``flatten`` would, or None if it may have changed."""
+    try:
+        followed = walk.follow(arguments)
+    except Exception:  # a missing attribute or a comparison that raises is a change
+        return None
+    if followed is None:
+        return None
+    leaves, objects = followed
+    return Flat(structure, leaves, objects, updatable=True)
+
+
+def match(
+    walk: Walk, structure: Structure, arguments: tuple[Any, ...]
+) -> tuple[Flat, Recipe] | None:
+    """Returns another graph of the same structure, with its recipe; None if that differs."""
+    try:
+        matched = walk.match(arguments)
+    except Exception:
+        return None
+    if matched is None:
+        return None
+    leaves, objects, statics, ids, traces = matched
+    if not _compat.are_current(traces):
+        return None
+    recipe = walk.recipe._replace(statics=statics, ids=ids)
+    return Flat(structure, leaves, objects, updatable=True), recipe

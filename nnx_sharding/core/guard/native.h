@@ -1,0 +1,76 @@
+/* What the two files of the extension share: the names that Python and C agree on, and the walk as a
+ * call uses it. */
+
+#ifndef NNX_SHARDING_NATIVE_H
+#define NNX_SHARDING_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <structmember.h>
+
+/* Names are listed once, as macros, from which enums and texts are made. walk.py compares the first
+ * four lists with its own when it is imported, so an old extension is not loaded. A slot is where
+ * CPython or Flax stores something in an object. */
+#define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP) X(TREEDEF) X(LEAVES)
+#define OPCODES(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
+#define STEP(X) X(opcode) X(position) X(start)
+#define RECIPE(X) X(steps) X(expected) X(types) X(rules) X(pins) X(frozen) X(statics) X(mentions) \
+    X(ids) X(first) X(traces) X(leaves) X(objects) X(num_arguments)
+#define GUARD(X) X(walk) X(names) X(plan) X(key) X(donates) X(context_of) X(context) X(slots) \
+    X(shardings) X(avals) X(known) X(references) X(execute)
+/* What the extension calls: functions and objects that walk.py and direct.py pass to `set_up`. */
+#define HOOKS(X) X(open_tree) X(open_static) X(same_value) X(mapping_type) \
+    X(is_ready) X(caller) X(held) X(settle) X(complete) X(is_bounded) X(wait) X(limit) \
+    X(direct_mark)
+/* Names of attributes. */
+#define NAMES(X) X(_mapping) X(_direct) X(_flattened) X(_failed) X(fields) X(update) X(sharding) \
+    X(aval) X(num_devices)
+
+#define AS_TEXT(name) " " #name
+#define AS_STRING(name) #name,
+#define AS_FIELD(name) int32_t name;
+#define AS_OPCODE(name) name,
+#define AS_RECIPE(name) RECIPE_##name,
+#define AS_GUARD(name) GUARD_##name,
+#define AS_HOOK(name) HOOK_##name,
+#define AS_NAME(name) NAME_##name,
+
+enum opcode { OPCODES(AS_OPCODE) NUM_OPCODES };
+enum { RECIPE(AS_RECIPE) NUM_RECIPE };
+enum { GUARD(AS_GUARD) NUM_GUARD };
+enum { HOOKS(AS_HOOK) NUM_HOOKS };
+enum { NAMES(AS_NAME) NUM_NAMES };
+
+/* What `set_up` was given, and the names as Python strings. */
+struct native {
+    PyObject *hooks[NUM_HOOKS];
+    PyObject *names[NUM_NAMES];
+    Py_ssize_t offsets[NUM_OPCODES];   /* of the slots */
+    PyTypeObject *owners[NUM_OPCODES]; /* the types with the slots; NULL for other opcodes */
+};
+extern struct native native;
+
+static inline PyObject *attribute(PyObject *object, int name) {
+    return PyObject_GetAttr(object, native.names[name]);
+}
+
+/* What a walk found, as tuples. */
+typedef struct {
+    PyObject *leaves, *objects;
+} Found;
+
+static inline void drop_found(Found *found) {
+    Py_CLEAR(found->leaves);
+    Py_CLEAR(found->objects);
+}
+
+extern PyTypeObject WalkType;
+
+/* Walks from the arguments of a call. Returns 1, 0 for a change, or -1 with an error set. */
+int walk_follow(PyObject *walk, PyObject *const *arguments, Py_ssize_t count, Found *found);
+
+/* Starts watching dicts, where this Python can. */
+void walk_watch_dicts(void);
+
+#endif

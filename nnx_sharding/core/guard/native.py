@@ -1,0 +1,49 @@
+"""The extension, if it is there: the walk that is used, and the hooks that the extension calls."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+
+from ... import _compat
+from ..static_equality import opened as open_static
+from .guard import Guard
+from .recipe import Opcode, Recipe, Step
+from .walk import PythonWalk, Walk, open_tree, same_value
+
+
+def _load_walk() -> type[Walk]:
+    """Returns the walk of the extension; that in Python if it is missing or not wanted."""
+    is_pure = bool(os.environ.get("NNX_SHARDING_PURE_PYTHON"))
+    try:
+        _native = importlib.import_module("._native", __package__)
+    except ImportError as error:
+        if not is_pure:
+            is_missing = isinstance(error, ModuleNotFoundError)
+            logging.getLogger("nnx_sharding").warning(
+                "nnx_sharding was installed without its C extension%s, so calls are slower. "
+                "Install a wheel, or a C compiler and nnx_sharding again. "
+                "NNX_SHARDING_PURE_PYTHON=1 silences this.",
+                "" if is_missing else f" for this Python ({error})",
+            )
+        return PythonWalk
+    tuples = {own.__name__: own._fields for own in (Step, Recipe, Guard)}
+    shared = {"Opcode": tuple(Opcode.__members__), **tuples}
+    fields = " ".join(word for name, own in shared.items() for word in (name, *own))
+    if getattr(_native, "FIELDS", None) != fields:
+        raise RuntimeError(
+            f"{_native.__file__} was compiled from another version of nnx_sharding. Install it "
+            "again; in a checkout, run `python setup.py build_ext --inplace`."
+        )
+    _native.set_up(
+        open_tree=open_tree,
+        open_static=open_static,
+        same_value=same_value,
+        mapping_type=_compat.HashableMapping,
+        **_compat.SLOTS,
+    )
+    return PythonWalk if is_pure else _native.Walk
+
+
+FastestWalk: type[Walk] = _load_walk()
