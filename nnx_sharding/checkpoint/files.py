@@ -1,4 +1,8 @@
-"""``save`` and ``restore``: single checkpoints, and models as items of Orbax's managers."""
+"""``save`` and ``restore``: single checkpoints, and models as items of Orbax's managers.
+
+A new checkpoint is written next to an old one, which is replaced by two renames once the new one is
+complete. So an error, or a full disk, leaves the old one.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ from .restore import restore_into
 from .stored import (
     MANIFEST,
     VERSION,
+    FilePath,
     as_folder,
     beside,
     first_line,
@@ -101,8 +106,8 @@ def save(
         raise
 
 
-def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
-    """Whether a folder exists, and why nothing can be saved there."""
+def _obstacle(folder: FilePath, overwrite: bool) -> tuple[bool, str]:
+    """Returns whether a folder exists, and why nothing can be saved there, if so."""
     if not folder.exists():
         # If Orbax cannot make it, its threads keep the process from ending for minutes.
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,14 +117,16 @@ def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
     if not is_checkpoint(folder):
         return True, "is not a checkpoint, so it is kept"
     others = [name[:100] for name in foreign_entries(folder)]
+    if not others:
+        return True, ""
     listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
-    return True, f"has files that are not of a checkpoint, so it is kept: {listed}" * bool(others)
+    return True, f"has files that are not of a checkpoint, so it is kept: {listed}"
 
 
-def _replace(folder: Any, new: Any) -> None:
-    """Puts a new checkpoint in the place of an old one, or leaves the old one there."""
+def _replace(folder: FilePath, new: FilePath) -> None:
+    """Replaces an old checkpoint by a new one, or leaves the old one there."""
     old = beside(folder, "old")
-    if old.exists():
+    if old.exists():  # of a process that was killed here
         old.rmtree()
     with deferred():
         folder.rename(old)
@@ -202,11 +209,11 @@ def restore(
 class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
     """Saves and restores models; Orbax finds it by :class:`ModelSave` and :class:`ModelRestore`."""
 
-    async def async_save(self, directory: Any, args: Any) -> Any:
+    async def async_save(self, directory: FilePath, args: ModelSave) -> Any:
         """Starts to write the arrays of a :class:`ModelSave`."""
         return await super().async_save(directory, args=_standard_args(args))
 
-    def restore(self, directory: Any, args: Any) -> Any:
+    def restore(self, directory: FilePath, args: ModelRestore) -> Any:
         """Restores a :class:`ModelRestore`."""
         return restore_into(directory, args)
 
@@ -253,14 +260,14 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     tree: Any
     sharding: Any = None
-    mesh: Any = None
+    mesh: Mesh | None = None
     only: Any = None
     cast: bool = False
     rename: Mapping[str, str] | None = None
 
 
 def _standard_args(args: ModelSave) -> Any:
-    """The arguments for Orbax: nested dicts of arrays, and as metadata what it does not store."""
+    """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks."""
     flat, arrays = check_storable(args.tree)
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
@@ -285,7 +292,7 @@ def _standard_args(args: ModelSave) -> Any:
 
 
 def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
-    """A tree and its arrays, all of which can be saved."""
+    """Returns a tree and its arrays, or raises an error that lists those that cannot be saved."""
     flat = flatten(tree)
     arrays = named_arrays(flat)
     wrong, deleted = [], []
@@ -310,10 +317,11 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
 
 
 def _content(leaf: Any) -> Any:
-    """What is written for an array: a NumPy array unless it is global."""
+    """Returns what is written for an array: a NumPy array unless it is global."""
     value = leaf[...] if is_reference(leaf) else leaf
     if not isinstance(value, jax.Array):
         return np.asarray(value) if isinstance(value, complex | np.generic) else value
+    # Of several processes, Orbax refuses arrays that one of them alone has.
     if jax.process_count() > 1 and value.is_fully_addressable:
         return np.asarray(jax.random.key_data(value) if is_key(value) else value)
     return value

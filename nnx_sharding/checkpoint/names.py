@@ -1,4 +1,8 @@
-"""The arrays of a tree: their names in a checkpoint, which of them are wanted, new values."""
+"""The arrays of a tree: their names in a checkpoint, which of them are wanted, new values.
+
+An array has a path (``blocks/0/kernel``), for users, and a name, the keys that Orbax stores: those
+of the flattened ``nnx.state``, where each Variable is a level of its own with the key ``value``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .. import _compat
 from ..analysis.parameters import keys_inside
@@ -48,7 +52,7 @@ class NamedArray(NamedTuple):
 
 
 def named_arrays(flat: Flat) -> list[NamedArray]:
-    """Each array of a tree, by its first path."""
+    """Lists the arrays of a tree, each by its first path."""
     structure, arrays = flat.structure, []
     for place in structure.walk(structure.root, iter(structure.root_slots)):
         entry = None if place.entry is None else structure.entries[place.entry]
@@ -72,7 +76,7 @@ def selected(
     what: str = "arrays or numbers",
     remedy: str = "",
 ) -> list[NamedArray]:
-    """The arrays that a filter selects, all of which must be supported."""
+    """Returns the arrays that a filter selects, all of which must be supported."""
     keep = to_predicate(... if only is None else only)
     found = [array for array in arrays if keep(array.variable_path, array.variable)]
     if arrays and not found:
@@ -84,7 +88,7 @@ def selected(
 
 
 def filled(flat: Flat, values: Iterable[tuple[NamedArray, Any]], caller: str) -> Any:
-    """The tree with new arrays; references get them as values."""
+    """Returns the tree with new arrays; references get them as values."""
     leaves, references = list(flat.leaves), []
     for array, value in values:
         if is_reference(array.leaf):
@@ -97,27 +101,27 @@ def filled(flat: Flat, values: Iterable[tuple[NamedArray, Any]], caller: str) ->
     return tree
 
 
-def present_sharding(leaf: Any) -> Any:
-    """The sharding of an array; None if it has none or is uncommitted."""
+def present_sharding(leaf: Any) -> Sharding | None:
+    """Returns the sharding of an array; None if it has none or is uncommitted."""
     if isinstance(leaf, jax.Array) and not is_reference(leaf) and not leaf.committed:
         return None
-    present = sharding_of(leaf)
+    present: Sharding | Format | None = sharding_of(leaf)
     return present.sharding if isinstance(present, Format) else present
 
 
-def is_reference(x: Any) -> bool:
+def is_reference(x: object) -> bool:
     """Whether ``x`` refers to an array instead of being one."""
     return _compat.is_ref(x) or _compat.is_hijax_variable(x)
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: object) -> bool:
     """Whether ``x`` is an array of PRNG keys, which may be abstract."""
     return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def is_storable(x: Any) -> bool:
+def is_storable(x: object) -> bool:
     """Whether ``x`` is an array or a number that Orbax can store; it may be abstract."""
-    if isinstance(x, int):
+    if isinstance(x, int):  # Orbax stores numbers as those of 64 bits
         return -(2**63) <= x < 2**63
     kinds = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | float | complex
     if not is_reference(x) and (not isinstance(x, kinds) or isinstance(x, jax.core.Tracer)):
@@ -126,32 +130,35 @@ def is_storable(x: Any) -> bool:
 
 
 @functools.cache
-def _is_storable(dtype: Any) -> bool:
+def _is_storable(dtype: np.dtype[Any]) -> bool:
+    """Whether TensorStore has this dtype."""
     try:
         return dtype.kind not in "OSUMmT" and bool(tensorstore.dtype(dtype))
     except ValueError:  # such as uint4
         return False
 
 
-def kind_of(x: Any) -> str:
-    """The name of the type of ``x`` in messages."""
+def kind_of(x: object) -> str:
+    """Returns the name of the type of ``x`` for messages."""
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return f"{type(x).__name__.removesuffix('Impl')} of {x.dtype}"
     return "int of more than 64 bits" if isinstance(x, int) else type(x).__name__
 
 
-def suggestions(count: int) -> Callable[[Any, Iterable[Any]], str]:
-    """``suggestion``; nothing for so many names that comparing all pairs takes too long."""
+def suggestions(count: int) -> Callable[[str, Iterable[str]], str]:
+    """Returns ``suggestion``, or for so many names that comparing all takes too long, no hints."""
     return suggestion if count < _MOST else lambda name, names: ""
 
 
 def on_auto_axes(sharding: NamedSharding) -> NamedSharding:
-    """A sharding in the default memory, on Auto axes, where any operation is possible."""
+    """Returns a sharding in the default memory, on Auto axes, where any operation is possible."""
     mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
     return NamedSharding(mesh, sharding.spec)
 
 
-def is_castable(there: Any, here: Any, kinds: Sequence[Any]) -> bool:
+def is_castable(
+    there: np.dtype[Any] | str, here: np.dtype[Any] | str, kinds: Sequence[type]
+) -> bool:
     """Whether dtypes are equal or of the same kind, if that is one of these."""
     if isinstance(there, str):  # NumPy has no such dtype
         return False
@@ -159,7 +166,7 @@ def is_castable(there: Any, here: Any, kinds: Sequence[Any]) -> bool:
     return bool(there == here) or any(same)
 
 
-def may_wrap(there: Any, here: Any) -> bool:
+def may_wrap(there: np.dtype[Any], here: np.dtype[Any]) -> bool:
     """Whether integers of one dtype may be out of the range of another one."""
     if not jnp.issubdtype(there, jnp.integer):
         return False

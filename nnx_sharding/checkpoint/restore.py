@@ -1,4 +1,15 @@
-"""Reading a checkpoint into a tree: all of it or, after an error, nothing."""
+"""Reading a checkpoint into a tree: all of it or, after an error, nothing.
+
+    find      where each array of the model is in the checkpoint: under its name, or a new one
+    check     shapes and dtypes, before anything is read; one error lists all that does not fit
+    load      with the model's shardings, so that each process reads its own shards
+    convert   stack or unstack layers, cast, place, one array after the other
+    fill      the model, once all arrays are there
+
+A checkpoint of a list of layers fits a stack of them, and the reverse: an array then has several
+pieces, or is one layer of a piece. Names tell which: ``blocks/layers/kernel`` in a stack is
+``blocks/0/kernel``, ``blocks/1/kernel``, … in a list.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +18,14 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..core.constrain import other_memory
@@ -42,6 +54,7 @@ from .stored import Entry, Stored, key_kind, key_words, load, opened
 
 _NUMBERS = (bool, int, float, complex)
 
+# The type of the Python number that an array with a weak type was, by the kind of its dtype.
 _NUMBER_KINDS = {"i": int, "f": float, "c": complex}
 _LAYERS = "layers"  # the attribute of a `Stack` in the place of the index into a list
 _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
@@ -63,13 +76,21 @@ def restore_into(folder: Any, given: Any) -> Any:
 
 
 def _shardings(
-    tree: Any, flat: Flat, arrays: Sequence[NamedArray], sharding: Any, mesh: Any
-) -> dict[int, Any]:
-    """The sharding of each slot; None for the default device, and for what stays on the host."""
+    tree: Any,
+    flat: Flat,
+    arrays: Sequence[NamedArray],
+    sharding: Any,
+    mesh: Mesh | AbstractMesh | None,
+) -> dict[int, Sharding | None]:
+    """Returns the sharding of each slot; None for the default device, and for the host.
+
+    ``assign_shardings`` fits given shardings to the arrays. Those that the model has already fit,
+    but a mesh of another size may not divide the arrays, and an abstract one has no devices.
+    """
     declared: list[Any] = [None] * len(flat.leaves)
     if sharding is not None:
         _, declared = assign_shardings(tree, flat, sharding, mesh=mesh, caller="restore")
-    result: dict[int, Any] = {}
+    result: dict[int, Sharding | None] = {}
     problems = []
     for array in arrays:
         slot, leaf = array.slot, array.leaf
@@ -103,11 +124,11 @@ class _Source(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """One array to restore, where it is in the checkpoint, and its sharding or None."""
+    """One array to restore, and where it is in the checkpoint."""
 
     array: NamedArray
     source: _Source
-    sharding: Any
+    sharding: Sharding | None  # None for the default device, and for the host
 
 
 class _Finder:
@@ -136,26 +157,38 @@ class _Finder:
         raise_listed(ValueError, head, lines)
 
     def source(self, array: NamedArray) -> _Source:
-        """Where an array is; if it is missing, a piece with a name that does not exist."""
+        """Finds an array; for a missing one, returns a piece with a name that does not exist."""
         name = array.name if array.name in self._names else array.plain_name
         return self._find(name, array.leaf, 0) or _Source([_Piece(array.plain_name)])
 
     def _find(self, name: Name, leaf: Any, levels: int) -> _Source | None:
-        """The source of an array, or of the part of it below some dimensions of layers."""
+        """Finds an array, or the part of it below its first ``levels`` dimensions of layers."""
         if name in self._names:
             return _Source([_Piece(self._names[name])])
+        return self._find_list(name, leaf, levels) or self._find_stack(name, leaf, levels)
+
+    def _find_list(self, name: Name, leaf: Any, levels: int) -> _Source | None:
+        """Finds the layers, in the checkpoint a list, of an array that the model has stacked."""
         for place in (i for i, key in enumerate(name) if key == _LAYERS):
             # One layer stands for what all of them may share.
             count = leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
             layers = [(*name[:place], str(i), *name[place + 1 :]) for i in range(count)]
-            found = [self._find(layer, leaf, levels + 1) for layer in layers]
-            one = next(filter(None, found), None)
-            if one is None:
+            sources = [self._find(layer, leaf, levels + 1) for layer in layers]
+            present = next(filter(None, sources), None)
+            if present is None:
                 continue
-            if found[0] and not one.stacked and self._extra(one.pieces[0], leaf, levels) >= 0:
-                return one  # all layers share it
-            each = (x.pieces if x else [_Piece(y)] for x, y in zip(found, layers, strict=True))
-            return _Source([*itertools.chain(*each)], (count, *one.stacked))
+            has_first = sources[0] is not None and not present.stacked
+            if has_first and self._extra(present.pieces[0], leaf, levels) >= 0:
+                return present  # it has the dimension of layers itself: all layers share it
+            pieces = [
+                source.pieces if source else [_Piece(layer)]  # a missing one, for the error
+                for source, layer in zip(sources, layers, strict=True)
+            ]
+            return _Source([*itertools.chain(*pieces)], (count, *present.stacked))
+        return None
+
+    def _find_stack(self, name: Name, leaf: Any, levels: int) -> _Source | None:
+        """Finds the stack, in the checkpoint, of which an array of the model is one layer."""
         digits = [i for i, key in enumerate(name) if key.isdecimal()]
         for count in range(1, len(digits) + 1):
             for places in itertools.combinations(digits, count):
@@ -167,14 +200,14 @@ class _Finder:
         return None
 
     def _extra(self, piece: _Piece, leaf: Any, levels: int) -> int:
-        """How many more dimensions a piece has than the model needs."""
+        """Counts the dimensions that a piece has beyond those that the model needs."""
         entry = self._entries[piece.name]
         shape, _ = _type_of(leaf, entry)
         return len(entry.array.shape) - len(piece.layer) - len(shape[levels:])
 
 
-def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype that an array should have in the checkpoint; for a number, its type."""
+def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | type]:
+    """Returns the shape and dtype that the checkpoint should have; of a number, its type."""
     if isinstance(leaf, _NUMBERS) and not isinstance(leaf, np.generic):
         return (), type(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
@@ -227,7 +260,7 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
 
 
 def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> str:
-    """What to pass if the checkpoint has more than the model, or has it as a part."""
+    """Says what to pass if the checkpoint has more than the model, or has it as a part."""
     missing, others = list(missing), set(unknown)
     tops = dict.fromkeys(path.partition("/")[0] for path in unknown if missing)
     top = next((top for top in tops if others.issuperset(f"{top}/{x}" for x in missing)), None)
@@ -240,7 +273,8 @@ def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> st
     return "To restore only what the model has, pass only=... or another filter."
 
 
-def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:
+def _is_same_dtype(there: Any, here: np.dtype[Any] | type, cast: bool) -> bool:
+    """Whether an array of the checkpoint may fill one of this dtype, or a number of this type."""
     if isinstance(here, type):  # a dtype would be equal to float
         kind = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
         return bool(np.issubdtype(there, kind[here]))
@@ -248,9 +282,9 @@ def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:
     return is_castable(there, here, kinds if cast else ())
 
 
-def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Any]:
-    """The sharding with which each array is read; None for a NumPy array."""
-    wanted: dict[Name, Any] = {}
+def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
+    """Returns the sharding with which each array is read; None for a NumPy array."""
+    wanted: dict[Name, Sharding | None] = {}
     for target in targets:
         place = target.sharding
         # An array of this process alone is not read with its sharding.
@@ -260,12 +294,13 @@ def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Any]:
             there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
             is_host = is_own or may_wrap(there, getattr(leaf, "dtype", there))
             sharding = None if is_host else _piece_sharding(target, piece)
+            # Once on the host is enough to read it there.
             wanted[piece.name] = wanted.get(piece.name, sharding) and sharding
     return wanted
 
 
-def _piece_sharding(target: _Target, piece: _Piece) -> Any:
-    """The sharding of what is read for an array, which may have more or fewer dimensions."""
+def _piece_sharding(target: _Target, piece: _Piece) -> Sharding | None:
+    """Returns the sharding of what is read, which may have more or fewer dimensions of layers."""
     levels = len(target.source.stacked)
     if not levels and not piece.layer:
         return target.sharding
@@ -277,7 +312,7 @@ def _piece_sharding(target: _Target, piece: _Piece) -> Any:
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
-    """Each array in the form of the model's; what was read is freed once nothing else needs it."""
+    """Converts each array to the form of the model's, and frees what nothing else needs."""
     uses = Counter(piece.name for target in targets for piece in target.source.pieces)
     converted, wrapping = [], []
     # Layers of one stack follow each other.
@@ -305,8 +340,9 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
 
 
 def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
-    """An array as it was read, one layer of it, or stacked layers."""
+    """Returns an array as it was read, one layer of it, or stacked layers."""
     pieces, stacked = target.source
+    # Each piece with the index of a layer in it, which is () for all of it.
     parts = [(values[piece.name], piece.layer) for piece in pieces]
     if not stacked and not pieces[0].layer:
         return parts[0][0]
@@ -317,8 +353,13 @@ def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _program(sharding: Any, stacked: Any = (), dtype: Any = None, is_weak: bool = False) -> Any:
-    """A function that builds and converts arrays, which compiles once for each shape."""
+def _program(
+    sharding: Sharding | None,
+    stacked: tuple[int, ...] = (),
+    dtype: np.dtype[Any] | None = None,
+    is_weak: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that builds and converts arrays, which compiles once for each shape."""
 
     def build(parts: Sequence[tuple[Any, Any]]) -> Any:
         x = _built(parts, stacked, jnp)
@@ -327,13 +368,16 @@ def _program(sharding: Any, stacked: Any = (), dtype: Any = None, is_weak: bool 
     return jax.jit(build, out_shardings=sharding)
 
 
-def _built(parts: Sequence[tuple[Any, Any]], stacked: tuple[int, ...], numpy: Any) -> Any:
+def _built(
+    parts: Sequence[tuple[Any, tuple[int, ...]]], stacked: tuple[int, ...], numpy: ModuleType
+) -> Any:
+    """Takes the layers of arrays of NumPy or JAX, and stacks them to these leading dimensions."""
     layers = [array[index] if index else array for array, index in parts]
     return numpy.stack(layers).reshape(*stacked, *layers[0].shape) if stacked else layers[0]
 
 
-def _like(value: Any, leaf: Any, sharding: Any) -> Any:
-    """What was read, with the dtype and sharding of the model."""
+def _like(value: Any, leaf: Any, sharding: Sharding | None) -> Any:
+    """Returns what was read with the type, dtype and sharding of the model."""
     if isinstance(leaf, _NUMBERS):
         return type(leaf)(np.asarray(value).item())
     if isinstance(leaf, np.generic):
@@ -346,11 +390,16 @@ def _like(value: Any, leaf: Any, sharding: Any) -> Any:
     return _placed(value, leaf.dtype, sharding, bool(getattr(leaf, "weak_type", False)))
 
 
-def _placed(value: Any, dtype: Any, sharding: Any, is_weak: bool = False) -> Any:
+def _placed(
+    value: Any, dtype: np.dtype[Any], sharding: Sharding | None, is_weak: bool = False
+) -> jax.Array:
+    """Returns what was read as an array on devices."""
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
         value = jnp.asarray(host) if sharding is None else place_arrays([host], [sharding])[0]
     elif value.dtype == dtype and unsummed(sharding) is not sharding:
         value = place_arrays([value], [sharding])[0]
-    is_like = value.dtype == dtype and value.weak_type == is_weak
-    return value if is_like else _program(sharding, (), dtype, is_weak)([(value, ())])
+    if value.dtype != dtype or value.weak_type != is_weak:
+        value = _program(sharding, (), dtype, is_weak)([(value, ())])
+    placed: jax.Array = value
+    return placed

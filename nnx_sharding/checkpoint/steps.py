@@ -1,4 +1,9 @@
-"""``Checkpoints``: the steps of a training run, in Orbax's ``CheckpointManager``."""
+"""``Checkpoints``: the steps of a training run, in Orbax's ``CheckpointManager``.
+
+The manager decides which steps are saved and kept. This adds what a loop has to get right itself: a
+step that comes after all others, a model that can be saved before the manager begins to, the state
+of the data of each process, and a restore that leaves everything as it was after an error.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
 from .. import _compat
 from ..core.flatten import flatten
@@ -19,7 +25,7 @@ from ..errors import CheckpointError, NoCheckpointError
 from ..specs.fitting import suggestion
 from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
-from .stored import DATA, MODEL, as_folder, together
+from .stored import DATA, MODEL, FilePath, as_folder, together
 
 _SUM = ".crc32"  # the ending of the file with the checksum of a state
 
@@ -135,7 +141,7 @@ class Checkpoints:
         self,
         tree: Any,
         sharding: Any = None,
-        mesh: Any = None,
+        mesh: Mesh | None = None,
         *,
         step: int | None = None,
         data: Any = None,
@@ -172,7 +178,7 @@ class Checkpoints:
         self,
         tree: Any,
         sharding: Any = None,
-        mesh: Any = None,
+        mesh: Mesh | None = None,
         *,
         step: int | None = None,
         data: Any = None,
@@ -207,8 +213,8 @@ class Checkpoints:
                 self.manager.delete(later)
         return found[0]
 
-    def _restored(self, step: int | None, args: Any, data: Any) -> tuple[int, Any] | None:
-        """The step that was restored and what it holds; None if no step is stored."""
+    def _restored(self, step: int | None, args: ModelRestore, data: Any) -> tuple[int, Any] | None:
+        """Restores a step, and returns it and its tree; None if no step is stored."""
         self.manager.wait_until_finished()
         steps = sorted(self.manager.all_steps())
         if step is None and not steps:
@@ -232,7 +238,8 @@ class Checkpoints:
             )
             raise CheckpointError(f"{error}{hint if earlier else ''}") from error
 
-    def _read(self, step: int, args: Any, data: Any) -> Any:
+    def _read(self, step: int, args: ModelRestore, data: Any) -> Any:
+        """Sets the data to its state, then reads the model, which changes nothing on an error."""
         before = None
         if data is not None:
             content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
@@ -261,12 +268,12 @@ class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
 
     # Orbax's own JSON items have one file for all processes, and Grain's handler needs Grain.
 
-    def save(self, directory: Any, args: Any) -> None:
+    def save(self, directory: FilePath, args: _DataArgs) -> None:
         """Writes the state of this process, and its checksum."""
         (directory / _file_name()).write_bytes(args.state)
         (directory / (_file_name() + _SUM)).write_text(str(zlib.crc32(args.state)))
 
-    def restore(self, directory: Any, args: Any) -> bytes:
+    def restore(self, directory: FilePath, args: _DataArgs) -> bytes:
         """Reads the state of this process."""
         file, sums = directory / _file_name(), directory / (_file_name() + _SUM)
         if not file.exists():
@@ -293,7 +300,7 @@ def _file_name() -> str:
 
 
 def _encoded(iterator: Any) -> bytes:
-    """The bytes to write for a data iterator or a state."""
+    """Returns the bytes to write for a data iterator or a state."""
     state = iterator.get_state() if hasattr(iterator, "get_state") else iterator
     if isinstance(state, bytes):
         return state

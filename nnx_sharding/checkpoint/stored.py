@@ -1,4 +1,12 @@
-"""An open checkpoint: its folder, the names, shapes and dtypes of its arrays, their values."""
+"""An open checkpoint: its folder, the names, shapes and dtypes of its arrays, their values.
+
+A checkpoint is a folder of Orbax for an ``nnx.state``. What Orbax does not keep is in its metadata,
+under the name of this library: checksums, the kinds of PRNG keys (Orbax stores their words), and
+arrays without elements. One that Orbax wrote alone has none of it, and can be read as well.
+
+Several processes read and write one checkpoint. Each step runs ``together``: it fails on all of
+them if it fails on one, so none waits for another that has raised an error.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 
 from ..analysis.json_codec import file_path
 from ..analysis.memory import array_bytes
@@ -110,12 +119,12 @@ class Entry(NamedTuple):
 class Stored(NamedTuple):
     """An open checkpoint: its folder, Orbax's metadata and its arrays by name."""
 
-    folder: Any
+    folder: FilePath
     tree: Any
     entries: Mapping[Name, Entry]
 
 
-def opened(caller: str, folder: Any) -> Stored:
+def opened(caller: str, folder: FilePath) -> Stored:
     """Opens a checkpoint; the errors are those of :func:`contents`."""
     try:
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
@@ -132,13 +141,19 @@ def as_folder(path: str | os.PathLike[str]) -> FilePath:
     return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 
 
-def beside(folder: Any, what: str) -> Any:
-    """A path of this library's own, next to a checkpoint."""
+def beside(folder: FilePath, what: str) -> FilePath:
+    """Returns a path of this library's own, next to a checkpoint."""
     return folder.parent / f".{folder.name}.nnx_sharding-{what}"
 
 
-def together(caller: str, folder: Any, step: Callable[[], Any], *, everywhere: bool = False) -> Any:
-    """Runs a step on the first process, whose result all get, or on all; all fail if one does."""
+def together(
+    caller: str, folder: FilePath, step: Callable[[], Any], *, everywhere: bool = False
+) -> Any:
+    """Runs a step on the first process, or on all, and fails on all of them if it does on one.
+
+    All get the result of the first process, which JSON has to be able to hold. With ``everywhere``
+    the step runs on all of them and has no result.
+    """
     result: Any = None
     error: Exception | None = None
     try:
@@ -150,6 +165,7 @@ def together(caller: str, folder: Any, step: Callable[[], Any], *, everywhere: b
             error = CheckpointError(f"{caller}: cannot use {folder}: {caught}.")
             error.__cause__ = caught
     if jax.process_count() > 1:
+        # Collectives need arrays of one shape, so a message has a fixed length.
         text = json.dumps([None if everywhere else result, error and first_line(error)])
         sent = np.frombuffer(text.encode().ljust(_MESSAGE_BYTES), np.uint8)
         received = np.asarray(multihost_utils.process_allgather(sent))
@@ -163,24 +179,24 @@ def together(caller: str, folder: Any, step: Callable[[], Any], *, everywhere: b
     return result
 
 
-def is_checkpoint(folder: Any) -> bool:
+def is_checkpoint(folder: FilePath) -> bool:
     """Whether a folder itself is a checkpoint, not one of its subfolders."""
     return bool((folder / _NAMES_FILE).exists())
 
 
-def foreign_entries(folder: Any) -> list[str]:
-    """The entries of a checkpoint's folder that Orbax did not write."""
+def foreign_entries(folder: FilePath) -> list[str]:
+    """Lists the entries of a checkpoint's folder that Orbax did not write."""
     return sorted(x.name for x in folder.iterdir() if not _OF_ORBAX.fullmatch(x.name))
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the beginning of its message."""
+    """Returns the kind of an error and the beginning of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
-    """The folder with the arrays: the given one, or the item of a step in it."""
+def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
+    """Finds the folder with the arrays: the given one, or the item of a step in it."""
     folder = as_folder(path)
     if _UNFINISHED in folder.name:
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
@@ -199,13 +215,14 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
     raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.")
 
 
-def _damaged(caller: str, folder: Any, reason: str) -> CheckpointError:
+def _damaged(caller: str, folder: FilePath, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{caller}: {folder} is damaged, or it is not a checkpoint of a model: {reason}"
     )
 
 
-def _entries(metadata: Any) -> dict[Name, Entry]:
+def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it does not export
+    """Returns the arrays of a checkpoint by name, in their order in Orbax's tree."""
     manifest = (metadata.custom_metadata or {}).get(MANIFEST, {})
     if (version := manifest.get("version", VERSION)) != VERSION:
         raise CheckpointError(
@@ -239,7 +256,7 @@ def _entries(metadata: Any) -> dict[Name, Entry]:
 
 
 def _variables(names: Iterable[Name]) -> set[Name]:
-    """The names of what looks like a Variable: it contains a value and nothing else."""
+    """Finds the names of what looks like a Variable: it contains a value and nothing else."""
     inside: dict[Name, set[str]] = {}
     for name in names:
         for level, key in enumerate(name):
@@ -249,50 +266,36 @@ def _variables(names: Iterable[Name]) -> set[Name]:
 
 @functools.cache
 def _key_dtypes() -> dict[str, tuple[str, Any]]:
-    """By the name of the dtype, such as ``key<fry>``, what ``jax.random`` calls it, and itself."""
+    """Returns what ``jax.random`` calls key dtypes, and these, by names such as ``key<fry>``."""
     kinds = ("threefry2x32", "rbg", "unsafe_rbg")
     keys = (jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)) for kind in kinds)
     return {str(key.dtype): (kind, key.dtype) for kind, key in zip(kinds, keys, strict=True)}
 
 
-def key_kind(dtype: Any) -> str:
-    """What ``jax.random`` calls the kind of PRNG keys with this dtype."""
+def key_kind(dtype: np.dtype[Any]) -> str:
+    """Returns what ``jax.random`` calls the kind of PRNG keys with this dtype."""
     return _key_dtypes()[str(dtype)][0]
 
 
-def key_words(keys: Any) -> Any:
-    """The shape and dtype of the words of PRNG keys, which may be abstract."""
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(keys.shape, keys.dtype))
+def key_words(keys: jax.Array | StoredArray) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of the words of PRNG keys, which may be abstract."""
+    abstract = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
+    words: jax.ShapeDtypeStruct = jax.eval_shape(jax.random.key_data, abstract)
+    return words
 
 
-def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, Any]:
+def load(caller: str, stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, Any]:
     """Reads arrays, each process its own shards, and compares their checksums.
 
     ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys come as words.
     """
     treedef: Any = jax.tree.structure(stored.tree)
-    items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
-    options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves
-    for name, sharding in wanted.items():
-        entry = stored.entries[name]
-        if entry.position is not None:
-            items[entry.position] = 0
-            if sharding is not None and not entry.is_number:
-                options[entry.position] = ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
-            elif not entry.is_number:
-                options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
-    if 0 in items:
-        args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
-        try:
-            restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
-            items = treedef.flatten_up_to(restored)
-        except Exception as error:
-            raise _damaged(caller, stored.folder, first_line(error)) from error
+    items = _items(caller, stored, wanted, treedef)
     arrays: dict[Name, Any] = {}
-    summed = []
+    summed: list[tuple[Entry, Any]] = []
     for name in wanted:
         entry = stored.entries[name]
-        if entry.position is None:
+        if entry.position is None:  # without elements, which Orbax does not store
             words = key_words(entry.array) if is_key(entry.array) else entry.array
             arrays[name] = np.zeros(words.shape, words.dtype)
             continue
@@ -311,3 +314,29 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
     head = f"{caller}: {stored.folder} is damaged. These arrays are not what was written:"
     raise_listed(CheckpointError, head, wrong)
     return arrays
+
+
+def _items(
+    caller: str, stored: Stored, wanted: Mapping[Name, Sharding | None], treedef: Any
+) -> list[Any]:
+    """Returns the leaves of Orbax's tree; those that are not wanted are placeholders."""
+    items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
+    options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves
+    for name, sharding in wanted.items():
+        entry = stored.entries[name]
+        if entry.position is None:
+            continue
+        items[entry.position] = 0  # anything but a placeholder
+        if sharding is not None and not entry.is_number:
+            options[entry.position] = ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
+        elif not entry.is_number:
+            options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
+    if 0 not in items:
+        return items
+    args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
+    try:
+        restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
+        leaves: list[Any] = treedef.flatten_up_to(restored)
+    except Exception as error:  # Orbax and TensorStore raise errors of many kinds
+        raise _damaged(caller, stored.folder, first_line(error)) from error
+    return leaves

@@ -1,4 +1,10 @@
-"""Exports a function of ``jit`` or ``shard_map``."""
+"""Exports a function of ``jit`` or ``shard_map``.
+
+A program takes and returns flat arrays; the plan of the function says what they mean. ``jax.export``
+lowers the program, and the manifest writes the plan down as data: which array of the arguments is
+which input, and which output is which part of the result or a new value of which argument. What
+such data cannot say, a changed static attribute for example, is an error here.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +101,7 @@ def export(
 
 
 def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
+    """Raises an error that lists the arguments that refer to an array, rather than hold one."""
     refs = {slot for slot, leaf in enumerate(leaves) if _compat.is_ref(leaf)}
     refs |= plan.structure.slots_of(RefEntry)
     lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]
@@ -108,13 +115,17 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
-    """The type of an argument, with its declared sharding if there is one, else its own."""
+    """Returns the type of an argument, with its declared sharding or else its own."""
     is_open = sharding is None and spec is None
     return abstract(leaf, leaf.sharding if is_open and is_committed(leaf) else sharding)
 
 
 def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
-    """The arguments after the call; an object that the outcome leaves out has inverted slots."""
+    """Returns the arguments after the call, by slots of outputs.
+
+    The outcome leaves out objects that did not change. They get the slots of their inputs, inverted
+    (``~slot``), so that both kinds are told apart by their sign.
+    """
     before, after = plan.structure, outcome.structure
     entries, slots = list(after.entries), list(after.slots)
     for index, entry in enumerate(before.entries):
@@ -159,6 +170,8 @@ def _is_expressible(old: Child | None, new: Child, before: Structure, after: Str
 def _manifest(
     plan: Plan, outcome: Outcome, groups: Sequence[Any], program: jax.export.Exported
 ) -> Manifest:
+    """Describes arguments, result and changes of a program; ``groups`` are its outputs."""
+
     def source(slot: int) -> Tree:
         group, position = outcome.sources[slot] if slot >= 0 else (-1, ~slot)
         return {"input": position} if group < 0 else {"output": groups[group].arrays[position]}
@@ -202,6 +215,7 @@ def _manifest(
 
 
 def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
+    """Yields the arguments; the tree of all is a tuple of positional ones and a dict of others."""
     signature = plan.signature
     (_, positional), (_, keywords) = tree["tuple"]
     for index, (_, tree) in zip(signature.dynamic, positional["tuple"], strict=True):
@@ -211,11 +225,12 @@ def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
 
 
 def _statics(plan: Plan) -> dict[str, str]:
+    """Returns the text of each static argument, the same in each process."""
     texts = {}
     names = plan.signature.static_names
     for name, child in sorted(zip(names, plan.structure.statics, strict=True)):
         value = child.value if isinstance(child, Static) else None
         texts[name] = show_child(plan.structure, child)
-        if isinstance(value, set | frozenset):  # in the same order in each process
+        if isinstance(value, set | frozenset):  # whose order depends on the hashes of strings
             texts[name] = f"{type(value).__name__}({{{', '.join(sorted(map(show, value)))}}})"
     return texts

@@ -1,4 +1,10 @@
-"""A program with its manifest: from a function, or from a file."""
+"""A program with its manifest: from a function, or from a file.
+
+A call goes from arguments to flat arrays (``_bind``), to the devices (``_mesh_for``, ``_placed``),
+through the program, and from flat arrays to the result. A program is compiled once for each mesh
+that is in context. All that is known of the arguments is in the manifest, so a mistake in them is
+reported by path, before JAX would report it by position.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis import json_codec
@@ -64,7 +70,7 @@ class Exported(Pictured):
         self.manifest = manifest
         self.jax_exported = program
         self._data = data  # the program as it was read; JAX would write other bytes
-        self._compiled: dict[Mesh | None, tuple[Any, Shardings]] = {}
+        self._compiled: dict[Mesh | None, tuple[Callable[..., Any], Shardings]] = {}
 
     @property
     def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -138,7 +144,8 @@ class Exported(Pictured):
             ) from None
         files.write(path, json_codec.as_data(self.manifest), program)
 
-    def _compile(self, mesh: Mesh | None) -> tuple[Any, Shardings]:
+    def _compile(self, mesh: Mesh | None) -> tuple[Callable[..., Any], Shardings]:
+        """Returns the program on the devices of a mesh, and the shardings of its inputs there."""
         inputs, outputs = _shardings_on(mesh, self.jax_exported)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
         positions = sorted({leaf.position for argument in donated for leaf in argument.leaves})
@@ -221,7 +228,7 @@ _NO_FLATBUFFERS = (
 def _bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
-    """The arrays of a call by position, and the form of each argument."""
+    """Returns the arrays of a call by position, and the form of each argument."""
     arguments = _arguments(manifest, args, kwargs)
     arrays: dict[int, tuple[str, Any]] = {}
     forms: dict[str, Form] = {}
@@ -257,6 +264,7 @@ def _bind(
 def _arguments(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Returns the arguments of a call by name; an error lists all that cannot be passed."""
     names = [argument.name for argument in manifest.arguments]
     positional = [argument.name for argument in manifest.arguments if not argument.keyword]
     bound = dict(zip(positional, args, strict=False))
@@ -283,7 +291,7 @@ def _arguments(
 
 
 def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each array of an argument, with its path."""
+    """Yields each array of an argument, with its path."""
     leaf = _compat.get_value(value) if _compat.is_variable(value) else value
     if isinstance(leaf, jax.Array | np.ndarray):  # the usual case
         yield path, leaf
@@ -298,6 +306,7 @@ def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _form(value: Any, is_flat: bool) -> Form:
+    """Returns what puts arrays into the form of an argument; flat mappings have joined paths."""
     if not isinstance(value, Mapping) or isinstance(value, nnx.State):
         return lambda arrays: arrays[()] if () in arrays else nnx.from_flat_state(arrays)
     if any(isinstance(key, tuple) for key in value):
@@ -316,6 +325,7 @@ def _fits(size: int | str, exported: int | str) -> bool:
 
 
 def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
+    """Says why an array cannot be passed for an input; None if it can."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"{name}: a ShapeDtypeStruct, which has no values"
     try:
@@ -335,17 +345,13 @@ def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
 
 
 def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
-    """A mesh like the exported one, of devices in context or the first; None for one device."""
+    """Returns a mesh like the exported one, of the devices in context or of the first ones.
+
+    None for a program of one device. Of a program without shardings, any devices will do.
+    """
     context = _compat.context_mesh()
     mesh = context if isinstance(context, Mesh) and manifest.devices > 1 else None
-    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-    here = "cpu" if is_cpu else jax.export.default_export_platform()
-    is_checked = "platform" not in map(str, program.disabled_safety_checks)
-    if is_checked and here not in manifest.platforms:
-        raise ExportError(
-            f"{manifest.function} was exported for {', '.join(manifest.platforms)}; this is {here}."
-            f" Export it again with platforms=({here!r}, ...)."
-        )
+    _check_platform(manifest, program, mesh)
     if manifest.devices == 1:
         return None
     inputs, outputs = _compat.exported_shardings(program)
@@ -362,11 +368,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
         if like is None:
             return Mesh(np.array(devices[: manifest.devices]), ("devices",))
         mesh = jax.make_mesh(like.axis_sizes, like.axis_names, devices=devices[: like.size])
-    elif (
-        mesh.size != manifest.devices
-        if like is None
-        else (mesh.axis_names, mesh.axis_sizes) != (like.axis_names, like.axis_sizes)
-    ):
+    elif not _is_alike(mesh, like, manifest.devices):
         raise ExportError(
             f"{exported}; the mesh in context is {MeshDescription.of(mesh)}. Call it within `with "
             "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
@@ -375,8 +377,27 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     return mesh if like is None else Mesh(mesh.devices, like.axis_names, axis_types=like.axis_types)
 
 
+def _check_platform(manifest: Manifest, program: jax.export.Exported, mesh: Mesh | None) -> None:
+    """Raises an error if the program was not lowered for the platform that a call uses."""
+    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    here = "cpu" if is_cpu else jax.export.default_export_platform()
+    is_checked = "platform" not in map(str, program.disabled_safety_checks)
+    if is_checked and here not in manifest.platforms:
+        raise ExportError(
+            f"{manifest.function} was exported for {', '.join(manifest.platforms)}; this is {here}."
+            f" Export it again with platforms=({here!r}, ...)."
+        )
+
+
+def _is_alike(mesh: Mesh, like: Mesh | AbstractMesh | None, devices: int) -> bool:
+    """Whether a mesh has the axes of the exported one, or without one as many devices."""
+    if like is None:
+        return bool(mesh.size == devices)
+    return (mesh.axis_names, mesh.axis_sizes) == (like.axis_names, like.axis_sizes)
+
+
 def _shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shardings, Shardings]:
-    """The shardings of the inputs and of the outputs of a program on the devices of a mesh."""
+    """Returns the shardings of inputs and outputs of a program on the devices of a mesh."""
     sides = _compat.exported_shardings(program)
     inputs, outputs = (tuple(_on_devices(mesh, sharding) for sharding in side) for side in sides)
     if mesh is not None and not any((*inputs, *outputs)):
@@ -386,7 +407,8 @@ def _shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shar
     return inputs, outputs
 
 
-def _on_devices(mesh: Mesh | None, sharding: Any) -> NamedSharding | None:
+def _on_devices(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedSharding | None:
+    """Returns an exported sharding, whose mesh is abstract, on the devices of a mesh."""
     if mesh is None or sharding is None or sharding.mesh.empty:
         return None
     like = sharding.mesh
@@ -396,7 +418,7 @@ def _on_devices(mesh: Mesh | None, sharding: Any) -> NamedSharding | None:
 
 
 def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> list[Any]:
-    """The arrays with these shardings; those without one are only moved to the mesh's devices."""
+    """Places arrays; those without a sharding are only moved to the mesh's devices."""
     if mesh is None:
         return list(arrays)
     devices = set(mesh.devices.flat)

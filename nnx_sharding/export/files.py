@@ -42,12 +42,14 @@ def write(path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes
 
 
 def _digest(data: bytes) -> bytes:
+    """Returns the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest().encode()
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
     """Reads the manifest as JSON data, and the program."""
     data = file_path(path).read_bytes()
+    # A file that was cut within these four bytes is damaged, rather than of another kind.
     if not data or not _START.startswith(data[: len(_START)]):
         raise ExportError(f"{path} is not a file of nnx_sharding.export: it starts differently.")
     if _digest(data[:-_DIGEST]) != data[-_DIGEST:]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import spec_text
@@ -29,6 +29,7 @@ from ..core.structure import LEAF, Child, Container, Structure, VariableEntry
 from ..core.treedefs import PyTreeDef, container_keys, is_leaf_treedef
 from ..specs.paths import Path, accessor, path_string, plain_key
 
+# JSON as above; Python has no type for it that a checker could use.
 Tree: TypeAlias = Any
 
 
@@ -73,8 +74,8 @@ class ArrayInfo:
         return self.type if self.spec is None else f"{self.type} {spec_text(self.spec)}"
 
 
-def meshes_of(shardings: Iterable[NamedSharding | None]) -> list[Any]:
-    """The meshes of shardings, each once."""
+def meshes_of(shardings: Iterable[NamedSharding | None]) -> list[Mesh | AbstractMesh]:
+    """Returns the meshes of shardings, each once."""
     meshes = (sharding.mesh for sharding in shardings if sharding is not None)
     return list(dict.fromkeys(mesh for mesh in meshes if not mesh.empty))
 
@@ -174,13 +175,14 @@ class Manifest(Pictured):
 
 
 def tree_of(structure: Structure, array: Callable[[int], Tree]) -> Tree:
-    """The tree of a structure's root; ``array`` returns the tree of a slot."""
+    """Returns the tree of a structure's root; ``array`` returns the tree of a slot."""
     return _tree(structure, structure.root, iter(structure.root_slots), array)
 
 
 def _tree(
     structure: Structure, child: Child, slots: Iterator[int], array: Callable[[int], Tree]
 ) -> Tree:
+    """Returns the tree of a part of a structure, which takes the next slots for its arrays."""
     if child is LEAF:
         return array(next(slots))
     if isinstance(child, Container):
@@ -198,6 +200,7 @@ def _tree(
 
 
 def _container(treedef: PyTreeDef, parts: Iterator[Tree]) -> Tree:
+    """Returns the tree of a pytree, whose leaves are the next parts."""
     if is_leaf_treedef(treedef):
         return next(parts)
     type_, data = treedef.node_data()
@@ -213,7 +216,7 @@ _KINDS = {tuple: "tuple", list: "list", dict: "dict", nnx.State: "state"}
 
 
 def _keys(treedef: PyTreeDef) -> Iterator[Any]:
-    """The key of each child of a node of any class; its index if it holds no array."""
+    """Yields the key of each child of a node of any class; its index if it holds no array."""
     paths = iter(container_keys(treedef))
     for index, child in enumerate(treedef.children()):
         inner = [next(paths) for _ in range(child.num_leaves)]
@@ -221,7 +224,7 @@ def _keys(treedef: PyTreeDef) -> Iterator[Any]:
 
 
 def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:
-    """The tree of a container from paths and trees; a State in a State becomes part of it."""
+    """Returns the tree of a container of these items; a State in a State becomes part of it."""
     parts = []
     for path, tree in items:
         is_state = kind == "state" and isinstance(tree, dict) and "state" in tree
@@ -231,12 +234,13 @@ def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:
 
 
 def _plain(key: Any) -> str | int:
+    """Returns a key of a path as JSON can hold it."""
     key = plain_key(key)
     return key if type(key) in (str, int) else str(key)
 
 
 def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
-    """Every array in a tree: its path, ``"input"`` or ``"output"``, and its position."""
+    """Yields each array in a tree: its path, ``"input"`` or ``"output"``, and its position."""
     for kind, content in (tree or {}).items():
         if kind in ("input", "output"):
             yield path, kind, content
@@ -246,7 +250,7 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
 
 
 def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
-    """The pytree with these arrays for ``"input"`` and ``"output"``, by position."""
+    """Returns the pytree with these arrays for ``"input"`` and ``"output"``, by position."""
     if tree is None:
         return None
     [(kind, content)] = tree.items()
