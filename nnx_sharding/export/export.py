@@ -1,9 +1,9 @@
 """Exports a function of ``jit`` or ``shard_map``.
 
-A program takes and returns flat arrays; the plan of the function says what they mean. ``jax.export``
-lowers the program, and the manifest writes the plan down as data: which array of the arguments is
-which input, and which output is which part of the result or a new value of which argument. What
-such data cannot say, a changed static attribute for example, is an error here.
+A program takes and returns flat arrays; the plan of the function says what they mean. JAX lowers
+the program, and the manifest writes the plan down as data: which array of the arguments is which
+input, and which output is which part of the result or a new value of which argument. What such data
+cannot say, a changed static attribute for example, is an error here.
 """
 
 from __future__ import annotations
