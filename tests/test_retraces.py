@@ -470,6 +470,13 @@ def captured_model():
     )
 
 
+def captured_model_of_an_object():
+    held = Holder()
+    held.parts = {"model": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
+    line = "captured held.parts['model']: a Linear, which is a constant of a trace"
+    return lambda x: held.parts["model"](x), lambda: None, line
+
+
 def captured_generator():
     numbers = iter(range(9))
     return (
@@ -489,6 +496,7 @@ def captured_generator():
         changed_object_of_a_method,
         captured_array,
         captured_model,
+        captured_model_of_an_object,
         captured_generator,
     ],
 )

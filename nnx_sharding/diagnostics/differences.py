@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -71,8 +72,8 @@ def facts_of(signature: Signature, structure: Structure) -> Facts:
 def facts_of_captured(fun: Any) -> Facts:
     """Describes what a function captures: closures, globals, and those of functions among them.
 
-    What libraries define is left out, and modules and arrays are not opened: a trace has their
-    values as constants, which are never compared.
+    What libraries define is left out, and captured modules and arrays are not opened: a trace has
+    their values as constants, which are never compared.
     """
     facts: dict[str, Fact] = {}
     seen: set[int] = set()
@@ -99,12 +100,15 @@ def unlisted_captures(fun: Any) -> list[str]:
     for name, value in _captured_by(fun):
         if reach_of([value]) is not None:
             continue
-        what, why = _show_safely(value), "whose content cannot be listed"
+        parts = itertools.islice(_walk(value), _MAX_CAPTURED)
+        arrays = ((suffix, part) for suffix, part, _ in parts if holds_values(part))
         if isinstance(value, types.ModuleType):
-            what, why = f"the module {value.__name__}", "which has state"
-        elif holds_values(value):
-            why = "which is a constant of a trace"
-        lines.append(f"captured {name}: {what}, {why}, so each call traces; pass it as an argument")
+            line = f"{name}: the module {value.__name__}, which has state"
+        elif (first := next(arrays, None)) is not None:
+            line = f"{name}{first[0]}: {_show_safely(first[1])}, which is a constant of a trace"
+        else:
+            line = f"{name}: {_show_safely(value)}, whose content cannot be listed"
+        lines.append(f"captured {line}, so each call traces; pass it as an argument")
     return lines
 
 
@@ -305,19 +309,25 @@ def _show_safely(value: Any) -> str:
 def _facts_of_value(value: Any, show: Callable[[Any], str]) -> dict[str, Fact]:
     """Describes a static value and its parts, by the accessor of each part."""
     facts: dict[str, Fact] = {}
-    stack = [("", value)]
-    seen: set[int] = set()
-    while stack and len(facts) < _MAX_FACTS:
-        suffix, part = stack.pop()
-        parts = {} if id(part) in seen else _parts_of_value(part)
-        seen.add(id(part))  # parts may refer to each other
+    for suffix, part, parts in itertools.islice(_walk(value), _MAX_FACTS):
         text, kind = show(part), type(part)
         why = f"{kind.__name__} defines no __eq__"
         if cast(Any, kind).__eq__ is not object.__eq__:
             why = "part of an object without __eq__"
         facts[suffix] = Fact(text, _origin(part), None if parts else text, None, why)
-        stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]
     return facts
+
+
+def _walk(value: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yields a value and what is in it, with accessors, each followed by its own parts."""
+    stack = [("", value)]
+    seen: set[int] = set()
+    while stack:
+        suffix, part = stack.pop()
+        parts = {} if id(part) in seen else _parts_of_value(part)
+        seen.add(id(part))  # parts may refer to each other
+        yield suffix, part, parts
+        stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]
 
 
 def _origin(x: Any) -> str:
