@@ -14,6 +14,7 @@ from ..errors import message, raise_listed, see
 from ..specs.fitting import suggested_spec, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
+from ..specs.types import Spec
 from .problems import show
 from .signature import ArgTree, Parameters, Signature, align_specs
 from .static_equality import Static
@@ -306,7 +307,7 @@ def with_static_values(
     return signature, tuple(map(values.get, range(len(args)))), {k: values[k] for k in kwargs}
 
 
-def _fixed(spec: Any, value: Any) -> Any:
+def _fixed(spec: Spec, value: Any) -> Any:
     """A pytree in which non-arrays with the spec None are static."""
     if spec is None:
         return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)

@@ -93,7 +93,7 @@ class FunctionCache:
 _CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
 
 
-def cache_of(fun: Any, make_log: Callable[[], Any]) -> FunctionCache:
+def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
     """The cache of a function; a new one gets a log of traces from ``make_log``."""
     functions = fun.functions if isinstance(fun, Several) else (fun,)
     methods = ((x.__func__, x.__self__) if inspect.ismethod(x) else (x,) for x in functions)

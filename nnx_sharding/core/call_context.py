@@ -12,6 +12,7 @@ import jax
 
 from .. import _compat
 from ..errors import ShardingWarning, warn_or_raise
+from ..specs.types import Arrays
 from .interrupts import hold
 
 if TYPE_CHECKING:  # a plan is made by what is imported here
@@ -22,7 +23,7 @@ class Observer(Protocol):
     """Is notified of the traces and compilations of a function."""
 
     def traced(
-        self, plan: Plan, fun: Any, leaves: Sequence[Any], *, nested: bool
+        self, plan: Plan, fun: Callable[..., Any], leaves: Arrays, *, nested: bool
     ) -> Callable[[], None]:
         """Is called when the function of a plan is being traced; may raise an error to refuse.
 
@@ -30,7 +31,7 @@ class Observer(Protocol):
           A function that undoes this, to be called if tracing fails.
         """
 
-    def compiled(self, plan: Plan, leaves: Sequence[Any]) -> None:
+    def compiled(self, plan: Plan, leaves: Arrays) -> None:
         """Is called when JAX compiled the program of a plan in a call with these arrays."""
 
 
@@ -109,7 +110,7 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
             caller.observer.compiled(plan, caller.leaves)
 
 
-def _described(plan: Plan, leaves: Sequence[Any]) -> str:
+def _described(plan: Plan, leaves: Arrays) -> str:
     """What was compiled, for which devices, how long it took, and whether JAX had it on disk."""
     name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
     count, mesh = _devices_of(plan, leaves)
@@ -126,7 +127,7 @@ def _described(plan: Plan, leaves: Sequence[Any]) -> str:
     )
 
 
-def _devices_of(plan: Plan, leaves: Sequence[Any]) -> tuple[int, Any]:
+def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, Any]:
     """The number of devices that a program is for, and their mesh, if there is one."""
     known = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
     meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in known)]
@@ -145,7 +146,7 @@ class CacheNotice:
     is_due = True
 
 
-def _warn_of_cache(plan: Plan, leaves: Sequence[Any]) -> None:
+def _warn_of_cache(plan: Plan, leaves: Arrays) -> None:
     """Warns that programs for several CPU devices may fail when they come from JAX's cache.
 
     Whether this one came from it is not known: the configuration decides.

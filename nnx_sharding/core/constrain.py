@@ -36,6 +36,7 @@ from ..specs.fitting import (
     with_entries,
     with_reduced,
 )
+from ..specs.types import AnyArray, AnyMesh, Spec
 from .place import finish_on_cpu, place_arrays
 
 
@@ -79,7 +80,7 @@ _RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
 # The mesh and the sharding of an array
 
 
-def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:
+def given_mesh(caller: str, mesh: AnyMesh | None) -> Mesh | AbstractMesh | None:
     """Returns the mesh that a function was given, or else the one in context, or None."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{caller}: mesh must be a Mesh or an AbstractMesh, got {mesh!r}.")
@@ -103,13 +104,13 @@ def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return context if differs else mesh
 
 
-def sharding_of(leaf: Any) -> Any:
+def sharding_of(leaf: AnyArray) -> Any:
     """Returns the sharding of an array, for a tracer that of its type; None if it has none."""
     is_traced = isinstance(leaf, jax.core.Tracer)
     return getattr(jax.typeof(leaf) if is_traced else leaf, "sharding", None)
 
 
-def other_memory(sharding: Any) -> str | None:
+def other_memory(sharding: Spec) -> str | None:
     """Returns the memory kind of a sharding, if it is not the default one."""
     if not isinstance(sharding, NamedSharding):
         return None
@@ -118,7 +119,7 @@ def other_memory(sharding: Any) -> str | None:
 
 
 def without_unconstrained(
-    spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh
+    spec: PartitionSpec, leaf: AnyArray, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
     """Replaces UNCONSTRAINED in a spec by the present entries of the array."""
     if PartitionSpec.UNCONSTRAINED not in spec.partitions:

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Sharding
 from .. import _compat
 from ..errors import message, raise_listed, see
 from ..specs.fitting import is_equivalent
+from ..specs.types import AnyArray, Arrays
 from .place import obstacle, place_arrays
 from .plan import Plan
 from .problems import array_line, committed_elsewhere
@@ -29,7 +30,7 @@ _CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 _DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 
 
-def abstract(leaf: Any, sharding: Sharding | None = None) -> Any:
+def abstract(leaf: AnyArray, sharding: Sharding | None = None) -> Any:
     """The ``jax.ShapeDtypeStruct`` of an array or of its type, with a sharding."""
     is_type = isinstance(leaf, jax.core.ShapedArray)
     if sharding is None and not is_type and not isinstance(leaf, _CONCRETE):
@@ -39,7 +40,7 @@ def abstract(leaf: Any, sharding: Sharding | None = None) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak_type)
 
 
-def is_committed(leaf: Any) -> bool:
+def is_committed(leaf: AnyArray) -> bool:
     """Whether ``leaf`` is an array that must stay on its devices, perhaps an abstract one."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         is_abstract = isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh)
@@ -48,7 +49,7 @@ def is_committed(leaf: Any) -> bool:
 
 
 def decide(
-    leaf: Any, declared: Sharding, on_committed: OnCommitted
+    leaf: AnyArray, declared: Sharding, on_committed: OnCommitted
 ) -> Literal["keep", "move", "refuse"]:
     """What a call does with an array that has a declared sharding."""
     is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
@@ -69,7 +70,7 @@ def decide(
 _get_sharding = operator.attrgetter("sharding")
 
 
-def place_as_declared(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
+def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequence[int]]:
     """The arrays, with Variables and attributes as declared, and the slots of those that moved."""
     try:
         # Lists compare by identity first, so this is all the work from the second call on.
@@ -106,7 +107,7 @@ def place_as_declared(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any],
     return leaves, slots
 
 
-def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
+def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
     """Arrays to trace with: with the declared sharding if a call would place them there.
 
     This includes abstract ones, if JAX does not get the declared shardings as an option, or if they
@@ -127,7 +128,7 @@ def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     return result
 
 
-def note_host_arrays(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
+def note_host_arrays(plan: Plan, leaves: Arrays, error: Exception) -> None:
     """Names the arguments in host memory in a note to an error about kinds of memory."""
     lines = []
     for name, leaf, declared in zip(plan.names, leaves, plan.shardings, strict=True):

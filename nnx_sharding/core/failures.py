@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
-from ..specs.state_sharding import Axis
+from ..specs.types import AnyArray, Arrays, Axis, Spec
 from .declared import is_committed, note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
 from .plan import Plan
@@ -42,7 +42,7 @@ def raise_explained(plan: Plan, leaves: Sequence[Any], error: Exception, fun: An
     raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
 
 
-def raise_misfit(plan: Plan, leaves: Sequence[Any], stage: Any, error: BaseException) -> None:
+def raise_misfit(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -> None:
     """Raises an error that says how the arguments differ from those of a stage, if they do."""
     if isinstance(error, ValueError | TypeError):
         if str(error).startswith("Argument types differ"):
@@ -52,7 +52,7 @@ def raise_misfit(plan: Plan, leaves: Sequence[Any], stage: Any, error: BaseExcep
             raise_instead(error, lambda: _check_compiled_shardings(plan, leaves, known))
 
 
-def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
+def explained(plan: Plan, leaves: Arrays, function: Callable[..., Any]) -> Any:
     """The result of a function of the arrays, with its errors explained."""
     try:
         return function(*leaves)
@@ -74,7 +74,9 @@ def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> Non
         raise explanation from (error if shows_internals else None)
 
 
-def _explanation(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any) -> Exception | None:
+def _explanation(
+    plan: Plan, leaves: Arrays, error: Exception, fun: Callable[..., Any]
+) -> Exception | None:
     """The first reason for an error that the arguments show; it may get a note as well."""
     if isinstance(error, _compat.TraceContextError):
         note_captured_object(fun, plan.fun_name, error)
@@ -116,7 +118,7 @@ def _check(
     return decorate
 
 
-def _check_arrays(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
+def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
     is_sharded = isinstance(plan.transform, Sharded)
     return arguments_not_arrays(plan.names, leaves) if is_sharded else None
 
@@ -128,7 +130,7 @@ def _check_arrays(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
     "stored an intermediate value where it outlives the trace.",
     TypeError,
 )
-def _check_abstract(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
     for name, leaf in zip(plan.names, leaves, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             yield array_line(name, leaf)
@@ -140,7 +142,7 @@ def _check_abstract(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     "Use what that call returned, or do not donate them (donate_argnums, donate_argnames).",
     DonatedError,
 )
-def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
     for name, leaf in zip(plan.names, leaves, strict=True):
         if _is_concrete(leaf) and leaf.is_deleted():
             yield array_line(name, leaf)
@@ -153,7 +155,7 @@ def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     "copy=True) of a model (a copy by nnx.clone has the same arrays).",
     DonatedError,
 )
-def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
     repeated: dict[int, list[int]] = {}
     for slot, leaf in enumerate(leaves):
         if _is_concrete(leaf):
@@ -170,7 +172,7 @@ def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     "Give each in {in_name} an axis that it has, or None: in a module by StateAxes({{nnx.Param: 0, "
     "...: None}}). Random streams get one by nnx.split_rngs; values of a hijax type have none.",
 )
-def _check_axes(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
     for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
         if isinstance(spec, Axis) and spec.index is not None:
             ndim = np.ndim(leaf)
@@ -178,7 +180,7 @@ def _check_axes(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
                 yield f"{array_line(name, leaf)}: axis {spec.index}"
 
 
-def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
+def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
     try:
         fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
     except ValueError as error:
@@ -192,7 +194,7 @@ def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
     "specs differ from it:",
     "Without {in_name}, the types decide.",
 )
-def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
     if not isinstance(plan.transform, Sharded):
         return
     by_option, context = plan.transform.passes_shardings, plan.transform.context
@@ -218,7 +220,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
             )
 
 
-def _check_committed(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
+def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
     return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
 
 
@@ -228,14 +230,14 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
     "resharded:",
     "Create them from arrays with the declared sharding, or declare the one they have.",
 )
-def _check_ref_shardings(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
     for name, ref, declared in _other_shardings(plan, leaves, _is_concrete_ref):
         actual, expected = describe_both(ref.sharding, declared)
         yield f"  {name}, shape {ref.shape}: is {actual}, declared {expected}"
 
 
 def _other_shardings(
-    plan: Plan, leaves: Sequence[Any], is_wanted: Callable[[Any], bool]
+    plan: Plan, leaves: Arrays, is_wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The names and declared shardings of arrays with other shardings, and these arrays."""
     for slot, leaf, declared in _with_option(plan, leaves):
@@ -247,7 +249,7 @@ def _other_shardings(
             yield plan.names[slot], leaf, declared
 
 
-def _with_option(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+def _with_option(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, Any, Any]]:
     """The slots, arrays and shardings for which the transform gives JAX a sharding."""
     if isinstance(plan.transform, Sharded) and plan.transform.passes_shardings:
         for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
@@ -262,7 +264,7 @@ def _with_option(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, 
     "jax.make_array_from_process_local_data, if each process has its own rows; with "
     "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
 )
-def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
     for slot, leaf, sharding in _with_option(plan, leaves):
         is_local = sharding.is_fully_addressable or sharding.is_fully_replicated
         if isinstance(leaf, np.ndarray) and not is_local:
@@ -276,7 +278,7 @@ def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     "Use one mesh for all; move models with nnx_sharding.place and arrays with jax.device_put, or "
     "pass on_committed='move'.",
 )
-def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
     pairs: list[tuple[Any, str]] = []
     for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
         pairs.append((sharding, name))
@@ -305,7 +307,7 @@ _CHECKS: Sequence[_Check] = (
     "Compile it for these too, as jit does, or pad them to the shapes that it was compiled for.",
     TypeError,
 )
-def _check_compiled_types(plan: Plan, leaves: Sequence[Any], avals: Sequence[Any]) -> Iterator[str]:
+def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> Iterator[str]:
     for name, leaf, aval in zip(plan.names, leaves, avals, strict=True):
         actual, compiled = jax.typeof(leaf).str_short(), aval.str_short()
         if actual != compiled:
@@ -319,7 +321,7 @@ def _check_compiled_types(plan: Plan, leaves: Sequence[Any], avals: Sequence[Any
     "ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...).",
 )
 def _check_compiled_shardings(
-    plan: Plan, leaves: Sequence[Any], shardings: Sequence[Any]
+    plan: Plan, leaves: Arrays, shardings: Sequence[Spec]
 ) -> Iterator[str]:
     # Arrays with a declared spec are moved, or refused for that reason.
     done = {*plan.placed_slots, *(slot for slot, *_ in _with_option(plan, leaves))}
@@ -332,9 +334,9 @@ def _check_compiled_shardings(
             yield f"{line}: is {actual}, compiled for {expected}"
 
 
-def _is_concrete(leaf: Any) -> bool:
+def _is_concrete(leaf: AnyArray) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
-def _is_concrete_ref(leaf: Any) -> bool:
+def _is_concrete_ref(leaf: AnyArray) -> bool:
     return _compat.is_ref(leaf) and not isinstance(leaf, jax.core.Tracer)

@@ -31,7 +31,7 @@ class Several:
     functions: tuple[Any, ...]
 
 
-def name_as(pure: Callable[..., Any], fun: Any, parameters: Sequence[str]) -> None:
+def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Sequence[str]) -> None:
     """Names a function of arrays like ``fun``, and its parameters by the paths of the arrays."""
     fun = _behind_partial(fun)
     pure.__name__ = name_of(fun)
@@ -48,16 +48,16 @@ def name_as(pure: Callable[..., Any], fun: Any, parameters: Sequence[str]) -> No
         )
 
 
-def _behind_partial(fun: Any) -> Any:
+def _behind_partial(fun: Callable[..., Any]) -> Any:
     return _behind_partial(fun.func) if isinstance(fun, functools.partial) else fun
 
 
-def name_of(fun: Any) -> str:
+def name_of(fun: Callable[..., Any]) -> str:
     """The name of a function."""
     return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))  # as JAX calls it
 
 
-def weak_function(fun: Any) -> Callable[[], Any]:
+def weak_function(fun: Callable[..., Any]) -> Callable[[], Any]:
     """Returns a function that returns ``fun``, or None when that is gone."""
     try:
         return weakref.ref(fun)
@@ -74,7 +74,9 @@ class _SlotParameter(inspect.Parameter):
         self._name = label
 
 
-def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[tuple[str, Any]]:
+def captured_shards(
+    fun: Callable[..., Any], constants: Iterable[Any] | None = None
+) -> list[tuple[str, Any]]:
     """The sharded arrays that a function may capture, or that its trace captured, with names."""
     arrays = [array for name, value in captured_values(fun) for array in _arrays(name, value)]
     if constants is not None:
@@ -130,7 +132,7 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield from _arrays(accessor(name, (key,)), part)
 
 
-def note_captured_arrays(fun: Any, fun_name: str, error: Exception) -> None:
+def note_captured_arrays(fun: Callable[..., Any], fun_name: str, error: Exception) -> None:
     """Names the sharded arrays that a function captures in a note to an error."""
     lines = [
         f"{array_line(name, array)}, {describe(array.sharding)}"
@@ -142,7 +144,7 @@ def note_captured_arrays(fun: Any, fun_name: str, error: Exception) -> None:
         see(error, anchor="captured-array-on-explicit-axes")
 
 
-def note_captured_object(fun: Any, fun_name: str, error: Exception) -> None:
+def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exception) -> None:
     """Names the captured object that a function tried to change, in the text of the error."""
     if isinstance(fun, Several):
         for function in fun.functions:

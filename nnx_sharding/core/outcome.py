@@ -17,6 +17,7 @@ import jax
 
 from .. import _compat
 from ..errors import raise_listed
+from ..specs.types import Arrays, Spec
 from .flatten import Flat
 from .structure import NodeEntry, RefEntry, StaticObject, Structure, VariableEntry
 from .trace_checks import check_donated
@@ -98,9 +99,9 @@ jax.tree_util.register_pytree_node(
 def pack(
     plan: Plan,
     fun_name: str,
-    leaves: Sequence[Any],
+    leaves: Arrays,
     after: Flat,
-    specs: Sequence[Any],
+    specs: Sequence[Spec],
     names: Sequence[str],
 ) -> tuple[Any, ...]:
     """Sorts the arrays after a call into outputs and unchanged ones, and notes what changed.
@@ -150,7 +151,7 @@ class _Changes:
 
 
 def _compare(
-    plan: Plan, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
+    plan: Plan, leaves: Arrays, after: Flat, specs: Sequence[Spec]
 ) -> tuple[_Changes, dict[int, tuple[int, int]]]:
     """Returns what changed of the input objects, and the sources of their unchanged arrays."""
     changes, sources = _Changes(), dict[int, tuple[int, int]]()
@@ -182,7 +183,7 @@ def _compare(
     return changes, sources
 
 
-def _group_numbers(plan: Plan, specs: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
+def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> dict[Any, int]:
     """Returns the number of the group of each spec; an error for specs that have none."""
     numbers = {spec: number for number, spec in enumerate(plan.out_specs)}
     # JAX needs the specs before the trace, but the function in a prefix of `nnx.prefix` is asked

@@ -23,10 +23,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .. import _compat
 from ..specs.fitting import unsummed
+from ..specs.types import AnyArray, Arrays
 
 # The beginning and end of one device's part of an array, in each dimension.
 _Bounds: TypeAlias = tuple[tuple[int, int], ...]
@@ -34,7 +36,11 @@ _ALIGNMENT = 64  # of memory that a CPU device adopts; XLA copies buffers that a
 
 
 def place_arrays(
-    leaves: Sequence[Any], shardings: Sequence[Any], *, donate: bool = False, alias: bool = True
+    leaves: Arrays,
+    shardings: Sequence[Sharding | Format | None],
+    *,
+    donate: bool = False,
+    alias: bool = True,
 ) -> list[Any]:
     """Moves each array to its sharding; those without one, or that already have it, are returned.
 
@@ -72,7 +78,7 @@ def place_arrays(
     return result
 
 
-def obstacle(leaf: Any, sharding: Sharding) -> str | None:
+def obstacle(leaf: AnyArray, sharding: Sharding) -> str | None:
     """Why a concrete array cannot get a sharding, whatever its shape; None if it can."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return "the mesh is abstract, without devices to place the array on"
@@ -97,7 +103,7 @@ class _Move:
     is_ours: bool = False  # whether the array may be freed, being donated or intermediate
     slots: list[int] = dataclasses.field(default_factory=list)  # of the result
 
-    def advance(self, array: Any) -> None:
+    def advance(self, array: AnyArray) -> None:
         self.is_ours |= array is not self.array
         self.array = array
 
@@ -159,7 +165,7 @@ def out_of_range(values: Any, dtype: Any) -> str:
 _range_of: Any = jnp.iinfo
 
 
-def _is_placed(leaf: Any, sharding: Any) -> bool:
+def _is_placed(leaf: AnyArray, sharding: Sharding | Format) -> bool:
     """Whether an array is committed to exactly this sharding."""
     return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
 
@@ -193,7 +199,7 @@ def _put(steps: _Steps, alias: bool = True) -> None:
             move.advance(array)
 
 
-def _needs_program(array: Any, goal: Any) -> bool:
+def _needs_program(array: AnyArray, goal: Sharding | Format) -> bool:
     """Whether a program has to reshard an array on its own devices."""
     if not isinstance(array, jax.Array) or not isinstance(goal, NamedSharding):
         return False
@@ -232,7 +238,7 @@ def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
     return [*kept, *donated]
 
 
-def _reordered(array: Any, goal: NamedSharding, devices: Any) -> Any:
+def _reordered(array: AnyArray, goal: NamedSharding, devices: Any) -> Any:
     """The same buffers as an array whose devices are listed in the order of the goal."""
     if _compat.device_assignment(array.sharding) == devices:
         return array
@@ -250,7 +256,7 @@ def _in_main_memory(sharding: Any) -> Any:
     return sharding if sharding.memory_kind == main else sharding.with_memory_kind(main)
 
 
-def _needs_host(array: Any, goal: Any, alias: bool) -> bool:
+def _needs_host(array: AnyArray, goal: Sharding | Format, alias: bool) -> bool:
     """Whether the parts of an array have to come from the host."""
     if not isinstance(goal, Sharding):
         return False
@@ -280,7 +286,7 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> _Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def assembled(array: Any, goal: Sharding, *, alias: bool = False) -> Any:
+def assembled(array: AnyArray, goal: Sharding, *, alias: bool = False) -> Any:
     """An array made of the parts that the devices of this process hold.
 
     With ``alias``, CPU devices may adopt memory of a ``jax.Array``, as by ``jax.device_put``.

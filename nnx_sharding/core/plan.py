@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _compat
 from ..specs.fitting import OnIndivisible, first_axes, in_type
 from ..specs.state_sharding import StateSharding
+from ..specs.types import Arrays, Objects
 from .arguments import Argument, named_parts, split_arguments
 from .bounded import make_room
 from .flatten import Flat
@@ -204,7 +205,7 @@ class Plan:
     def _values(self) -> list[Any]:
         return values_in(self.structure)
 
-    def reached_from(self, objects: Sequence[Any]) -> Iterator[Any]:
+    def reached_from(self, objects: Objects) -> Iterator[Any]:
         """Yields what a function can reach from its arguments, these objects, except arrays."""
         for value in self._values:
             yield value.value if isinstance(value, Static) else value
@@ -311,7 +312,7 @@ def _donated_slots(
     return frozenset(itertools.chain.from_iterable(in_donated)) - structure.slots_of(RefEntry)
 
 
-def _array_attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[int, Any]]:
+def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, tuple[int, Any]]:
     """Returns the slots of JAX arrays that are attributes of modules: the module and the name."""
     return {
         slots[0]: (index, key)

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 from .. import _compat
 from ..errors import NoMeshError, listed_error, merged, message, raise_listed, see, shortened
 from ..specs.fitting import describe_both, describe_mesh
+from ..specs.types import AnyArray, Arrays
 
 
 def show(value: Any) -> str:
@@ -46,14 +47,12 @@ def no_tree(kind: type) -> Exception:
     )
 
 
-def array_line(path: str, array: Any) -> str:
+def array_line(path: str, array: AnyArray) -> str:
     """The line of a list for an array: its path and type."""
     return f"  {path}, {jax.typeof(array).str_short()}"
 
 
-def not_arrays(
-    head: str, names: Sequence[str], leaves: Sequence[Any], remedy: str
-) -> Exception | None:
+def not_arrays(head: str, names: Sequence[str], leaves: Arrays, remedy: str) -> Exception | None:
     """The error for leaves that are not arrays, if there are any."""
     lines = [
         f"  {name}: {show(leaf)} of type {type(leaf).__name__}"
@@ -63,7 +62,7 @@ def not_arrays(
     return listed_error(TypeError, head, lines, remedy, anchor="not-an-array")
 
 
-def arguments_not_arrays(names: Sequence[str], leaves: Sequence[Any]) -> Exception | None:
+def arguments_not_arrays(names: Sequence[str], leaves: Arrays) -> Exception | None:
     """The error for arguments that are not arrays, if there are any."""
     return not_arrays(
         "these arguments are not arrays:",

@@ -23,6 +23,7 @@ import jax
 
 from .. import _compat
 from ..specs.fitting import first_axes
+from ..specs.types import Arrays
 from .arguments import split_argument
 from .call_context import Caller, called_by, caller_here
 from .constrain import mesh_of_types
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # a plan makes its pure functions
 R = TypeVar("R")
 
 
-def pure_function(plan: Plan, fun: Any) -> Callable[..., Any]:
+def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function to pass to JAX, with the user's names for its many arguments.
 
     It has no reference to ``fun``, which cached traces must not keep alive: it calls the function
@@ -90,7 +91,7 @@ def on_one_chunk(function: Callable[..., R], *args: Any) -> R:
 on_one_chunk.__code__ = on_one_chunk.__code__.replace(co_stacksize=1 << 14)
 
 
-def _trace(plan: Plan, caller: Caller, leaves: Sequence[Any]) -> tuple[Any, ...]:
+def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
     """Builds the graph around tracers, and restores the caller's own objects in it afterwards."""
     arrays = plan.transform.retype_inputs(plan, leaves, nested=caller.nested)
     # Copies of all others, or another thread's changes would be taken for the function's.
@@ -199,7 +200,7 @@ def _names_after(plan: Plan, after: Structure, locations: Sequence[NamedLocation
 
 def _output_specs(
     plan: Plan,
-    leaves: Sequence[Any],
+    leaves: Arrays,
     after: Flat,
     locations: Sequence[NamedLocation],
     names: Sequence[str],
@@ -226,7 +227,7 @@ def _output_specs(
 
 
 def _keep_specs(
-    plan: Plan, leaves: Sequence[Any], after: Structure, resolved: Resolved
+    plan: Plan, leaves: Arrays, after: Structure, resolved: Resolved
 ) -> dict[int, tuple[int, ...] | None]:
     """Gives what was updated the specs that it had; returns the old shapes, by new slot."""
     before: dict[int, tuple[int, ...] | None] = {}

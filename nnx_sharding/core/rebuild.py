@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .. import _compat
+from ..specs.types import Arrays
 from .flatten import Flat
 from .structure import NodeEntry, VariableEntry
 from .unflatten import assemble, node_changes, perform, update
@@ -13,7 +13,7 @@ from .unflatten import assemble, node_changes, perform, update
 
 def rebuild(
     flat: Flat,
-    leaves: Sequence[Any],
+    leaves: Arrays,
     caller: str = "with_sharding_constraint",
     *,
     foreign: bool = False,

@@ -18,7 +18,8 @@ from ..specs.filters import (
 )
 from ..specs.fitting import OnIndivisible, describe_both
 from ..specs.paths import Path, accessor
-from ..specs.state_sharding import Axis, StateSharding, filter_remedy, filters_text
+from ..specs.state_sharding import StateSharding, filter_remedy, filters_text
+from ..specs.types import Arrays, Axis, Objects, Spec
 from .arguments import Argument, Part
 from .problems import several
 from .structure import Location, Structure
@@ -39,7 +40,7 @@ class NamedLocation(NamedTuple):
         """The expression for it by another path."""
         return accessor(self.argument.name, (*self.part.keys, *path))
 
-    def subject(self, objects: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    def subject(self, objects: Objects, leaves: Arrays) -> Any:
         """The Variable there, or the array outside of Variables."""
         index = self.location.entry
         return leaves[self.location.slots[0]] if index is None else objects[index]
@@ -84,8 +85,8 @@ class Resolved(NamedTuple):
 
 def resolve(
     locations: Sequence[NamedLocation],
-    objects: Sequence[Any],
-    leaves: Sequence[Any],
+    objects: Objects,
+    leaves: Arrays,
     spec_of: SpecOf,
     *,
     known: Mapping[int, tuple[str, Any]] | None = None,
@@ -143,7 +144,7 @@ def resolve(
 
 
 def known_variables(
-    locations: Sequence[NamedLocation], specs: Sequence[Any], open_spec: Any, resolved: Resolved
+    locations: Sequence[NamedLocation], specs: Sequence[Spec], open_spec: Any, resolved: Resolved
 ) -> dict[int, tuple[str, Any]]:
     """Returns the first name and the spec of each Variable; without an array, the declared spec."""
     known: dict[int, tuple[str, Any]] = {}

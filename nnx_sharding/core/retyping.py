@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from .. import _compat
 from ..errors import raise_listed
 from ..specs.fitting import axes_of_type, fit_sharding, spec_and_mesh
+from ..specs.types import Spec
 from .constrain import retype, type_mesh, type_spec
 from .flatten import Flat, flatten
 from .problems import array_line
@@ -103,7 +104,7 @@ class RetypedArrays(NamedTuple):
         self,
         before: Structure,
         after: Flat,
-        specs: Sequence[Any],
+        specs: Sequence[Spec],
         names: Sequence[str],
         *,
         name: str,

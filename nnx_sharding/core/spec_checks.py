@@ -27,6 +27,7 @@ from ..specs.fitting import (
     spec_axes,
 )
 from ..specs.state_sharding import StateSharding
+from ..specs.types import AnyArray, Arrays, Objects, Spec
 from .arguments import Specs, check_specs, split_argument
 from .constrain import given_mesh, mesh_here, other_memory, without_unconstrained
 from .flatten import Flat
@@ -36,7 +37,7 @@ from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, sl
 from .transform import Sharded, Transform
 
 
-def shape_of(leaf: Any) -> tuple[int, ...] | None:
+def shape_of(leaf: AnyArray) -> tuple[int, ...] | None:
     """Returns the shape of an array or number; None for anything else."""
     shape = getattr(leaf, "shape", None)
     if shape is not None:
@@ -56,8 +57,8 @@ def is_shardable(x: Any) -> bool:
 def check_mesh(
     transform: Sharded,
     locations: Sequence[NamedLocation],
-    objects: Sequence[Any],
-    leaves: Sequence[Any],
+    objects: Objects,
+    leaves: Arrays,
 ) -> None:
     """Raises a ``ValueError`` if specs name axes that the mesh does not have, or one twice.
 
@@ -107,7 +108,7 @@ def fit_specs(
     transform: Transform,
     names: Sequence[str],
     shapes: Sequence[Sequence[int] | None],
-    specs: Sequence[Any],
+    specs: Sequence[Spec],
     on_indivisible: Mapping[int, OnIndivisible],
     *,
     outputs: bool = False,
@@ -194,7 +195,7 @@ def assign_shardings(
 def fit_shardings(
     caller: str,
     names: Sequence[str],
-    leaves: Sequence[Any],
+    leaves: Arrays,
     resolved: Resolved,
     mesh: Mesh | AbstractMesh | None,
     *,
@@ -257,7 +258,7 @@ class _Fitter:
         self._without_mesh: list[str] = []
         self._remedy = ""
 
-    def fit(self, slot: int, name: str, leaf: Any, spec: Any) -> Any:
+    def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
         """Returns the sharding of one array; None to change nothing, also if something is wrong."""
         spec = self._adapt(spec, leaf)
         is_number = isinstance(leaf, bool | int | float | complex)
@@ -289,7 +290,7 @@ class _Fitter:
         return NamedSharding(mesh, final, memory_kind=other_memory(spec))
 
     def _fit_array(
-        self, slot: int, leaf: Any, sharding: Any, pair: tuple[PartitionSpec, Any] | None
+        self, slot: int, leaf: AnyArray, sharding: Spec, pair: tuple[PartitionSpec, Any] | None
     ) -> tuple[Fit, Any]:
         """Returns how a sharding, with its spec and mesh if it has them, fits, and the mesh."""
         mesh: Any = self._mesh if pair is None else pair[1]

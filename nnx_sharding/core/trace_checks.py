@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from .. import _compat
 from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, warn_or_raise
 from ..specs.fitting import describe
 from ..specs.paths import Path, accessor
+from ..specs.types import AnyArray, Arrays
 from .arguments import Argument, named_parts
 from .constrain import type_spec
 from .flatten import Flat
@@ -127,7 +128,7 @@ def check_output(
     )
 
 
-def check_captured(fun: Any, leaves: Sequence[Any], *, name: str, strict: bool) -> None:
+def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict: bool) -> None:
     """Warns about captured sharded arrays, which become replicated constants, not arguments.
 
     ``leaves`` are the arrays of the arguments, which for JAX's checkify are constants as well.
@@ -207,6 +208,6 @@ def check_donated(
     )
 
 
-def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+def _shape_and_dtype(leaf: AnyArray) -> tuple[Any, Any]:
     aval = jax.typeof(leaf)
     return getattr(aval, "shape", None), getattr(aval, "dtype", aval)

@@ -20,6 +20,7 @@ from ..specs.fitting import (
     spec_and_mesh,
     variants,
 )
+from ..specs.types import Arrays, Spec
 from .arguments import Specs
 from .call_context import Caller
 from .constrain import mesh_of_types, type_as, type_mesh
@@ -100,7 +101,7 @@ class Transform:
         """Whether a plan depends on the shardings of arrays."""
         return False
 
-    def key(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    def key(self, leaves: Arrays) -> tuple[Hashable, ...]:
         """What a plan depends on besides the structure: the mesh in context, then shapes."""
         types = ((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
         return (
@@ -126,15 +127,15 @@ class Transform:
         fields = (field.name for field in dataclasses.fields(self))
         return type(self), *(strict(getattr(self, name)) for name in fields if name not in names)
 
-    def spec_of(self, spec: Any) -> Any:
+    def spec_of(self, spec: Spec) -> Any:
         """The final, hashable form of a spec that the user wrote."""
         return spec
 
-    def corrected(self, spec: Any, on_indivisible: OnIndivisible | None) -> list[Any]:
+    def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
         """What a final spec may become where it does not divide a shape."""
         return []
 
-    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+    def input_specs(self, specs: list[Any], leaves: Arrays) -> list[Any]:
         """The specs of all inputs, with those that the user left open."""
         return specs
 
@@ -146,7 +147,7 @@ class Transform:
         """Other specs than declared for arrays that the function wrote to Variables, by slot."""
         return {}
 
-    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
+    def sharding_of(self, spec: Spec) -> jax.sharding.Sharding | None:
         """The sharding that a Variable with this final spec gets and keeps."""
         return None
 
@@ -155,7 +156,7 @@ class Transform:
         return RetypedArrays.of(None, leaves)
 
     def tracing(
-        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Arrays
     ) -> AbstractContextManager[Callable[..., Any]]:
         """The context of the user's function in a trace; yields what to call in its place.
 
@@ -164,7 +165,7 @@ class Transform:
         return nullcontext(caller.fun)
 
     def check_outputs(
-        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+        self, fun_name: str, names: Sequence[str], leaves: Arrays, specs: Sequence[Spec]
     ) -> None:
         """Raises an error for arrays that cannot be outputs with these specs."""
 
@@ -172,8 +173,8 @@ class Transform:
         self,
         plan: Plan,
         function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
+        in_specs: Sequence[Spec],
+        out_specs: Sequence[Spec],
         donated: tuple[int, ...],
     ) -> Program:
         """The JAX form of a pure function.
@@ -232,13 +233,13 @@ class Sharded(Transform):
         given = mesh if isinstance(mesh, Mesh) else None
         return dataclasses.replace(self, mesh=given, context=mesh)
 
-    def spec_of(self, spec: Any) -> Any:
+    def spec_of(self, spec: Spec) -> Any:
         """The final form: with the mesh."""
         if isinstance(spec, PartitionSpec) and self.mesh is not None:
             return NamedSharding(self.mesh, spec)
         return spec
 
-    def corrected(self, spec: Any, on_indivisible: OnIndivisible | None) -> list[Any]:
+    def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
         """The parts of a spec that may be left of it."""
         pair = spec_and_mesh(spec, self.context)
         if pair is None:
@@ -246,7 +247,7 @@ class Sharded(Transform):
         parts = variants(pair[0], on_indivisible or self.on_indivisible)
         return [like(spec, part) for part in parts]
 
-    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
+    def sharding_of(self, spec: Spec) -> jax.sharding.Sharding | None:
         """The sharding that a Variable with this final spec gets and keeps."""
         if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
             return None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
+from ..specs.types import Arrays, Objects
 from .static_equality import Static, content_of
 from .static_parts import Operation, assign, is_builtin, make_empty, make_fixed
 from .structure import (
@@ -39,7 +40,7 @@ class Built(NamedTuple):
 
 def unflatten(
     structure: Structure,
-    leaves: Sequence[Any],
+    leaves: Arrays,
     existing: Mapping[int, Any] | None = None,
     *,
     share: bool = False,
@@ -82,7 +83,7 @@ def _new_object(
     plain: dict[int, dict[str, Any]],
     trace_state: Any,
     slots: Sequence[int],
-    leaves: Sequence[Any],
+    leaves: Arrays,
 ) -> Any:
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
@@ -107,7 +108,7 @@ def _new_object(
     return leaf if is_abstract or _compat.is_ref(leaf) else jax.new_ref(leaf)
 
 
-def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any:
+def assemble(child: Child, leaves: Iterator[Any], objects: Objects) -> Any:
     """The value of a child; takes its arrays from ``leaves`` in order."""
     if child is LEAF:
         return next(leaves)
@@ -125,16 +126,14 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any
     return jax.tree_util.tree_unflatten(treedef, parts)
 
 
-def _attributes(
-    entry: NodeEntry, leaves: Iterator[Any], objects: Sequence[Any]
-) -> list[tuple[Any, Any]]:
+def _attributes(entry: NodeEntry, leaves: Iterator[Any], objects: Objects) -> list[tuple[Any, Any]]:
     return [
         (key, child.value if type(child) is Static else assemble(child, leaves, objects))
         for key, child in zip(entry.keys, entry.children, strict=True)
     ]
 
 
-def _metadata(entry: VariableEntry, objects: Sequence[Any]) -> dict[str, Any]:
+def _metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
     return {name: assemble(setting, iter(()), objects) for name, setting in entry.metadata}
 
 
@@ -145,7 +144,7 @@ def pytree_of(entry: Any) -> Container | None:
     return entry.value if isinstance(entry.value, Container) else None
 
 
-def value_at(structure: Structure, location: Location, leaves: Sequence[Any]) -> Any:
+def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
     """The value at a location: an array, or a pytree of arrays."""
     arrays = [leaves[slot] for slot in location.slots]
     pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
@@ -155,12 +154,12 @@ def value_at(structure: Structure, location: Location, leaves: Sequence[Any]) ->
 # Static objects
 
 
-def _assign(entry: StaticObject, value: Any, objects: Sequence[Any]) -> list[Operation]:
+def _assign(entry: StaticObject, value: Any, objects: Objects) -> list[Operation]:
     """The operations that give an object the content of an entry."""
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
 
-def restore(structure: Structure, objects: Sequence[Any], indices: Iterable[int]) -> None:
+def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> None:
     """Restores the content of static objects from their entries, where it has changed."""
     known = dict(enumerate(objects))
     for index in indices:
@@ -273,7 +272,7 @@ def node_changes(
 
 
 def _node_operations(
-    change: NodeChange, after: Structure, leaves: Sequence[Any], objects: Sequence[Any]
+    change: NodeChange, after: Structure, leaves: Arrays, objects: Objects
 ) -> list[Operation]:
     entry: Any = after.entries[change.node]
     attributes = [
@@ -289,8 +288,8 @@ def _node_operations(
 
 def update(
     after: Structure,
-    leaves: Sequence[Any],
-    objects: Sequence[Any],
+    leaves: Arrays,
+    objects: Objects,
     values: Iterable[int] = (),
     metadata: Collection[int] = (),
     nodes: Sequence[NodeChange] = (),

@@ -13,6 +13,8 @@ from flax import nnx
 from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from .types import AnyMesh, Spec
+
 # What is done with a spec that does not divide the dimensions of an array.
 OnIndivisible: TypeAlias = Literal["error", "replicate", "drop"]
 ON_INDIVISIBLE: tuple[OnIndivisible, ...] = get_args(OnIndivisible)
@@ -63,8 +65,8 @@ class Fit(NamedTuple):
 
 
 def fit_sharding(
-    sharding: Any,
-    mesh: Any = None,
+    sharding: Spec,
+    mesh: AnyMesh | None = None,
     shape: Sequence[int] | None = None,
     *,
     on_indivisible: OnIndivisible = "error",
@@ -241,14 +243,14 @@ def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
     return PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=frozenset(axes))
 
 
-def like(sharding: Any, spec: PartitionSpec) -> Any:
+def like(sharding: Spec, spec: PartitionSpec) -> Any:
     """A spec in the form of a sharding: on its mesh and in its memory, if it names them."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return spec
 
 
-def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] | None:
+def spec_and_mesh(sharding: Spec, mesh: AnyMesh | None = None) -> tuple[PartitionSpec, Any] | None:
     """The spec of a sharding and its mesh; None without a spec or a mesh."""
     if isinstance(sharding, NamedSharding):
         return sharding.spec, sharding.mesh
@@ -257,7 +259,7 @@ def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] 
     return None
 
 
-def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:
+def first_axes(shardings: Iterable[Spec], mesh: AnyMesh | None) -> frozenset[Any]:
     """The axes of a mesh over which the first dimension is sharded by some of these."""
     pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
     firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
@@ -278,13 +280,13 @@ def in_type(sharding: Any) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, only_axes(sharding.spec, axes)) if axes else None
 
 
-def is_equivalent(present: Any, declared: Any, ndim: int) -> bool:
+def is_equivalent(present: Sharding, declared: Sharding, ndim: int) -> bool:
     """Whether two shardings put the same parts on each device, in arrays of the same type."""
     same_type = _typed(present, ndim) == _typed(declared, ndim)
     return same_type and bool(present.is_equivalent_to(declared, ndim))
 
 
-def _typed(sharding: Any, ndim: int) -> Any:
+def _typed(sharding: Spec, ndim: int) -> Any:
     """What is in the type of an array; JAX does not distinguish meshes with Auto axes only."""
     part = in_type(sharding)
     if part is None:
@@ -317,7 +319,7 @@ def describe(sharding: Any) -> str:
     return repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
 
 
-def describe_mesh(mesh: Any) -> str:
+def describe_mesh(mesh: AnyMesh | None) -> str:
     """A short text for a mesh, such as ``data 2 × model 4, Explicit``."""
     if mesh is None or mesh.empty:
         return "none"

@@ -24,26 +24,7 @@ from .filters import (
 )
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .paths import Path, path_string
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Axis:
-    """How an array enters or leaves each step of a mapped function, in place of a sharding.
-
-    Attributes:
-      index: the dimension along which it is mapped; None if it is not mapped.
-      is_carry: whether each step gets what the previous one returned.
-    """
-
-    index: int | None = None
-    is_carry: bool = False
-
-    def __repr__(self) -> str:
-        return "Carry" if self.is_carry else repr(self.index)
-
-
-BROADCAST = Axis()
-CARRY = Axis(is_carry=True)
+from .types import Axis
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)

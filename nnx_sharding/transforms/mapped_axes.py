@@ -29,7 +29,8 @@ from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Built
 from ..errors import raise_listed
 from ..specs.paths import Path, accessor, path_key
-from ..specs.state_sharding import BROADCAST, CARRY, Axis, StateSharding, pairs_of
+from ..specs.state_sharding import StateSharding, pairs_of
+from ..specs.types import BROADCAST, CARRY, Axis
 from .in_trace import Function, InnerTransform, type_text
 
 

@@ -38,7 +38,7 @@ from ..core.static_equality import Static
 from ..core.structure import RefEntry, VariableEntry
 from ..core.unflatten import Built
 from ..errors import raise_listed, see
-from ..specs.state_sharding import BROADCAST, CARRY, Axis
+from ..specs.types import BROADCAST, CARRY, Axis
 from . import prefetching
 from .carry_checks import check_carry, structure_changes, type_changes
 from .in_trace import Function, Inner, StaticLeaves, may_keep, tree_text

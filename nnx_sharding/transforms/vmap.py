@@ -15,7 +15,7 @@ from ..core.plan import Plan
 from ..core.signature import Roles
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, padded, spec_axes
-from ..specs.state_sharding import CARRY, Axis
+from ..specs.types import CARRY, Axis
 from .in_trace import Function, Inner, restrict_to_slots, type_text
 from .lifted import lift
 from .mapped_axes import Mapped, axes_specs, jax_options

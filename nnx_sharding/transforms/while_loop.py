@@ -27,7 +27,7 @@ from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.state_sharding import BROADCAST, CARRY, Axis
+from ..specs.types import BROADCAST, CARRY, Axis
 from .carry_checks import check_carry
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import Function, StaticLeaves, compile_at_top_level, is_array, tree_text
