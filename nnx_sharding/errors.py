@@ -127,9 +127,9 @@ def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
 
 def by_kind(kinds: Mapping[str, Sequence[str]]) -> list[str]:
     """An item for each kind of problem that there is, with the places where it is."""
-    found = {kind: places for kind, places in kinds.items() if places}
-    most = MAX_LISTED // max(len(found), 1) - 1
-    return ["\n".join([f"{kind}:", *listed(places, most)]) for kind, places in found.items()]
+    present = {kind: places for kind, places in kinds.items() if places}
+    most = MAX_LISTED // max(len(present), 1) - 1
+    return ["\n".join([f"{kind}:", *listed(places, most)]) for kind, places in present.items()]
 
 
 def merged(texts: Iterable[str]) -> list[str]:
@@ -182,8 +182,8 @@ def raise_listed(
 ) -> None:
     """Raises an error with a line for each thing that is wrong, if there is any."""
     __tracebackhide__ = True  # in the assertions of nnx_sharding.testing
-    if found := listed_error(error, head, items, remedy, anchor):
-        raise found
+    if listing := listed_error(error, head, items, remedy, anchor):
+        raise listing
 
 
 def listed_error(

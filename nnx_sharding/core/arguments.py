@@ -58,13 +58,13 @@ class PathFunction(StateSharding):
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[Path, Any]:
-    """The leaves of a pytree by their paths."""
+    """Returns the leaves of a pytree by their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {tuple(map(path_key, path)): leaf for path, leaf in leaves}
 
 
 def _normalized(spec: Any) -> Any:
-    """A spec in our own types, converted from Flax's StateSharding and prefixes, and modules."""
+    """Returns a spec in our own types, from those of Flax: StateSharding, prefixes, modules."""
     if type(spec) is getattr(nnx, "StateSharding", None):
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
     if _compat.is_unspecified(spec):
@@ -131,7 +131,7 @@ def _invalid_leaves(tree: Any, path: Path) -> Iterator[tuple[str, Any, str]]:
 
 
 def _one_level(tree: Any) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
-    """The children of a pytree with their key paths."""
+    """Returns the children of a pytree with their key paths."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
@@ -234,7 +234,7 @@ def split_argument(name: str, prefix: Any, value: Any, child: Child, caller: str
 
 
 def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
-    """The spec of each leaf of ``full``, and the number of keys that lead to the spec."""
+    """Yields the spec of each leaf of ``full``, and the number of keys that lead to the spec."""
     if isinstance(prefix, dict) and (
         isinstance(full, nnx.State) or jax.tree_util.all_leaves([full])
     ):
@@ -253,7 +253,7 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
 
 
 def _mismatches(prefix: Any, full: Any, path: Path) -> Iterator[tuple[str, str]]:
-    """Where a prefix does not match the tree, and why."""
+    """Yields where a prefix does not match the tree, and why."""
     if is_spec(prefix):
         return
     place = accessor("", path)
@@ -276,7 +276,7 @@ def _mismatches(prefix: Any, full: Any, path: Path) -> Iterator[tuple[str, str]]
 
 
 def _children(tree: Any) -> dict[Any, Any]:
-    """The children of one level of a pytree by their keys."""
+    """Returns the children of one level of a pytree by their keys."""
     parts, treedef = _one_level(tree)
     return {} if is_leaf_treedef(treedef) else {path_key(path[0]): part for path, part in parts}
 
@@ -293,22 +293,23 @@ def with_static_values(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
-    """A call in which non-arrays are static where their spec, as the user wrote it, is None."""
+    """Returns a call in which non-arrays are static where their spec, as written, is None."""
     # An argument without a spec may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
-    found: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
+    spec_of: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    plain = {which for which, s in found.items() if s is None and isinstance(values[which], PLAIN)}
+    unspecified = [which for which, spec in spec_of.items() if spec is None]
+    plain = {which for which in unspecified if isinstance(values[which], PLAIN)}
     signature = signature._replace(
         static=signature.static.union(plain.intersection(signature.dynamic)),
         static_keywords=signature.static_keywords.union(plain.intersection(named)),
     )
-    values |= {which: _fixed(found[which], values[which]) for which in found.keys() - plain}
+    values |= {which: _fixed(spec_of[which], values[which]) for which in spec_of.keys() - plain}
     return signature, tuple(map(values.get, range(len(args)))), {k: values[k] for k in kwargs}
 
 
 def _fixed(spec: Spec, value: Any) -> Any:
-    """A pytree in which non-arrays with the spec None are static."""
+    """Returns a pytree in which non-arrays with the spec None are static."""
     if spec is None:
         return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
     if is_spec(spec):

@@ -31,7 +31,7 @@ _DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 
 
 def abstract(leaf: AnyArray, sharding: Sharding | None = None) -> Any:
-    """The ``jax.ShapeDtypeStruct`` of an array or of its type, with a sharding."""
+    """Returns the ``jax.ShapeDtypeStruct`` of an array or of its type, with a sharding."""
     is_type = isinstance(leaf, jax.core.ShapedArray)
     if sharding is None and not is_type and not isinstance(leaf, _CONCRETE):
         return leaf
@@ -51,7 +51,7 @@ def is_committed(leaf: AnyArray) -> bool:
 def decide(
     leaf: AnyArray, declared: Sharding, on_committed: OnCommitted
 ) -> Literal["keep", "move", "refuse"]:
-    """What a call does with an array that has a declared sharding."""
+    """Returns what a call does with an array that has a declared sharding."""
     is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
     if not is_data or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return "keep"
@@ -59,6 +59,7 @@ def decide(
         return "keep"
     if not is_committed(leaf):
         return "move"
+    # Committed: the user, or an earlier call, put it where it is.
     if on_committed == "leave" or is_equivalent(leaf.sharding, declared, leaf.ndim):
         return "keep"
     if on_committed == "reshard":
@@ -71,7 +72,7 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequence[int]]:
-    """The arrays, with Variables and attributes as declared, and the slots of those that moved."""
+    """Returns the arrays, with Variables as declared, and the slots of those that moved."""
     try:
         # Lists compare by identity first, so this is all the work from the second call on.
         if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:
@@ -90,6 +91,7 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
         return leaves, ()
     names = [plan.names[slot] for slot in slots]
     shapes = [jnp.shape(leaves[slot]) for slot in slots]
+    # A later call may have other shapes than the one for which the plan was made.
     fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
     goals: list[Any] = [plan.shardings[slot] for slot in slots]
     reasons = (obstacle(leaves[slot], goal) for slot, goal in zip(slots, goals, strict=True))
@@ -97,8 +99,8 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
     head = f"{transform.name}: these arrays cannot be placed as declared:"
     raise_listed(ValueError, head, lines)
     refused = [slot for slot in slots if decisions[slot] == "refuse"]
-    found = ((plan.names[s], leaves[s], plan.shardings[s]) for s in refused)
-    if error := committed_elsewhere(transform.name, found):  # type: ignore[arg-type]
+    places = ((plan.names[s], leaves[s], plan.shardings[s]) for s in refused)
+    if error := committed_elsewhere(transform.name, places):  # type: ignore[arg-type]
         raise error
     leaves = list(leaves)
     placed = place_arrays([leaves[slot] for slot in slots], goals)
@@ -108,7 +110,7 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
 
 
 def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
-    """Arrays to trace with: with the declared sharding if a call would place them there.
+    """Returns arrays to trace with: with the declared sharding if a call would place them there.
 
     This includes abstract ones, if JAX does not get the declared shardings as an option, or if they
     have a type of their own, as those that ``nnx.eval_shape`` makes while a mesh is in context.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -53,7 +53,7 @@ def raise_misfit(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -
 
 
 def explained(plan: Plan, leaves: Arrays, function: Callable[..., Any]) -> Any:
-    """The result of a function of the arrays, with its errors explained."""
+    """Returns what a function of the arrays returns, with its errors explained."""
     try:
         return function(*leaves)
     except Exception as error:
@@ -65,7 +65,7 @@ def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> Non
     """Raises what a function finds in place of an error; logs if it finds nothing but a fault."""
     try:
         explanation = find()
-    except Exception:
+    except Exception:  # ours; the user should see the error that there was
         _LOGGER.warning("The following error cannot be explained:", exc_info=True)
         return
     if explanation is not None:
@@ -77,7 +77,7 @@ def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> Non
 def _explanation(
     plan: Plan, leaves: Arrays, error: Exception, fun: Callable[..., Any]
 ) -> Exception | None:
-    """The first reason for an error that the arguments show; it may get a note as well."""
+    """Finds the first reason for an error that the arguments show; it may get a note as well."""
     if isinstance(error, _compat.TraceContextError):
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
@@ -95,8 +95,9 @@ def _explanation(
         checks = (_check_deleted, _check_donated_twice) if _compat.is_deleted_error(error) else ()
     elif isinstance(error, ValueError | RuntimeError):
         checks = _CHECKS
-    found = (check(plan, leaves) for check in checks)
-    return next((one for one in found if one is not None), None)
+    # In this order: an array of the wrong rank, say, also has a wrong type.
+    reasons = (check(plan, leaves) for check in checks)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _check(
@@ -208,16 +209,18 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
         explicit = axes_of_type(mesh, AxisType.Explicit) & (usable or {*mesh.axis_names})
         if actual.mesh.empty or not explicit or (by_option and not is_committed(leaf)):
             continue
-        parts = (only_axes(one, explicit) for one in (actual.spec, spec))
-        present, wanted = (
-            (tuple(map(axes_of, padded(part, len(aval.shape)))), part.unreduced, part.reduced)
-            for part in parts
-        )
-        if present != wanted:
+        rank = len(aval.shape)
+        if _in_type(actual.spec, explicit, rank) != _in_type(spec, explicit, rank):
             yield (
                 f"  {name} is {aval.str_short()}, declared {spec!r}: write {actual.spec!r}, or "
                 f"pass jax.sharding.reshard({name}, {spec!r})"
             )
+
+
+def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
+    """Returns what the type of an array has of a spec, in a form that can be compared."""
+    part = only_axes(spec, explicit)
+    return tuple(map(axes_of, padded(part, rank))), part.unreduced, part.reduced
 
 
 def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
@@ -239,7 +242,7 @@ def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _other_shardings(
     plan: Plan, leaves: Arrays, is_wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The names and declared shardings of arrays with other shardings, and these arrays."""
+    """Yields the names of arrays with other shardings, these arrays, and the declared ones."""
     for slot, leaf, declared in _with_option(plan, leaves):
         if not is_wanted(leaf):
             continue
@@ -250,7 +253,7 @@ def _other_shardings(
 
 
 def _with_option(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, Any, Any]]:
-    """The slots, arrays and shardings for which the transform gives JAX a sharding."""
+    """Yields the slots, arrays and shardings where the transform gives JAX a sharding."""
     if isinstance(plan.transform, Sharded) and plan.transform.passes_shardings:
         for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
             if sharding is not None:

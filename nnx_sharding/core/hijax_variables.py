@@ -40,10 +40,10 @@ def _note(
     if not _compat.is_concrete_hijax(variable):
         return False
     treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
-    own = (flattener.leaves[slot] for slot in slots)
+    arrays = (flattener.leaves[slot] for slot in slots)
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
-    found = [next(own) if part is LEAF else flattener.objects[part] for part in parts]
-    if [*map(id, found)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
+    values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
+    if [*map(id, values)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
         return False
     for place, part in zip(recorder.open_hijax(at, treedef, leaves), parts, strict=True):
         if type(part) is int:

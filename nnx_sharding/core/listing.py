@@ -253,8 +253,9 @@ class Listing:
             # Of a library's wrapper (`jax.jit(f)`, say), the functions that the user gave it. Its
             # options are those of the same object.
             self._add_identity(value)
-            own = getattr(value, "__dict__", {}).values()
-            self._add_all([value.__wrapped__, *(x for x in own if isinstance(x, _FUNCTIONS))])
+            attributes = getattr(value, "__dict__", {}).values()
+            given = [x for x in attributes if isinstance(x, _FUNCTIONS)]
+            self._add_all([value.__wrapped__, *given])
         elif issubclass(kind, _OF_LIBRARIES):
             self._add_value(value)
         elif is_builtin(kind) or not has_hidden_state(kind):

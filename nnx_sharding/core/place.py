@@ -174,9 +174,9 @@ def _is_keys(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _has_summands(one: Any, other: Any) -> bool:
-    """Whether either of an array and a sharding is unreduced, and their devices differ."""
-    sharding, others = (getattr(x, "sharding", x) for x in (one, other))
+def _has_summands(summed: Any, other: Any) -> bool:
+    """Whether the first of an array and a sharding is unreduced, and their devices differ."""
+    sharding, others = (getattr(x, "sharding", x) for x in (summed, other))
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return False
     return _compat.device_assignment(sharding) != _compat.device_assignment(others)

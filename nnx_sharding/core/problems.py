@@ -16,7 +16,7 @@ from ..specs.types import AnyArray, Arrays
 
 
 def show(value: Any) -> str:
-    """A value in a message: its name or its repr, shortened and without addresses."""
+    """Returns a value as text: its name or its repr, shortened and without addresses."""
     if isinstance(value, Mesh | AbstractMesh):
         return f"mesh {describe_mesh(value)}"
     try:
@@ -28,19 +28,19 @@ def show(value: Any) -> str:
 
 
 def shorten(text: str, length: int = 120) -> str:
-    """A text in one line, without its middle if it is long."""
+    """Returns a text in one line, without its middle if it is long."""
     text = " ".join(text.split())
     half = length // 2
     return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
 def several(paths: Sequence[str]) -> str:
-    """Some paths; if they are many, those of similar places together."""
+    """Returns some paths as text; if they are many, those of similar places together."""
     return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 
 def no_tree(kind: type) -> Exception:
-    """The error for a class that tree mode does not accept."""
+    """Returns the error for a class that tree mode does not accept."""
     return ValueError(
         f"{kind.__name__} is declared with pytree=False, so it cannot be used with graph=False. "
         "Use graph=True, or make the class a pytree."
@@ -48,12 +48,12 @@ def no_tree(kind: type) -> Exception:
 
 
 def array_line(path: str, array: AnyArray) -> str:
-    """The line of a list for an array: its path and type."""
+    """Returns the line of a list for an array: its path and type."""
     return f"  {path}, {jax.typeof(array).str_short()}"
 
 
 def not_arrays(head: str, names: Sequence[str], leaves: Arrays, remedy: str) -> Exception | None:
-    """The error for leaves that are not arrays, if there are any."""
+    """Returns the error for leaves that are not arrays, if there are any."""
     lines = [
         f"  {name}: {show(leaf)} of type {type(leaf).__name__}"
         for name, leaf in zip(names, leaves, strict=True)
@@ -63,7 +63,7 @@ def not_arrays(head: str, names: Sequence[str], leaves: Arrays, remedy: str) -> 
 
 
 def arguments_not_arrays(names: Sequence[str], leaves: Arrays) -> Exception | None:
-    """The error for arguments that are not arrays, if there are any."""
+    """Returns the error for arguments that are not arrays, if there are any."""
     return not_arrays(
         "these arguments are not arrays:",
         names,
@@ -74,7 +74,7 @@ def arguments_not_arrays(names: Sequence[str], leaves: Arrays) -> Exception | No
 
 
 def no_mesh(name: str, places: Sequence[str] = ()) -> NoMeshError:
-    """The error for a ``PartitionSpec`` without a mesh, with lines for where it is."""
+    """Returns the error for a ``PartitionSpec`` without a mesh, with lines for where it is."""
     text = (
         f"{name}: a PartitionSpec needs a mesh, and none is in context. Pass mesh=..., call within "
         "`with jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec)."
@@ -82,10 +82,10 @@ def no_mesh(name: str, places: Sequence[str] = ()) -> NoMeshError:
     return see(NoMeshError(message(text, places)), anchor="no-mesh")
 
 
-def committed_elsewhere(name: str, found: Iterable[tuple[str, Any, Sharding]]) -> Exception | None:
-    """The error for arrays, by their paths, that are committed to others than declared."""
+def committed_elsewhere(name: str, arrays: Iterable[tuple[str, Any, Sharding]]) -> Exception | None:
+    """Returns the error for arrays that are committed to other shardings than declared."""
     lines = []
-    for path, array, declared in found:
+    for path, array, declared in arrays:
         actual, expected = describe_both(array.sharding, declared)
         lines.append(f"  {path}, shape {array.shape}: is {actual}, declared {expected}")
     return listed_error(

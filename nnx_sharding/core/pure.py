@@ -95,12 +95,12 @@ def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
     """Builds the graph around tracers, and restores the caller's own objects in it afterwards."""
     arrays = plan.transform.retype_inputs(plan, leaves, nested=caller.nested)
     # Copies of all others, or another thread's changes would be taken for the function's.
-    own = {index: caller.objects[index] for index in not_copied(plan.structure)}
-    built = unflatten(plan.structure, arrays.inside, own)
+    unique = {index: caller.objects[index] for index in not_copied(plan.structure)}
+    built = unflatten(plan.structure, arrays.inside, unique)
     try:
         return call_and_pack(plan, caller, arrays, built)
     finally:
-        restore(plan.structure, built.objects, own)
+        restore(plan.structure, built.objects, unique)
 
 
 def call_and_pack(

@@ -89,28 +89,26 @@ def reach_of(values: Iterable[Any]) -> Reach | None:
 
 
 def values_in(structure: Structure) -> list[Any]:
-    """The classes and the static values in a structure: what a function may call of its arguments.
+    """Returns the classes and static values in a structure, whose methods a function may call.
 
     Static objects that can change are left out, since they are those of the call; and so is what is
     the same for all equal structures, such as numbers and the classes of Flax.
     """
-    found: dict[int, Any] = {}
+    values: dict[int, Any] = {}  # by id: values need no hash, and each counts once
     children = [structure.root, *structure.statics]
     for entry in structure.entries:
         if entry is not None:
-            found[id(entry.type)] = entry.type
+            values[id(entry.type)] = entry.type
             children += children_of(entry)
     while children:
         child = children.pop()
         if isinstance(child, Static):
-            found[id(child)] = child
+            values[id(child)] = child
         elif isinstance(child, Container | StaticObject):
             children += (*child.children, *getattr(child, "aux", ()))
-            kinds = (
-                {child.kind.type} if isinstance(child, StaticObject) else node_types(child.treedef)
-            )
-            found |= {id(kind): kind for kind in kinds}
-    return [x for x in found.values() if not _is_constant(x)]
+            kinds = {child.type} if isinstance(child, StaticObject) else node_types(child.treedef)
+            values |= {id(kind): kind for kind in kinds}
+    return [value for value in values.values() if not _is_constant(value)]
 
 
 def _is_constant(value: Any) -> bool:

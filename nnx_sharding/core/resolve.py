@@ -1,4 +1,10 @@
-"""Parts with their specs → one spec for each Variable and array, with its path."""
+"""Parts with their specs → one spec for each Variable and array, with its path.
+
+A Variable may be in several arguments, or in one under several paths, and all of them may have a
+spec. They have to agree, since there is one array; a path without a spec leaves it to the others.
+A :class:`~nnx_sharding.StateSharding` decides by its first filter that matches. What each filter
+decided is noted (:class:`FilterUse`), to warn about those that are misspelt or come too late.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +31,7 @@ from .problems import several
 from .structure import Location, Structure
 
 SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
+Conflict = tuple[str, Any, str, Any]  # two expressions for one Variable, each with its spec
 
 
 class NamedLocation(NamedTuple):
@@ -37,17 +44,17 @@ class NamedLocation(NamedTuple):
     paths: Sequence[Path]  # all paths from the part
 
     def name_of(self, path: Path) -> str:
-        """The expression for it by another path."""
+        """Returns the expression for it by another path."""
         return accessor(self.argument.name, (*self.part.keys, *path))
 
     def subject(self, objects: Objects, leaves: Arrays) -> Any:
-        """The Variable there, or the array outside of Variables."""
+        """Returns the Variable there, or the array outside of Variables."""
         index = self.location.entry
         return leaves[self.location.slots[0]] if index is None else objects[index]
 
 
 def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
-    """All locations in arguments or outputs, in their order; shared ones once for each part.
+    """Finds all locations in arguments or outputs, in their order; shared ones in each part.
 
     The arrays that they hold outside of objects must be those of the structure's root.
     """
@@ -66,11 +73,11 @@ def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLoc
 
 
 def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]:
-    """The first expression for each array; empty for one in no location."""
+    """Returns the first expression for each array; empty for one in no location."""
     names = [""] * num_leaves
-    for found in locations:
-        for slot in found.location.slots:
-            names[slot] = names[slot] or found.name
+    for place in locations:
+        for slot in place.location.slots:
+            names[slot] = names[slot] or place.name
     return names
 
 
@@ -100,19 +107,19 @@ def resolve(
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
     attributes: dict[int, tuple[str, Any]] = {}
     uses: dict[int, FilterUse] = {}
-    conflicts: list[tuple[str, Any, str, Any]] = []
+    conflicts: list[Conflict] = []
     is_inside = False
-    for found in locations:
-        spec, index, slots = found.part.spec, found.location.entry, found.location.slots
-        if found.argument.name in settled and known and index in known:
+    for place in locations:
+        spec, index, slots = place.part.spec, place.location.entry, place.location.slots
+        if place.argument.name in settled and known and index in known:
             spec = None
         elif isinstance(spec, StateSharding):
             use = uses.setdefault(id(spec), FilterUse(spec))
-            subject = found.subject(objects, leaves)
-            which, spec = use.decide(found, subject, spec_of, conflicts)
+            subject = place.subject(objects, leaves)
+            which, spec = use.decide(place, subject, spec_of, conflicts)
             if which is None and needs_filter(slots, subject):
-                use.unmatched.append((found.name, subject))
-                is_inside |= use.is_inside(found.paths[0])
+                use.unmatched.append((place.name, subject))
+                is_inside |= use.is_inside(place.paths[0])
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
@@ -120,17 +127,24 @@ def resolve(
         decided, key = (attributes, slots[0]) if index is None else (result.variables, index)
         name, first = decided.get(key, ("", None))
         if first is None:
-            decided[key] = (found.name, spec)
+            decided[key] = (place.name, spec)
         elif spec is not None and spec != first:
-            conflicts.append((name, first, found.name, spec))
+            conflicts.append((name, first, place.name, spec))
         for slot in slots:
             result.slots[slot] = decided[key][1]
     _check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
+    _check_conflicts(conflicts)
+    result.uses.extend(uses.values())
+    return result
+
+
+def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
+    """Raises an error for Variables with several specs, in the words of the transform."""
     specs = "axes" if conflicts and isinstance(conflicts[0][1], Axis) else "shardings"
     lines = []
     for path, spec, other_path, other in conflicts:
-        one, two = describe_both(spec, other)
-        lines.append(f"  {path}: {one}\n  {other_path}: {two}")
+        text, other_text = describe_both(spec, other)
+        lines.append(f"  {path}: {text}\n  {other_path}: {other_text}")
     raise_listed(
         ValueError,
         f"Inconsistent aliasing: one Variable or array has different {specs} under different "
@@ -139,8 +153,6 @@ def resolve(
         f"Give it the same {specs} everywhere.",
         anchor="two-shardings-for-one-variable",
     )
-    result.uses.extend(uses.values())
-    return result
 
 
 def known_variables(
@@ -196,32 +208,34 @@ class FilterUse:
 
     def decide(
         self,
-        found: NamedLocation,
+        place: NamedLocation,
         subject: Any,
         spec_of: SpecOf,
-        conflicts: list[tuple[str, Any, str, Any]],
+        conflicts: list[Conflict],
     ) -> tuple[int | None, Any]:
-        """The index of the filter that decides about a location, and its spec.
+        """Returns the index of the filter that decides about a location, and its spec.
 
         All paths of a shared Variable are tried: a filter that names one of them has priority over
         those that do not depend on paths.
         """
         decisions = []
-        for path in found.paths:
-            counts, index, spec = self.rules.find_below(found.part.below, path, subject)
-            self._note(index, counts, subject, found.argument.name)
+        for path in place.paths:
+            counts, index, spec = self.rules.find_below(place.part.below, path, subject)
+            self._note(index, counts, subject, place.argument.name)
             decisions.append((path, index, spec))
         named = [d for d in decisions if self._names_paths(d[1])] if len(decisions) > 1 else []
         for path, _, spec in named[1:]:
             if spec_of(spec) != spec_of(named[0][2]):
-                first = found.name_of(named[0][0])
-                conflicts.append((first, named[0][2], found.name_of(path), spec))
+                first = place.name_of(named[0][0])
+                conflicts.append((first, named[0][2], place.name_of(path), spec))
         return (named or decisions)[0][1:]
 
     def _note(self, index: int | None, path: Path, subject: Any, argument: str) -> None:
+        """Notes which filter decided, and which later ones match what it decided about."""
         self._matched.add(index)
         for later in range(0 if index is None else index + 1, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
+            # What is known is not asked again: models have thousands of Variables.
             if later in self._matched or later in self._shadowed or isinstance(filter_, Paths):
                 continue
             if to_predicate(filter_)(path, subject):
@@ -240,7 +254,7 @@ class FilterUse:
         return in_range and names_paths(to_predicate(filters[index]))  # type: ignore[index]
 
     def joined(self, other: FilterUse) -> FilterUse:
-        """The decisions of both, whose rules are equal."""
+        """Joins the decisions of two uses whose rules are equal."""
         new = FilterUse(self.rules)
         for use in (self, other):
             new._matched |= use._matched
@@ -250,7 +264,7 @@ class FilterUse:
         return new
 
     def unused(self) -> Iterator[tuple[str, list[str], str]]:
-        """The filters that decided nothing: name, arguments, and a suggestion.
+        """Yields the filters that decided nothing: name, arguments, and a suggestion.
 
         Only those that look misspelt, or that come after filters that match the same: others may be
         meant for another argument or function.

@@ -1,4 +1,8 @@
-"""Which objects a function did not change: most of them, and their entries can be reused."""
+"""Which objects a function did not change: most of them, and their entries can be reused.
+
+After a call the graph is flattened again. An object whose content is still the same, part by part
+and by identity, has the same entry, so only what changed is described anew.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,12 @@ class Snapshot:
         ]
 
     def attributes_of(self, index: int) -> tuple[str, ...]:
-        """The names of the attributes that a static object had."""
+        """Returns the names of the attributes that a static object had."""
         entry = self._entries[index] if index < len(self._entries) else None
         return entry.kind.names if isinstance(entry, StaticObject) else ()
 
     def entry_of(self, index: int, obj: Any) -> NodeEntry | VariableEntry | None:
-        """The entry of an object that is unchanged, except for a Variable's array; else None."""
+        """Returns the entry of an object that is unchanged but for a Variable's array, or None."""
         before = self._contents[index] if index < len(self._contents) else None
         if before is None:
             return None
@@ -46,8 +50,9 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
         return entry.value is LEAF and _compat.is_variable(obj)
     if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
         return False
-    others = [x for x in entry.children if type(x) is not Static and type(x) is not int]
-    return all(x in _all_node_states() for x in others)
+    # A container among the attributes may be changed in place, which does not show.
+    others = [child for child in entry.children if type(child) not in (Static, int)]
+    return all(child in _all_node_states() for child in others)
 
 
 @functools.cache
@@ -56,7 +61,7 @@ def _all_node_states() -> tuple[Container, ...]:
 
 
 def _content(obj: Any) -> tuple[Any, ...]:
-    """The attributes of a module, or the metadata of a Variable and what kind of value it has."""
+    """Returns the attributes of a module, or the metadata of a Variable and its kind of value."""
     if _compat.is_variable(obj):
         metadata = _compat.get_metadata(obj)
         is_array = isinstance(_compat.get_value(obj), jax.Array)
@@ -66,7 +71,7 @@ def _content(obj: Any) -> tuple[Any, ...]:
 
 
 def node_state(value: Any) -> Container:
-    """The child for Flax's record of how far a module is set up: a pytree without leaves."""
+    """Returns the child for Flax's record of how far a module is set up: no leaves."""
     return _node_state(_compat.node_flags(value))
 
 

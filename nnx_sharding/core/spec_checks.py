@@ -81,14 +81,15 @@ def check_mesh(
     faults = {spec: reasons for spec, reasons in faults.items() if reasons}
     if not faults:
         return
+    # Only now, for the message: asking all filters again takes long.
     users: dict[Any, list[str]] = {spec: [] for spec in faults}
-    for found in locations:
-        spec = found.part.spec
+    for place in locations:
+        spec = place.part.spec
         if isinstance(spec, StateSharding):
-            subject = found.subject(objects, leaves)
-            spec = spec.find_below(found.part.below, found.location.path, subject)[-1]
+            subject = place.subject(objects, leaves)
+            spec = spec.find_below(place.part.below, place.location.path, subject)[-1]
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in users:
-            users[spec].append(found.name)
+            users[spec].append(place.name)
     lines = []
     for spec, reasons in faults.items():
         option = transform.in_name if spec in inputs else transform.out_name
@@ -135,7 +136,7 @@ def fit_specs(
             continue
         is_too_long = any(misfit.kind == "rank" for misfit in fit.problems)
         if outputs and not transform.divides_outputs and not is_too_long:
-            continue
+            continue  # in `shard_map` these are shapes of parts, which need not be divided
         line = fit.line(names[slot], before.get(slot) if before else None)
         if fit.problems:
             misfits.append((fit, line))

@@ -69,7 +69,7 @@ _IDENTITY_TYPES = (
 
 
 def value_key(value: Any) -> Hashable | None:
-    """A key for a value that is compared by value, equal for equal values; None for others."""
+    """Returns a key for a value that is compared by value, equal for equal ones; else None."""
     kind = type(value)
     if kind in _PLAIN_TYPES:
         return kind, value
@@ -135,7 +135,7 @@ def _library_key(kind: type, value: Any) -> Hashable | None:
 
 
 def _fields_key(kind: type, value: Any) -> Hashable | None:
-    """The key of a frozen dataclass that has no room for anything but its fields."""
+    """Returns the key of a frozen dataclass that has no room for anything but its fields."""
     params = getattr(kind, "__dataclass_params__", None)
     if params is None or not params.frozen or kind.__dictoffset__:
         return None
@@ -146,7 +146,7 @@ def _fields_key(kind: type, value: Any) -> Hashable | None:
 
 
 def _key_as_pickled(kind: type, value: Any) -> Hashable | None:
-    """The key of a value whose content is in C: the parts from which pickle would make it.
+    """Returns the key of a value whose content is in C: what pickle would make it from.
 
     Types of which pickle knows nothing have their own ``==``.
     """
@@ -155,7 +155,7 @@ def _key_as_pickled(kind: type, value: Any) -> Hashable | None:
         reduced: Any
         if kind in copyreg.dispatch_table:
             reduced = copyreg.dispatch_table[kind](value)
-        elif any(name in vars(own) for own in kind.__mro__[:-1] for name in _REDUCERS):
+        elif any(name in vars(base) for base in kind.__mro__[:-1] for name in _REDUCERS):
             reduced = value.__reduce_ex__(4)
         else:
             return kind, value
@@ -187,7 +187,7 @@ class Static:
 
     @staticmethod
     def of(value: Any, *, hold: bool = True) -> Static:
-        """A static for ``value``; common ones are cached, which saves time and memory.
+        """Returns a static for ``value``; common ones are cached, which saves time and memory.
 
         With ``hold=False`` it does not keep alive an object that is compared by identity.
         """
@@ -223,7 +223,7 @@ _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
 def strict(value: Any) -> Any:
-    """A value that is equal only where Python's ``==`` and this rule agree; for options."""
+    """Returns a value that is equal only where Python's ``==`` and this rule agree, for options."""
     if type(value) is tuple:
         return tuple(map(strict, value))
     if type(value) is Static:
@@ -233,7 +233,7 @@ def strict(value: Any) -> Any:
         return static
     key = None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (getattr(value, own.name, ...) for own in dataclasses.fields(value))
+        fields = (getattr(value, field.name, ...) for field in dataclasses.fields(value))
         key = _key_of_all(type(value), fields)
     return value if key is None else key
 
@@ -242,7 +242,7 @@ def strict(value: Any) -> Any:
 
 
 def content_of(value: Any) -> tuple[StaticKind, list[Any]] | None:
-    """The kind and the parts of an object that is not compared by value; None if it shows none."""
+    """Returns the kind and parts of an object compared by content; None if it shows none."""
     kind = type(value)
     if issubclass(kind, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None
@@ -252,7 +252,7 @@ def content_of(value: Any) -> tuple[StaticKind, list[Any]] | None:
 
 
 def opened(value: Any) -> tuple[list[Any], tuple[StaticKind, int]]:
-    """The parts of an object that is compared by content; its kind, and the number of parts."""
+    """Returns the parts of an object compared by content; its kind, and their number."""
     content = content_of(value)
     if content is None:
         raise TypeError(f"{type(value).__name__} objects have no content")
@@ -261,17 +261,17 @@ def opened(value: Any) -> tuple[list[Any], tuple[StaticKind, int]]:
 
 
 def static_paths(kind: StaticKind, children: Sequence[Any]) -> list[Path]:
-    """The path from a static object to each of its parts."""
-    own, count = kind.type, len(children) - len(kind.names)
+    """Returns the path from a static object to each of its parts."""
+    cls, count = kind.type, len(children) - len(kind.names)
     items: Iterable[Path] = [(index,) for index in range(count)]
-    if issubclass(own, dict):
+    if issubclass(cls, dict):
         keys = [part.value if isinstance(part, Static) else repr(part) for part in children]
         keys = [Item(key) if type(key) is str else key for key in keys[:count:2]]
         items = [path for key in keys for path in ((key, "key"), (key,))]
-    elif issubclass(own, tuple) and hasattr(own, "_fields"):
-        items = [(name,) for name in own._fields]
-    elif issubclass(own, functools.partial):
+    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        items = [(name,) for name in cls._fields]
+    elif issubclass(cls, functools.partial):
         items = [("func",), *(("args", index) for index in range(count - 1))]
-    elif issubclass(own, types.MethodType):
+    elif issubclass(cls, types.MethodType):
         items = [("__func__",), ("__self__",)]
     return [*items, *((name,) for name in kind.names)]

@@ -247,7 +247,7 @@ def make_empty(kind: StaticKind) -> Any:
     if builtin.make is not None:
         raise TypeError(f"cannot make a {kind.type.__name__} object that has attributes")
     if base is object:  # or another class in C, such as SimpleNamespace, whose objects are others
-        base = next(own for own in kind.type.__mro__ if not own.__flags__ & _MADE_BY_CLASS)
+        base = next(cls for cls in kind.type.__mro__ if not cls.__flags__ & _MADE_BY_CLASS)
     return builtin.empty(kind.type, kind.detail) if builtin.empty else base.__new__(kind.type)
 
 
@@ -330,12 +330,12 @@ def slots_of(kind: type) -> tuple[str, ...]:
     """The names of the slots that classes written in Python add to a built-in one."""
     names = _SLOTS.get(kind)
     if names is None:
-        added = itertools.takewhile(lambda own: own is not _base_of(kind), kind.__mro__)
+        added = itertools.takewhile(lambda base: base is not _base_of(kind), kind.__mro__)
         names = _SLOTS[kind] = tuple(
             name
-            for own in added
-            if "__slots__" in vars(own) or own is collections.defaultdict
-            for name, member in vars(own).items()
+            for base in added
+            if "__slots__" in vars(base) or base is collections.defaultdict
+            for name, member in vars(base).items()
             if isinstance(member, types.MemberDescriptorType)
         )
     return names

@@ -24,24 +24,27 @@ from .structure import Child, StaticObject, Structure, atoms, children_of, parts
 
 
 def not_copied(structure: Structure) -> frozenset[int]:
-    """The objects of a structure that exist only once, and all that these hold."""
-    pairs = enumerate(structure.entries)
-    return _reachable(
-        structure,
-        (i for i, x in pairs if isinstance(x, StaticObject) and not can_be_made(x.kind)),
-    )
+    """Returns the objects of a structure that exist only once, and all that these hold."""
+    unique = [
+        index
+        for index, entry in enumerate(structure.entries)
+        if isinstance(entry, StaticObject) and not can_be_made(entry.kind)
+    ]
+    return _reachable(structure, unique)
 
 
 def _reachable(structure: Structure, starts: Iterable[int]) -> frozenset[int]:
-    found: set[int] = set()
+    """Returns some objects and all that can be reached from them, by index."""
+    reached: set[int] = set()
     pending = [*starts]
     while pending:
         index = pending.pop()
-        if index not in found:
-            found.add(index)
-            parts = atoms(children_of(structure.entries[index]))
-            pending += (part for part in parts if isinstance(part, int))
-    return frozenset(found)
+        if index in reached:  # also ends cycles
+            continue
+        reached.add(index)
+        parts = atoms(children_of(structure.entries[index]))
+        pending += (part for part in parts if isinstance(part, int))
+    return frozenset(reached)
 
 
 def check_static_places(
@@ -56,9 +59,9 @@ def check_static_places(
       arguments: the dynamic arguments and their parts, with the expressions for them.
       statics: the names of the static arguments.
     """
-    own = not_copied(structure)
+    callers = not_copied(structure)
     is_hidden = map(_is_hidden, structure.identities())
-    has_arrays = (structure.slots[index] for index in own)
+    has_arrays = (structure.slots[index] for index in callers)
     named = zip(statics, structure.statics, strict=True)
     starts = [(name, child, True) for name, child in named]
     if any(is_hidden) or any(has_arrays):
@@ -67,7 +70,7 @@ def check_static_places(
         ValueError,
         "static values must not hold Variables or arrays, which would become constants of the "
         "program:",
-        [f"  {place}: {what}" for place, what in _misplaced(structure, starts, own)],
+        [f"  {place}: {what}" for place, what in _misplaced(structure, starts, callers)],
         "Pass them as ordinary arguments, or keep them in attributes of modules: what is static in "
         "a module is part of the key of the compiled function in any case.",
         anchor="static-argument-with-arrays",
@@ -82,20 +85,21 @@ def _is_hidden(static: Static) -> bool:
 
 
 def _misplaced(
-    structure: Structure, starts: list[tuple[str, Child, bool]], own: Set[int]
+    structure: Structure, starts: list[tuple[str, Child, bool]], callers: Set[int]
 ) -> Iterator[tuple[str, str]]:
-    """The expression for each Variable or array in a static place, and what it is.
+    """Yields the expression for each Variable or array in a static place, and what it is.
 
-    Of the ``starts``, name and child, some are static arguments.
+    Each of the ``starts`` is a name, a child, and whether it is a static argument. ``callers`` has
+    the objects that a trace does not copy.
     """
     seen: set[tuple[int, bool]] = set()
     stack = [(place, child, is_argument, False) for place, child, is_argument in starts]
-    while stack:
-        place, child, is_argument, is_in_own = stack.pop()
+    while stack:  # no recursion: statics may be nested deeply
+        place, child, is_argument, is_in_callers = stack.pop()
         x: Any = child
         if isinstance(child, int):
             x = structure.entries[child]
-            if is_in_own and not isinstance(x, StaticObject):
+            if is_in_callers and not isinstance(x, StaticObject):
                 if any(structure.slots[i] for i in _reachable(structure, [child])):
                     yield place, f"{x.type.__name__} with arrays"
                 continue
@@ -107,28 +111,32 @@ def _misplaced(
                 yield place, f"{type(child.value).__name__} with arrays"
             elif is_argument:
                 yield from _arrays_in(place, child.value)
-        is_own = isinstance(x, StaticObject) and (child in own if child is not x else is_in_own)
+        is_callers = isinstance(x, StaticObject) and (
+            is_in_callers if child is x else child in callers  # what is no entry is part of one
+        )
         for path, part in reversed(parts_of(x).items()):
+            # What a cached_property stores follows from the rest, and is dropped after a trace.
             is_cached = isinstance(x, StaticObject) and is_cache(x.type, path[-1])
             if not is_cached or not isinstance(part, Static):
-                stack.append((accessor(place, path), part, is_argument, is_own))
+                stack.append((accessor(place, path), part, is_argument, is_callers))
 
 
 def _arrays_in(place: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The arrays in what is compared by value."""
+    """Yields the arrays in what is compared by value."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
         yield place, f"an array, {jax.typeof(value).str_short()}"
     elif isinstance(value, tuple | frozenset):
         parts = enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = ((own.name, getattr(value, own.name, None)) for own in dataclasses.fields(value))
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = ((name, getattr(value, name, None)) for name in names)
     for key, part in parts:
         yield from _arrays_in(accessor(place, (key,)), part)
 
 
 def static_key(*values: Any) -> Structure:
-    """A key for static values, equal for equal ones by the rule of ``static_equality``.
+    """Returns a key for static values, equal for equal ones by the rule of ``static_equality``.
 
     It is a snapshot: hashable, also of what can be changed. Values that are compared by identity
     are held by weak references.

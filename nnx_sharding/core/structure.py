@@ -130,16 +130,18 @@ class Structure:
         return len(self.root_slots) + sum(map(len, self.slots))
 
     def slots_of(self, kind: type) -> frozenset[int]:
-        """The slots of the arrays that belong to entries of one kind."""
+        """Returns the slots of the arrays that belong to entries of one kind."""
         pairs = zip(self.entries, self.slots, strict=True)
-        return frozenset(slot for entry, own in pairs if isinstance(entry, kind) for slot in own)
+        return frozenset(
+            slot for entry, slots in pairs if isinstance(entry, kind) for slot in slots
+        )
 
     def static_indices(self) -> list[int]:
-        """The entries of static objects."""
+        """Returns the indices of static objects."""
         return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticObject)]
 
     def identities(self) -> Sequence[Static]:
-        """The static values that are compared by identity alone."""
+        """Returns the static values that are compared by identity alone."""
         if self._unique is not None:
             return self._unique
         # Variables share their metadata, and nodes of one kind most of their children.
@@ -152,7 +154,7 @@ class Structure:
         return self._unique
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
-        """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
+        """Yields every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
 
         Depth first with keys in order, as Flax walks a graph; a shared object is yielded once,
         under its first path. ``slots`` are those of the leaves of ``child`` outside of any entry.
@@ -189,7 +191,7 @@ class Structure:
             stack += reversed(below)
 
     def paths(self) -> tuple[Path, ...]:
-        """The path to each array, by slot: the first one from the root to the Variable."""
+        """Returns the path to each array, by slot: the first one from the root to the Variable."""
         paths: dict[int, Path] = {}
         for location in self.walk(self.root, iter(self.root_slots)):
             for slot in location.slots:
@@ -199,7 +201,7 @@ class Structure:
     def paths_to_objects(
         self, starts: Iterable[tuple[Path, Child]], limit: int = 1
     ) -> dict[int, list[Path]]:
-        """Up to ``limit`` paths to each object that is reachable from ``starts``, short ones first.
+        """Finds up to ``limit`` paths to each object reachable from ``starts``, short ones first.
 
         No path passes through an object twice, but it may end at one that it passed through.
         """
@@ -222,12 +224,12 @@ class Structure:
         return paths
 
     def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
-        """The expression for each object that is reachable from named ones."""
+        """Returns the expression for each object that is reachable from named ones."""
         paths = self.paths_to_objects(((name,), child) for name, child in starts)
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
     def _links(self, child: Child) -> Counter[int]:
-        """How many references there are to each object that is reachable from ``child``."""
+        """Counts the references to each object that is reachable from ``child``."""
         links: Counter[int] = Counter()
         pending: list[Sequence[Child]] = [(child,)]
         while pending:
@@ -240,13 +242,13 @@ class Structure:
         return links
 
     def shared_objects(self, child: Child) -> set[int]:
-        """The modules, Variables and refs in ``child`` with more than one reference."""
+        """Returns the modules, Variables and refs in ``child`` with more than one reference."""
         links = self._links(child) if self.shares else {}
         shared = (index for index, count in links.items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticObject)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
-        """Up to ``limit`` paths to each Variable that has more than one path from ``child``."""
+        """Finds up to ``limit`` paths to each Variable with more than one path from ``child``."""
         if not self.shared_objects(child):
             return {}
         return {
@@ -290,7 +292,7 @@ class Structure:
 
 
 def children_of(entry: Entry | None) -> Sequence[Any]:
-    """The children of an entry."""
+    """Returns the children of an entry."""
     if isinstance(entry, VariableEntry):
         return (entry.value, *(setting for _, setting in entry.metadata))
     return entry.children if isinstance(entry, (NodeEntry, StaticObject)) else ()
@@ -302,7 +304,7 @@ def is_leaf_variable(entry: Any) -> TypeGuard[VariableEntry]:
 
 
 def atoms(children: Iterable[Any]) -> Iterator[Any]:
-    """The indices, leaves and statics within children."""
+    """Yields the indices, leaves and statics within children."""
     for child in children:
         if isinstance(child, Container | StaticObject):
             yield from atoms(chain(child.children, getattr(child, "aux", ())))
@@ -311,7 +313,7 @@ def atoms(children: Iterable[Any]) -> Iterator[Any]:
 
 
 def identities_in(children: Iterable[Any]) -> Iterator[Static]:
-    """The static values among children that are compared by identity alone."""
+    """Yields the static values among children that are compared by identity alone."""
     return (atom for atom in atoms(children) if isinstance(atom, Static) and atom.by_identity)
 
 
@@ -324,7 +326,7 @@ def holds_objects(entry: VariableEntry) -> bool:
 
 
 def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
-    """The parts of an entry or a value, by path."""
+    """Returns the parts of an entry or a value, by path."""
     if isinstance(x, Container):
         return dict(zip(container_keys(x.treedef), x.children, strict=True))
     if isinstance(x, StaticObject):

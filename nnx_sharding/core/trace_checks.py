@@ -1,4 +1,8 @@
-"""Checks for changes of the graph by a traced function that have no meaning outside the trace."""
+"""Checks of what a traced function did: changes of the graph that mean nothing outside its trace.
+
+They run once for each trace. What they refuse would otherwise surface later and elsewhere: a leaked
+tracer in a static value, a captured object in two graphs, arrays that became constants.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +83,7 @@ def check_objects(
     places: dict[_Misuse, list[tuple[int, Path]]] = {misuse: [] for misuse in kinds}
     for index, entry in enumerate(structure.entries):
         old = before.entries[index] if index < count else None
-        if old is entry and old is not None:
+        if old is entry and old is not None:  # most entries, by the snapshot
             continue
         places[_TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, borrowed))
         if isinstance(entry, NodeEntry | VariableEntry):
@@ -89,7 +93,7 @@ def check_objects(
                 places[_CLASS_CHANGED].append((index, ()))
         elif isinstance(entry, StaticObject) and not updates and old not in (None, entry):
             places[_STATIC_CHANGED].append((index, ()))
-    misuse = next((misuse for misuse, found in places.items() if found), None)
+    misuse = next((misuse for misuse, places_of in places.items() if places_of), None)
     if misuse is None:
         return
     starts = named_parts(arguments)
@@ -169,7 +173,7 @@ def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
     """
     if not any(map(_is_traced, identities_in(children_of(entry)))):
         return
-    stack = list(parts_of(entry).items())
+    stack = list(parts_of(entry).items())  # no recursion: statics may be nested deeply
     while stack:
         path, child = stack.pop()
         if isinstance(child, Container):
@@ -195,9 +199,14 @@ def check_donated(
     """Checks that every donated array has an output of its type, which can reuse its buffer."""
     if not donated:
         return
-    left = Counter(map(_shape_and_dtype, outputs))
-    left.subtract(_shape_and_dtype(leaf) for _, leaf in donated.values())
-    lines = [array_line(*pair) for pair in donated.values() if left[_shape_and_dtype(pair[1])] < 0]
+    # XLA reuses a donated buffer for any one output of its shape and dtype.
+    unused = Counter(map(_shape_and_dtype, outputs))
+    unused.subtract(_shape_and_dtype(leaf) for _, leaf in donated.values())
+    lines = [
+        array_line(name, leaf)
+        for name, leaf in donated.values()
+        if unused[_shape_and_dtype(leaf)] < 0
+    ]
     raise_listed(
         StrictError,
         f"{name}: these arguments are donated, but {fun} has no result of their shape and dtype "

@@ -14,7 +14,7 @@ PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
 
 
 def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
-    """The path of each leaf of a pytree, in the keys that NNX uses.
+    """Returns the path of each leaf of a pytree, in the keys that NNX uses.
 
     Not cached: treedefs hold the user's data, which a cache would keep alive and compare.
     """
@@ -53,18 +53,18 @@ def has_builtin_containers(treedef: PyTreeDef) -> bool:
 
 
 def node_types(treedef: PyTreeDef) -> set[type]:
-    """The classes of the containers of a pytree."""
-    found, stack = set[type](), [treedef]
+    """Returns the classes of the containers of a pytree."""
+    types, stack = set[type](), [treedef]
     while stack:
         node = stack.pop()
         if (data := node.node_data()) is not None:
-            found.add(data[0])
+            types.add(data[0])
             stack += node.children()
-    return found
+    return types
 
 
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
-    """The auxiliary data of the node types of a pytree, except plain keys."""
+    """Yields the auxiliary data of the node types of a pytree, except plain keys."""
     stack = [treedef]
     while stack:
         node = stack.pop()
@@ -77,7 +77,7 @@ def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
 
 
 def with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
-    """The same tree structure with other node data, in the order of ``aux_of``."""
+    """Returns the same tree structure with other node data, in the order of ``aux_of``."""
     data = treedef.node_data()
     if data is None:
         return treedef

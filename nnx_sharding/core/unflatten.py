@@ -60,6 +60,7 @@ def unflatten(
         else _new_object(entry, plain, trace_state, structure.slots[index], leaves)
         for index, entry in enumerate(structure.entries)
     ]
+    # In a second pass, since objects may refer to each other in cycles.
     for index, entry in enumerate(structure.entries):
         if index in existing:
             continue
@@ -109,7 +110,7 @@ def _new_object(
 
 
 def assemble(child: Child, leaves: Iterator[Any], objects: Objects) -> Any:
-    """The value of a child; takes its arrays from ``leaves`` in order."""
+    """Returns the value of a child; takes its arrays from ``leaves`` in order."""
     if child is LEAF:
         return next(leaves)
     if isinstance(child, int):
@@ -138,14 +139,14 @@ def _metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
 
 
 def pytree_of(entry: Any) -> Container | None:
-    """The pytree of arrays that is the value of a Variable; None for other values and entries."""
+    """Returns the pytree of arrays that is a Variable's value; None for other values."""
     if not isinstance(entry, VariableEntry) or holds_objects(entry):
         return None
     return entry.value if isinstance(entry.value, Container) else None
 
 
 def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
-    """The value at a location: an array, or a pytree of arrays."""
+    """Returns the value at a location: an array, or a pytree of arrays."""
     arrays = [leaves[slot] for slot in location.slots]
     pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
     return arrays[0] if pytree is None else jax.tree_util.tree_unflatten(pytree.treedef, arrays)
@@ -155,7 +156,7 @@ def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
 
 
 def _assign(entry: StaticObject, value: Any, objects: Objects) -> list[Operation]:
-    """The operations that give an object the content of an entry."""
+    """Returns the operations that give an object the content of an entry."""
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
 
@@ -169,14 +170,14 @@ def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> N
 
 
 def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -> dict[int, Any]:
-    """The flattened static objects that still have their content.
+    """Returns the flattened static objects that still have their content.
 
     Without ``share``, lists and other containers count only as a part of others: nearly all objects
     that a function creates while it runs are such containers.
     """
     entries: Sequence[Any] = structure.entries
     originals = {i: value for i, value in structure.origins.items() if i not in existing}
-    while True:
+    while True:  # an object that holds a changed one has changed as well
         objects = {**existing, **originals}
         changed = [i for i, x in originals.items() if not _has_content(entries[i], x, objects)]
         if not changed:
@@ -197,11 +198,11 @@ def _has_content(entry: StaticObject, value: Any, objects: Mapping[int, Any]) ->
     content = content_of(value)
     if content is None:
         return False
-    kind, found = content
+    kind, parts_now = content
     return (
         kind == entry.kind
-        and len(found) == len(entry.children)
-        and all(map(_has_value, entry.children, found, itertools.repeat(objects)))
+        and len(parts_now) == len(entry.children)
+        and all(map(_has_value, entry.children, parts_now, itertools.repeat(objects)))
     )
 
 
@@ -225,7 +226,7 @@ class NodeChange(NamedTuple):
 
 
 def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int, ...]]]:
-    """The child of each attribute of an object, and the slots of the arrays in it."""
+    """Returns the child of each attribute of an object, and the slots of the arrays in it."""
     entry, slots = structure.entries[index], iter(structure.slots[index])
     children: dict[Any, Child] = {}
     if isinstance(entry, NodeEntry):
@@ -241,7 +242,7 @@ def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int,
 
 
 def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[int, int]]:
-    """The slots after and before a call of the arrays of one object in the same places."""
+    """Returns the slots, after and before a call, of an object's arrays in the same places."""
     if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
         return [(after.slots[index][0], before.slots[index][0])]  # nearly all have no parts
     old = parts(before, index)
@@ -256,7 +257,7 @@ def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[i
 def node_changes(
     index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
 ) -> NodeChange | None:
-    """The changes of a node, for which no entry ``before`` has no attributes; None for none.
+    """Returns what differs in a node, in all attributes without ``before``; None if nothing.
 
     The arrays in ``fresh`` slots are new, even if the entry is the same.
     """
@@ -295,7 +296,7 @@ def update(
     nodes: Sequence[NodeChange] = (),
     statics: Iterable[int] = (),
 ) -> list[Operation]:
-    """The operations that change existing objects; everything new in them is made here.
+    """Returns the operations that change existing objects; makes everything new in them.
 
     ``after`` has the new content. Values are those of Variables; some get their metadata, too.
     """
@@ -319,7 +320,7 @@ def perform(operations: Iterable[Operation]) -> None:
 
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that picks these positions from a sequence, at C speed."""
+    """Returns a function that picks these positions from a sequence, at C speed."""
     if not positions:
         return lambda items: ()
     if len(positions) == 1:  # for one position, itemgetter would not give a sequence

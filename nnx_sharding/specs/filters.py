@@ -104,7 +104,7 @@ def names_paths(predicate: Any) -> bool:
 def _parts(predicate: Any) -> Iterable[Any]:
     """The predicates that ``nnx.Any``, ``nnx.All`` and ``nnx.Not`` combine."""
     if isinstance(predicate, nnx.Any | nnx.All):
-        return [part for one in predicate.predicates for part in _parts(one)]
+        return [part for inner in predicate.predicates for part in _parts(inner)]
     return _parts(predicate.predicate) if isinstance(predicate, nnx.Not) else [predicate]
 
 

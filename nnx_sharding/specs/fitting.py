@@ -327,15 +327,15 @@ def describe_mesh(mesh: AnyMesh | None) -> str:
     return f"{sizes}, {' × '.join(dict.fromkeys(kind.name for kind in mesh.axis_types))}"
 
 
-def describe_both(one: Any, other: Any) -> tuple[str, str]:
+def describe_both(sharding: Any, other: Any) -> tuple[str, str]:
     """Short texts for two different shardings, with the part in which they differ."""
-    short = describe(one), describe(other)
+    short = describe(sharding), describe(other)
     if short[0] != short[1]:
         return short
-    if isinstance(one, NamedSharding) and isinstance(other, NamedSharding):
-        if one.mesh != other.mesh:
-            meshes = describe_mesh(one.mesh), describe_mesh(other.mesh)
-            meshes = meshes if meshes[0] != meshes[1] else (str(one.mesh), str(other.mesh))
+    if isinstance(sharding, NamedSharding) and isinstance(other, NamedSharding):
+        if sharding.mesh != other.mesh:
+            meshes = describe_mesh(sharding.mesh), describe_mesh(other.mesh)
+            meshes = meshes if meshes[0] != meshes[1] else (str(sharding.mesh), str(other.mesh))
             return f"{short[0]} on mesh {meshes[0]}", f"{short[1]} on mesh {meshes[1]}"
-        return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
-    return str(one), str(other)
+        return f"{short[0]} in {sharding.memory_kind}", f"{short[1]} in {other.memory_kind}"
+    return str(sharding), str(other)
