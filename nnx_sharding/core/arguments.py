@@ -22,7 +22,7 @@ from .structure import Child, Container, Structure
 from .treedefs import PyTreeDef, container_keys, is_leaf_treedef
 
 
-def is_spec(x: Any) -> bool:
+def is_spec(x: object) -> bool:
     """Whether ``x`` is a leaf of a prefix: a spec, None, or a mapping of filters."""
     return (
         is_single_spec(x)
@@ -46,7 +46,7 @@ class PathFunction(StateSharding):
         """A function may look at anything."""
         return True
 
-    def find(self, path: Path, variable: Any) -> tuple[int | None, Any]:
+    def find(self, path: Path, variable: object) -> tuple[int | None, Any]:
         """The function always has an answer, or raises an error of its own."""
         is_known = path in self._by_path
         sharding = self._by_path[path] if is_known else self._function(path, variable)
@@ -57,7 +57,7 @@ class PathFunction(StateSharding):
         return (*super()._key, tuple(self._by_path.items()))
 
 
-def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[Path, Any]:
+def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool]) -> dict[Path, Any]:
     """Returns the leaves of a pytree by their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {tuple(map(path_key, path)): leaf for path, leaf in leaves}
@@ -118,7 +118,7 @@ class Specs:
         return repr(self.tree)
 
 
-def _invalid_leaves(tree: Any, path: Path) -> Iterator[tuple[str, Any, str]]:
+def _invalid_leaves(tree: object, path: Path) -> Iterator[tuple[str, Any, str]]:
     if is_spec(tree):
         return
     meant = suggested_spec(tree) if path or not isinstance(tree, tuple | list) else ""
@@ -130,7 +130,7 @@ def _invalid_leaves(tree: Any, path: Path) -> Iterator[tuple[str, Any, str]]:
         yield from _invalid_leaves(part, (*path, *map(path_key, key)))
 
 
-def _one_level(tree: Any) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
+def _one_level(tree: object) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
     """Returns the children of a pytree with their key paths."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
@@ -190,7 +190,7 @@ def split_arguments(
     ]
 
 
-def _take(value: Any, children: Iterator[Child]) -> Child:
+def _take(value: object, children: Iterator[Child]) -> Child:
     """Takes the next children of the root as the child for one argument."""
     if _compat.is_graph_object(value):
         return next(children)
@@ -199,7 +199,9 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
     return parts[0] if is_leaf_treedef(treedef) else Container(treedef, parts)
 
 
-def split_argument(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -> Argument:
+def split_argument(
+    name: str, prefix: object, value: object, child: Child, caller: str = ""
+) -> Argument:
     """Splits a pytree into parts, and broadcasts a prefix of specs over them.
 
     ``child`` is where the pytree is in the structure, ``caller`` the function and the option that
@@ -252,7 +254,7 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
         yield from _broadcast(part, below, depth + 1)
 
 
-def _mismatches(prefix: Any, full: Any, path: Path) -> Iterator[tuple[str, str]]:
+def _mismatches(prefix: object, full: object, path: Path) -> Iterator[tuple[str, str]]:
     """Yields where a prefix does not match the tree, and why."""
     if is_spec(prefix):
         return
@@ -275,7 +277,7 @@ def _mismatches(prefix: Any, full: Any, path: Path) -> Iterator[tuple[str, str]]
             yield place, f"unknown key {key!r}{suggestion(key, missing or values)}"
 
 
-def _children(tree: Any) -> dict[Any, Any]:
+def _children(tree: object) -> dict[Any, Any]:
     """Returns the children of one level of a pytree by their keys."""
     parts, treedef = _one_level(tree)
     return {} if is_leaf_treedef(treedef) else {path_key(path[0]): part for path, part in parts}
@@ -286,7 +288,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def with_static_values(
-    specs: Any,
+    specs: object,
     option: str,
     parameters: Parameters,
     signature: Signature,
@@ -308,7 +310,7 @@ def with_static_values(
     return signature, tuple(map(values.get, range(len(args)))), {k: values[k] for k in kwargs}
 
 
-def _fixed(spec: Spec, value: Any) -> Any:
+def _fixed(spec: Spec, value: object) -> Any:
     """Returns a pytree in which non-arrays with the spec None are static."""
     if spec is None:
         return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
@@ -322,6 +324,6 @@ def _fixed(spec: Spec, value: Any) -> Any:
     return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
 
 
-def _if_no_array(x: Any) -> Any:
+def _if_no_array(x: object) -> Any:
     is_array = _compat.is_graph_object(x) or (not isinstance(x, PLAIN) and _compat.is_array_like(x))
     return x if is_array else Static.of(x)

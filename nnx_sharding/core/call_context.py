@@ -80,13 +80,13 @@ def called_by(caller: Caller | None) -> Iterator[None]:
 _LOGGER = logging.getLogger("nnx_sharding")
 
 
-def _on_event(event: str, **_: Any) -> None:
+def _on_event(event: str, **_: object) -> None:
     caller = caller_here() if event == _compat.CACHE_HIT else None
     if caller is not None and caller.plan is not None:
         caller.plan.reported[event] = 1
 
 
-def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **details: object) -> None:
     if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
     caller = caller_here()

@@ -139,7 +139,7 @@ def without_unconstrained(
 # The types of arrays, which have the part of a sharding that is over Explicit axes
 
 
-def type_spec(x: Any) -> PartitionSpec | None:
+def type_spec(x: object) -> PartitionSpec | None:
     """Returns the spec in the type of an array; None if none of the axes is Explicit."""
     mesh = type_mesh(x)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
@@ -159,7 +159,7 @@ def type_mesh(x: Any) -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
-def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
+def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> Any:
     """Returns the mesh by which JAX types arrays: that in context, a default, or an array's."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
@@ -168,7 +168,7 @@ def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
     return next(meshes, None) if default is None else default
 
 
-def type_as(x: Any, goal: NamedSharding) -> Any:
+def type_as(x: object, goal: NamedSharding) -> Any:
     """Gives an array the type that it has on the mesh of another sharding.
 
     It is unchanged if both meshes have Auto axes only.

@@ -52,7 +52,7 @@ class Replacements:
         same = all(value is eqn.params[key] for key, value in new.items())
         return None if same else (eqn.primitive, new)
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: object) -> Any:
         """A parameter of an equation, with replacements in the jaxprs that it holds."""
         if isinstance(value, tuple | list):
             items = [self._value(item) for item in value]
@@ -95,7 +95,7 @@ def _call_of_products(eqn: Any) -> tuple[Any, dict[str, Any]]:
 
     # The slices are not kept for a gradient of this program.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def convolution(lhs: Any, rhs: Any) -> Any:
+    def convolution(lhs: object, rhs: object) -> Any:
         return products(lhs, rhs)
 
     with eqn.ctx.manager:

@@ -109,7 +109,7 @@ def _check(
     """
 
     def decorate(lines_of: Callable[..., Iterator[str]]) -> _Check:
-        def check(plan: Plan, *details: Any) -> Exception | None:
+        def check(plan: Plan, *details: object) -> Exception | None:
             head = first.format(name=plan.transform.name, fun_name=plan.fun_name)
             remedy = last.format(in_name=plan.transform.in_name)
             return listed_error(error, head, [*lines_of(plan, *details)], remedy, anchor)

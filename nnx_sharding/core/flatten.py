@@ -45,12 +45,12 @@ class Flat(NamedTuple):
 
 
 def flatten(
-    tree: Any,
+    tree: object,
     *,
     graph: bool = True,
     known: Sequence[Any] | None = None,
     copied: Set[int] = frozenset(),
-    statics: Sequence[Any] = (),
+    statics: Sequence[object] = (),
     held: bool = True,
     borrowed: Set[int] = frozenset(),
     snapshot: Snapshot | None = None,
@@ -141,7 +141,7 @@ class Flattener:
         self._rows: dict[int, _Row] = {}
         self._metadata: dict[tuple[Any, ...], tuple[Any, Sequence[Any], bytes]] = {}
 
-    def link(self, obj: Any, at: int = NOWHERE) -> int:
+    def link(self, obj: object, at: int = NOWHERE) -> int:
         """The index of an object, which will be described if this is the first link to it."""
         index = self.index.get(_compat.identity(obj))
         if index is None or index in self.copied or (not self.graph and self._repeats(index)):
@@ -183,7 +183,7 @@ class Flattener:
             self.slots[index] = tuple(slots)
         self._described = -1
 
-    def _describe(self, index: int, obj: Any, slots: list[int]) -> Entry:
+    def _describe(self, index: int, obj: object, slots: list[int]) -> Entry:
         entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
         if entry is not None:
             if isinstance(entry, VariableEntry):
@@ -208,7 +208,7 @@ class Flattener:
             return RefEntry()
         return static
 
-    def describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
+    def describe_metadata(self, variable: object, at: int) -> tuple[tuple[str, Child], ...]:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""
         metadata = _compat.get_metadata(variable)
         names, values = (*metadata,), [*metadata.values()]
@@ -226,7 +226,7 @@ class Flattener:
                 self._metadata[key] = found, values, rules
         return found
 
-    def _describe_node(self, obj: Any, slots: list[int], at: int) -> Entry:
+    def _describe_node(self, obj: object, slots: list[int], at: int) -> Entry:
         if not self.graph and not _compat.is_pytree_type(type(obj)):
             raise no_tree(type(obj))
         form, values, own = _compat.node_items(obj, self._forms, self._no_tracers)
@@ -251,7 +251,7 @@ class Flattener:
             self._rows[_compat.identity(form)] = _Row(form, statics, children, bytes(new))
         return NodeEntry(type(obj), form.metadata, form.keys, tuple(children))
 
-    def _attribute(self, value: Any, is_data: bool | None, slots: list[int], at: int) -> Child:
+    def _attribute(self, value: object, is_data: bool | None, slots: list[int], at: int) -> Child:
         if is_data is False:
             return self.static(value, at)
         if _compat.is_graph_object(value):
@@ -264,7 +264,7 @@ class Flattener:
         all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
         return self.pytree(value, slots, at, all_leaves=all_leaves)
 
-    def static(self, value: Any, at: int = NOWHERE) -> Child:
+    def static(self, value: object, at: int = NOWHERE) -> Child:
         """The child for a static value: a static, or the index of an object that can change."""
         kind = type(value)
         if kind is str or kind is int or kind is bool or value is None:
@@ -287,13 +287,13 @@ class Flattener:
             self.recorder.add_static(at, value, child)
         return child
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether the structure keeps alive an object that is compared by identity."""
         return self.held and _compat.identity(value) not in self.borrowed
 
     def pytree(
         self,
-        tree: Any,
+        tree: object,
         slots: list[int],
         at: int = NOWHERE,
         *,
@@ -331,7 +331,7 @@ class Flattener:
         aux = map(self.static, aux_of(treedef), places[1])
         return Container(treedef, tuple(children), tuple(aux))
 
-    def _leaf(self, value: Any, slots: list[int], at: int = NOWHERE) -> Child:
+    def _leaf(self, value: object, slots: list[int], at: int = NOWHERE) -> Child:
         if self.recorder is not None:
             self.recorder.leaves.append(at)
             if type(value) is not _compat.ArrayImpl and isinstance(value, jax.core.Tracer):

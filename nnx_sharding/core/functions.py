@@ -113,7 +113,7 @@ def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
 
 
 # By type, because isinstance would load the target of a lazy proxy.
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return type(value) is _compat.ArrayImpl
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # flattening calls the functions below
     from .flatten import Flattener
 
 
-def describe_hijax(flattener: Flattener, variable: Any, slots: list[int], at: int) -> VariableEntry:
+def describe_hijax(
+    flattener: Flattener, variable: object, slots: list[int], at: int
+) -> VariableEntry:
     """The entry of a plain Variable with the same content; ``at`` is its position for a guard."""
     plain = _compat.plain_variable(variable)
     recorder, flattener.recorder = flattener.recorder, None
@@ -28,7 +30,7 @@ def describe_hijax(flattener: Flattener, variable: Any, slots: list[int], at: in
 def _note(
     flattener: Flattener,
     recorder: ReadRecorder,
-    variable: Any,
+    variable: object,
     value: Child,
     slots: list[int],
     at: int,

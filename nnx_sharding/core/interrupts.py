@@ -18,7 +18,7 @@ held: dict[int, Any] = {}
 _arrived: list[int] = []
 
 
-def _note(number: int, _: Any) -> None:
+def _note(number: int, _: object) -> None:
     _arrived.append(number)
 
 

@@ -72,7 +72,7 @@ def _is_stateless(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in _STATELESS
 
 
-def is_constant(value: Any) -> bool:
+def is_constant(value: object) -> bool:
     """Whether a part of a value that is compared by value is the same whenever it is equal.
 
     That is not so for the classes and functions of the user, whose attributes may change.
@@ -97,7 +97,7 @@ class Listing:
         self._modules: list[types.ModuleType] = []
         self._attributes: set[str] = set()  # that listed code reads
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         """Lists a value and all that can be reached from it."""
         kind = type(value)
         if kind in _BY_VALUE:
@@ -138,7 +138,7 @@ class Listing:
                     self.tokens.append((module.__name__, name))
                     self.add(vars(module)[name])
 
-    def _add_all(self, values: Iterable[Any]) -> None:
+    def _add_all(self, values: Iterable[object]) -> None:
         for value in values:
             self.add(value)
 
@@ -228,7 +228,7 @@ class Listing:
     def _add_cached_property(self, prop: functools.cached_property[Any]) -> None:
         self.add(prop.func)
 
-    def _add_tuple_field(self, field: Any) -> None:
+    def _add_tuple_field(self, field: object) -> None:
         self.tokens.append(field.__reduce__()[1])  # its index
 
     def _add_descriptor(self, descriptor: Any) -> None:
@@ -266,14 +266,14 @@ class Listing:
         else:
             self._add_value(value)
 
-    def _add_identity(self, value: Any) -> None:
+    def _add_identity(self, value: object) -> None:
         try:
             self.weak.append(weakref.ref(value))
         except TypeError:
             raise NotListed from None
         self.tokens.append(id(value))
 
-    def _add_value(self, value: Any) -> None:
+    def _add_value(self, value: object) -> None:
         """Lists an object that Python does not open, if it is compared by value."""
         key = value_key(value)
         if key is None:
@@ -291,7 +291,7 @@ def holds_values(value: Any) -> bool:
     )
 
 
-def _is_wrapper(value: Any) -> bool:
+def _is_wrapper(value: object) -> bool:
     return _is_stateless(type(value).__module__) and callable(getattr(value, "__wrapped__", None))
 
 

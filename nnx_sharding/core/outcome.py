@@ -81,7 +81,7 @@ class Outcome:
     # What to write back, set by ``call.run`` at the first call from all of this.
     update: Any = dataclasses.field(default=None, compare=False)
 
-    def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:
+    def arrays(self, inputs: Arrays, groups: Sequence[OutputGroup]) -> list[Any]:
         """The arrays of ``structure``, from the inputs and outputs."""
         outputs = [group.arrays for group in groups]
         return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]

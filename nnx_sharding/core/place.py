@@ -136,7 +136,7 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
     _reshard(last)
 
 
-def finish_on_cpu(arrays: list[Any], known: Sequence[Any] = ()) -> list[Any]:
+def finish_on_cpu(arrays: list[Any], known: Arrays = ()) -> list[Any]:
     """Waits for new arrays (not in ``known``) on several CPU devices, and returns all of them.
 
     On CPUs, programs with collectives that run simultaneously compete for threads and may deadlock.
@@ -174,7 +174,7 @@ def _is_keys(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _has_summands(summed: Any, other: Any) -> bool:
+def _has_summands(summed: Any, other: object) -> bool:
     """Whether the first of an array and a sharding is unreduced, and their devices differ."""
     sharding, others = (getattr(x, "sharding", x) for x in (summed, other))
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
@@ -238,7 +238,7 @@ def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
     return [*kept, *donated]
 
 
-def _reordered(array: AnyArray, goal: NamedSharding, devices: Any) -> Any:
+def _reordered(array: AnyArray, goal: NamedSharding, devices: object) -> Any:
     """The same buffers as an array whose devices are listed in the order of the goal."""
     if _compat.device_assignment(array.sharding) == devices:
         return array

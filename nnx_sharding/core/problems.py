@@ -15,7 +15,7 @@ from ..specs.fitting import describe_both, describe_mesh
 from ..specs.types import AnyArray, Arrays
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Returns a value as text: its name or its repr, shortened and without addresses."""
     if isinstance(value, Mesh | AbstractMesh):
         return f"mesh {describe_mesh(value)}"

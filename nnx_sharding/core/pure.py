@@ -57,7 +57,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     of the call that is being traced.
     """
 
-    def pure(*leaves: Any) -> Any:
+    def pure(*leaves: object) -> Any:
         caller = caller_here()
         assert caller is not None
         if caller.plan is not None:
@@ -77,7 +77,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     return pure
 
 
-def on_one_chunk(function: Callable[..., R], *args: Any) -> R:
+def on_one_chunk(function: Callable[..., R], *args: object) -> R:
     """Calls a function with room for its calls in one chunk of Python's stack.
 
     CPython releases before the fix of https://github.com/python/cpython/issues/142183 in March 2026
@@ -145,7 +145,7 @@ def _call_function(
 
 
 def _flatten_after(
-    plan: Plan, output: Any, built: Built, carried: Set[int], before: Snapshot
+    plan: Plan, output: object, built: Built, carried: Set[int], before: Snapshot
 ) -> Flat:
     """Flattens the graph after the call, with the objects of the arguments first."""
     structure, updates, name = plan.structure, plan.updates, plan.transform.name
@@ -169,7 +169,7 @@ def _flatten_after(
     return after
 
 
-def _locate_new(plan: Plan, output: Any, after: Structure) -> list[NamedLocation]:
+def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocation]:
     """Locates the output, and the arguments if something new may be in them.
 
     Known Variables keep their spec and name, so only new things need a location.

@@ -64,7 +64,7 @@ class Reach:
         return self._hash
 
 
-def reach_of(values: Iterable[Any]) -> Reach | None:
+def reach_of(values: Iterable[object]) -> Reach | None:
     """Lists what can be reached from some functions, classes and static values.
 
     Args:
@@ -111,7 +111,7 @@ def values_in(structure: Structure) -> list[Any]:
     return [value for value in values.values() if not _is_constant(value)]
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: object) -> bool:
     """Whether nothing that can change is reached from a class or a static value."""
     if not isinstance(value, Static):
         return is_constant(value)

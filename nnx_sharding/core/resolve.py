@@ -156,7 +156,7 @@ def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
 
 
 def known_variables(
-    locations: Sequence[NamedLocation], specs: Sequence[Spec], open_spec: Any, resolved: Resolved
+    locations: Sequence[NamedLocation], specs: Sequence[Spec], open_spec: Spec, resolved: Resolved
 ) -> dict[int, tuple[str, Any]]:
     """Returns the first name and the spec of each Variable; without an array, the declared spec."""
     known: dict[int, tuple[str, Any]] = {}
@@ -190,7 +190,7 @@ def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
     )
 
 
-def needs_filter(slots: Sequence[int], subject: Any) -> bool:
+def needs_filter(slots: Sequence[int], subject: object) -> bool:
     """Whether a filter has to decide about a location: not if it holds no array, or a number."""
     return bool(slots) and not isinstance(subject, int | float | complex)
 
@@ -209,7 +209,7 @@ class FilterUse:
     def decide(
         self,
         place: NamedLocation,
-        subject: Any,
+        subject: object,
         spec_of: SpecOf,
         conflicts: list[Conflict],
     ) -> tuple[int | None, Any]:
@@ -230,7 +230,7 @@ class FilterUse:
                 conflicts.append((first, named[0][2], place.name_of(path), spec))
         return (named or decisions)[0][1:]
 
-    def _note(self, index: int | None, path: Path, subject: Any, argument: str) -> None:
+    def _note(self, index: int | None, path: Path, subject: object, argument: str) -> None:
         """Notes which filter decided, and which later ones match what it decided about."""
         self._matched.add(index)
         for later in range(0 if index is None else index + 1, len(self.rules.filters)):

@@ -22,7 +22,7 @@ class Roles(NamedTuple):
     donate_argnames: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, *given: Any) -> Roles:
+    def of(cls, *given: object) -> Roles:
         """The roles that the options of ``jax.jit`` with these names declare."""
         return cls(*map(_as_tuple, given))
 
@@ -83,7 +83,7 @@ class Parameters:
         except (ValueError, TypeError):  # some functions written in C
             parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
 
-        def named(*kinds: Any) -> tuple[str, ...]:
+        def named(*kinds: object) -> tuple[str, ...]:
             return tuple(p.name for p in parameters if p.kind in kinds)
 
         kinds = inspect.Parameter
@@ -173,7 +173,7 @@ def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def join_call(
-    signature: Signature, statics: Sequence[Any], tree: ArgTree
+    signature: Signature, statics: Sequence[object], tree: ArgTree
 ) -> tuple[list[Any], dict[str, Any]]:
     """The inverse of :func:`sort_call`: all arguments, with static ones in their places."""
     values: dict[Any, Any] = {**dict(zip(signature.dynamic, tree[0], strict=True)), **tree[1]}
@@ -182,7 +182,7 @@ def join_call(
     return args, values
 
 
-def _check_static(name: str, value: Any) -> None:
+def _check_static(name: str, value: object) -> None:
     try:
         hash(value)
     except Exception as error:
@@ -196,7 +196,7 @@ def _check_static(name: str, value: Any) -> None:
 
 
 def align_specs(
-    specs: Any, parameters: Parameters, signature: Signature, option: str, default: Any = None
+    specs: object, parameters: Parameters, signature: Signature, option: str, default: object = None
 ) -> ArgTree:
     """The spec of each dynamic argument: positional ones, and by keyword.
 
@@ -251,7 +251,7 @@ def align_specs(
 
 
 def _specs_by_name(
-    specs: Mapping[str, Any], parameters: Parameters, option: str, default: Any
+    specs: Mapping[str, Any], parameters: Parameters, option: str, default: object
 ) -> Callable[[str, int | None], Any]:
     """The spec of an argument by its name, and its position if it has one."""
     named = (*parameters.positional, *parameters.keyword_only)

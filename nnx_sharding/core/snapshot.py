@@ -34,7 +34,7 @@ class Snapshot:
         entry = self._entries[index] if index < len(self._entries) else None
         return entry.kind.names if isinstance(entry, StaticObject) else ()
 
-    def entry_of(self, index: int, obj: Any) -> NodeEntry | VariableEntry | None:
+    def entry_of(self, index: int, obj: object) -> NodeEntry | VariableEntry | None:
         """Returns the entry of an object that is unchanged but for a Variable's array, or None."""
         before = self._contents[index] if index < len(self._contents) else None
         if before is None:
@@ -44,7 +44,7 @@ class Snapshot:
         return self._entries[index] if is_same else None
 
 
-def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
+def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bool:
     """Whether any change in an object shows in its content."""
     if isinstance(entry, VariableEntry):
         return entry.value is LEAF and _compat.is_variable(obj)
@@ -60,7 +60,7 @@ def _all_node_states() -> tuple[Container, ...]:
     return tuple(map(_node_state, itertools.product((False, True), repeat=2)))
 
 
-def _content(obj: Any) -> tuple[Any, ...]:
+def _content(obj: object) -> tuple[Any, ...]:
     """Returns the attributes of a module, or the metadata of a Variable and its kind of value."""
     if _compat.is_variable(obj):
         metadata = _compat.get_metadata(obj)
@@ -70,7 +70,7 @@ def _content(obj: Any) -> tuple[Any, ...]:
     return type(obj), *_compat.node_flags_of(own), *own, *own.values()
 
 
-def node_state(value: Any) -> Container:
+def node_state(value: object) -> Container:
     """Returns the child for Flax's record of how far a module is set up: no leaves."""
     return _node_state(_compat.node_flags(value))
 

@@ -45,7 +45,7 @@ def shape_of(leaf: AnyArray) -> tuple[int, ...] | None:
     return () if isinstance(leaf, bool | int | float | complex) else None
 
 
-def is_shardable(x: Any) -> bool:
+def is_shardable(x: object) -> bool:
     """Whether ``x`` can be sharded: not a number, a reference or an array of strings."""
     if _compat.is_ref(x) or _compat.is_hijax_variable(x):
         return False

@@ -105,7 +105,7 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
     return _key_as_pickled(kind, value)
 
 
-def _key_of_all(kind: type, parts: Iterable[Any], *others: Hashable) -> Hashable | None:
+def _key_of_all(kind: type, parts: Iterable[object], *others: Hashable) -> Hashable | None:
     keys = tuple(map(value_key, parts))
     return None if None in keys else (kind, *keys, *others)
 
@@ -118,7 +118,7 @@ def _array_key(kind: type, value: jax.Array) -> Hashable | None:
     return kind, value.dtype, value.shape, value.aval.weak_type, data.tobytes()
 
 
-def _mapping_key(kind: type, value: Any) -> Hashable | None:
+def _mapping_key(kind: type, value: object) -> Hashable | None:
     mapping = _compat.mapping_items(value)
     if all(type(part) is bool for _, part in mapping):  # which attributes are data
         return kind, bool, frozenset(mapping)
@@ -134,7 +134,7 @@ def _library_key(kind: type, value: Any) -> Hashable | None:
     return kind, value
 
 
-def _fields_key(kind: type, value: Any) -> Hashable | None:
+def _fields_key(kind: type, value: object) -> Hashable | None:
     """Returns the key of a frozen dataclass that has no room for anything but its fields."""
     params = getattr(kind, "__dataclass_params__", None)
     if params is None or not params.frozen or kind.__dictoffset__:
@@ -145,7 +145,7 @@ def _fields_key(kind: type, value: Any) -> Hashable | None:
     return _key_of_all(kind, [getattr(value, name, ...) for name in names])
 
 
-def _key_as_pickled(kind: type, value: Any) -> Hashable | None:
+def _key_as_pickled(kind: type, value: object) -> Hashable | None:
     """Returns the key of a value whose content is in C: what pickle would make it from.
 
     Types of which pickle knows nothing have their own ``==``.
@@ -166,7 +166,7 @@ def _key_as_pickled(kind: type, value: Any) -> Hashable | None:
 _REDUCERS = ("__reduce__", "__reduce_ex__")
 
 
-def _held_key(part: Any) -> Hashable:
+def _held_key(part: object) -> Hashable:
     return tuple(map(_held_key, part)) if type(part) is tuple else Static.of(part)
 
 
@@ -186,7 +186,7 @@ class Static:
                 self._ref, self._value = weakref.ref(value), None
 
     @staticmethod
-    def of(value: Any, *, hold: bool = True) -> Static:
+    def of(value: object, *, hold: bool = True) -> Static:
         """Returns a static for ``value``; common ones are cached, which saves time and memory.
 
         With ``hold=False`` it does not keep alive an object that is compared by identity.
@@ -222,7 +222,7 @@ _SHARED_TYPES = frozenset({str, int, bool, type(None)})
 _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
-def strict(value: Any) -> Any:
+def strict(value: object) -> Any:
     """Returns a value that is equal only where Python's ``==`` and this rule agree, for options."""
     if type(value) is tuple:
         return tuple(map(strict, value))
@@ -241,7 +241,7 @@ def strict(value: Any) -> Any:
 # By content
 
 
-def content_of(value: Any) -> tuple[StaticKind, list[Any]] | None:
+def content_of(value: object) -> tuple[StaticKind, list[Any]] | None:
     """Returns the kind and parts of an object compared by content; None if it shows none."""
     kind = type(value)
     if issubclass(kind, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
@@ -251,7 +251,7 @@ def content_of(value: Any) -> tuple[StaticKind, list[Any]] | None:
     return open_object(value) if is_builtin(kind) or has_state(kind) else None
 
 
-def opened(value: Any) -> tuple[list[Any], tuple[StaticKind, int]]:
+def opened(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
     """Returns the parts of an object compared by content; its kind, and their number."""
     content = content_of(value)
     if content is None:
@@ -260,7 +260,7 @@ def opened(value: Any) -> tuple[list[Any], tuple[StaticKind, int]]:
     return parts, (kind, len(parts))
 
 
-def static_paths(kind: StaticKind, children: Sequence[Any]) -> list[Path]:
+def static_paths(kind: StaticKind, children: Sequence[object]) -> list[Path]:
     """Returns the path from a static object to each of its parts."""
     cls, count = kind.type, len(children) - len(kind.names)
     items: Iterable[Path] = [(index,) for index in range(count)]

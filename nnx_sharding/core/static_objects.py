@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import _compat
 from .recording import NOWHERE
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # flattening calls the functions below
     from .flatten import Flattener
 
 
-def describe_static(flattener: Flattener, index: int, obj: Any, at: int) -> StaticObject | None:
+def describe_static(flattener: Flattener, index: int, obj: object, at: int) -> StaticObject | None:
     """The entry of a static object; ``at`` is its position for a guard. None if it shows nothing.
 
     At the end of a trace, what ``cached_property`` has stored meanwhile is deleted: it may be
@@ -38,7 +38,7 @@ def describe_static(flattener: Flattener, index: int, obj: Any, at: int) -> Stat
 
 
 def describe_parts(
-    flattener: Flattener, value: Any, kind: StaticKind, parts: Sequence[Any], at: int
+    flattener: Flattener, value: object, kind: StaticKind, parts: Sequence[object], at: int
 ) -> tuple[Child, ...]:
     """The children for the parts of a static object."""
     places: Iterable[int] = repeat(NOWHERE)
@@ -47,7 +47,7 @@ def describe_parts(
     return tuple(map(flattener.static, parts, places))
 
 
-def is_linked(flattener: Flattener, value: Any) -> bool:
+def is_linked(flattener: Flattener, value: object) -> bool:
     """Whether something in a static place is a part of the graph: a module without arrays is.
 
     One with arrays is a part only if it is also met as data; else it stays hidden from the graph.

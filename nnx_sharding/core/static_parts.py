@@ -44,7 +44,7 @@ class _Builtin(NamedTuple):
     is_view: bool = False  # of something that others may hold as well, so another is not the same
 
 
-def _pairs(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _pairs(parts: Sequence[object]) -> list[tuple[Any, Any]]:
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
@@ -59,7 +59,7 @@ def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
     return lambda x: (None, list(base.__iter__(x)))
 
 
-def _scalar(base: Any, plain: Callable[[Any], Any]) -> _Builtin:
+def _scalar(base: object, plain: Callable[[Any], Any]) -> _Builtin:
     return _Builtin(
         lambda x: (None, (plain(x),)), lambda kind, _, items: base.__new__(kind, *items)
     )
@@ -72,7 +72,7 @@ def _mapping(base: Any) -> _Builtin:
     )
 
 
-def _open_array(x: Any) -> tuple[Hashable, Sequence[Any]]:
+def _open_array(x: object) -> tuple[Hashable, Sequence[Any]]:
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else np.asarray(x)
     if plain.dtype.hasobject:
         return (plain.dtype, plain.shape), plain.ravel().tolist()
@@ -112,7 +112,7 @@ def _open_cell(x: Any) -> tuple[Hashable, Sequence[Any]]:
         return False, ()
 
 
-def _assign_cell(x: Any, is_full: Any, items: Sequence[Any]) -> list[Operation]:
+def _assign_cell(x: object, is_full: object, items: Sequence[object]) -> list[Operation]:
     if is_full:
         return [(setattr, x, "cell_contents", *items)]
     return [(delattr, x, "cell_contents")]
@@ -215,7 +215,7 @@ def can_be_made(kind: StaticKind) -> bool:
     return not is_told_apart(kind.type) and not (kind.names and is_fixed_base)
 
 
-def fixed_parts(value: Any) -> Sequence[Any] | None:
+def fixed_parts(value: object) -> Sequence[Any] | None:
     """The items of an object that has nothing else, and always the same; None for others."""
     base = _base_of(type(value))
     builtin = _BUILTINS[base]
@@ -224,7 +224,7 @@ def fixed_parts(value: Any) -> Sequence[Any] | None:
     return builtin.open(value)[1]
 
 
-def open_object(value: Any) -> tuple[StaticKind, list[Any]]:
+def open_object(value: object) -> tuple[StaticKind, list[Any]]:
     """The kind and the parts of an object."""
     cls = type(value)
     detail, items = _BUILTINS[_base_of(cls)].open(value)
@@ -234,7 +234,7 @@ def open_object(value: Any) -> tuple[StaticKind, list[Any]]:
     return StaticKind(cls, detail, names), [*items, *attributes.values(), *slots.values()]
 
 
-def make_fixed(kind: StaticKind, parts: Sequence[Any]) -> Any:
+def make_fixed(kind: StaticKind, parts: Sequence[object]) -> Any:
     """A new object of an immutable kind."""
     make: Any = _BUILTINS[_base_of(kind.type)].make
     return make(kind.type, kind.detail, parts)
@@ -254,7 +254,7 @@ def make_empty(kind: StaticKind) -> Any:
 _MADE_BY_CLASS = 1 << 9  # CPython's flag of types that are made at run time, Py_TPFLAGS_HEAPTYPE
 
 
-def assign(value: Any, kind: StaticKind, parts: Sequence[Any]) -> list[Operation]:
+def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Operation]:
     """The operations that give an existing object this kind and these parts."""
     if type(value) is not kind.type or is_fixed(kind):
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
@@ -295,7 +295,7 @@ def has_hidden_state(kind: type) -> bool:
     return kind.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """The ``__dict__`` of an object, past any ``__getattribute__`` of its class."""
     if not type(value).__dictoffset__:
         return {}
@@ -303,7 +303,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return content
 
 
-def wraps_function(value: Any) -> bool:
+def wraps_function(value: object) -> bool:
     """Whether an object stands for a function, as those of ``jit`` and ``functools.wraps`` do."""
     return "__wrapped__" in attributes_of(value)
 
@@ -314,7 +314,7 @@ def is_cache(kind: type, name: Any) -> bool:
     return isinstance(vars(owner).get(name), functools.cached_property)
 
 
-def forget_cached(value: Any, kept: Collection[str]) -> None:
+def forget_cached(value: object, kept: Collection[str]) -> None:
     """Deletes what ``cached_property`` has stored in an object, except under some names."""
     attributes = attributes_of(value)
     for name in [*attributes]:

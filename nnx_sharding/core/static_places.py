@@ -121,7 +121,7 @@ def _misplaced(
                 stack.append((accessor(place, path), part, is_argument, is_callers))
 
 
-def _arrays_in(place: str, value: Any) -> Iterator[tuple[str, str]]:
+def _arrays_in(place: str, value: object) -> Iterator[tuple[str, str]]:
     """Yields the arrays in what is compared by value."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
@@ -135,7 +135,7 @@ def _arrays_in(place: str, value: Any) -> Iterator[tuple[str, str]]:
         yield from _arrays_in(accessor(place, (key,)), part)
 
 
-def static_key(*values: Any) -> Structure:
+def static_key(*values: object) -> Structure:
     """Returns a key for static values, equal for equal ones by the rule of ``static_equality``.
 
     It is a snapshot: hashable, also of what can be changed. Values that are compared by identity

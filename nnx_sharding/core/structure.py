@@ -298,12 +298,12 @@ def children_of(entry: Entry | None) -> Sequence[Any]:
     return entry.children if isinstance(entry, (NodeEntry, StaticObject)) else ()
 
 
-def is_leaf_variable(entry: Any) -> TypeGuard[VariableEntry]:
+def is_leaf_variable(entry: object) -> TypeGuard[VariableEntry]:
     """Whether an entry is that of a Variable whose value is one array."""
     return type(entry) is VariableEntry and entry.value is LEAF
 
 
-def atoms(children: Iterable[Any]) -> Iterator[Any]:
+def atoms(children: Iterable[Child]) -> Iterator[Any]:
     """Yields the indices, leaves and statics within children."""
     for child in children:
         if isinstance(child, Container | StaticObject):
@@ -312,7 +312,7 @@ def atoms(children: Iterable[Any]) -> Iterator[Any]:
             yield child
 
 
-def identities_in(children: Iterable[Any]) -> Iterator[Static]:
+def identities_in(children: Iterable[Child]) -> Iterator[Static]:
     """Yields the static values among children that are compared by identity alone."""
     return (atom for atom in atoms(children) if isinstance(atom, Static) and atom.by_identity)
 

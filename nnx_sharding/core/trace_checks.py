@@ -194,7 +194,7 @@ def _value_of(child: Child) -> Any:
 
 
 def check_donated(
-    donated: Mapping[int, tuple[str, Any]], outputs: Iterable[Any], *, name: str, fun: str
+    donated: Mapping[int, tuple[str, Any]], outputs: Iterable[AnyArray], *, name: str, fun: str
 ) -> None:
     """Checks that every donated array has an output of its type, which can reuse its buffer."""
     if not donated:

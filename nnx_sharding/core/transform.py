@@ -151,7 +151,7 @@ class Transform:
         """The sharding that a Variable with this final spec gets and keeps."""
         return None
 
-    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> RetypedArrays:
+    def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
         """Arrays with the types that they have while the function runs."""
         return RetypedArrays.of(None, leaves)
 
@@ -253,7 +253,7 @@ class Sharded(Transform):
             return None
         return spec if isinstance(spec, jax.sharding.Sharding) else None
 
-    def retype_inputs(self, plan: Plan, leaves: Sequence[Any], *, nested: bool) -> RetypedArrays:
+    def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
         """Arrays with declared shardings in their types, and with the axis types of the function.
 
         JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
@@ -284,7 +284,7 @@ class Sharded(Transform):
         ``from_arrays``: whether JAX takes the devices from arrays on a concrete mesh.
         """
 
-        def checked(*leaves: Any) -> Any:
+        def checked(*leaves: object) -> Any:
             on_mesh = from_arrays and any(
                 isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
             )

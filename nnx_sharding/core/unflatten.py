@@ -80,9 +80,9 @@ def unflatten(
 
 
 def _new_object(
-    entry: Any,
+    entry: object,
     plain: dict[int, dict[str, Any]],
-    trace_state: Any,
+    trace_state: object,
     slots: Sequence[int],
     leaves: Arrays,
 ) -> Any:
@@ -138,7 +138,7 @@ def _metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
     return {name: assemble(setting, iter(()), objects) for name, setting in entry.metadata}
 
 
-def pytree_of(entry: Any) -> Container | None:
+def pytree_of(entry: object) -> Container | None:
     """Returns the pytree of arrays that is a Variable's value; None for other values."""
     if not isinstance(entry, VariableEntry) or holds_objects(entry):
         return None
@@ -155,7 +155,7 @@ def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
 # Static objects
 
 
-def _assign(entry: StaticObject, value: Any, objects: Objects) -> list[Operation]:
+def _assign(entry: StaticObject, value: object, objects: Objects) -> list[Operation]:
     """Returns the operations that give an object the content of an entry."""
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
@@ -194,7 +194,7 @@ def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -
     return kept
 
 
-def _has_content(entry: StaticObject, value: Any, objects: Mapping[int, Any]) -> bool:
+def _has_content(entry: StaticObject, value: object, objects: Mapping[int, Any]) -> bool:
     content = content_of(value)
     if content is None:
         return False
@@ -206,7 +206,7 @@ def _has_content(entry: StaticObject, value: Any, objects: Mapping[int, Any]) ->
     )
 
 
-def _has_value(child: Child, value: Any, objects: Mapping[int, Any]) -> bool:
+def _has_value(child: Child, value: object, objects: Mapping[int, Any]) -> bool:
     if isinstance(child, int):
         return child in objects and objects[child] is value
     if isinstance(child, StaticObject):

@@ -13,12 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .filters import Predicate, filter_pairs, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
+from .types import AxisName
 
 if TYPE_CHECKING:
     from ..activations.calls import Tag
 
 
-def is_activation_spec(x: Any) -> bool:
+def is_activation_spec(x: object) -> bool:
     """Whether ``x`` is the spec of one array; None leaves the array unchanged."""
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
@@ -38,7 +39,9 @@ class CallSchedule(Protocol):
     def is_running(self) -> bool:
         """Whether it is running a call, so that calls in it are as the module has them."""
 
-    def redirect(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
+    def redirect(
+        self, tag: Tag, module: object, args: object, kwargs: object
+    ) -> tuple[Tag, Any, Any]:
         """Returns which module is called instead, by which tag, with which positional arguments.
 
         The module is None where nothing runs yet: the call returns what is given as ``args``.
@@ -46,10 +49,10 @@ class CallSchedule(Protocol):
 
     def wrap(
         self,
-        module: Any,
+        module: object,
         call: Callable[..., Any],
         mesh: Mesh,
-        batch_axes: Iterable[Any],
+        batch_axes: Iterable[AxisName],
         prefetch: bool,
     ) -> Callable[..., Any]:
         """Returns what is called instead of ``call``, the method of the module.
@@ -63,7 +66,7 @@ class CallSchedule(Protocol):
     def report_unscheduled(self, module: str) -> None:
         """Reports, where that does harm, that it did not run a module whose layers ran."""
 
-    def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:
+    def report_other_method(self, tag: Tag, method: str, args: object, out: object) -> None:
         """Reports, where that does harm, that another method than ``__call__`` was called as is."""
 
 
@@ -214,7 +217,7 @@ class ActivationSharding:
         self,
         filters: Mapping[Any, Any] | None = None,
         *,
-        gather: Any = None,
+        gather: object = None,
         prefetch: int = 0,
         kept: tuple[Any, ...] = (),
     ) -> ActivationSharding:
@@ -229,7 +232,7 @@ class ActivationSharding:
         )
 
     def find(
-        self, path: Path, module: Any, method: str = "__call__"
+        self, path: Path, module: object, method: str = "__call__"
     ) -> tuple[int | None, InOutSharding | None]:
         """The index of the first filter that matches a call, with its shardings, or Nones."""
         for index, (predicate, sharding) in enumerate(self._pairs):
@@ -237,7 +240,7 @@ class ActivationSharding:
                 return index, sharding
         return None, None
 
-    def find_schedule(self, path: Path, module: Any, method: str) -> CallSchedule | None:
+    def find_schedule(self, path: Path, module: object, method: str) -> CallSchedule | None:
         """Finds how a strategy runs a call, whichever filter decides on its shardings."""
         for predicate, sharding in self._pairs:
             is_given = sharding.schedule is not None and sharding.method == method
@@ -245,7 +248,7 @@ class ActivationSharding:
                 return sharding.schedule
         return None
 
-    def is_explicit(self, path: Path, module: Any) -> bool:
+    def is_explicit(self, path: Path, module: object) -> bool:
         """Whether a module is declared to run with Explicit axes."""
         return any(
             sharding.axis_types is AxisType.Explicit and predicate(path, module)
@@ -264,7 +267,7 @@ class ActivationSharding:
         return f"ActivationSharding({{{inside}}}, {options})"
 
 
-def checked_prefetch(name: str, prefetch: Any) -> int:
+def checked_prefetch(name: str, prefetch: object) -> int:
     """The option ``prefetch``, if it is valid."""
     if isinstance(prefetch, bool) or prefetch not in (0, 1):
         raise ValueError(f"{name}: prefetch must be 0 or 1 (layers), got {prefetch!r}.")

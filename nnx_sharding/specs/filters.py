@@ -42,12 +42,12 @@ def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
         ) from None
 
 
-def module_predicate(filter_: Any) -> Predicate:
+def module_predicate(filter_: object) -> Predicate:
     """The predicate for a filter for modules: a string is searched in the path."""
     return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)
 
 
-def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
+def misspelt(filter_: object, keys: Iterable[object]) -> str:
     """What is probably wrong with a filter that matches no path with these keys, or nothing."""
     names, words = list(map(str, keys)), _words(filter_)
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
@@ -58,7 +58,7 @@ def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
     return near
 
 
-def _words(filter_: Any) -> list[str]:
+def _words(filter_: object) -> list[str]:
     """The keys that a filter for paths names."""
     if isinstance(filter_, nnx.PathContains):
         return [str(filter_.key)]
@@ -78,7 +78,7 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
     return {number: tuple(sorted(by)) for number, by in deciding.items() if number not in by}
 
 
-def subject_text(subject: Any) -> str:
+def subject_text(subject: object) -> str:
     """A Variable or an array as in ``Param of shape (2,)``, for messages about filters."""
     is_array = isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     is_ref = _compat.is_ref(subject)
@@ -91,17 +91,17 @@ def subject_text(subject: Any) -> str:
     return f"{kind} with arrays of shape {', '.join(shortened(shapes))}" if shapes else kind
 
 
-def is_opaque(predicate: Any) -> bool:
+def is_opaque(predicate: object) -> bool:
     """Whether a predicate is a user's function, which may depend on shapes and dtypes."""
     return any(not isinstance(part, _PATH_OR_TYPE) for part in _parts(predicate))
 
 
-def names_paths(predicate: Any) -> bool:
+def names_paths(predicate: object) -> bool:
     """Whether a predicate depends, or may depend, on paths and not only on the Variable."""
     return any(not isinstance(part, _TYPE) for part in _parts(predicate))
 
 
-def _parts(predicate: Any) -> Iterable[Any]:
+def _parts(predicate: object) -> Iterable[Any]:
     """The predicates that ``nnx.Any``, ``nnx.All`` and ``nnx.Not`` combine."""
     if isinstance(predicate, nnx.Any | nnx.All):
         return [part for inner in predicate.predicates for part in _parts(inner)]
@@ -159,7 +159,7 @@ class PathPattern:
         """The pattern as a string."""
         return str(getattr(self.pattern, "pattern", self.pattern))
 
-    def __call__(self, path: Path, value: Any) -> bool:
+    def __call__(self, path: Path, value: object) -> bool:
         """Whether the pattern matches the path."""
         return self.search(path_string(path)) is not None
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from .types import AnyMesh, Spec
+from .types import AnyMesh, AxisName, Spec
 
 # What is done with a spec that does not divide the dimensions of an array.
 OnIndivisible: TypeAlias = Literal["error", "replicate", "drop"]
@@ -180,13 +180,13 @@ def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
     return [with_entries(spec, entries) for entries in choices][1:]
 
 
-def _prefixes(entry: Any) -> list[Any]:
+def _prefixes(entry: object) -> list[Any]:
     """An entry, the same without its last axis, without the last two, and so on."""
     axes = axes_of(entry)
     return [entry, *(_entry(axes[:count]) for count in reversed(range(len(axes))))]
 
 
-def _parts(entry: Any, sizes: Mapping[Any, int]) -> int:
+def _parts(entry: object, sizes: Mapping[Any, int]) -> int:
     return math.prod(sizes[axis] for axis in axes_of(entry))
 
 
@@ -194,7 +194,7 @@ def _entry(axes: tuple[Any, ...]) -> Any:
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
-def axes_of(entry: Any) -> tuple[Any, ...]:
+def axes_of(entry: object) -> tuple[Any, ...]:
     """The mesh axes that one entry of a spec names: none, one or several."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
@@ -233,12 +233,12 @@ def padded(spec: PartitionSpec, rank: int) -> list[Any]:
     return [*spec.partitions[:rank], *[None] * (rank - len(spec))]
 
 
-def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
+def with_entries(spec: PartitionSpec, entries: Iterable[object]) -> PartitionSpec:
     """A spec with other entries; its unreduced and reduced axes stay."""
     return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
 
 
-def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
+def with_reduced(spec: PartitionSpec, axes: Iterable[AxisName]) -> PartitionSpec:
     """A spec with other reduced axes."""
     return PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=frozenset(axes))
 
@@ -295,13 +295,13 @@ def _typed(sharding: Spec, ndim: int) -> Any:
     return part.mesh.abstract_mesh, entries, part.spec.unreduced, part.spec.reduced
 
 
-def suggestion(name: Any, names: Iterable[Any]) -> str:
+def suggestion(name: object, names: Iterable[object]) -> str:
     """``; did you mean 'model'?`` for a name that nearly equals one of the others."""
     near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def suggested_spec(x: Any) -> str:
+def suggested_spec(x: object) -> str:
     """``: write P('data', None)`` for a value that was probably meant as a spec or ``Format``."""
     if isinstance(x, nnx.StateSharding):
         return ", which is Flax's: write nnx_sharding.StateSharding, with the same arguments"
@@ -314,7 +314,7 @@ def suggested_spec(x: Any) -> str:
     return f": write P({', '.join(map(repr, names))})"
 
 
-def describe(sharding: Any) -> str:
+def describe(sharding: object) -> str:
     """A short text for a sharding: its spec, if it has one."""
     return repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
 
@@ -327,7 +327,7 @@ def describe_mesh(mesh: AnyMesh | None) -> str:
     return f"{sizes}, {' × '.join(dict.fromkeys(kind.name for kind in mesh.axis_types))}"
 
 
-def describe_both(sharding: Any, other: Any) -> tuple[str, str]:
+def describe_both(sharding: Any, other: object) -> tuple[str, str]:
     """Short texts for two different shardings, with the part in which they differ."""
     short = describe(sharding), describe(other)
     if short[0] != short[1]:

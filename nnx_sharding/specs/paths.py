@@ -22,7 +22,7 @@ class Metadata(str):
     __slots__ = ()
 
 
-def path_key(key: Any) -> Any:
+def path_key(key: object) -> Any:
     """One key of a JAX key path as NNX writes it: an index, a dict key, an attribute name."""
     if isinstance(key, jax.tree_util.DictKey):
         return Item(key.key) if type(key.key) is str else key.key
@@ -32,7 +32,7 @@ def path_key(key: Any) -> Any:
     return str(key)
 
 
-def plain_key(key: Any) -> Any:
+def plain_key(key: object) -> Any:
     """A key of a path as a plain Python object."""
     return str(key) if isinstance(key, Item) else key
 
@@ -48,7 +48,7 @@ def accessor(name: str, path: Path) -> str:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _accessed(key: Any) -> str:
+def _accessed(key: object) -> str:
     if type(key) is str and key.isidentifier():
         return f".{key}"
     return f", metadata {str(key)!r}" if type(key) is Metadata else f"[{plain_key(key)!r}]"

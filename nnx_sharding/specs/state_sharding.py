@@ -115,7 +115,7 @@ class StateSharding:
         action = self.on_indivisible
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
-    def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
+    def map_prefix(self, path: tuple[Any, ...], variable: object) -> Any:
         """The sharding of one Variable.
 
         Args:
@@ -134,7 +134,7 @@ class StateSharding:
             f"{filter_remedy(self, [variable])}"
         )
 
-    def find(self, path: tuple[Any, ...], variable: Any) -> tuple[int | None, Any]:
+    def find(self, path: tuple[Any, ...], variable: object) -> tuple[int | None, Any]:
         """The index of the first filter that matches, and its sharding; None if none does."""
         name = path_string(path)
         for index, (predicate, search) in enumerate(self._tests):
@@ -142,7 +142,7 @@ class StateSharding:
                 return index, self.shardings[index]
         return None, None
 
-    def find_below(self, start: Path, path: Path, variable: Any) -> tuple[Path, int | None, Any]:
+    def find_below(self, start: Path, path: Path, variable: object) -> tuple[Path, int | None, Any]:
         """The first of :func:`candidates` that a filter matches, and the result of :meth:`find`."""
         for candidate in candidates(start, path):
             index, sharding = self.find(candidate, variable)
@@ -178,7 +178,7 @@ def filters_text(rules: StateSharding) -> str:
     return ", ".join(shortened(rules.names)) or "none"
 
 
-def filter_remedy(rules: StateSharding, subjects: Iterable[Any]) -> str:
+def filter_remedy(rules: StateSharding, subjects: Iterable[object]) -> str:
     """What to do about Variables or arrays that no filter matches, for messages."""
     if not any(isinstance(x, Paths) for x in rules.filters):
         has_axes = any(isinstance(x, Axis) for x in rules.shardings)
@@ -200,7 +200,7 @@ def candidates(start: Path, path: Path) -> Sequence[Path]:
     return (path, (*start, *path)) if start and path else (path or start,)
 
 
-def _show(filter_: Any) -> str:
+def _show(filter_: object) -> str:
     """A filter as the user wrote it, types by their name."""
     if filter_ is ...:
         return "..."
@@ -209,7 +209,7 @@ def _show(filter_: Any) -> str:
     return filter_.__name__ if isinstance(filter_, type) else repr(filter_)
 
 
-def is_single_spec(x: Any) -> bool:
+def is_single_spec(x: object) -> bool:
     """Whether ``x`` is the sharding of one array; None leaves the choice to JAX."""
     return x is None or isinstance(x, PartitionSpec | Sharding | Format | Axis)
 
