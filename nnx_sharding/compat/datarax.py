@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
-from ..core.constrain import apply_shardings, sharding_of
+from ..core.constrain import apply_shardings, is_shardable, sharding_of
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
-from ..core.spec_checks import assign_shardings, is_shardable
+from ..core.spec_checks import assign_shardings
 from ..errors import raise_listed
 from ..partition.rules import LogicalRules
 from ..placement.place import trimmed

@@ -22,10 +22,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..core.arguments import Specs, check_specs
-from ..core.constrain import apply_shardings, mesh_here, sharding_of
+from ..core.constrain import apply_shardings, is_shardable, mesh_here, sharding_of
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
-from ..core.spec_checks import assign_shardings, is_shardable, warn_of_corrections
+from ..core.spec_checks import assign_shardings, warn_of_corrections
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, warn_or_raise
 from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -78,6 +79,23 @@ _RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
 
 
 # The mesh and the sharding of an array
+
+
+def shape_of(leaf: AnyArray) -> tuple[int, ...] | None:
+    """Returns the shape of an array or number; None for anything else."""
+    shape = getattr(leaf, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    return () if isinstance(leaf, bool | int | float | complex) else None
+
+
+def is_shardable(x: object) -> bool:
+    """Whether ``x`` can be sharded: not a number, a reference or an array of strings."""
+    if _compat.is_ref(x) or _compat.is_hijax_variable(x):
+        return False
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.kind not in "OSUMm"
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def given_mesh(caller: str, mesh: AnyMesh | None) -> Mesh | AbstractMesh | None:

@@ -19,12 +19,13 @@ from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
 from ..specs.types import AnyArray, Arrays, Axis, Spec
+from .constrain import shape_of
 from .declared import is_committed, note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
 from .plan import Plan
 from .problems import arguments_not_arrays, array_line, committed_elsewhere, several
 from .pure import call_and_pack
-from .spec_checks import fit_specs, shape_of
+from .spec_checks import fit_specs
 from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")

@@ -33,6 +33,7 @@ from ..specs.state_sharding import StateSharding
 from ..specs.types import Arrays, Objects
 from .arguments import Argument, named_parts, split_arguments
 from .bounded import make_room
+from .constrain import shape_of
 from .flatten import Flat
 from .functions import name_of, weak_function
 from .problems import arguments_not_arrays
@@ -47,7 +48,7 @@ from .resolve import (
     slot_names,
 )
 from .signature import Call, Parameters, Signature, align_specs
-from .spec_checks import check_mesh, fit_specs, shape_of
+from .spec_checks import check_mesh, fit_specs
 from .static_equality import Static
 from .static_places import check_static_places
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry

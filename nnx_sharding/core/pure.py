@@ -26,7 +26,7 @@ from ..specs.fitting import first_axes
 from ..specs.types import Arrays
 from .arguments import split_argument
 from .call_context import Caller, called_by, caller_here
-from .constrain import mesh_of_types
+from .constrain import mesh_of_types, shape_of
 from .flatten import Flat, flatten
 from .functions import name_as, name_of
 from .interrupts import release
@@ -37,7 +37,7 @@ from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, sl
 from .retyping import RetypedArrays
 from .signature import join_call
 from .snapshot import Snapshot
-from .spec_checks import fit_specs, shape_of
+from .spec_checks import fit_specs
 from .static_places import not_copied
 from .structure import NodeEntry, Structure
 from .trace_checks import check_captured, check_objects, check_output

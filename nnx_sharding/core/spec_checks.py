@@ -8,7 +8,7 @@ shardings outside of a plan (:func:`assign_shardings`), as in ``place`` or ``res
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,15 @@ from ..specs.fitting import (
     spec_axes,
 )
 from ..specs.state_sharding import StateSharding
-from ..specs.types import AnyArray, Arrays, Objects, Spec
+from ..specs.types import AnyArray, AnyMesh, Arrays, Objects, Spec
 from .arguments import Specs, check_specs, split_argument
-from .constrain import given_mesh, mesh_here, other_memory, without_unconstrained
+from .constrain import (
+    given_mesh,
+    is_shardable,
+    mesh_here,
+    other_memory,
+    without_unconstrained,
+)
 from .flatten import Flat
 from .place import obstacle
 from .problems import no_mesh, several
@@ -37,52 +43,55 @@ from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, sl
 from .transform import Sharded, Transform
 
 
-def shape_of(leaf: AnyArray) -> tuple[int, ...] | None:
-    """Returns the shape of an array or number; None for anything else."""
-    shape = getattr(leaf, "shape", None)
-    if shape is not None:
-        return tuple(shape)
-    return () if isinstance(leaf, bool | int | float | complex) else None
-
-
-def is_shardable(x: object) -> bool:
-    """Whether ``x`` can be sharded: not a number, a reference or an array of strings."""
-    if _compat.is_ref(x) or _compat.is_hijax_variable(x):
-        return False
-    if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.kind not in "OSUMm"
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-
-
 def check_mesh(
-    transform: Sharded,
-    locations: Sequence[NamedLocation],
-    objects: Objects,
-    leaves: Arrays,
+    transform: Sharded, locations: Sequence[NamedLocation], objects: Objects, leaves: Arrays
 ) -> None:
     """Raises a ``ValueError`` if specs name axes that the mesh does not have, or one twice.
 
     The locations of the inputs, the objects and the arrays there say where a spec is used.
     """
-    context, inputs = transform.context, transform.in_specs.written
-    sizes: dict[Any, int] = {}
     faults: dict[Any, list[str]] = {}
-    for spec in (*inputs, *transform.out_specs.written):
-        pair = spec_and_mesh(spec, context)
-        if pair is None:
-            continue
-        mesh = pair[1]
-        fit = fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False)
-        faults[spec] = list(map(str, fit.problems))
-        is_other = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
-        if is_other and not transform.passes_shardings:
-            faults[spec] = [f"it is for another mesh, {mesh}; give the PartitionSpec alone"]
-        sizes.update(mesh.shape if faults[spec] else {})
-    faults = {spec: reasons for spec, reasons in faults.items() if reasons}
+    sizes: dict[Any, int] = {}  # of the axes of meshes, for the message
+    for spec in (*transform.in_specs.written, *transform.out_specs.written):
+        pair = spec_and_mesh(spec, transform.context)
+        if pair is not None and (reasons := _mesh_faults(transform, spec, pair[1])):
+            faults[spec] = reasons
+            sizes.update(pair[1].shape)
     if not faults:
         return
-    # Only now, for the message: asking all filters again takes long.
-    users: dict[Any, list[str]] = {spec: [] for spec in faults}
+    users = _users_of(faults, locations, objects, leaves)
+    lines = []
+    for spec, reasons in faults.items():
+        is_input = spec in transform.in_specs.written
+        option = transform.in_name if is_input else transform.out_name
+        lines.append(
+            f"  {describe(spec)} for {several(users[spec] or [option])}: {'; '.join(reasons)}"
+        )
+    sizes.update({} if transform.context is None else transform.context.shape)
+    axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
+    first = next(iter(faults.values()))[0]
+    anchor = "axis-used-twice" if " is used " in first else ""
+    anchor = "unknown-axis" if "has no axis" in first else anchor
+    head = f"{transform.name}: these specs do not fit the mesh:"
+    raise_listed(ValueError, head, lines, f"The mesh has the axes {axes}.", anchor)
+
+
+def _mesh_faults(transform: Sharded, spec: Spec, mesh: AnyMesh) -> list[str]:
+    """Returns what is wrong with a spec on its mesh."""
+    context = transform.context
+    is_other = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
+    # A transform that passes no shardings to JAX runs on one mesh, by the types of arrays.
+    if is_other and not transform.passes_shardings:
+        return [f"it is for another mesh, {mesh}; give the PartitionSpec alone"]
+    fit = fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False)
+    return list(map(str, fit.problems))
+
+
+def _users_of(
+    specs: Iterable[Any], locations: Sequence[NamedLocation], objects: Objects, leaves: Arrays
+) -> dict[Any, list[str]]:
+    """Finds which arrays have some specs; only for a message, as it asks all filters again."""
+    users: dict[Any, list[str]] = {spec: [] for spec in specs}
     for place in locations:
         spec = place.part.spec
         if isinstance(spec, StateSharding):
@@ -90,19 +99,7 @@ def check_mesh(
             spec = spec.find_below(place.part.below, place.location.path, subject)[-1]
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in users:
             users[spec].append(place.name)
-    lines = []
-    for spec, reasons in faults.items():
-        option = transform.in_name if spec in inputs else transform.out_name
-        lines.append(
-            f"  {describe(spec)} for {several(users[spec] or [option])}: {'; '.join(reasons)}"
-        )
-    sizes.update({} if context is None else context.shape)
-    axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    first = next(iter(faults.values()))[0]
-    anchor = "axis-used-twice" if " is used " in first else ""
-    anchor = "unknown-axis" if "has no axis" in first else anchor
-    head = f"{transform.name}: these specs do not fit the mesh:"
-    raise_listed(ValueError, head, lines, f"The mesh has the axes {axes}.", anchor)
+    return users
 
 
 def fit_specs(
@@ -143,23 +140,34 @@ def fit_specs(
         else:
             result[slot] = fit.sharding
             corrected.append(line)
-    indivisible = [fit.is_indivisible for fit, _ in misfits]
-    raise_listed(
-        _compat.IndivisibleError if all(indivisible) and transform.passes_shardings else ValueError,
-        f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
-        [line for _, line in misfits],
-        "Change the shape (pad it) or the spec; or let the spec be corrected: "
-        "on_indivisible='replicate' or 'drop'."
-        if any(indivisible)
-        else "Give each a spec with at most one entry for each dimension.",
-        anchor="not-divisible" if all(indivisible) else "spec-too-long",
-    )
+    _raise_for_misfits(transform, arrays, misfits)
     if corrected:
         head = f"{transform.name}: the specs of these {arrays} do not fit their shapes"
         anchor = "when-a-spec-does-not-divide-a-shape"
         text = message(f"{head} and were corrected:", corrected)
         warn_or_raise(CorrectedSpecWarning, text, strict=transform.strict, anchor=anchor)
     return result
+
+
+def _raise_for_misfits(transform: Sharded, arrays: str, misfits: Sequence[tuple[Fit, str]]) -> None:
+    """Raises the error for specs that do not fit, each with its line, if there are any."""
+    indivisible = [fit.is_indivisible for fit, _ in misfits]
+    # `jax.jit` raises its own type of error for these, and `jax.shard_map` a plain ValueError.
+    is_like_jit = all(indivisible) and transform.passes_shardings
+    if any(indivisible):
+        remedy = (
+            "Change the shape (pad it) or the spec; or let the spec be corrected: "
+            "on_indivisible='replicate' or 'drop'."
+        )
+    else:
+        remedy = "Give each a spec with at most one entry for each dimension."
+    raise_listed(
+        _compat.IndivisibleError if is_like_jit else ValueError,
+        f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
+        [line for _, line in misfits],
+        remedy,
+        anchor="not-divisible" if all(indivisible) else "spec-too-long",
+    )
 
 
 def assign_shardings(

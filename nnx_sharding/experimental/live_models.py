@@ -44,13 +44,12 @@ from ..checkpoint.tensor_layouts import Placement, boxes
 from ..checkpoint.tensor_matching import match_tensors
 from ..checkpoint.tensor_rules import Rule, read_rules
 from ..core.bounded import make_room
-from ..core.constrain import other_memory, sharding_of
+from ..core.constrain import is_shardable, other_memory, sharding_of
 from ..core.flatten import Flat
 from ..core.guard.known_models import KnownModels
 from ..core.interrupts import deferred
 from ..core.place import assembled, finish_on_cpu, obstacle, place_arrays
 from ..core.rebuild import rebuild
-from ..core.spec_checks import is_shardable
 from ..errors import raise_listed
 from ..specs.fitting import axes_of_type
 

@@ -8,12 +8,12 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.constrain import apply_shardings
+from ..core.constrain import apply_shardings, is_shardable
 from ..core.flatten import flatten
 from ..core.interrupts import deferred
 from ..core.problems import check_options
 from ..core.rebuild import rebuild
-from ..core.spec_checks import assign_shardings, is_shardable
+from ..core.spec_checks import assign_shardings
 from ..core.unflatten import unflatten
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, with_entries
 

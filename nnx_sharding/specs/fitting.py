@@ -1,4 +1,14 @@
-"""Whether a sharding fits a mesh and the shape of an array, and the part of it that does."""
+"""Whether a sharding fits a mesh and the shape of an array, and the part of it that does.
+
+A spec fits if the mesh has its axes, none twice, if it has no more entries than the array has
+dimensions, and if the sizes of the axes of an entry divide the dimension:
+
+    mesh data 2 × model 4    P("data", ("model",))    (6, 8) → parts of (3, 2)    fits
+                             P("model")               (6, 8)                      6 % 4 ≠ 0
+
+JAX checks the same, but one array at a time, in a trace or when it is placed. Here all misfits of a
+model are found before, and what does not divide can be corrected (``on_indivisible``).
+"""
 
 from __future__ import annotations
 
@@ -51,13 +61,13 @@ class Fit(NamedTuple):
         return "; ".join(map(str, self.problems or self.corrections))
 
     def refuse(self, reason: str | None) -> Fit:
-        """A copy with one more problem, unless it is None."""
+        """Returns a copy with one more problem, unless that is None."""
         if reason is None:
             return self
         return self._replace(problems=(*self.problems, Misfit(reason)))
 
     def line(self, name: str, before: Sequence[int] | None = None) -> str:
-        """A line of a message: ``name, shape (6,) (was (4,)), P('a') → P(None,): the reasons``."""
+        """Returns a line as ``name, shape (6,) (was (4,)), P('a') → P(None,): the reasons``."""
         shape = "" if self.shape is None else f", shape {self.shape}"
         was = "" if before is None or tuple(before) == self.shape else f" (was {tuple(before)})"
         new = "" if self.problems else f" → {describe(self.sharding)}"
@@ -74,29 +84,28 @@ def fit_sharding(
     unconstrained: bool = True,
     lenient: bool = False,
 ) -> Fit:
-    """The part of a sharding that fits a mesh and a shape, and what does not fit.
+    """Returns the part of a sharding that fits a mesh and a shape, and what does not fit.
 
-    JAX decides on shardings without a spec; a spec without a mesh fits. Without a ``shape``, only
-    the mesh counts. With ``on_indivisible="drop"``, each entry keeps as many first axes as divide
-    the dimension, and unreduced and reduced ones stay. ``usable`` are axes that may be named, None
-    for all. ``lenient`` drops others and cuts the spec to the rank, and reports no problems.
+    Args:
+      sharding: the sharding. JAX decides on those without a spec; a spec without a mesh fits.
+      mesh: the mesh of a spec.
+      shape: the shape of the array; without it, only the mesh counts.
+      on_indivisible: with ``"replicate"`` or ``"drop"``, what does not divide the shape is a
+        correction. Dropping keeps as many first axes of each entry as divide the dimension;
+        unreduced and reduced ones stay.
+      usable: the axes that may be named; None for all that are not mapped.
+      unconstrained: whether entries may be ``UNCONSTRAINED``.
+      lenient: whether unknown axes and entries beyond the rank are corrections, too.
     """
-    declared, of_shape = sharding, None if shape is None else tuple(shape)
-    parts = spec_and_mesh(sharding, mesh)
-    if parts is None:
-        fit = Fit(declared, of_shape, sharding, (), ())
-        if isinstance(sharding, Sharding) and of_shape is not None:
-            try:
-                sharding.shard_shape(of_shape)
-            except ValueError as error:
-                return fit.refuse(str(error))
-        return fit
-    spec, mesh = parts
-    corrections: list[Misfit] = []
-    if lenient and of_shape is not None:
-        if any(map(axes_of, spec.partitions[len(of_shape) :])):
-            corrections.append(_too_long(spec, of_shape))
-        spec = with_entries(spec, padded(spec, len(of_shape)))
+    shape = None if shape is None else tuple(shape)
+    pair = spec_and_mesh(sharding, mesh)
+    if pair is None:
+        return _fit_without_spec(sharding, shape)
+    (spec, mesh), corrections = pair, list[Misfit]()
+    if lenient and shape is not None:
+        if any(map(axes_of, spec.partitions[len(shape) :])):
+            corrections.append(_too_long(spec, shape))
+        spec = with_entries(spec, padded(spec, len(shape)))
     problems = list(_unusable(spec, mesh, usable))
     if lenient:
         corrections += [problem for problem in problems if problem.kind == "axis"]
@@ -104,26 +113,44 @@ def fit_sharding(
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = only_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
-        open_ = (d for d, x in enumerate(spec.partitions) if x is PartitionSpec.UNCONSTRAINED)
-        remedy = "is UNCONSTRAINED; write None or a mesh axis"
-        problems += [Misfit(f"dimension {d} {remedy}") for d in open_]
-    if of_shape is not None and not problems:
-        if len(spec) > len(of_shape):
-            problems = [_too_long(spec, of_shape)]
-        indivisible = [] if problems else list(_indivisible(spec, mesh.shape, of_shape))
+        problems += _unconstrained(spec)
+    # Whether an entry divides its dimension is only known for axes that the mesh has.
+    if shape is not None and not problems:
+        if len(spec) > len(shape):
+            problems = [_too_long(spec, shape)]
+        indivisible = [] if problems else list(_indivisible(spec, mesh.shape, shape))
         if on_indivisible == "error":
             problems += indivisible
         elif indivisible:
             corrections += indivisible
-            pairs = zip(of_shape, spec.partitions, strict=False)
-            entries = () if on_indivisible == "replicate" else _dividing(pairs, mesh.shape)
+            dimensions = zip(shape, spec.partitions, strict=False)
+            entries = () if on_indivisible == "replicate" else _dividing(dimensions, mesh.shape)
             spec = with_entries(spec, entries)
-    sharding = sharding if spec is parts[0] else like(sharding, spec)
-    return Fit(declared, of_shape, sharding, tuple(corrections), tuple(problems))
+    fitting = sharding if spec is pair[0] else like(sharding, spec)
+    return Fit(sharding, shape, fitting, tuple(corrections), tuple(problems))
+
+
+def _fit_without_spec(sharding: Spec, shape: tuple[int, ...] | None) -> Fit:
+    """Asks JAX whether a sharding of another kind, such as ``SingleDeviceSharding``, fits."""
+    fit = Fit(sharding, shape, sharding, (), ())
+    if isinstance(sharding, Sharding) and shape is not None:
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            return fit.refuse(str(error))
+    return fit
+
+
+def _unconstrained(spec: PartitionSpec) -> Iterator[Misfit]:
+    """Yields the dimensions that a spec leaves to the compiler."""
+    for dimension, entry in enumerate(spec.partitions):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            remedy = "is UNCONSTRAINED; write None or a mesh axis"
+            yield Misfit(f"dimension {dimension} {remedy}")
 
 
 def _unusable(spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None) -> Iterator[Misfit]:
-    """The axes that a spec cannot use."""
+    """Yields the axes that a spec cannot use."""
     mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
     auto = axes_of_type(mesh, AxisType.Auto)
     for axis, times in Counter(spec_axes(spec)).items():
@@ -165,13 +192,13 @@ def _indivisible(
 
 
 def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[Any, int]) -> Iterator[Any]:
-    """The entries of a spec without the axes that do not divide their dimensions."""
+    """Yields the entries of a spec without the axes that do not divide their dimensions."""
     for size, entry in pairs:
         yield next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
 
 
 def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
-    """All specs that :func:`fit_sharding` can make of one, depending on the shape of the array."""
+    """Returns all specs that :func:`fit_sharding` can make of one, by the shape of the array."""
     if action == "error":
         return []
     if action == "replicate":
@@ -181,7 +208,7 @@ def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
 
 
 def _prefixes(entry: object) -> list[Any]:
-    """An entry, the same without its last axis, without the last two, and so on."""
+    """Returns an entry, the same without its last axis, without the last two, and so on."""
     axes = axes_of(entry)
     return [entry, *(_entry(axes[:count]) for count in reversed(range(len(axes))))]
 
@@ -195,26 +222,26 @@ def _entry(axes: tuple[Any, ...]) -> Any:
 
 
 def axes_of(entry: object) -> tuple[Any, ...]:
-    """The mesh axes that one entry of a spec names: none, one or several."""
+    """Returns the mesh axes that one entry of a spec names: none, one or several."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> Iterable[Any]:
-    """The mesh axes that a spec names, the unreduced and reduced ones last."""
+    """Yields the mesh axes that a spec names, the unreduced and reduced ones last."""
     yield from itertools.chain.from_iterable(map(axes_of, spec.partitions))
     yield from sorted(spec.unreduced | spec.reduced, key=str)
 
 
 def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
-    """The axes of a mesh that have this type."""
+    """Returns the axes of a mesh that have this type."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, its_kind in kinds if its_kind == kind)
 
 
 def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
-    """A spec with only some of the axes that it names; UNCONSTRAINED stays."""
+    """Returns a spec with only some of the axes that it names; UNCONSTRAINED stays."""
     entries = tuple(
         entry
         if entry is PartitionSpec.UNCONSTRAINED
@@ -229,29 +256,29 @@ def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
 
 
 def padded(spec: PartitionSpec, rank: int) -> list[Any]:
-    """The entries of a spec, cut or filled with None to this number of dimensions."""
+    """Returns the entries of a spec, cut or filled with None to this number of dimensions."""
     return [*spec.partitions[:rank], *[None] * (rank - len(spec))]
 
 
 def with_entries(spec: PartitionSpec, entries: Iterable[object]) -> PartitionSpec:
-    """A spec with other entries; its unreduced and reduced axes stay."""
+    """Returns a spec with other entries; its unreduced and reduced axes stay."""
     return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
 
 
 def with_reduced(spec: PartitionSpec, axes: Iterable[AxisName]) -> PartitionSpec:
-    """A spec with other reduced axes."""
+    """Returns a spec with other reduced axes."""
     return PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=frozenset(axes))
 
 
 def like(sharding: Spec, spec: PartitionSpec) -> Any:
-    """A spec in the form of a sharding: on its mesh and in its memory, if it names them."""
+    """Returns a spec in the form of a sharding: on its mesh and in its memory, if it has them."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return spec
 
 
 def spec_and_mesh(sharding: Spec, mesh: AnyMesh | None = None) -> tuple[PartitionSpec, Any] | None:
-    """The spec of a sharding and its mesh; None without a spec or a mesh."""
+    """Returns the spec of a sharding and its mesh; None without a spec or a mesh."""
     if isinstance(sharding, NamedSharding):
         return sharding.spec, sharding.mesh
     if isinstance(sharding, PartitionSpec) and mesh is not None:
@@ -260,14 +287,14 @@ def spec_and_mesh(sharding: Spec, mesh: AnyMesh | None = None) -> tuple[Partitio
 
 
 def first_axes(shardings: Iterable[Spec], mesh: AnyMesh | None) -> frozenset[Any]:
-    """The axes of a mesh over which the first dimension is sharded by some of these."""
+    """Returns the mesh axes over which some of these shard the first dimension."""
     pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
     firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
     return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
 
 
 def unsummed(sharding: Any) -> Any:
-    """A sharding without the unreduced and reduced axes of its spec."""
+    """Returns a sharding without the unreduced and reduced axes of its spec."""
     spec = getattr(sharding, "spec", PartitionSpec())
     if not (spec.unreduced or spec.reduced):
         return sharding
@@ -275,7 +302,7 @@ def unsummed(sharding: Any) -> Any:
 
 
 def in_type(sharding: Any) -> NamedSharding | None:
-    """The part of a sharding that is in the type of an array: that over Explicit axes, if any."""
+    """Returns the part of a sharding that is in an array's type: over Explicit axes, or None."""
     axes = axes_of_type(sharding.mesh, AxisType.Explicit) if spec_and_mesh(sharding) else ()
     return NamedSharding(sharding.mesh, only_axes(sharding.spec, axes)) if axes else None
 
@@ -287,7 +314,7 @@ def is_equivalent(present: Sharding, declared: Sharding, ndim: int) -> bool:
 
 
 def _typed(sharding: Spec, ndim: int) -> Any:
-    """What is in the type of an array; JAX does not distinguish meshes with Auto axes only."""
+    """Returns what is in an array's type; JAX does not distinguish meshes of Auto axes only."""
     part = in_type(sharding)
     if part is None:
         return None
@@ -296,13 +323,13 @@ def _typed(sharding: Spec, ndim: int) -> Any:
 
 
 def suggestion(name: object, names: Iterable[object]) -> str:
-    """``; did you mean 'model'?`` for a name that nearly equals one of the others."""
+    """Returns ``; did you mean 'model'?`` for a name that nearly equals one of the others."""
     near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def suggested_spec(x: object) -> str:
-    """``: write P('data', None)`` for a value that was probably meant as a spec or ``Format``."""
+    """Returns ``: write P('data', None)`` for what was probably meant as a spec or ``Format``."""
     if isinstance(x, nnx.StateSharding):
         return ", which is Flax's: write nnx_sharding.StateSharding, with the same arguments"
     if isinstance(x, Layout | type(Layout.AUTO)):
@@ -315,12 +342,12 @@ def suggested_spec(x: object) -> str:
 
 
 def describe(sharding: object) -> str:
-    """A short text for a sharding: its spec, if it has one."""
+    """Returns a short text for a sharding: its spec, if it has one."""
     return repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
 
 
 def describe_mesh(mesh: AnyMesh | None) -> str:
-    """A short text for a mesh, such as ``data 2 × model 4, Explicit``."""
+    """Returns a short text for a mesh, such as ``data 2 × model 4, Explicit``."""
     if mesh is None or mesh.empty:
         return "none"
     sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -328,7 +355,7 @@ def describe_mesh(mesh: AnyMesh | None) -> str:
 
 
 def describe_both(sharding: Any, other: object) -> tuple[str, str]:
-    """Short texts for two different shardings, with the part in which they differ."""
+    """Returns short texts for two different shardings, with the part in which they differ."""
     short = describe(sharding), describe(other)
     if short[0] != short[1]:
         return short
