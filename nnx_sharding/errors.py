@@ -75,7 +75,7 @@ class UnshardedWarning(ShardingWarning):
 
 
 def see(error: E, anchor: str) -> E:
-    """The error, with a note on how to read its section of ``docs/errors.md``, if it has one."""
+    """Returns the error, with a note on how to read its section of ``docs/errors.md``."""
     if anchor:
         error.anchor = anchor  # type: ignore[attr-defined]
         error.add_note(f"Run `nnx-sharding explain {anchor}` for causes and remedies.")
@@ -92,7 +92,7 @@ def warn_or_raise(
 
 
 def shortened(items: Iterable[str], indent: str = "") -> list[str]:
-    """The first ten of these texts, and the number of further ones."""
+    """Returns the first ten of these texts, and the number of further ones."""
     listed = [*items]
     more = [f"{indent}… {len(listed) - 10} more"] if len(listed) > 10 else []
     return listed[:10] + more
@@ -104,14 +104,14 @@ MAX_WIDTH = 200  # characters of a line, unless a path is longer
 
 
 def message(head: str, items: Iterable[str], remedy: str = "") -> str:
-    """The text of an error or a warning: what is wrong, a line for each place, and what to do."""
+    """Returns the text of an error: what is wrong, a line for each place, and what to do."""
     above, below = _sentences(head), _sentences(remedy)
     most = min(MAX_LISTED, max(1, MAX_LINES - len(above) - len(below)))
     return "\n".join([*above, *listed(items, most), *below])
 
 
 def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
-    """The lines of a list; if too many, items that differ in numbers are merged, then cut."""
+    """Returns the lines of a list; too many are merged if they differ in numbers, then cut."""
     texts = [*items]
     blocks = [*map(_wrapped, texts)]
     if sum(map(len, blocks)) > most:
@@ -126,14 +126,14 @@ def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
 
 
 def by_kind(kinds: Mapping[str, Sequence[str]]) -> list[str]:
-    """An item for each kind of problem that there is, with the places where it is."""
+    """Returns an item for each kind of problem that there is, with the places where it is."""
     present = {kind: places for kind, places in kinds.items() if places}
     most = MAX_LISTED // max(len(present), 1) - 1
     return ["\n".join([f"{kind}:", *listed(places, most)]) for kind, places in present.items()]
 
 
 def merged(texts: Iterable[str]) -> list[str]:
-    """Texts, each with the number of later ones that differ only in the numbers in their paths."""
+    """Merges texts that differ only in the numbers in their paths into the first, with a count."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         path, rest = _PATH.match(text).groups()  # type: ignore[union-attr]
@@ -152,7 +152,7 @@ _PATH = re.compile(r"([^:,]*)(.*)", re.DOTALL)  # what an item is about, and the
 
 
 def _wrapped(text: str) -> list[str]:
-    """The lines of a text, those that are too long in several."""
+    """Returns the lines of a text, those that are too long in several."""
     lines = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -171,7 +171,7 @@ _WRAPPER = functools.partial(
 
 
 def _sentences(text: str) -> list[str]:
-    """The lines of a text; if it is long, one for each of its sentences."""
+    """Returns the lines of a text; if it is long, one for each of its sentences."""
     if len(text) > MAX_WIDTH:
         text = re.sub(r"(?<=[\w)]\.) (?=[A-Z])", "\n", text)
     return _wrapped(text) if text else []
@@ -189,12 +189,12 @@ def raise_listed(
 def listed_error(
     error: type[Exception], head: str, items: Sequence[str], remedy: str = "", anchor: str = ""
 ) -> Exception | None:
-    """The error with a line for each thing that is wrong, if there is any."""
+    """Returns the error with a line for each thing that is wrong, if there is any."""
     return see(error(message(head, items, remedy)), anchor) if items else None
 
 
 def _users_level() -> int:
-    """The stack level of the nearest frame of user code."""
+    """Returns the stack level of the nearest frame of user code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

@@ -77,6 +77,7 @@ def node_items(
 
 
 def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
+    """Reads a node whose ``__dict__`` has all by a known form, which is many times as fast."""
     has_own = is_plain_pytree(node)
     own, statuses = get_dict(node) if has_own else {}, _untagged(getattr(node, STATUSES, {}))
     is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
@@ -84,36 +85,49 @@ def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
     marks = (*is_data.values(),)
     key = (type(node), *names, None, *is_data, *marks, *{*map(type, marks)})  # 1 equals True
     form = (forms.get(key) or _FORMS.get(key)) if has_own else None
-    if form is not None:  # many times as fast as Flax
+    if form is not None:
         values = [*form.pick(in_own)]
         if form.statuses is not None:
             values[form.keys.index(STATUSES)] = form.statuses
         return NodeItems(form, values, in_own)
-    items, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
+    is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
+    items = _read_items(node, names, in_own if has_own else None, statuses if is_plain else None)
+    if items.own is not None:
+        (_FORMS if is_plain and len(_FORMS) < _MAX_FORMS else forms)[key] = items.form
+    return items
+
+
+def _read_items(
+    node: Any, names: tuple[str, ...], in_own: list[Any] | None, statuses: Any
+) -> NodeItems:
+    """Reads a node as Flax flattens it, and notes where in its ``__dict__`` each value is.
+
+    ``in_own`` are the values there, None if the node may have others; ``statuses`` those of which
+    nodes of one form share one object, None if they do not.
+    """
+    flattened, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
+    pairs = [*flattened]
     kinds = {graphlib.DataElem: True, graphlib.StaticElem: False}
-    pairs = [*items]
     keys = tuple(key for key, _ in pairs)
     values = [_untagged(x.value if type(x) in kinds else x) for _, x in pairs]
     places = {name: place for place, name in enumerate(names)}
     order = tuple(places.get(str(key[0] if type(key) is tuple else key), -1) for key in keys)
+    # A class may add attributes to what Flax sees, or hide some.
     is_same = (
-        has_own
+        in_own is not None
         and sorted(order) == [*range(len(names))]
         and all(
-            _untagged(in_own[place]) == value if keys[i] == STATUSES else in_own[place] is value
-            for i, (place, value) in enumerate(zip(order, values, strict=True))
+            _untagged(in_own[place]) == value if key == STATUSES else in_own[place] is value
+            for key, place, value in zip(keys, order, values, strict=True)
         )
     )
-    is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
-    shared = statuses if is_plain and STATUSES in keys else None
-    is_data_of = tuple(kinds.get(type(x)) for _, x in pairs)
     if not is_same:
         order = tuple(range(len(keys)))
     # For one position, an itemgetter would not give a sequence.
     pick = operator.itemgetter(*order) if len(order) > 1 else list
-    form = NodeForm.of(keys, is_data_of, metadata, names, order, pick, shared)
-    if is_same:
-        (_FORMS if is_plain and len(_FORMS) < _MAX_FORMS else forms)[key] = form
+    shared = statuses if STATUSES in keys else None
+    is_data = tuple(kinds.get(type(x)) for _, x in pairs)
+    form = NodeForm.of(keys, is_data, metadata, names, order, pick, shared)
     return NodeItems(form, values, in_own if is_same else None)
 
 

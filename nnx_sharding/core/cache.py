@@ -42,17 +42,18 @@ class Plans(Generic[G]):
         self._plans: dict[Hashable, Plan] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
-        """The plan with this key, and whether it is new."""
+        """Returns the plan with this key, and whether it is new."""
         plan = self._plans.get(key)
         if plan is not None:
             return plan, False
+        # Two threads may both make it; then both use the first one, and its program.
         plan = self._plans.setdefault(key, make())
         for evicted in make_room(self._plans, MAX_PLANS):
             self.guards.drop(evicted)
         return plan, True
 
     def _cache_size(self) -> int:
-        """How many programs JAX has compiled for calls, as JAX names it."""
+        """Counts the programs that JAX has compiled for calls; the name is that of JAX."""
         programs = (program for plan in self._plans.values() for program in plan.programs.values())
         return sum(_compat.compiled_count(program.staged) for program in programs)
 
@@ -79,7 +80,7 @@ class FunctionCache:
         self._plans: dict[Hashable, Plans[Any]] = {}
 
     def plans(self, options: Hashable, guards: G) -> Plans[G]:
-        """The plans for one set of options, with these guards if they are new."""
+        """Returns the plans for one set of options, with these guards if they are new."""
         try:
             plans = self._plans.setdefault(options, Plans(guards))
         except Exception:  # such as a filter that is a list
@@ -94,7 +95,7 @@ _CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
 
 
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
-    """The cache of a function; a new one gets a log of traces from ``make_log``."""
+    """Returns the cache of a function; a new one gets a log of traces from ``make_log``."""
     functions = fun.functions if isinstance(fun, Several) else (fun,)
     methods = ((x.__func__, x.__self__) if inspect.ismethod(x) else (x,) for x in functions)
     parts = [*itertools.chain.from_iterable(methods)]

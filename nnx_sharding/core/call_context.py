@@ -61,7 +61,7 @@ CALLER = _Current()  # not a context variable, whose changes slow down others
 
 
 def caller_here() -> Caller | None:
-    """The call to which a trace belongs."""
+    """Returns the call to which a trace belongs."""
     fields = CALLER.fields
     return None if fields is None else Caller(*fields)
 
@@ -111,7 +111,7 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
 
 
 def _described(plan: Plan, leaves: Arrays) -> str:
-    """What was compiled, for which devices, how long it took, and whether JAX had it on disk."""
+    """Returns what was compiled, for which devices, how long it took, and if it was on disk."""
     name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
     count, mesh = _devices_of(plan, leaves)
     shape = {} if mesh is None else mesh.shape
@@ -128,7 +128,7 @@ def _described(plan: Plan, leaves: Arrays) -> str:
 
 
 def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, Any]:
-    """The number of devices that a program is for, and their mesh, if there is one."""
+    """Returns the number of devices that a program is for, and their mesh, if there is one."""
     known = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
     meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in known)]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)

@@ -70,7 +70,7 @@ def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> Non
         _LOGGER.warning("The following error cannot be explained:", exc_info=True)
         return
     if explanation is not None:
-        # The frames of an error of JAX are all internal.
+        # The frames of an error of JAX are all internal; with the option, the user wants them.
         shows_internals = jax.config.jax_traceback_filtering == "off"
         raise explanation from (error if shows_internals else None)
 
@@ -87,6 +87,7 @@ def _explanation(
         note_host_arrays(plan, leaves, error)
     frames = traceback.walk_tb(error.__traceback__)
     is_of_the_function = any(frame.f_code is call_and_pack.__code__ for frame, _ in frames)
+    # An error of the user's function is about what it computes, whatever the arguments are.
     if isinstance(error, NoMeshError) or is_of_the_function:
         return None
     checks: Sequence[_Check] = ()
@@ -183,10 +184,11 @@ def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
 
 
 def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
+    # The plan was made for the shapes of an earlier call.
     try:
         fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
     except ValueError as error:
-        return error.with_traceback(None)
+        return error.with_traceback(None)  # raised anew, where JAX's error was
     return None
 
 

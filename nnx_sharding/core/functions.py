@@ -53,7 +53,7 @@ def _behind_partial(fun: Callable[..., Any]) -> Any:
 
 
 def name_of(fun: Callable[..., Any]) -> str:
-    """The name of a function."""
+    """Returns the name of a function."""
     return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))  # as JAX calls it
 
 
@@ -77,7 +77,7 @@ class _SlotParameter(inspect.Parameter):
 def captured_shards(
     fun: Callable[..., Any], constants: Iterable[Any] | None = None
 ) -> list[tuple[str, Any]]:
-    """The sharded arrays that a function may capture, or that its trace captured, with names."""
+    """Returns the sharded arrays that a function may capture, or its trace did, with names."""
     arrays = [array for name, value in captured_values(fun) for array in _arrays(name, value)]
     if constants is not None:
         names = {id(array): name for name, array in reversed(arrays)}
@@ -86,7 +86,7 @@ def captured_shards(
 
 
 def closure(fun: types.FunctionType) -> dict[str, Any]:
-    """The variables of enclosing functions that a function uses, as far as they are assigned."""
+    """Returns the variables of enclosing functions that a function uses, if assigned."""
     variables: dict[str, Any] = {}
     for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
@@ -95,7 +95,7 @@ def closure(fun: types.FunctionType) -> dict[str, Any]:
 
 
 def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
-    """The bound, closed-over and global values that a function uses, with their names."""
+    """Yields the bound, closed-over and global values that a function uses, with their names."""
     while type(fun) is functools.partial:
         yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fun.args))
         yield from ((f"partial.keywords[{key!r}]", value) for key, value in fun.keywords.items())
@@ -118,7 +118,7 @@ def _is_array(value: object) -> bool:
 
 
 def _arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays in a value: itself, those of a module, or those directly in a container."""
+    """Yields the arrays in a value: itself, those of a module, those directly in a container."""
     if _is_array(value):
         yield name, value
     elif _compat.is_graph_object(value):
@@ -165,7 +165,7 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
 
 
 def _refused_objects(error: Exception) -> set[int]:
-    """The ids of the objects that could not be changed: of our error, else the one of Flax's."""
+    """Returns the ids of objects that could not be changed: in our error, else in Flax's."""
     objects = vars(error).get("objects")
     if objects is None:  # Flax raises in a method of the object
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -17,8 +17,9 @@ if TYPE_CHECKING:  # flattening calls the functions below
 def describe_hijax(
     flattener: Flattener, variable: object, slots: list[int], at: int
 ) -> VariableEntry:
-    """The entry of a plain Variable with the same content; ``at`` is its position for a guard."""
+    """Returns the entry of a plain Variable with the same content, at this place for a guard."""
     plain = _compat.plain_variable(variable)
+    # The plain copy is a new object at each call, so a guard has to read the original.
     recorder, flattener.recorder = flattener.recorder, None
     value = flattener.pytree(_compat.get_value(plain), slots)
     metadata = flattener.describe_metadata(plain, NOWHERE)

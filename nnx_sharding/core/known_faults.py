@@ -20,6 +20,7 @@ def dodge_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: 
     """
     if mesh is None:
         return
+    # Nothing is divided over other axes, and what is manual XLA does not partition.
     large = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
     large -= axes_of_type(mesh, AxisType.Manual)
     if not large:
@@ -35,7 +36,7 @@ def dodge_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: 
             lines.append(f"  {what}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
     if has_groups:
         _compat.replace_equations(Replacements(large).of)
-    if lines and not nested:
+    if lines and not nested:  # the outer trace has these operations, too
         head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
         text = message(f"{head} mesh axes:", lines)
         warn_or_raise(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
@@ -50,7 +51,7 @@ def _reduced(x: Any) -> frozenset[Any]:
 
 
 def _equations(eqns: Iterable[Any], outer: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Equations and those inside them, each after the equations that it is in."""
+    """Yields equations and those inside them, each after the equations that it is in."""
     for eqn in eqns:
         inside = (*outer, eqn)
         yield inside
@@ -59,7 +60,7 @@ def _equations(eqns: Iterable[Any], outer: tuple[Any, ...] = ()) -> Iterator[tup
 
 
 def jaxprs_of(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in the parameters of an equation."""
+    """Yields the jaxprs in the parameters of an equation."""
     for value in eqn.params.values():
         for x in value if isinstance(value, tuple | list) else (value,):
             inner = getattr(x, "jaxpr", x)
@@ -68,7 +69,7 @@ def jaxprs_of(eqn: Any) -> Iterator[Any]:
 
 
 def path_of(eqns: Iterable[Any]) -> str:
-    """The path of the module in the names of equations, each inside the previous one."""
+    """Returns the path of the module in the names of equations, each inside the previous one."""
     # What is in a custom_jvp_call also has the names around that call.
     kept = [eqn for eqn in eqns if not eqn.primitive.name.startswith("custom_jvp")]
     stacks = (str(eqn.source_info.name_stack) for eqn in kept)

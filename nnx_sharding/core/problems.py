@@ -22,7 +22,7 @@ def show(value: object) -> str:
     try:
         name = getattr(value, "__qualname__", None) if callable(value) else None
         text = name if isinstance(name, str) else repr(value)
-    except Exception as error:  # of the user's class
+    except Exception as error:  # of the user's class; a message must not fail
         return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
     return shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
 

@@ -66,7 +66,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
         if caller.observer is not None:
             forget = caller.observer.traced(plan, caller.fun, leaves, nested=caller.nested)
         try:
-            with called_by(None):
+            with called_by(None):  # what the function calls makes traces of its own
                 return on_one_chunk(_trace, plan, caller, leaves)
         except BaseException:
             if forget is not None:
@@ -110,6 +110,7 @@ def call_and_pack(
     transform, fun_name = plan.transform, name_of(caller.fun)
     name, strict = transform.name, transform.strict
     output, before = _call_function(plan, caller, arrays, built)
+    # Loops return the Variables that they carry, which without graph updates is else refused.
     carried = transform.carried_objects(plan)
     after = _flatten_after(plan, output, built, carried, before)
     locations = _locate_new(plan, output, after.structure)
@@ -140,6 +141,7 @@ def _call_function(
     in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
     tracing = plan.transform.tracing(in_trace, caller, built, arrays.inside)
     with arrays.context(), tracing as call:
+        # Within the context: what it sets, such as tags of modules, is no change by the user.
         before = Snapshot(plan.structure, built.objects)
         return call(*args, **kwargs), before
 
@@ -162,7 +164,7 @@ def _flatten_after(
         snapshot=before,
     )
     if not plan.graph:
-        after.structure.check_tree()  # of the output
+        after.structure.check_tree()  # of the output; that of the arguments has been checked
     check_objects(structure, after, plan.graph_arguments, borrowed, name=name, updates=updates)
     if not updates:
         check_output(after, plan.known, carried, name=name)

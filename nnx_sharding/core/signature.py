@@ -23,7 +23,7 @@ class Roles(NamedTuple):
 
     @classmethod
     def of(cls, *given: object) -> Roles:
-        """The roles that the options of ``jax.jit`` with these names declare."""
+        """Returns the roles that the options of ``jax.jit`` with these names declare."""
         return cls(*map(_as_tuple, given))
 
 
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
 
     @property
     def dynamic(self) -> tuple[int, ...]:
-        """Positions that are not static."""
+        """The positions of dynamic arguments."""
         return tuple(i for i in range(len(self.names)) if i not in self.static)
 
     @property
@@ -105,7 +105,7 @@ class Parameters:
     def _complete(
         self, positions: tuple[int, ...] | None, names: tuple[str, ...] | None
     ) -> tuple[tuple[int, ...], frozenset[str]]:
-        """Positions and names of a role, each completed by the other."""
+        """Completes the positions and names of a role, each by the other."""
         if positions is None and names is not None:
             positions = tuple(i for i, name in enumerate(self._unbound) if name in names)
         elif names is None and positions is not None:
@@ -120,7 +120,7 @@ class Parameters:
         return positions or (), frozenset(names or ())
 
     def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
-        """The roles for a call with this many positional arguments, including bound ones."""
+        """Returns the roles for a call with so many positional arguments, with bound ones."""
         key = (num_positional, keywords)
         signature = self._signatures.get(key)
         if signature is None:
@@ -138,7 +138,7 @@ class Parameters:
     def _positions(
         self, option: str, declared: tuple[int, ...], num_positional: int
     ) -> frozenset[int]:
-        """The positions in a call, without those that were not passed, as in JAX.
+        """Returns the positions in a call, without those that were not passed, as in JAX.
 
         `jax.checkpoint` refuses any negative one that was not passed, `jax.jit` if no position was.
         """
@@ -175,7 +175,7 @@ def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any
 def join_call(
     signature: Signature, statics: Sequence[object], tree: ArgTree
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The inverse of :func:`sort_call`: all arguments, with static ones in their places."""
+    """Inverts :func:`sort_call`: returns all arguments, with static ones in their places."""
     values: dict[Any, Any] = {**dict(zip(signature.dynamic, tree[0], strict=True)), **tree[1]}
     values |= zip(signature.static_order, statics, strict=True)
     args = [values.pop(i) for i in range(len(signature.names))]
@@ -198,7 +198,7 @@ def _check_static(name: str, value: object) -> None:
 def align_specs(
     specs: object, parameters: Parameters, signature: Signature, option: str, default: object = None
 ) -> ArgTree:
-    """The spec of each dynamic argument: positional ones, and by keyword.
+    """Returns the spec of each dynamic argument: positional ones, and by keyword.
 
     ``specs`` is one spec for all arguments; a tuple or list with one for each positional parameter,
     where static parameters are left out or have None; or a mapping from parameter names. What it
@@ -212,9 +212,9 @@ def align_specs(
         )
     if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
         return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
-    specs = [None] * parameters.bound + list(specs)
+    specs = [None] * parameters.bound + list(specs)  # the user counts without the bound object
     by_name = {i for i, n in enumerate(parameters.positional) if n in signature.static_keywords}
-    # Including those that this call left out.
+    # Including those that this call left out: entries are for parameters, not for arguments.
     declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
     static = signature.static | by_name | declared
     names = max(signature.names, parameters.positional, key=len)
@@ -253,7 +253,7 @@ def align_specs(
 def _specs_by_name(
     specs: Mapping[str, Any], parameters: Parameters, option: str, default: object
 ) -> Callable[[str, int | None], Any]:
-    """The spec of an argument by its name, and its position if it has one."""
+    """Returns a function that finds the spec of an argument by its name and position."""
     named = (*parameters.positional, *parameters.keyword_only)
     rest = [n for n in (parameters.var_positional, parameters.var_keyword) if n is not None]
     unknown = [name for name in specs if name not in named and name not in rest]

@@ -25,11 +25,12 @@ def describe_static(flattener: Flattener, index: int, obj: object, at: int) -> S
     if flattener.snapshot is not None:
         forget_cached(obj, flattener.snapshot.attributes_of(index))
     content = content_of(obj)
-    if content is None:
+    if content is None:  # a reference, which is no static
         return None
     is_held = flattener.holds(obj)
     if is_held:
         flattener.origins[index] = obj
+    # Parts that are equal do not make these the same, so a trace is only for this one object.
     identity = Static(obj, is_held) if is_told_apart(type(obj)) else None
     if flattener.recorder is not None and identity is not None:
         flattener.recorder.fix(index, obj)

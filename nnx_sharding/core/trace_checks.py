@@ -93,12 +93,13 @@ def check_objects(
                 places[_CLASS_CHANGED].append((index, ()))
         elif isinstance(entry, StaticObject) and not updates and old not in (None, entry):
             places[_STATIC_CHANGED].append((index, ()))
+    # One kind of misuse at a time: the others may follow from it.
     misuse = next((misuse for misuse, places_of in places.items() if places_of), None)
     if misuse is None:
         return
     starts = named_parts(arguments)
     names = structure.names([*starts, ("output", structure.root)])
-    names.update(before.names(starts))
+    names.update(before.names(starts))  # the user knows objects by the names of the arguments
     lines = [
         f"  {accessor(names.get(index, 'an object'), path)}: {type(after.objects[index]).__name__}"
         for index, path in places[misuse]
@@ -116,6 +117,7 @@ def check_output(
     lines = []
     structure = after.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
+        # An array needs no check: it is a new one outside of the trace in any case.
         index, path = location.entry, accessor("output", location.path)
         if index is None or index in carried:
             continue

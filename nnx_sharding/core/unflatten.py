@@ -54,13 +54,14 @@ def unflatten(
     existing = {**existing, **_originals(structure, existing, share)}
     plain: dict[int, dict[str, Any]] = {}  # static metadata, which many Variables share
     trace_state = _compat.new_trace_state()
+    # First all objects without content, since any may refer to any other.
     objects: list[Any] = [
         existing[index]
         if index in existing
         else _new_object(entry, plain, trace_state, structure.slots[index], leaves)
         for index, entry in enumerate(structure.entries)
     ]
-    # In a second pass, since objects may refer to each other in cycles.
+    # Then their content.
     for index, entry in enumerate(structure.entries):
         if index in existing:
             continue

@@ -221,7 +221,7 @@ class ActivationSharding:
         prefetch: int = 0,
         kept: tuple[Any, ...] = (),
     ) -> ActivationSharding:
-        """A copy with more filters, which come last and need not match, or other options."""
+        """Returns a copy with other options or more filters, which come last and need not match."""
         return ActivationSharding(
             [*zip(self.filters, self.shardings, strict=True), *(filters or {}).items()],
             gather=self.gather if gather is None else gather,
@@ -234,7 +234,7 @@ class ActivationSharding:
     def find(
         self, path: Path, module: object, method: str = "__call__"
     ) -> tuple[int | None, InOutSharding | None]:
-        """The index of the first filter that matches a call, with its shardings, or Nones."""
+        """Returns the index and the shardings of the first filter that matches, or Nones."""
         for index, (predicate, sharding) in enumerate(self._pairs):
             if sharding.method == method and predicate(path, module):
                 return index, sharding
@@ -268,14 +268,14 @@ class ActivationSharding:
 
 
 def checked_prefetch(name: str, prefetch: object) -> int:
-    """The option ``prefetch``, if it is valid."""
+    """Returns the option ``prefetch``, if it is valid."""
     if isinstance(prefetch, bool) or prefetch not in (0, 1):
         raise ValueError(f"{name}: prefetch must be 0 or 1 (layers), got {prefetch!r}.")
     return int(prefetch)
 
 
 def activations(shardings: Any) -> ActivationSharding | None:
-    """Activation shardings from what a user may pass: these, a mapping, or None."""
+    """Returns activation shardings from what a user may pass: these, a mapping, or None."""
     if shardings is None or isinstance(shardings, ActivationSharding):
         return shardings
     return ActivationSharding(shardings)

@@ -1,4 +1,9 @@
-"""NNX filters as predicates, and filters for paths."""
+"""NNX filters as predicates, and filters for paths.
+
+NNX has filters by type, by tag and by exact path. Here are those by pattern, and what messages need
+to know of any filter: whether it depends on paths or on values, and which words of it may be
+misspelt.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ Predicate = Callable[[tuple[Any, ...], Any], bool]
 
 
 def to_predicate(filter_: Any) -> Predicate:
-    """The predicate ``(path, value) -> bool`` for a filter."""
+    """Returns the predicate ``(path, value) -> bool`` for a filter."""
     try:
         predicate: Predicate = nnx.filterlib.to_predicate(filter_)
     except (TypeError, ValueError):  # Flax fails while it formats its message
@@ -32,7 +37,7 @@ def to_predicate(filter_: Any) -> Predicate:
 
 
 def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
-    """The pairs of filters and what they choose, from a mapping or an iterable of pairs."""
+    """Returns the pairs of filters and what they choose, from a mapping or pairs."""
     try:
         return [(x, chosen) for x, chosen in getattr(given, "items", lambda: given)()]
     except (TypeError, ValueError):
@@ -43,23 +48,24 @@ def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
 
 
 def module_predicate(filter_: object) -> Predicate:
-    """The predicate for a filter for modules: a string is searched in the path."""
+    """Returns the predicate for a filter for modules: a string is searched in the path."""
     return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)
 
 
 def misspelt(filter_: object, keys: Iterable[object]) -> str:
-    """What is probably wrong with a filter that matches no path with these keys, or nothing."""
+    """Returns what is probably wrong with a filter that matches no path with these keys."""
     names, words = list(map(str, keys)), _words(filter_)
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
         return f".{hint.removesuffix('.')}"
     near = next(filter(None, (suggestion(x, names) for x in words if x not in names)), "")
+    # Elsewhere strings are patterns for paths, so this is the commonest mistake.
     if isinstance(filter_, str) and (near or not set(names).isdisjoint(words)):
         return f"; a string is a tag here: for paths, write PathRegex({filter_!r})"
     return near
 
 
 def _words(filter_: object) -> list[str]:
-    """The keys that a filter for paths names."""
+    """Returns the keys that a filter for paths names."""
     if isinstance(filter_, nnx.PathContains):
         return [str(filter_.key)]
     if isinstance(filter_, str | PathPattern):
@@ -70,7 +76,7 @@ def _words(filter_: object) -> list[str]:
 
 
 def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """The filters that never match first, each with the earlier ones that match instead."""
+    """Returns the filters that never match first, each with the earlier ones that do."""
     deciding: dict[int, set[int]] = {number: set() for number in range(count)}
     for numbers in matches:
         for number in numbers:
@@ -79,7 +85,7 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
 
 
 def subject_text(subject: object) -> str:
-    """A Variable or an array as in ``Param of shape (2,)``, for messages about filters."""
+    """Returns a Variable or an array as text: ``Param of shape (2,)``."""
     is_array = isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     is_ref = _compat.is_ref(subject)
     kind = "array" if is_array else "Ref" if is_ref else type(subject).__name__
@@ -102,7 +108,7 @@ def names_paths(predicate: object) -> bool:
 
 
 def _parts(predicate: object) -> Iterable[Any]:
-    """The predicates that ``nnx.Any``, ``nnx.All`` and ``nnx.Not`` combine."""
+    """Returns the predicates that ``nnx.Any``, ``nnx.All`` and ``nnx.Not`` combine."""
     if isinstance(predicate, nnx.Any | nnx.All):
         return [part for inner in predicate.predicates for part in _parts(inner)]
     return _parts(predicate.predicate) if isinstance(predicate, nnx.Not) else [predicate]
@@ -211,7 +217,7 @@ class PathGlob(PathPattern):
 
 
 def glob_hint(text: str) -> str:
-    """A hint for a regular expression that matches nothing, if it looks like a glob."""
+    """Returns a hint for a regular expression that matches nothing, if it looks like a glob."""
     is_glob = re.search(r"\*\*|(^|/)\*(/|$)", text) is not None
     return f" For globs, pass PathGlob({text!r})." if is_glob else ""
 

@@ -23,7 +23,7 @@ class Metadata(str):
 
 
 def path_key(key: object) -> Any:
-    """One key of a JAX key path as NNX writes it: an index, a dict key, an attribute name."""
+    """Returns a key of a JAX key path as NNX writes it: index, dict key, attribute name."""
     if isinstance(key, jax.tree_util.DictKey):
         return Item(key.key) if type(key.key) is str else key.key
     for attribute in ("idx", "key", "name"):
@@ -33,20 +33,21 @@ def path_key(key: object) -> Any:
 
 
 def plain_key(key: object) -> Any:
-    """A key of a path as a plain Python object."""
+    """Returns a key of a path as a plain Python object."""
     return str(key) if isinstance(key, Item) else key
 
 
 def path_string(path: Path) -> str:
-    """A path as a user writes it: ``blocks/3/up/kernel``."""
+    """Returns a path as a user writes it: ``blocks/3/up/kernel``."""
     return "/".join(map(str, path))
 
 
 def accessor(name: str, path: Path) -> str:
-    """A path as Python code: ``model.blocks[3].up.kernel``."""
+    """Returns a path as Python code: ``model.blocks[3].up.kernel``."""
     return name + "".join(map(_accessed, path))
 
 
+# Cached: models have thousands of paths, with few different keys.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _accessed(key: object) -> str:
     if type(key) is str and key.isidentifier():

@@ -116,7 +116,7 @@ class StateSharding:
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
     def map_prefix(self, path: tuple[Any, ...], variable: object) -> Any:
-        """The sharding of one Variable.
+        """Returns the sharding of one Variable.
 
         Args:
           path: the keys from the argument to the Variable.
@@ -135,7 +135,7 @@ class StateSharding:
         )
 
     def find(self, path: tuple[Any, ...], variable: object) -> tuple[int | None, Any]:
-        """The index of the first filter that matches, and its sharding; None if none does."""
+        """Returns the index of the first filter that matches, and its sharding; else Nones."""
         name = path_string(path)
         for index, (predicate, search) in enumerate(self._tests):
             if predicate(path, variable) if search is None else search(name):
@@ -143,7 +143,7 @@ class StateSharding:
         return None, None
 
     def find_below(self, start: Path, path: Path, variable: object) -> tuple[Path, int | None, Any]:
-        """The first of :func:`candidates` that a filter matches, and the result of :meth:`find`."""
+        """Returns the first of :func:`candidates` that matches, and the result of :meth:`find`."""
         for candidate in candidates(start, path):
             index, sharding = self.find(candidate, variable)
             if index is not None:
@@ -168,18 +168,18 @@ class StateSharding:
         return self.filters, self.shardings, self.on_indivisible, self.activations
 
     def with_activations(self, activations: ActivationSharding | None) -> StateSharding:
-        """A copy with other shardings of activations."""
+        """Returns a copy with other shardings of activations."""
         pairs = zip(self.filters, self.shardings, strict=True)
         return StateSharding(pairs, on_indivisible=self.on_indivisible, activations=activations)
 
 
 def filters_text(rules: StateSharding) -> str:
-    """The first filters, for messages."""
+    """Returns the first filters, for messages."""
     return ", ".join(shortened(rules.names)) or "none"
 
 
 def filter_remedy(rules: StateSharding, subjects: Iterable[object]) -> str:
-    """What to do about Variables or arrays that no filter matches, for messages."""
+    """Returns what to do about Variables or arrays that no filter matches."""
     if not any(isinstance(x, Paths) for x in rules.filters):
         has_axes = any(isinstance(x, Axis) for x in rules.shardings)
         rest = "None" if has_axes else "PartitionSpec()"
@@ -196,12 +196,12 @@ def filter_remedy(rules: StateSharding, subjects: Iterable[object]) -> str:
 
 
 def candidates(start: Path, path: Path) -> Sequence[Path]:
-    """The paths under which filters find a Variable: from its module, then from the pytree."""
+    """Returns the paths by which filters find a Variable: from its module, from the pytree."""
     return (path, (*start, *path)) if start and path else (path or start,)
 
 
 def _show(filter_: object) -> str:
-    """A filter as the user wrote it, types by their name."""
+    """Returns a filter as the user wrote it, types by their name."""
     if filter_ is ...:
         return "..."
     if type(filter_) is nnx.filterlib.PathIn and len(filter_.paths) > 3:
@@ -215,7 +215,7 @@ def is_single_spec(x: object) -> bool:
 
 
 def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
-    """Pairs of filters and what they choose; for a state, one pair for all paths with the same."""
+    """Returns pairs of filters and what they choose; of a state, one for all equal choices."""
     is_state = isinstance(given, nnx.State)
     is_mapping = isinstance(given, Mapping) and not is_state
     if is_mapping:  # nested dicts are like a State
