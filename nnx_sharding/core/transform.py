@@ -53,7 +53,10 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transform:
-    """What a transform decides for itself. Hashable."""
+    """What a transform decides for itself. Hashable.
+
+    Its specs are of its own kind, shardings or axes, so their type here is ``Any``.
+    """
 
     name: str  # its name in messages
     in_name: str  # the name of the option for the specs of inputs
@@ -83,7 +86,7 @@ class Transform:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Call:
-        """The arguments of a call by their roles, which a transform may refine."""
+        """Sorts the arguments of a call by their roles, which a transform may refine."""
         return sort_call(signature, args, kwargs)
 
     @property
@@ -102,7 +105,7 @@ class Transform:
         return False
 
     def key(self, leaves: Arrays) -> tuple[Hashable, ...]:
-        """What a plan depends on besides the structure: the mesh in context, then shapes."""
+        """Returns what a plan depends on besides the structure: the mesh in context, shapes."""
         types = ((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
         return (
             _compat.context_mesh() if self.reads_context else None,
@@ -110,7 +113,7 @@ class Transform:
         )
 
     def in_context(self) -> Self:
-        """This transform with the mesh that applies now."""
+        """Returns this transform with the mesh that applies now."""
         return self
 
     @property
@@ -127,32 +130,32 @@ class Transform:
         fields = (field.name for field in dataclasses.fields(self))
         return type(self), *(strict(getattr(self, name)) for name in fields if name not in names)
 
-    def spec_of(self, spec: Spec) -> Any:
-        """The final, hashable form of a spec that the user wrote."""
+    def spec_of(self, spec: Any) -> Any:
+        """Returns the final, hashable form of a spec that the user wrote."""
         return spec
 
     def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
-        """What a final spec may become where it does not divide a shape."""
+        """Returns what a final spec may become where it does not divide a shape."""
         return []
 
     def input_specs(self, specs: list[Any], leaves: Arrays) -> list[Any]:
-        """The specs of all inputs, with those that the user left open."""
+        """Returns the specs of all inputs, with those that the user left open."""
         return specs
 
     def carried_objects(self, plan: Plan) -> frozenset[int]:
-        """The objects of the arguments that may be results even without graph updates."""
+        """Returns the objects of arguments that may be results even without graph updates."""
         return frozenset()
 
     def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Any]:
-        """Other specs than declared for arrays that the function wrote to Variables, by slot."""
+        """Returns specs other than declared, for arrays that the function wrote, by slot."""
         return {}
 
     def sharding_of(self, spec: Spec) -> jax.sharding.Sharding | None:
-        """The sharding that a Variable with this final spec gets and keeps."""
+        """Returns the sharding that a Variable with this final spec gets and keeps."""
         return None
 
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
-        """Arrays with the types that they have while the function runs."""
+        """Returns arrays with the types that they have while the function runs."""
         return RetypedArrays.of(None, leaves)
 
     def tracing(
@@ -165,7 +168,7 @@ class Transform:
         return nullcontext(caller.fun)
 
     def check_outputs(
-        self, fun_name: str, names: Sequence[str], leaves: Arrays, specs: Sequence[Spec]
+        self, fun_name: str, names: Sequence[str], leaves: Arrays, specs: Sequence[Any]
     ) -> None:
         """Raises an error for arrays that cannot be outputs with these specs."""
 
@@ -173,11 +176,11 @@ class Transform:
         self,
         plan: Plan,
         function: Callable[..., Any],
-        in_specs: Sequence[Spec],
-        out_specs: Sequence[Spec],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        """The JAX form of a pure function.
+        """Returns the JAX form of a pure function.
 
         ``function`` takes all arrays, with these specs, some of them in donated slots; it returns
         outputs in groups of one spec each.
@@ -223,7 +226,7 @@ class Sharded(Transform):
         return super().reads_shapes or self.on_indivisible != "error"
 
     def in_context(self) -> Self:
-        """This transform with the mesh that applies now, which has to exist if it is needed."""
+        """Returns this transform with the mesh that applies now; an error if one is missing."""
         if not self.reads_context:
             return dataclasses.replace(self, context=self.mesh)
         mesh = _compat.context_mesh()
@@ -234,13 +237,13 @@ class Sharded(Transform):
         return dataclasses.replace(self, mesh=given, context=mesh)
 
     def spec_of(self, spec: Spec) -> Any:
-        """The final form: with the mesh."""
+        """Returns the final form: with the mesh."""
         if isinstance(spec, PartitionSpec) and self.mesh is not None:
             return NamedSharding(self.mesh, spec)
         return spec
 
     def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
-        """The parts of a spec that may be left of it."""
+        """Returns the parts of a spec that may be left of it."""
         pair = spec_and_mesh(spec, self.context)
         if pair is None:
             return []
@@ -248,13 +251,13 @@ class Sharded(Transform):
         return [like(spec, part) for part in parts]
 
     def sharding_of(self, spec: Spec) -> jax.sharding.Sharding | None:
-        """The sharding that a Variable with this final spec gets and keeps."""
+        """Returns the sharding that a Variable with this final spec gets and keeps."""
         if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
             return None
         return spec if isinstance(spec, jax.sharding.Sharding) else None
 
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
-        """Arrays with declared shardings in their types, and with the axis types of the function.
+        """Returns arrays with declared shardings in their types, and the function's axis types.
 
         JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
         whose types have no mesh get them.
@@ -279,7 +282,7 @@ class Sharded(Transform):
     def needing_devices(
         self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool
     ) -> Callable[..., Any]:
-        """A call at top level with an abstract mesh; raises if nothing determines the devices.
+        """Wraps a call with an abstract mesh at top level: raises if nothing determines devices.
 
         ``from_arrays``: whether JAX takes the devices from arrays on a concrete mesh.
         """
