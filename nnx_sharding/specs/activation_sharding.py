@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .filters import Predicate, filter_pairs, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
-from .types import AxisName
 
 if TYPE_CHECKING:
     from ..activations.calls import Tag
@@ -40,7 +39,7 @@ class CallSchedule(Protocol):
         """Whether it is running a call, so that calls in it are as the module has them."""
 
     def redirect(
-        self, tag: Tag, module: object, args: object, kwargs: object
+        self, tag: Tag, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tag, Any, Any]:
         """Returns which module is called instead, by which tag, with which positional arguments.
 
@@ -49,10 +48,10 @@ class CallSchedule(Protocol):
 
     def wrap(
         self,
-        module: object,
+        module: Any,
         call: Callable[..., Any],
         mesh: Mesh,
-        batch_axes: Iterable[AxisName],
+        batch_axes: Iterable[Any],
         prefetch: bool,
     ) -> Callable[..., Any]:
         """Returns what is called instead of ``call``, the method of the module.
@@ -66,7 +65,7 @@ class CallSchedule(Protocol):
     def report_unscheduled(self, module: str) -> None:
         """Reports, where that does harm, that it did not run a module whose layers ran."""
 
-    def report_other_method(self, tag: Tag, method: str, args: object, out: object) -> None:
+    def report_other_method(self, tag: Tag, method: str, args: tuple[Any, ...], out: Any) -> None:
         """Reports, where that does harm, that another method than ``__call__`` was called as is."""
 
 
