@@ -84,7 +84,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     write(arguments, changes)
     if arguments.fail_above is None:
         return int(bool(changes))
-    failures = [(one.strategy, str(one)) for one in changes.grown(arguments.fail_above)]
+    failures = [(change.strategy, str(change)) for change in changes.grown(arguments.fail_above)]
     failures += [
         (name, f"{figure} is unknown: {why}")
         for name, report in Comparison(by_strategy(after)).compiled.items()
@@ -119,7 +119,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def _sections() -> dict[str, str]:
-    """The text of each section with its subsections, by its anchor."""
+    """Returns the text of each section of the page of errors, with its subsections, by anchor."""
     installed = Path(__file__).with_name("errors.md")  # setup.py puts it there
     page = installed if installed.exists() else Path(__file__).parents[2] / "docs" / "errors.md"
     # Without marks for the script that writes the messages.

@@ -1,4 +1,9 @@
-"""Chooses the command, and turns errors into messages and exit codes."""
+"""Chooses the command, and turns errors into messages and exit codes.
+
+A command is a parser whose default ``run`` takes the parsed arguments and returns the exit code.
+Errors of the command line (``UsageError``) exit with 2, as those of argparse; any other error is
+one line on stderr and exits with 1, unless ``--traceback`` asks for more.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for module in (programs, commands):
         module.add_commands(parsers)
-    for command in parsers.choices.values():
+    for command in parsers.choices.values():  # what all commands have
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.epilog = (command.epilog or "").replace("python -m nnx_sharding", name)
         text = "show the traceback of an error"

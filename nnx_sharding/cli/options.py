@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from ..analysis.json_codec import file_path
 from ..analysis.units import printable
@@ -44,13 +44,13 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message, kept="\n"))
 
 
-def say(text: Any, *, error: bool = False) -> None:
+def say(text: object, *, error: bool = False) -> None:
     """Prints text, which may have several lines, without control characters."""
     print(printable(text, kept="\n"), file=sys.stderr if error else sys.stdout)
 
 
 def option(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """The type of an option, which shows the message of a ValueError."""
+    """Returns the type of an option; argparse shows the message of a ValueError only through it."""
 
     def convert(text: str) -> T:
         try:
@@ -63,7 +63,7 @@ def option(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 @option
 def count(text: str) -> int:
-    """A number of processes or devices."""
+    """Reads a number of processes or devices."""
     if not 1 <= int(text) <= MOST_DEVICES:
         raise ValueError(f"must be from 1 to {MOST_DEVICES}, not {int(text)}")
     return int(text)
@@ -71,7 +71,7 @@ def count(text: str) -> int:
 
 @option
 def seconds(text: str) -> float:
-    """A time limit."""
+    """Reads a time limit."""
     if not float(text) > 0:
         raise ValueError(f"must be more than 0, not {text}")
     return float(text)
@@ -79,7 +79,10 @@ def seconds(text: str) -> float:
 
 @option
 def output(text: str) -> str:
-    """A file to write, whose folder exists; ``-`` is standard output."""
+    """Reads the name of a file to write, whose folder exists; ``-`` is standard output.
+
+    It is checked before anything is compiled, which may take minutes.
+    """
     path = file_path(text)
     if text != "-" and path.is_dir():
         raise ValueError(f"{text} is a folder")
@@ -90,7 +93,7 @@ def output(text: str) -> str:
 
 @option
 def percentage(text: str) -> float:
-    """The fraction for ``5%`` or ``5``."""
+    """Reads ``5%`` or ``5`` as a fraction."""
     with contextlib.suppress(ValueError):
         percent = float(text.strip().removesuffix("%"))
         if 0 <= percent < float("inf"):
@@ -100,7 +103,7 @@ def percentage(text: str) -> float:
 
 @option
 def mesh_sizes(text: str) -> dict[str, int]:
-    """The sizes of axes, from ``data=2,model=4``."""
+    """Reads the sizes of axes from ``data=2,model=4``."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))

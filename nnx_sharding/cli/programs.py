@@ -1,4 +1,9 @@
-"""``inspect``, ``compare`` and ``plan``: what the programs of a function of the user need."""
+"""``inspect``, ``compare`` and ``plan``: what the programs of a function of the user need.
+
+Each calls a function that the user names, in the context of a mesh, and makes a result of what it
+returns (``_report``, ``_comparison``, ``_plan``). Errors of the user's code are ``UserError``s, so
+that they are told apart from those of the command line.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +209,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace, target: str, function: Any) -> dict[str, Any]:
-    """The options of the command line for ``jit``, which is applied to a function."""
+    """Returns the options of the command line for ``jit``, which is applied to a function."""
     if arguments.donate is None:
         return {}
     if isinstance(function, Lifted | ProgramReport | Traced | Lowered | Compiled):
@@ -220,7 +225,7 @@ def _options(arguments: argparse.Namespace, target: str, function: Any) -> dict[
 
 
 def _plan(arguments: argparse.Namespace, target: str, value: Any) -> PlanningResult:
-    """The plan for a step, or its variants, that a function returned."""
+    """Plans for a step, or for its variants, that a function returned."""
     if isinstance(value, PlanningResult):
         return value
     if not isinstance(value, tuple | Mapping) or not value:
@@ -230,8 +235,9 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> PlanningRes
         )
     step, *args = (value,) if isinstance(value, Mapping) else value
     options: dict[str, Any] = {}
-    for one in step.values() if isinstance(step, Mapping) else [step]:
-        options = _options(arguments, target, one[0] if isinstance(one, tuple) else one)
+    for variant in step.values() if isinstance(step, Mapping) else [step]:
+        function = variant[0] if isinstance(variant, tuple) else variant
+        options = _options(arguments, target, function)
     options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
     options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
     same = "strategies", "maximize", "time_limit", "memory_limit", "hardware", "most", "by_module"
@@ -270,7 +276,7 @@ def _called(arguments: argparse.Namespace, make: Callable[[argparse.Namespace, s
 
 
 def _find(text: str) -> Callable[..., Any]:
-    """The function for a name such as ``package.module:Model.plan`` or ``path/to/file.py:plan``."""
+    """Imports the function ``package.module:Model.plan`` or ``path/to/file.py:plan``."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise UsageError(
@@ -306,6 +312,7 @@ def _find(text: str) -> Callable[..., Any]:
 
 
 def _use_virtual_devices(number: int) -> None:
+    """Lets JAX have virtual CPU devices, which it cannot once it is initialized."""
     try:
         jax.config.update("jax_num_cpu_devices", number)
         jax.config.update("jax_platforms", "cpu")
@@ -318,7 +325,7 @@ def _use_virtual_devices(number: int) -> None:
 
 
 def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramReport:
-    """The report of a program that a function returned."""
+    """Compiles a program that a function returned, and returns its report."""
     function, *args = value if isinstance(value, tuple) and value else (value,)
     is_stage = isinstance(value, Traced | Lowered | Compiled)
     options, named = _options(arguments, target, function), arguments.hardware
@@ -342,7 +349,7 @@ def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramRe
 
 
 def _comparison(arguments: argparse.Namespace, target: str, value: Any) -> Comparison:
-    """The comparison of strategies that a function returned."""
+    """Compares the strategies that a function returned."""
     if isinstance(value, Comparison):
         return value
     if isinstance(value, Mapping) and value:

@@ -1,4 +1,8 @@
-"""``ArraySharder``: a module that shards batches, with the names of ``datarax.sharding``."""
+"""``ArraySharder``: a module that shards batches, with the names of ``datarax.sharding``.
+
+Pipelines of Datarax are made of modules with a state: counts of batches, statistics, random
+streams. This module has that state, under the same names, and shards with this library.
+"""
 
 from __future__ import annotations
 
@@ -226,6 +230,7 @@ class ArraySharder(nnx.Module):
         self._skipped_count[...] *= 0
 
     def _counted(self, batch: Any, result: Any) -> Any:
+        """Counts a batch, and returns the result."""
         has_arrays = any(map(is_shardable, flatten(batch).leaves))
         counter = self._applied_count if has_arrays else self._skipped_count
         counter[...] += 1
@@ -307,29 +312,33 @@ class ArraySharder(nnx.Module):
             raise ValueError(f"the random streams {missing} are missing; got {stream_names!r}.")
 
 
-def _statistics(stats: Any) -> Any:
+def _statistics(stats: object) -> dict[str, Any]:
+    """Returns a copy of statistics, or raises an error for anything but a mapping."""
     if not isinstance(stats, Mapping):
         raise TypeError(f"statistics must be a mapping of names, got {stats!r}.")
-    return _copied(dict(stats))
+    copied: dict[str, Any] = _copied(dict(stats))
+    return copied
 
 
 def _copied(tree: Any) -> Any:
-    """A pytree in new containers, with copies of its NumPy arrays, which are mutable."""
+    """Returns a pytree in new containers, with copies of its NumPy arrays, which are mutable."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
 def _types(state: Mapping[str, Any]) -> dict[str, str]:
-    """The type of each array of a state, by its path; statistics may be anything."""
+    """Returns the type of each array of a state, by its path; statistics may be anything."""
     others = {key: value for key, value in state.items() if key != "_computed_stats"}
     types = jax.tree_util.tree_leaves_with_path(jax.tree.map(jax.typeof, others))
     return {jax.tree_util.keystr(path): f"{t.dtype}{[*t.shape]}" for path, t in types}
 
 
 def _described(batch: Any) -> dict[str, Any]:
+    """Returns the structure of a batch, and the shape and sharding of each array in it."""
     shapes = jax.tree.map(lambda x: tuple(x.shape) if is_shardable(x) else None, batch)
     shardings = jax.tree.map(lambda x: sharding_of(x) if is_shardable(x) else None, batch)
     return {"structure": jax.tree.structure(batch), "shapes": shapes, "shardings": shardings}
 
 
-def _is_names(x: Any) -> bool:
+def _is_names(x: object) -> bool:
+    """Whether ``x`` has the logical names of one array: a list of them is no pytree."""
     return isinstance(x, tuple) or (isinstance(x, list) and any(isinstance(n, str) for n in x))

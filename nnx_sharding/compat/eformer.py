@@ -1,5 +1,7 @@
 """The names of ``eformer.escale.partition.constraints`` (0.0.101), on top of this library.
 
+Programs that import these change one line. Each function is a thin layer over one of this library,
+whose errors it raises; what differs is that specs that do not fit are corrected, with a warning.
 ``mesh=None`` is the mesh in context, of ``jax.set_mesh`` or the older ``with mesh:``.
 """
 
@@ -61,7 +63,7 @@ class NoContextMeshError(NoMeshError, AssertionError):
 
 
 def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
-    """The mesh in context: that of ``jax.set_mesh``, else of the older ``with mesh:``.
+    """Returns the mesh in context: that of ``jax.set_mesh``, else of the older ``with mesh:``.
 
     Without one it raises a NoContextMeshError, or returns an empty mesh if not ``raise_error``.
     """
@@ -78,12 +80,12 @@ def names_in_current_mesh(*names: str) -> bool:
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """The names of the axes of a mesh."""
+    """Returns the names of the axes of a mesh."""
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
 def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
-    """The product of the sizes of some axes of a mesh; a KeyError if it does not have them."""
+    """Returns the product of the sizes of axes of a mesh; a KeyError if it does not have them."""
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
     names = _axes(axis_names)
     unknown = [f"{n!r}{suggestion(n, shape)}" for n in names if n not in shape]
@@ -94,16 +96,17 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
 
 
 def get_mesh_axis_size(axis_names: AxisNames) -> int:
-    """The product of the sizes of axes over which the function is mapped, as by ``shard_map``."""
+    """Returns the product of the sizes of axes over which a ``shard_map`` maps the function."""
     return math.prod(int(jax.lax.axis_size(name)) for name in _axes(axis_names))
 
 
 def get_submesh_device_index(axis_names: AxisNames) -> jax.Array | int:
-    """The index of this shard along axes over which the function is mapped, the first one major."""
+    """Returns the index of this shard along axes of a ``shard_map``, the first one major."""
     return jax.lax.axis_index(_axes(axis_names)) if axis_names else 0
 
 
 def _axes(names: AxisNames) -> tuple[str, ...]:
+    """Returns one or several names as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -113,7 +116,7 @@ def get_corrected_named_sharding(
     raise_mesh_error: bool = True,
     mesh: AnyMesh | None = None,
 ) -> NamedSharding:
-    """The sharding that :func:`with_sharding_constraint` gives an array of this shape.
+    """Returns the sharding that :func:`with_sharding_constraint` gives an array of this shape.
 
     Without a mesh it is an error, or a sharding on an empty mesh if not ``raise_mesh_error``.
     """
@@ -123,8 +126,10 @@ def get_corrected_named_sharding(
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
-    raise_listed(ValueError, f"{name}:", [fit.line("array")] * bool(fit.problems))
-    warn_of_corrections(name, [fit.line("array")] * bool(fit.corrections), strict=False)
+    if fit.problems:
+        raise_listed(ValueError, f"{name}:", [fit.line("array")])
+    if fit.corrections:
+        warn_of_corrections(name, [fit.line("array")], strict=False)
     return NamedSharding(mesh, fit.sharding)
 
 
@@ -172,7 +177,7 @@ def match_partition_rules(
     *,
     mesh: AnyMesh | None = None,
 ) -> Any:
-    """Partition specs by regular expressions that are searched for in paths; the first one wins.
+    """Chooses specs by regular expressions that are searched for in paths; the first one wins.
 
     Paths are written ``blocks/3/up/kernel`` and end at the Variable. All paths without a rule are
     in one error, and all rules that match nothing, or only what earlier ones match, in one warning
@@ -201,6 +206,7 @@ def match_partition_rules(
         shapes = list(map(np.shape, sized))
         if strict and not shapes:
             return None
+        # All rules that match, not the first alone: to know which of them decide nothing.
         matches.append([n for n, (f, _) in enumerate(pairs) if f(each.path, each.variable)])
         if strict and all(math.prod(shape) < max(small, 2) for shape in shapes):
             return PartitionSpec()
@@ -217,20 +223,27 @@ def match_partition_rules(
     result = map_variables(tree, choose)
     problems = {"no rule matches": unmatched, "these specs do not fit the mesh": misfits}
     raise_listed(ValueError, f"{name}:", by_kind(problems))
+    _warn_of_unused(name, pairs, matches)
+    return result
+
+
+def _warn_of_unused(
+    name: str, pairs: Sequence[tuple[Any, Any]], matches: Sequence[Sequence[int]]
+) -> None:
+    """Warns of rules that decide nothing; ``matches`` has those that match, for each Variable."""
     used = {found[0] for found in matches if found}
     if all(len(pairs) - 1 in found for found in matches):
-        used.add(len(pairs) - 1)  # the rule for the rest
+        used.add(len(pairs) - 1)  # the rule for the rest, of which there may be none
     unused = [f"  {getattr(f, 'text', f)!r}" for n, (f, _) in enumerate(pairs) if n not in used]
     if unused:
         head = f"{name}: these rules match nothing, or only what earlier rules match:"
         warn_or_raise(UnusedFilterWarning, message(head, unused), strict=False)
-    return result
 
 
 def create_pattern_based_partition_spec(
     pattern: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
-    """A function of a name and an array, from rules such as ``"attention|mlp->data,norm->None"``.
+    """Returns a function of a name and an array, from rules like ``"up|gate->data,norm->None"``.
 
     A rule is a regular expression that is searched for in the name, ``->``, and the axes of the
     dimensions with dots between them: ``None`` replicates a dimension, ``data+model`` shards it
@@ -276,7 +289,7 @@ def create_pattern_based_partition_spec(
 def analyze_sharding_strategy(
     pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
 ) -> dict[str, Any]:
-    """What specs give each device; :func:`nnx_sharding.report.check_sharding` has a table of it.
+    """Counts what specs give each device, as the table of ``report.check_sharding`` shows.
 
     Args:
       pytree: arrays or modules, also abstract ones; only shapes and dtypes are read.
@@ -328,7 +341,7 @@ def analyze_sharding_strategy(
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, ...]:
-    """Functions that shard arrays by specs, and functions that gather them on the host.
+    """Returns functions that shard arrays by specs, and functions that gather them on the host.
 
     ``partition_specs`` is a pytree of specs, shardings and ``StateSharding``, for the mesh in
     context now. The result is ``(shard_fns, gather_fns)``, two trees like it. A gather function
@@ -352,19 +365,20 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
 
 
 def _mesh_of(name: str, partition_specs: Any, mesh: AnyMesh | None) -> AnyMesh | None:
-    """The mesh, else the one in context; None if all are shardings, which have their own."""
+    """Returns the mesh, or the one in context; None if all are shardings, which have their own."""
     specs = Specs(partition_specs)
     check_specs(name, partition_specs=specs)
     given = get_incontext_mesh(specs.has_partition_spec) if mesh is None else mesh
     return None if given.empty else given
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_leaf(x: object) -> bool:
+    """Whether ``x`` is a leaf of a pytree of specs."""
     return is_single_spec(x) or isinstance(x, StateSharding)
 
 
 def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
-    """The tree with its ``NamedSharding`` in place of each array; None for arrays without one.
+    """Returns the tree with the ``NamedSharding`` of each array; None for arrays without one.
 
     A module becomes an ``nnx.State``, a Variable a sharding. A leaf that is a spec, or has one as
     its attribute ``sharding``, becomes a sharding on ``mesh``.
@@ -383,12 +397,12 @@ get_shardings_with_structure = extract_sharding_structure
 
 
 def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
-    """As :func:`extract_sharding_structure`, whose first argument has another name."""
+    """Does the same as :func:`extract_sharding_structure`; the first argument has another name."""
     return extract_sharding_structure(tree, mesh)
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """The ``PartitionSpec`` of each array: ``P()`` for numbers and what is on one device.
+    """Returns the ``PartitionSpec`` of each array: ``P()`` for numbers and what is on one device.
 
     Other leaves, and those on several devices without a ``NamedSharding``, are a ValueError.
     """
@@ -405,7 +419,7 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def _extracted(tree: Any, read: Callable[[Any], list[Any]]) -> Any:
-    """The tree with what ``read`` finds for each leaf; to find nothing is an error."""
+    """Returns the tree with what ``read`` finds for each leaf; to find nothing is an error."""
     missing: list[str] = []
 
     def choose(each: NamedVariable) -> Any:
@@ -424,7 +438,7 @@ def _extracted(tree: Any, read: Callable[[Any], list[Any]]) -> Any:
 
 
 def get_names_from_partition_spec(specs: Any) -> list[str]:
-    """The mesh axes that specs name, each once, in the order of their first occurrence.
+    """Returns the mesh axes that specs name, each once, in the order of their first occurrence.
 
     ``specs`` is a pytree of specs, shardings, ``StateSharding``, names and None.
     """

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from jax.sharding import AbstractMesh, Mesh
+
 from .. import errors
 from ..analysis.collectives import Collective, CollectiveKind, Collectives
 from ..analysis.hlo import parse
@@ -29,6 +31,8 @@ from ..transforms.stages import Compiled, Lowered, Traced
 __tracebackhide__ = True  # pytest shows the line of the test that failed
 
 Axes: TypeAlias = str | tuple[str, ...]
+# The kind and the set of axes of collectives; None for axes that are not known.
+_Key: TypeAlias = tuple[CollectiveKind, frozenset[str] | None]
 Program: TypeAlias = Compiled | ProgramReport
 T = TypeVar("T")
 
@@ -66,9 +70,9 @@ def assert_no_collective(
         all-reduce over model, 128 B, sends 192 B: jit(<lambda>)/reduce_sum, <doctest ...>:1
       ...
     """
-    report, wanted, some = _collectives(program, axes)
+    report, wanted, collectives = _collectives(program, axes)
     allowed = -1 if larger_than is None else read_bytes(larger_than)
-    if hits := [one for one in some.of(kind) if one.bytes > allowed]:
+    if hits := [each for each in collectives.of(kind) if each.bytes > allowed]:
         what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{_over(wanted)}"
         remedy = (
             "Change the shardings, or constrain intermediate values "
@@ -108,20 +112,20 @@ def assert_collectives(
         form = "{('all-reduce', 'model'): 2}"
         raise TypeError(f"expected must be a mapping such as {form}, got {expected!r}.")
     report, _, collectives = _collectives(program, None)
-    wanted: Counter[Any] = Counter()
+    wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
         wanted[kind, _checked(report, axes)] += count
-    actual: dict[Any, list[Collective]] = {key: [] for key in wanted}
-    for one in collectives:
-        axes_of_one = None if one.axes is None else frozenset(one.axes)
-        actual.setdefault((one.kind, axes_of_one), []).append(one)
+    actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
+    for collective in collectives:
+        over = None if collective.axes is None else frozenset(collective.axes)
+        actual.setdefault((collective.kind, over), []).append(collective)
     lines: list[str] = []
-    for (kind, over), some in actual.items():
-        if len(some) != wanted[kind, over]:
+    for (kind, over), group in actual.items():
+        if len(group) != wanted[kind, over]:
             where = " over unknown axes" if over is None else _over(over) or " over no axes"
-            lines.append(f"  {kind}{where}: {len(some)}, expected {wanted[kind, over]}")
-            lines += [f"  {_line(one)}" for one in some]
+            lines.append(f"  {kind}{where}: {len(group)}, expected {wanted[kind, over]}")
+            lines += [f"  {_line(collective)}" for collective in group]
     if lines:
         _fail(f"{report.name} has unexpected collectives:", lines)
 
@@ -148,13 +152,14 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       >>> assert_bytes_sent_below(compiled, 448)  # 2 · 256 · 7/8
     """
     most = read_bytes(limit)
-    report, wanted, some = _collectives(program, axes)
-    if some.bytes_sent > most or some.has_unknown_times:
-        more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
+    report, wanted, collectives = _collectives(program, axes)
+    sent, is_least = collectives.bytes_sent, collectives.has_unknown_times
+    if sent > most or is_least:
+        more = " or more, as a loop is of unknown length," if is_least else ""
         _fail(
-            f"{report.name} sends {bytes_text(some.bytes_sent)}{more} from each device"
-            f"{_over(wanted)} in a call; the limit is {bytes_text(most)}. The largest:",
-            map(_line, sorted(some, key=lambda one: -one.total_bytes_sent)),
+            f"{report.name} sends {bytes_text(sent)}{more} from each device{_over(wanted)} in a "
+            f"call; the limit is {bytes_text(most)}. The largest:",
+            map(_line, sorted(collectives, key=lambda each: -each.total_bytes_sent)),
         )
 
 
@@ -195,7 +200,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
 
 
 def _largest(rows: Iterable[ParameterRow | ActivationRow]) -> str:
-    """The arrays that take the most memory on a device, in lines."""
+    """Lists the arrays that take the most memory on a device."""
     sizes = [(row.bytes_per_device or row.bytes_total, _at(row)) for row in rows]
     sizes.sort(key=lambda pair: -pair[0])
     lines = (f"  {name}: {bytes_text(size)}" for size, name in sizes)
@@ -216,12 +221,13 @@ def assert_no_resharding(
       allowed: regular expressions; a collective is allowed if one matches in its module, its
         operation or its line of code.
     """
-    report, wanted, some = _collectives(program, axes)
+    report, wanted, collectives = _collectives(program, axes)
 
-    def name(one: Collective) -> str:
-        return " ".join(filter(None, (one.module, one.operation, one.source)))
+    def name(collective: Collective) -> str:
+        places = collective.module, collective.operation, collective.source
+        return " ".join(filter(None, places))
 
-    if hits := _not_allowed(some.resharded, allowed, name):
+    if hits := _not_allowed(collectives.resharded, allowed, name):
         what = f"{len(hits)} array{'s' * (len(hits) > 1)}{_over(wanted)}"
         remedy = "Constrain activations (activation_shardings of jit), or allow it by allowed=..."
         _fail(f"{report.name} reshards {what}:", map(_line, hits), remedy)
@@ -256,11 +262,11 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
       >>> x = jax.ShapeDtypeStruct((32, 64), "float32")
       >>> assert_overlappable(forward.lower(model, x).compile())
     """
-    report, _, some = _collectives(program, None)
+    report, _, collectives = _collectives(program, None)
     if report.hlo is None:
         raise ValueError(f"the backend has no text of {report.name}.")
     overlap = Overlap(parse(report.hlo))
-    gathers = [x for x in some.of("all-gather") if x.purpose == "parameter"]
+    gathers = [x for x in collectives.of("all-gather") if x.purpose == "parameter"]
     counts = [(x, overlap.products_beside(Value(x.computation, x.name))) for x in gathers]
     in_loops = [(x, count) for x, count in counts if count is not None]
     head = f"{report.name} cannot gather parameters while it computes"
@@ -286,7 +292,7 @@ def assert_gathers_weights(
       axes: a mesh axis, or several: parameters that are sharded over any of them. None for all.
       allowed: regular expressions; a parameter may stay sharded if one matches in its path.
     """
-    report, wanted, some = _collectives(program, axes)
+    report, wanted, collectives = _collectives(program, axes)
     modules = {row.path for row in report.activations}
     weights = [
         row
@@ -298,10 +304,12 @@ def assert_gathers_weights(
     ]
     if not weights:
         _fail(f"{report.name} calls no module with parameters that are sharded{_over(wanted)}.", ())
-    gathers = (
-        one for one in some if one.kind == "all-gather" and one.purpose in ("parameter", "state")
-    )
-    gathered = {path for one in gathers for path in one.parameters}
+    gathered = {
+        path
+        for collective in collectives.of("all-gather")
+        if collective.purpose in ("parameter", "state")
+        for path in collective.parameters
+    }
     others = _not_allowed(weights, allowed, lambda row: row.path)
     if kept := [row for row in others if row.path not in gathered]:
         _fail(
@@ -319,7 +327,7 @@ def assert_sharded(
     min_size: int = 0,
     allowed: Iterable[str] = (),
     sharding: StateSharding | None = None,
-    mesh: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> None:
     """Fails if much of a model is fully replicated, as after a forgotten rule.
 
@@ -352,23 +360,11 @@ def assert_sharded(
         raise ValueError(f"tolerance must be a fraction of all bytes, 0 to 1, got {tolerance!r}.")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
-    rows: Sequence[ParameterRow]
-    if isinstance(model, Compiled | ProgramReport):
-        program = _report(model)
-        rows = [row for row in program.parameters if row.used]
-        whole = [x for x in rows if program.num_devices > 1 and x.shard_shape == x.shape]
-    else:
-        if sharding is None:
-            rows = parameter_table(model)
-        else:
-            report = check_sharding(model, sharding, mesh)
-            report.raise_for_problems()
-            rows = report.rows
-        whole = [*filter(is_replicated, rows)]
+    rows, whole = _replicated_rows(model, sharding, mesh)
     large = {id(x) for x in whole if math.prod(x.shape) >= min_size}
     others = [x for x in _not_allowed(rows, allowed, lambda row: row.path) if id(x) in large]
     replicated = sorted(others, key=lambda row: -row.bytes_total)
-    held, total = (sum(row.bytes_total for row in some) for some in (replicated, rows))
+    held, total = sum(x.bytes_total for x in replicated), sum(x.bytes_total for x in rows)
     if held > tolerance * total:
         sizes = f"{bytes_text(held)} of {bytes_text(total)} ({held / total:.1%})"
         _fail(
@@ -381,11 +377,31 @@ def assert_sharded(
         )
 
 
+def _replicated_rows(
+    model: Any, sharding: StateSharding | None, mesh: Mesh | AbstractMesh | None
+) -> tuple[Sequence[ParameterRow], list[ParameterRow]]:
+    """Returns a row for each array of a model, or argument of a program, and those replicated."""
+    if isinstance(model, Compiled | ProgramReport):
+        program = _report(model)
+        rows = [row for row in program.parameters if row.used]
+        # A report has no shardings of one device, of which `is_replicated` would know.
+        is_sharded = program.num_devices > 1
+        return rows, [x for x in rows if is_sharded and x.shard_shape == x.shape]
+    if sharding is None:
+        table = parameter_table(model)
+        return table, [*filter(is_replicated, table)]
+    report = check_sharding(model, sharding, mesh)
+    report.raise_for_problems()
+    return report.rows, [*filter(is_replicated, report.rows)]
+
+
 def _fail(head: str, lines: Iterable[str], remedy: str = "") -> NoReturn:
+    """Fails the test with a message."""
     raise AssertionError(errors.message(head, lines, remedy))
 
 
-def _report(program: Any) -> ProgramReport:
+def _report(program: object) -> ProgramReport:
+    """Returns the report of a program, or raises an error for anything else."""
     if isinstance(program, ProgramReport):
         return program
     if isinstance(program, Compiled):
@@ -397,9 +413,9 @@ def _report(program: Any) -> ProgramReport:
 
 
 def _collectives(
-    program: Any, axes: Axes | None
+    program: object, axes: Axes | None
 ) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
-    """The report of a program, axes as a set, and the collectives that may run over them."""
+    """Returns a program's report, axes as a set, and the collectives that may run over them."""
     report = _report(program)
     if report.collectives is None:
         unread = "".join(f"\n  {line[:200]}" for line in parse(report.hlo or "").unread[:10])
@@ -407,12 +423,17 @@ def _collectives(
         why = why if report.hlo else "the backend has no text of the compiled program"
         raise ValueError(f"the collectives of {report.name} are unknown: {why}.")
     wanted = None if axes is None else _checked(report, axes)
-    some = (x for x in report.collectives if wanted is None or x.axes is None or wanted & {*x.axes})
-    return report, wanted, Collectives(some)
+    # Those over unknown axes may run over these.
+    collectives = (
+        x
+        for x in report.collectives
+        if wanted is None or x.axes is None or wanted.intersection(x.axes)
+    )
+    return report, wanted, Collectives(collectives)
 
 
 def _checked(report: ProgramReport, axes: Axes) -> frozenset[str]:
-    """Axes as a set; a ValueError if the mesh of the program does not have them."""
+    """Returns axes as a set; a ValueError if the mesh of the program does not have them."""
     wanted = frozenset([axes] if isinstance(axes, str) else axes)
     names = {} if report.mesh is None else report.mesh.axes
     unknown = [f"{axis!r}{suggestion(axis, names)}" for axis in sorted(wanted - {*names})]
@@ -425,7 +446,11 @@ def _checked(report: ProgramReport, axes: Axes) -> frozenset[str]:
 def _not_allowed(
     items: Sequence[T], allowed: str | Iterable[str], name: Callable[[T], str]
 ) -> list[T]:
-    """The items whose names no regular expression matches; each has to be valid and to match."""
+    """Returns the items whose names no regular expression matches.
+
+    Raises:
+      ValueError: an expression is invalid, or matches no item, so nobody would notice a typo.
+    """
     names = [name(item) for item in items]
     found, wrong = [], []
     for text in [allowed] if isinstance(allowed, str) else allowed:
@@ -444,17 +469,21 @@ def _not_allowed(
 
 
 def _over(axes: frozenset[str] | None) -> str:
+    """Says over which axes: `` over 'data', 'model'``."""
     return f" over {', '.join(map(repr, sorted(axes)))}" if axes else ""
 
 
-def _line(one: Collective) -> str:
-    axes = "unknown axes" if one.axes is None else " and ".join(one.axes) or "no axes"
-    times = {1: "", None: ", in a loop of unknown length"}.get(one.times, f", {one.times} times")
-    origin = ", ".join(filter(None, (one.operation, one.source))) or one.name
-    sizes = f"{bytes_text(one.bytes)}, sends {bytes_text(one.bytes_sent)}"
-    return f"  {one.kind} over {axes}, {sizes}{times}: {origin}"
+def _line(collective: Collective) -> str:
+    """Describes a collective, and where in the user's code it comes from."""
+    axes, count = collective.axes, collective.times
+    over = "unknown axes" if axes is None else " and ".join(axes) or "no axes"
+    times = {1: "", None: ", in a loop of unknown length"}.get(count, f", {count} times")
+    origin = ", ".join(filter(None, (collective.operation, collective.source)))
+    sizes = f"{bytes_text(collective.bytes)}, sends {bytes_text(collective.bytes_sent)}"
+    return f"  {collective.kind} over {over}, {sizes}{times}: {origin or collective.name}"
 
 
 def _at(row: ParameterRow | ActivationRow) -> str:
+    """Names an array with its shape."""
     name = row.name if isinstance(row, ActivationRow) else row.path
     return f"{name or 'the root'}, shape {row.shape}"

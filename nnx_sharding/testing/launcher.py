@@ -1,6 +1,8 @@
 """Several processes of one program on this machine, in one process group.
 
 Each runs this file, which does not import JAX: the program can still set variables that JAX reads.
+Three things end them all: the first failure, the end of the launcher (whose end of a pipe each of
+them waits for), and a timeout. One that is left would wait for the others in a collective forever.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, TextIO, TypeAlias
+
+Worker: TypeAlias = "subprocess.Popen[str]"
 
 
 def launch(
@@ -61,7 +65,7 @@ def launch(
     if not program or min(processes, devices_per_process) < 1:
         found = f"{processes} processes of {devices_per_process} devices"
         raise ValueError(f"expected a program, and a positive number of each, got {found}.")
-    workers, readers = list[Any](), list[threading.Thread]()
+    workers, readers = list[Worker](), list[threading.Thread]()
     code, how, start = 0, "timed out", time.monotonic()
     with socket.socket() as port, ThreadPoolExecutor(processes) as pool:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
@@ -70,24 +74,17 @@ def launch(
         address = f"127.0.0.1:{port.getsockname()[1]}"
         try:
             for rank in range(processes):
-                pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-                process = subprocess.Popen(
-                    [sys.executable, __file__, *program],
-                    env=_environment(rank, processes, devices_per_process, platform, address),
-                    process_group=workers[0].pid if workers else 0,  # only we receive Ctrl-C
-                    encoding="utf-8",
-                    errors="backslashreplace",
-                    **pipes,  # the worker ends when its standard input is closed
-                )
-                workers.append(process)
-                readers.append(_thread(_copy, rank, process.stdout, sys.stdout))
-                readers.append(_thread(_copy, rank, process.stderr, sys.stderr))
+                variables = _environment(rank, processes, devices_per_process, platform, address)
+                group = workers[0].pid if workers else 0  # of its own, so only we receive Ctrl-C
+                worker = _started(program, variables, group)
+                workers.append(worker)
+                readers.append(_thread(_copy, rank, worker.stdout, sys.stdout))
+                readers.append(_thread(_copy, rank, worker.stderr, sys.stderr))
             # Only now: a group that has begun to be waited for may be gone.
-            ends = {pool.submit(process.wait): rank for rank, process in enumerate(workers)}
+            ends = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
             for end in as_completed(ends, timeout and min(timeout, threading.TIMEOUT_MAX)):
                 if code := end.result():
-                    name = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else ""
-                    how = f"process {ends[end]} failed with {name or f'exit code {code}'}"
+                    how = f"process {ends[end]} failed with {_reason(code)}"
                     break
         except TimeoutError:
             code = 124  # as timeout(1)
@@ -103,8 +100,29 @@ def launch(
     return code if code >= 0 else 128 - code
 
 
+def _started(program: Sequence[str], variables: dict[str, str], group: int) -> Worker:
+    """Starts one process, which ends when its standard input is closed."""
+    return subprocess.Popen(
+        [sys.executable, __file__, *program],
+        env=variables,
+        process_group=group,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="backslashreplace",
+    )
+
+
+def _reason(code: int) -> str:
+    """Describes the end of a process that did not succeed."""
+    if code > 0:
+        return f"exit code {code}"
+    return f"signal {-code} ({signal.Signals(-code).name})"
+
+
 def _environment(rank: int, processes: int, devices: int, platform: str, at: str) -> dict[str, str]:
-    """The environment of one process: that of a Slurm step, from which JAX takes rank and size."""
+    """Returns the variables of one process: those of a Slurm step, which tell JAX rank and size."""
     # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
@@ -124,24 +142,25 @@ def _environment(rank: int, processes: int, devices: int, platform: str, at: str
     }
 
 
-def _thread(function: Any, *args: Any) -> threading.Thread:
+def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
+    """Starts a function in a thread that does not keep the program from ending."""
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread
 
 
-def _copy(rank: int, pipe: Any, shown: Any) -> None:
+def _copy(rank: int, pipe: TextIO, shown: TextIO) -> None:
     """Shows each line with the number of its process; very long ones in parts."""
     try:
         with pipe:  # closing it makes the process fail as well
             while line := pipe.readline(1 << 20):
                 text = line.removesuffix("\n")
                 print(f"[{rank}] {text}\n", end="", file=shown, flush=True)
-    except BrokenPipeError:
+    except BrokenPipeError:  # who reads our output has ended, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
 
 
-def _end(workers: Sequence[Any], grace: float) -> None:
+def _end(workers: Sequence[Worker], grace: float) -> None:
     """Ends the process group of the workers: asks it, then kills what is left."""
     for number in (signal.SIGTERM, signal.SIGKILL) if workers else ():
         deadline = time.monotonic() + grace
@@ -151,7 +170,8 @@ def _end(workers: Sequence[Any], grace: float) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
     for process in workers:
-        process.stdin.close()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _run(program: list[str]) -> None:
@@ -179,6 +199,7 @@ def _run(program: list[str]) -> None:
 
 
 def _end_with(launcher: int) -> None:
+    """Kills the group as soon as the launcher, which holds the other end of the pipe, is gone."""
     os.read(launcher, 1)  # until the launcher closes the pipe, or ends
     os.killpg(0, signal.SIGKILL)
 

@@ -1,4 +1,13 @@
-"""``assert_same``: a step on one device and on a mesh, and the first module where they differ."""
+"""``assert_same``: a step on one device and on a mesh, and the first module where they differ.
+
+The step runs three times: on one device, there with inputs changed by a rounding error, and on the
+mesh. How much the second differs from the first says how much the third may. Each call of a module
+is recorded: callbacks in the program keep what it takes and returns, on each device, and a
+``custom_vjp`` keeps the gradients. The records of one call of the step are compared in the order in
+which the modules ran, backwards for gradients, so the first difference is where the error is.
+
+It finds no error that one device has as well, and none that stays below the tolerance.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +16,7 @@ import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +37,8 @@ from ..errors import message
 from ..specs.fitting import axes_of_type, spec_axes
 from ..specs.paths import accessor, path_string
 from ..transforms.jit import jit
+
+Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
 
 __tracebackhide__ = True  # pytest shows the line of the test that failed
 
@@ -101,6 +112,11 @@ def assert_same(
             raise AssertionError(message(head, lines))
 
 
+# By the number of a site, and whether it is the gradient: the values on each device, in order. A
+# device is named by its indices along the Manual axes.
+Values: TypeAlias = "dict[tuple[int, bool], dict[tuple[int, ...], list[np.ndarray[Any, Any]]]]"
+
+
 class _Site(NamedTuple):
     """An array that a call of a module takes or returns."""
 
@@ -116,12 +132,15 @@ class _Outcome(NamedTuple):
 
     arrays: dict[str, Any]  # those returned and those in the arguments, by expressions for them
     sites: list[_Site]
-    # By the number of a site, and whether it is the gradient: the values on each device, in order.
-    values: dict[tuple[int, bool], dict[tuple[int, ...], list[np.ndarray]]]
+    values: Values
 
 
 class _Run:
-    """A step compiled for one mesh, with records of what its modules take and return."""
+    """A step compiled for one mesh, with records of what its modules take and return.
+
+    A *site* is one array that one call of a module takes or returns; the number of a site is the
+    same on all meshes, since tracing is the same.
+    """
 
     def __init__(self, step: Callable[..., Any], mesh: Mesh, options: dict[str, Any]):
         @functools.wraps(step)
@@ -132,9 +151,10 @@ class _Run:
         self._fun = jit(recorded, mesh=mesh, **options)
         self._calls = Calls()  # where calls are recorded, `jit` names all modules
         self._sites: list[_Site] = []
-        self._values: Any = None
+        self._values: Values = {}
 
     def __call__(self, args: Any) -> _Outcome:
+        """Runs the step, and returns what it computed."""
         self._values = defaultdict(lambda: defaultdict(list))
         with RECORD(self._calls):
             out = self._fun(*args)
@@ -168,6 +188,8 @@ class _Run:
             args, kwargs = self._tapped(site, (args, kwargs))
             out = call(*args, **kwargs)
             if isinstance(module, nnx.Dropout) and axes:
+                # Each device draws its own mask, so the result cannot be that of one device. The
+                # mask is recorded, and the input returned instead.
                 [x] = arrays_in(args[:1] or kwargs["inputs"])
                 if out is not x:
                     self._tapped(site._replace(side="mask"), (out != 0) + 0 * out)
@@ -177,7 +199,7 @@ class _Run:
         return outer(module, method, recorded, args, kwargs)
 
     def _tapped(self, site: _Site, tree: Any) -> Any:
-        """The tree, which the program records, and its gradient."""
+        """Returns the same tree, whose arrays and gradients the program records."""
 
         def tap(x: Any) -> Any:
             if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -193,6 +215,7 @@ class _Run:
                 return x
 
             record(x, False)
+            # The identity, whose derivative records the gradient that it passes on.
             identity = jax.custom_vjp(lambda x: x)
             identity.defvjp(lambda x: (x, None), lambda _, gradient: (record(gradient, True),))
             return identity(x) if _is_inexact(x) else x
@@ -216,19 +239,21 @@ def _describe(site: _Site, label: str, x: Any) -> None:
 class _Compared:
     """One call of a step on one device, there with rounded inputs, and on the mesh."""
 
-    def __init__(self, one: _Outcome, rounded: _Outcome, many: _Outcome, *, tolerance: Any):
+    def __init__(
+        self, one: _Outcome, rounded: _Outcome, many: _Outcome, *, tolerance: float | None
+    ):
         self._one, self._rounded, self._many = one, rounded, many
         recorded = [x for of in one.values.values() for xs in of.values() for x in xs[:1]]
         eps = [_epsilon(x.dtype) for x in (*one.arrays.values(), *recorded) if _is_inexact(x)]
         self._tolerance = max(eps, default=0.0) ** 0.5 if tolerance is None else tolerance
 
-    def _limit(self, x: Any, rounded: Any) -> float:
-        """By how much an array may differ from that on one device."""
+    def _limit(self, x: Array, rounded: Array) -> float:
+        """Returns by how much an array may differ from that on one device."""
         scale = np.abs(_numbers(x)).max(initial=0) if _is_inexact(x) else 0
         return float(scale * self._tolerance + 8 * _distance(_numbers(x), _numbers(rounded)))
 
     def differences(self) -> list[str]:
-        """Which arrays differ after the call, and the first module that does."""
+        """Lists the arrays that differ after the call, after the first module that does."""
         lines = []
         for name, array in self._many.arrays.items():
             x, limit = np.array(np.nan), 0.0
@@ -249,7 +274,11 @@ class _Compared:
         return [self._first(lines), *lines] if lines else []
 
     def _first(self, lines: list[str]) -> str:
-        """The line about the first module, in the order of execution, that differs."""
+        """Describes the first module, in the order of execution, that differs.
+
+        Outputs are looked at first, then gradients. On Manual axes, what a device has may be a term
+        of a sum that comes later, so such outputs count last, and only if nothing else is wrong.
+        """
         sites = self._many.sites
         last = {site.start: number for number, site in enumerate(sites)}
         # If the results are right, each shard of an output may hold a term of a later sum.
@@ -280,7 +309,10 @@ class _Compared:
         return "  outside of modules: their outputs and gradients are the same"
 
     def _deviation(self, number: int, backward: bool) -> tuple[float, float] | None:
-        """The error and the limit of a site in its first call that differs; None if unknown."""
+        """Returns the largest error of a site over its limit, and this limit; None if unknown.
+
+        A site in a loop has several values. It is unknown if the runs did not record as many.
+        """
         site, found = self._many.sites[number], []
         values = [run.values.get((number, backward), {}) for run in (self._one, self._rounded)]
         shards = dict(sorted(self._many.values.get((number, backward), {}).items()))
@@ -298,7 +330,7 @@ class _Compared:
         return max(found, key=lambda pair: not pair[0] <= pair[1])
 
     def shared_masks(self) -> list[str]:
-        """Each dropout that drops the same elements of shards with different inputs."""
+        """Lists each dropout that drops the same elements of shards with different inputs."""
         found = {}
         for (number, backward), masks in self._many.values.items():
             module, side, axes, *_ = self._many.sites[number]
@@ -321,8 +353,12 @@ _RESULT = "the result"
 _CHANCE = 1e-6  # up to which masks with different keys are not the same by chance
 
 
-def _error_of_shards(x: Any, shards: Any) -> float | None:
-    """How much shards, with leading dimensions for axes, differ from an array, at best."""
+def _error_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) -> float | None:
+    """Returns how much shards, with leading dimensions for axes, differ from an array, at best.
+
+    Their spec is not known where they are recorded. So all layouts of axes are tried, and the best
+    one counts: a wrong layout of right values differs much more. None if no layout has the shape.
+    """
     count, errors = shards.ndim - x.ndim, []
     # Along an axis they are replicas (-1), or slices of a dimension.
     for layout in itertools.product(range(-1, x.ndim), repeat=count):
@@ -339,7 +375,7 @@ def _error_of_shards(x: Any, shards: Any) -> float | None:
 
 
 def _copied(args: Any, *, rounded: bool = False) -> Any:
-    """Arguments with new arrays on no particular device, changed by rounding errors or not."""
+    """Copies arguments to new arrays on no particular device, changed by rounding errors or not."""
     flat, random = flatten(args), np.random.default_rng(0)
 
     def copied(x: Any) -> Any:
@@ -356,25 +392,29 @@ def _copied(args: Any, *, rounded: bool = False) -> Any:
     return unflatten(flat.structure, [*map(copied, flat.leaves)]).root
 
 
-def _raw(x: Any) -> Any:
+def _raw(x: jax.Array | np.ndarray[Any, Any]) -> Any:
+    """Returns an array; of PRNG keys, their words."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _numbers(x: Any) -> Any:
+def _numbers(x: Array) -> np.ndarray[Any, Any]:
+    """Returns an array in the largest type, in which differences are exact enough."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
-def _epsilon(dtype: Any) -> float:
+def _epsilon(dtype: np.dtype[Any]) -> float:
+    """Returns the rounding error of a type, relative to 1."""
     return float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: Array) -> bool:
+    """Whether an array has numbers that are rounded."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _distance(x: Any, y: Any) -> float:
-    """The largest difference; none where both are the same infinity or NaN."""
+def _distance(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
+    """Returns the largest difference; 0 where both are the same infinity or NaN."""
     with np.errstate(invalid="ignore"):
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         return float(np.where(same, 0, np.abs(x - y)).max(initial=0))
