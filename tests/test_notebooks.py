@@ -35,6 +35,7 @@ ONE_LINE = {
     "Misfit",
     "Retrace",
     "ShardingRow",
+    "_GatheredOutput",
 }
 
 

@@ -31,7 +31,7 @@ from .predictions import Prediction, Products, predict, products_of
 from .variants import Variant
 
 
-class Entry(NamedTuple):
+class PredictedCandidate(NamedTuple):
     """A candidate before it is compiled."""
 
     candidate: Candidate
@@ -53,7 +53,7 @@ class Search:
     limit: int | None  # bytes
     most: int | None
     maximize: bool  # the batch
-    entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    entries: dict[str, PredictedCandidate] = dataclasses.field(default_factory=dict)
     programs: dict[str, Lower] = dataclasses.field(default_factory=dict)  # still to be compiled
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -121,7 +121,7 @@ class Search:
         """Adds a candidate that may be compiled."""
         peak, count = self.hardware, candidate.mesh.size
         strategy = Strategy(candidate.in_shardings, candidate.mesh)
-        entry = Entry(
+        entry = PredictedCandidate(
             candidate,
             prediction,
             # On unknown hardware the ratios of some accelerator decide the order.
@@ -300,7 +300,9 @@ class _Corrections:
     increased by the least that any candidate of the variant needed besides its arguments.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], compiled: Mapping[str, ProgramReport]):
+    def __init__(
+        self, entries: Mapping[str, PredictedCandidate], compiled: Mapping[str, ProgramReport]
+    ):
         self._bytes: dict[str, int] = {}  # by variant
         ratios: defaultdict[tuple[str, ...], defaultdict[str, list[float]]]
         ratios = defaultdict(lambda: defaultdict(list))
@@ -321,11 +323,11 @@ class _Corrections:
             for alike, of_group in ratios.items()
         }
 
-    def bytes(self, entry: Entry) -> int:
+    def bytes(self, entry: PredictedCandidate) -> int:
         """Returns the bytes that a candidate needs at least besides its arguments."""
         return self._bytes.get(entry.alike[0], 0)
 
-    def seconds(self, entry: Entry) -> tuple[float, float]:
+    def seconds(self, entry: PredictedCandidate) -> tuple[float, float]:
         """Returns the time of a step, and the sum of the times of its resources."""
         ratio = next((self._means[x] for x in _groups(entry) if x in self._means), {})
         times = {name: time * ratio.get(name, 1.0) for name, time in entry.seconds.items()}
@@ -334,12 +336,12 @@ class _Corrections:
         return step, sum(times.values())
 
 
-def _groups(entry: Entry) -> list[tuple[str, ...]]:
+def _groups(entry: PredictedCandidate) -> list[tuple[str, ...]]:
     """Lists the groups of candidates that an entry is in, the smallest first."""
     return [entry.alike, entry.alike[:1], ()]
 
 
-def _ratios(entry: Entry, report: ProgramReport) -> dict[str, float]:
+def _ratios(entry: PredictedCandidate, report: ProgramReport) -> dict[str, float]:
     """Divides compiled by predicted times; ``exposed`` is the share that no compute hides."""
     roofline = report.roofline
     if roofline is None:
