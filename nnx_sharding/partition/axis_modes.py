@@ -1,12 +1,23 @@
-"""``auto_axes`` and ``explicit_axes`` for functions that take and return NNX objects."""
+"""``auto_axes`` and ``explicit_axes`` for functions that take and return NNX objects.
+
+Both flatten the arguments, give the arrays the types that they have on the other mesh, call the
+function, and give the results the types of the mesh outside:
+
+    auto_axes       in: the sharding is kept, but not in the type    out: ``out_sharding``
+    explicit_axes   in: ``in_sharding``                              out: the compiler chooses
+
+Variables of the arguments have the types after the call that they had before, or their old values,
+if the function raises an error.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.arguments import Argument, Specs, check_specs, split_argument, split_arguments
@@ -24,7 +35,13 @@ from ..specs.fitting import axes_of
 from ..transforms.lifted import unbind
 
 
-def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None) -> Any:
+def auto_axes(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    axes: str | tuple[str, ...] | None = None,
+    out_sharding: Any = None,
+) -> Any:
     """Runs a function with mesh axes Auto that are Explicit outside it.
 
     ``jax.sharding.auto_axes``, for functions and methods whose arguments and results may hold
@@ -42,6 +59,12 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
         to cover all but scalars, which are replicated, and the Variables of arguments. It may also
         be a keyword argument of each call.
 
+    Returns:
+      The function, whose results are sharded as ``out_sharding`` says.
+
+    Raises:
+      ValueError: no spec says how a result is sharded, or specs do not fit; all are listed.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
@@ -56,10 +79,16 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
     """
     if fun is None:
         return functools.partial(auto_axes, axes=axes, out_sharding=out_sharding)
-    return _decorated(AxisType.Auto, fun, "out_sharding", out_sharding, axes)
+    return _decorate(AxisType.Auto, fun, "out_sharding", out_sharding, axes)
 
 
-def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = None) -> Any:
+def explicit_axes(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    axes: str | tuple[str, ...] | None = None,
+    in_sharding: Any = None,
+) -> Any:
     """Runs a function with mesh axes Explicit that are Auto outside it.
 
     ``jax.sharding.explicit_axes``, for functions and methods whose arguments and results may hold
@@ -76,102 +105,153 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
 
     Returns:
       The function, whose results have the axis types of the outer mesh.
+
+    Raises:
+      ValueError: no spec says how an argument is sharded, or specs do not fit; all are listed.
+      NoMeshError: there is no mesh.
     """
     if fun is None:
         return functools.partial(explicit_axes, axes=axes, in_sharding=in_sharding)
-    return _decorated(AxisType.Explicit, fun, "in_sharding", in_sharding, axes)
+    return _decorate(AxisType.Explicit, fun, "in_sharding", in_sharding, axes)
 
 
-def _decorated(kind: AxisType, fun: Any, option: str, given: Any, axes: Any) -> Callable[..., Any]:
-    """A function that runs with axes of this type, and specs given here or at each call."""
+def _decorate(
+    kind: AxisType, fun: Callable[..., Any], option: str, specs: Any, axes: Any
+) -> Callable[..., Any]:
+    """Returns a function that runs with axes of this type, and specs given here or at each call."""
     name = f"{kind.name.lower()}_axes"
-    axes = None if axes is None else axes_of(axes)
     is_object = _compat.is_graph_object(fun)
+    # A callable module and the object of a method are arguments: their Variables are converted.
     function, bound = (type(fun).__call__, (fun,)) if is_object else unbind(fun)
     parameters = Parameters(function, Roles(), len(bound))
-
-    def checked(specs: Any) -> Specs:
-        result = Specs(specs)
-        check_specs(name, (PartitionSpec, NamedSharding), **{option: result})
-        return result
-
-    declared = None if given is None else checked(given)
+    mode = _AxisMode(
+        kind, name, option, function, parameters, None if axes is None else axes_of(axes)
+    )
+    declared = None if specs is None else mode.check(specs)
 
     @functools.wraps(fun, updated=() if is_object else functools.WRAPPER_UPDATES)
     @_compat.api_boundary
     def call(*args: Any, **kwargs: Any) -> Any:
         if declared is None and option not in kwargs:
             raise TypeError(f"{name}: {option} is missing.")
-        specs = checked(kwargs.pop(option)) if declared is None else declared
-        tree = (*bound, *args), kwargs
-        flat = flatten(tree)
-        meshes = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
-        mesh = mesh_of_types(flat.leaves, next(meshes, None))
-        retyping = None if mesh is None else AxisTypeChange.of(mesh, axes, kind, name=name)
-        if kind is AxisType.Auto and retyping is None:
-            return function(*tree[0], **kwargs)
+        specs = mode.check(kwargs.pop(option)) if declared is None else declared
+        return mode.call((*bound, *args), kwargs, specs)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisMode:
+    """A function that runs with axes of another type.
+
+    Attributes:
+      kind: the type of the axes in the function.
+      name: of the transform, for errors.
+      option: its option with the specs.
+      function: the function.
+      parameters: those of the function.
+      axes: the axes; None for all.
+    """
+
+    kind: AxisType
+    name: str
+    option: str
+    function: Callable[..., Any]
+    parameters: Parameters
+    axes: tuple[str, ...] | None
+
+    def check(self, specs: Any) -> Specs:
+        """Returns specs in the form of the library; an error for what is none."""
+        checked = Specs(specs)
+        check_specs(self.name, (PartitionSpec, NamedSharding), **{self.option: checked})
+        return checked
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Specs) -> Any:
+        """Calls the function; if it raises an error, the arguments are as they were."""
+        flat = flatten((args, kwargs))
+        named = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
+        mesh = mesh_of_types(flat.leaves, next(named, None))
+        change = None
+        if mesh is not None:
+            change = AxisTypeChange.of(mesh, self.axes, self.kind, name=self.name)
+        if change is None and self.kind is AxisType.Auto:
+            return self.function(*args, **kwargs)
         if mesh is None:
-            raise NoMeshError(f"{name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
-        retyping = retyping or AxisTypeChange(*[getattr(mesh, "abstract_mesh", mesh)] * 2)
+            raise NoMeshError(f"{self.name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
+        if change is None:
+            # All axes are Explicit already; arguments are still sharded as in_sharding says.
+            abstract = getattr(mesh, "abstract_mesh", mesh)
+            change = AxisTypeChange(abstract, abstract)
+        call = self._call_auto if self.kind is AxisType.Auto else self._call_explicit
         undo = _undo(flat.objects)
         try:
-            return enter(tree, flat, specs, retyping)
+            after, left = call((args, kwargs), flat, specs, change)
+            return rebuild(after, left, foreign=True)
         except BaseException:
             undo()
             restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
 
-    def enter(tree: ArgTree, flat: Flat, specs: Specs, retyping: AxisTypeChange) -> Any:
-        """Calls the function with arrays of other types."""
-        signature = parameters.signature(len(tree[0]), tuple(tree[1]))
-        caller = f"{name}: {option}"
+    def _call_auto(
+        self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
+    ) -> tuple[Flat, Sequence[Any]]:
+        """Returns what the function returns, with the types that the specs of results say."""
+        arrays = RetypedArrays.of(change, flat.leaves)
+        after = self._call_retyped(flat, arrays)
+        arguments = [x.objects_only() for x in self._arguments(tree, flat, None)]
+        caller = f"{self.name}: {self.option}"
+        output = split_argument("output", specs.tree, None, after.structure.root, caller)
+        locations = locate(after.structure, [*arguments, output])
+        names, declared = self._fit(locations, after, change.outer)
+        options = {"name": self.name, "option": self.option}
+        left = arrays.leave_as(flat.structure, after, declared, names, **options).leaves
+        return after, left
 
-        def targets(prefix: Any) -> list[Argument]:
-            prefixes = align_specs(prefix, parameters, signature, option)
-            return split_arguments(flat.structure, tree, prefixes, signature.names, caller)
-
-        def fit(locations: list[NamedLocation], flat: Flat, mesh: Any) -> tuple[Any, Any]:
-            """The name of each array, and its spec or None."""
-            names = slot_names(len(flat.leaves), locations)
-            resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
-            found = fit_shardings(name, names, flat.leaves, resolved, mesh, explicit=True)
-            return names, [_as_spec(each) for each in found]
-
-        if kind is AxisType.Auto:
-            arrays = RetypedArrays.of(retyping, flat.leaves)
-        else:
-            names, declared = fit(locate(flat.structure, targets(specs.tree)), flat, retyping.inner)
-            undeclared = [
-                array_line(path, x)
-                for path, x, spec in zip(names, flat.leaves, declared, strict=True)
+    def _call_explicit(
+        self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
+    ) -> tuple[Flat, Sequence[Any]]:
+        """Returns what the function returns, for arguments of the types that the specs say."""
+        locations = locate(flat.structure, self._arguments(tree, flat, specs.tree))
+        names, declared = self._fit(locations, flat, change.inner)
+        raise_listed(
+            ValueError,
+            f"{self.name}: no spec says how these arguments are sharded on the axes that become "
+            "Explicit:",
+            [
+                array_line(name, x)
+                for name, x, spec in zip(names, flat.leaves, declared, strict=True)
                 if spec is None and type_mesh(x) is not None and x.ndim
-            ]
-            raise_listed(
-                ValueError,
-                f"{name}: no spec says how these arguments are sharded on the axes that become "
-                "Explicit:",
-                undeclared,
-                "Declare them in in_sharding; P() replicates.",
-            )
-            pairs = zip(flat.leaves, declared, strict=True)
-            inside = [retype(x, retyping.inner, spec) for x, spec in pairs]
-            arrays = RetypedArrays(retyping, flat.leaves, inside)
-        after = call_retyped(flat, arrays, lambda tree: function(*tree[0], **tree[1]))
-        if kind is AxisType.Auto:
-            arguments = [x.objects_only() for x in targets(None)]
-            output = split_argument("output", specs.tree, None, after.structure.root, caller)
-            names, declared = fit(
-                locate(after.structure, [*arguments, output]), after, retyping.outer
-            )
-            details = {"name": name, "option": option}
-            left = arrays.leave_as(flat.structure, after, declared, names, **details).leaves
-        else:
-            left, untyped = arrays.leave(flat.structure, after)
-            for slot, x in untyped.items():
-                left[slot] = retype(x, retyping.outer)
-        return rebuild(after, left, foreign=True)
+            ],
+            "Declare them in in_sharding; P() replicates.",
+        )
+        pairs = zip(flat.leaves, declared, strict=True)
+        inside = [retype(x, change.inner, spec) for x, spec in pairs]
+        arrays = RetypedArrays(change, flat.leaves, inside)
+        after = self._call_retyped(flat, arrays)
+        left, untyped = arrays.leave(flat.structure, after)
+        for slot, x in untyped.items():
+            left[slot] = retype(x, change.outer)
+        return after, left
 
-    return call
+    def _call_retyped(self, flat: Flat, arrays: RetypedArrays) -> Flat:
+        return call_retyped(flat, arrays, lambda tree: self.function(*tree[0], **tree[1]))
+
+    def _arguments(self, tree: ArgTree, flat: Flat, prefix: Any) -> list[Argument]:
+        """Returns the arguments, each with its part of a prefix of specs."""
+        args, kwargs = tree
+        signature = self.parameters.signature(len(args), tuple(kwargs))
+        prefixes = align_specs(prefix, self.parameters, signature, self.option)
+        caller = f"{self.name}: {self.option}"
+        return split_arguments(flat.structure, tree, prefixes, signature.names, caller)
+
+    def _fit(
+        self, locations: list[NamedLocation], flat: Flat, mesh: AbstractMesh
+    ) -> tuple[Sequence[str], list[PartitionSpec | None]]:
+        """Returns the name of each array, and its spec on a mesh, or None."""
+        names = slot_names(len(flat.leaves), locations)
+        resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
+        fitted = fit_shardings(self.name, names, flat.leaves, resolved, mesh, explicit=True)
+        return names, [_as_spec(x) for x in fitted]
 
 
 def _as_spec(spec: Any) -> Any:
