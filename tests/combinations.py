@@ -91,7 +91,7 @@ def train(step, model, optimizer):
     """The losses of two steps, and the weights after them, in the order of a list of blocks."""
     x = jax.random.normal(jax.random.key(0), (8, 4, 4))
     losses = [np.asarray(step(model, optimizer, x)) for _ in range(2)]
-    blocks = model.blocks.unstack() if model.stacked else model.blocks
+    blocks = [*model.blocks] if model.stacked else model.blocks
     weights = [nnx.state(m, nnx.Param) for m in (model.embed, *blocks, model.head)]
     return [*losses, *map(np.asarray, jax.tree.leaves(weights))]
 

@@ -39,7 +39,7 @@ def test_sums_are_those_of_xla(name, request):
     assert total.flops == pytest.approx(compiled.cost().flops, rel=0.01)
     assert total.bytes_accessed == pytest.approx(compiled.cost().bytes_accessed, rel=0.01)
     assert total.bytes_sent == compiled.collectives().bytes_sent
-    assert max(phase.bytes for phase in compiled.memory_over_time()) == table.peak
+    assert max(phase.bytes for phase in table.over_time) == table.peak
 
 
 def test_arguments_and_activations_by_hand(table):
@@ -112,8 +112,8 @@ def test_printing_says_what_holds_the_peak(mlp, table):
     assert "at the peak, in the backward pass of model.blocks[2]" in words
     assert "activations of model.blocks (3.25 MiB each, 3 ×)" in words
     assert "the backward pass of model.blocks[2].down" in str(table)
-    assert "memory over time" in str(mlp.memory_over_time())
-    assert "memory over time" in mlp.memory_over_time()._repr_html_()
+    assert "memory over time" in str(mlp.by_module().over_time)
+    assert "memory over time" in mlp.by_module().over_time._repr_html_()
     data = json.loads(json.dumps(table.as_dict()))
     assert data["peak"] == table.peak and len(data["rows"]) == len(table.rows)
 

@@ -70,7 +70,7 @@ def objects_with_tables(folder):
         compiled.collectives(),
         compiled.memory(),
         compiled.by_module(),
-        compiled.memory_over_time(),
+        compiled.by_module().over_time,
         compiled.cost(),
         compiled.activations(),
         report,

@@ -64,7 +64,7 @@ class Listed(Model):
 
     def __init__(self, length: int, remat: object):
         super().__init__(length)
-        self.blocks = nnx.List(self.blocks.unstack())
+        self.blocks = nnx.List(self.blocks)
 
     def hidden(self, x):
         scale = jnp.float32(0.5)
@@ -328,7 +328,7 @@ def test_what_layers_sow_is_captured(as_list, remat, repeats, kind):
         return value_and_grad(loss, has_aux=True, wrt=nnx.Param)(blocks)
 
     layers = stack(Telling, 4, remat=remat, rngs=nnx.Rngs(0))
-    blocks = nnx.List(layers.unstack()) if as_list else layers
+    blocks = nnx.List(layers) if as_list else layers
     x = jax.random.normal(jax.random.key(0), (16, 4))
     expected = jit(run)(blocks, x)
     mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(kind,) * 2)
@@ -604,7 +604,7 @@ USES = {
     "iterated": (lambda m, x: _one_by_one(m.blocks, x), False),
     "indexed": (lambda m, x: _one_by_one([m.blocks[i] for i in range(4)], x), False),
     "slices": (lambda m, x: m.blocks[2:](m.blocks[:2](x)), False),
-    "unstacked": (lambda m, x: _one_by_one(m.blocks.unstack(), x), False),
+    "unstacked": (lambda m, x: _one_by_one([*m.blocks], x), False),
     "method scan": (lambda m, x: m.blocks.scan(lambda n, x: (n(x), 0), x)[0], False),
     "scan": (
         lambda m, x: scan(lambda n, x: n(x), in_axes=(0, Carry), out_axes=Carry)(

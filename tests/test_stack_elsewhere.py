@@ -68,7 +68,7 @@ def test_checkpoint_in_the_other_form(tmp_path, stacked):
     save(tmp_path / "model", model)
     # Written in the form of one, and read into that of the other.
     read = restore(tmp_path / "model", nnx.eval_shape(lambda: make(stacked)))
-    blocks = read.blocks.unstack() if stacked else read.blocks
+    blocks = [*read.blocks] if stacked else read.blocks
     other.blocks = nnx.List(blocks) if stacked else stack(blocks)
     np.testing.assert_allclose(other(X), model(X), rtol=1e-5, atol=1e-6)
 

@@ -63,7 +63,8 @@ class Stack(nnx.Module):
     a layer: ``blocks/layers/up/kernel``.
 
     It is indexed and iterated like a list. ``blocks[3]`` is a new module with the values of the
-    fourth layer; ``blocks[3] = layer`` writes them back.
+    fourth layer; ``blocks[3] = layer`` writes them back. ``list(blocks)`` has all layers as modules
+    of their own; what they share stays shared.
 
     Attributes:
       layers: the module with stacked Variables.
@@ -188,11 +189,8 @@ class Stack(nnx.Module):
         perform(update(flat.structure, leaves, flat.objects, variables))
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(self.length))
-
-    def unstack(self) -> list[Any]:
         """The layers as separate modules; what they share stays shared."""
-        return [*self]
+        return (self[i] for i in range(self.length))
 
 
 def stack(

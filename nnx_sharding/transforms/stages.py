@@ -41,7 +41,7 @@ from ..specs.paths import plain_key
 from .out_of_memory import CompileWith, explain_memory
 
 if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to import
-    from ..analysis.by_module import MemoryOverTime, ModuleTable
+    from ..analysis.by_module import ModuleTable
     from ..analysis.collectives import Collectives
     from ..analysis.cost import Cost
     from ..analysis.hardware import Hardware
@@ -476,13 +476,6 @@ class Compiled(Stage):
           576
         """
         return self._figures.by_module(depth, hardware)
-
-    def memory_over_time(self) -> MemoryOverTime:
-        """Returns the memory in use over a call, and the module that runs.
-
-        Compiles like :meth:`by_module`.
-        """
-        return self.by_module().over_time
 
     def collectives(self) -> Collectives | None:
         """Lists what the devices exchange, with bytes and mesh axes; None if that is unknown."""
