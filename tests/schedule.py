@@ -214,7 +214,7 @@ NIGHTLY = (
     "capture.py::AsFlaxTest::test_program_scan_in_vmap",
     "capture.py::StackedTest::test_layers_of_layers",
     "demo.py::CommandLineTest::test_all_checks_pass",
-    "docs.py::test_docstring[nnx_sharding.experimental.experts.dispatch_to_experts]",
+    "docs.py::test_docstring[nnx_sharding.experimental.dispatch.dispatch_to_experts]",
     "docs.py::test_docstring[nnx_sharding.planning.plan.plan]",
     "docs.py::test_page[docs/cookbook/ema_and_freezing.md]",
     "docs.py::test_page[docs/cookbook/from_equinox.md]",

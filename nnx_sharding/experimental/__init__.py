@@ -7,7 +7,8 @@ libraries for the same, kernels for single accelerators are faster, and none has
 """
 
 from .context import context_parallel
-from .experts import ExpertStatistics, dispatch_to_experts, expert_parallel
+from .dispatch import ExpertStatistics, dispatch_to_experts
+from .experts import expert_parallel
 from .live_models import transfer
 from .ring import balanced_order, ring_attention
 
