@@ -1,4 +1,9 @@
-"""Context parallelism: sequences over a mesh axis, without a change of the model."""
+"""Context parallelism: sequences over a mesh axis, without a change of the model.
+
+Everything but attention computes each token by itself, so the compiler needs to be told only where
+sequences are sharded: in what embeddings and attention return. Attention gets ``ring_attention`` in
+place of its attribute ``attention_fn``, for the duration of a call.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -83,27 +89,28 @@ def context_parallel(
     specs = base_specs("context_parallel", model, base, mesh)
     rest = PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(rest, axis, rest)
-    of_attention = InOutSharding(spec, input=spec, schedule=_InRing(axis, balanced))
-    entries = {_attends: of_attention, nnx.Embed: spec}
+    attention = InOutSharding(spec, input=spec, schedule=_InRing(axis, balanced))
+    entries = {_attends: attention, nnx.Embed: spec}
     return with_optimizer(specs, model, optimizer, activations_of(base).extended(entries))
 
 
-def _attends(_: Any, module: Any) -> bool:
+# The second one is not in all releases of Flax.
+_NAMES = ("dot_product_attention", "dot_product_attention_with_rope")
+_FLAX_FUNCTIONS = [getattr(nnx, name) for name in _NAMES if hasattr(nnx, name)]
+
+
+def _attends(_: Path, module: nnx.Module) -> bool:
     """Whether a module has one of the attention functions of Flax."""
-    return _options(module) is not None
+    return _attention_options(module) is not None
 
 
-def _options(module: Any) -> dict[str, Any] | None:
-    """The arguments that a module gives to an attention function of Flax, if it has one."""
+def _attention_options(module: nnx.Module) -> dict[str, Any] | None:
+    """Returns the keywords that a module gives to an attention function of Flax, if it has one."""
     function: Any = vars(module).get("attention_fn")
     options = {}
     if type(function) is functools.partial and not function.args:
         function, options = function.func, function.keywords
-    return options if function in _OF_FLAX else None
-
-
-_NAMES = ("dot_product_attention", "dot_product_attention_with_rope")
-_OF_FLAX = [getattr(nnx, name) for name in _NAMES if hasattr(nnx, name)]
+    return options if function in _FLAX_FUNCTIONS else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +122,24 @@ class _InRing:
 
     @property
     def is_running(self) -> bool:
-        """Never: attention is in no other attention."""
+        """False: attention is in no other attention."""
         return False
 
-    def redirect(self, tag: Tag, module: Any, args: Any, kwargs: Any) -> tuple[Tag, Any, Any]:
-        """What is called: the module itself."""
+    def redirect(
+        self, tag: Tag, module: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tag, nnx.Module, tuple[Any, ...]]:
+        """Returns what is called: the module itself."""
         return tag, module, args
 
     def module_path(self, path: Path) -> Path:
-        """That of the attention module itself."""
+        """Returns the path of the attention module itself."""
         return path
 
     def report_unscheduled(self, module: str) -> None:
-        """Nothing: a model need not call all of its modules."""
+        """Does nothing: a model need not call all of its modules."""
 
-    def report_other_method(self, tag: Tag, method: str, args: Any, out: Any) -> None:
-        """Nothing: attention is computed in ``__call__``, which other methods call."""
+    def report_other_method(self, tag: Tag, method: str, args: tuple[Any, ...], out: Any) -> None:
+        """Does nothing: attention is computed in ``__call__``, which other methods call."""
 
     def wrap(
         self,
@@ -140,20 +149,23 @@ class _InRing:
         batch_axes: Iterable[Any],
         prefetch: bool,
     ) -> Callable[..., Any]:
-        """What is called in place of a method of the module."""
-        own, options = module.attention_fn, _options(module) or {}
-        ring: Any = functools.partial(
+        """Returns what is called in place of a method of the module."""
+        own, options = module.attention_fn, _attention_options(module) or {}
+        ring: Callable[..., Any] = functools.partial(
             ring_attention, mesh=mesh, axis=self.axis, balanced=self.balanced, **options
         )
 
-        def attention(query: Any, *args: Any, **kwargs: Any) -> Any:
-            return (own if query.shape[-3] == 1 else ring)(query, *args, **kwargs)
+        def attention(query: jax.Array, *args: Any, **kwargs: Any) -> Any:
+            # A single query, of a cache that is decoded from, (…, 1, heads, features).
+            chosen = own if query.shape[-3] == 1 else ring
+            return chosen(query, *args, **kwargs)
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call_in_ring(*args: Any, **kwargs: Any) -> Any:
+            # By `vars`, as setting an attribute of a module in a trace has checks of its own.
             vars(module)["attention_fn"] = attention
             try:
                 return call(*args, **kwargs)
             finally:
                 vars(module)["attention_fn"] = own
 
-        return called
+        return call_in_ring
