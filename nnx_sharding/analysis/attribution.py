@@ -1,7 +1,7 @@
 """Attributes the work and the memory of a compiled program to modules of the user's model.
 
-**Instructions.** Flax names each operation after the calls of modules around it, JAX after its
-transforms, and XLA keeps the name in the instructions that it makes of the operation:
+**Instructions.** Each operation is named after the calls of modules around it (`names.py`) and
+after JAX's transforms, and XLA keeps the name in the instructions that it makes of the operation:
 
     %dot.7 = f32[8,64] dot(...), metadata={op_name="jit(step)/transpose(jvp(model))/up/dot_general"}
     in the backward pass (`transpose`) of `model.up`, the innermost path that is a module's

@@ -190,7 +190,7 @@ class Instruction(_Written):
     @property
     def operation(self) -> str | None:
         """The operation that it was made from, such as ``jit(f)/mlp/dot_general``."""
-        name = OP_NAME.search(self.attributes.get("metadata", ""))  # as Flax and JAX have named it
+        name = OP_NAME.search(self.attributes.get("metadata", ""))  # as it was named in the trace
         return re.sub(r"\\(.)", r"\1", name[1]) if name else None
 
     @property

@@ -1,4 +1,11 @@
-"""Paths of modules, and the names of operations, which have them."""
+"""Paths of modules, and the names of operations, which have them.
+
+While a function is traced, each call of a module opens a name scope: the module's path below that
+of the call around it (`activations/calls.py`). JAX wraps scopes in its transforms. So the path of a
+module is put together from the scopes, as far as the result is the path of a known module:
+
+    jit(step)/transpose(jvp(model))/blocks[0]/up/dot_general       model.blocks[0].up
+"""
 
 from __future__ import annotations
 
@@ -9,17 +16,17 @@ _PART = re.compile(r"(?<!^)[.\[]")  # the beginning of an attribute or key in a 
 
 
 def around(path: str) -> list[str]:
-    """The paths of all that an array, or a module, is in; the outermost first."""
+    """Lists the paths of all that an array, or a module, is in; the outermost first."""
     return [path[: match.start()] for match in _PART.finditer(path)]
 
 
 def is_within(path: str, module: str) -> bool:
-    """Whether a path is that of a module, or below it."""
+    """Tells whether a path is that of a module, or below it."""
     return (path + ".").startswith((module + ".", module + "["))
 
 
 def common(paths: Sequence[str]) -> str:
-    """The innermost module that all of these are in; empty without one."""
+    """Returns the innermost module that all of these are in; empty without one."""
     inner = [
         path for path in [*around(paths[0]), paths[0]] if all(is_within(x, path) for x in paths)
     ]
@@ -27,23 +34,24 @@ def common(paths: Sequence[str]) -> str:
 
 
 def operations(operation: str) -> list[str]:
-    """The operations that one was made from, written ``f/(a/dot:b/dot)`` or ``f/a;f/b``."""
-    found = []
+    """Lists what XLA merged to one operation, which it names ``f/(a/dot:b/dot)`` or ``f/a;f/b``."""
+    merged = []
     for name in operation.split(";"):
         start = 0 if name.startswith("(") else name.find("/(") + 1
         is_joined = name.endswith(")") and (start > 0 or name.startswith("("))
         parts = name[start + 1 : -1].split(":") if is_joined else [name[start:]]
-        found += [name[:start] + part for part in parts]
-    return found
+        merged += [name[:start] + part for part in parts]
+    return merged
 
 
 def module_of(operation: str, known: Collection[str]) -> str | None:
-    """The module in the name of an operation, ``jit(f)/jvp(model)/up/dot``: its path, if known."""
-    found: str | None = None
+    """Returns the path of the innermost known module in the name of an operation."""
+    module: str | None = None
     for scope in operation.split("/")[:-1]:  # the last is the operation itself
         if scope.startswith(("jit(", "pjit(")):  # functions, which may be called as modules are
             continue
         part = scope.rpartition("(")[2].rstrip(")")  # without the transforms around it
-        inside = [part] if found is None else [f"{found}.{part}", f"{found}{part}", part]
-        found = next((path for path in inside if path in known), found)
-    return found
+        # An attribute or a key of the module so far; or another argument of the function.
+        paths = [part] if module is None else [f"{module}.{part}", f"{module}{part}", part]
+        module = next((path for path in paths if path in known), module)
+    return module

@@ -129,20 +129,20 @@ class Values:
         return []
 
     def _given(
-        self, at: str, caller: Instruction, callee: str, number: int, index: tuple[int, ...]
+        self, home: str, caller: Instruction, callee: str, number: int, index: tuple[int, ...]
     ) -> list[Value]:
         """Lists what an instruction gives to a parameter of a computation that it calls."""
         if caller.opcode == "while":
-            return self._carried(at, caller, index)
+            return self._carried(home, caller, index)
         if caller.opcode == "conditional":
             number = 1 + caller.callees.index(callee)  # after the predicate
         elif caller.opcode not in ("call", "fusion", "async-start"):
             return []
-        return [Value(at, name, index) for name in caller.operand_names[number:][:1]]
+        return [Value(home, name, index) for name in caller.operand_names[number:][:1]]
 
-    def _carried(self, at: str, loop: Instruction, index: tuple[int, ...]) -> list[Value]:
+    def _carried(self, home: str, loop: Instruction, index: tuple[int, ...]) -> list[Value]:
         """Lists the initial value of what a loop carries, and what its body returns."""
-        initial = [Value(at, name, index) for name in loop.operand_names[:1]]
+        initial = [Value(home, name, index) for name in loop.operand_names[:1]]
         bodies = [callee for attribute, callee in loop.calls if attribute == "body"]
         return initial + self._returned(bodies, index)
 
@@ -209,8 +209,8 @@ class _Counter:
 
     def _carried(self, value: Value) -> Sequence[_Number | None]:
         """Returns what a loop carries there at first, and after a run."""
-        found = [*map(self._number, self._values.passed(value))]
-        return found if len(found) == 2 else (None, None)  # where text is damaged
+        numbers = [*map(self._number, self._values.passed(value))]
+        return numbers if len(numbers) == 2 else (None, None)  # where text is damaged
 
     def _number(self, value: Value, depth: int = 0) -> _Number | None:
         if value not in self._known:
@@ -235,8 +235,8 @@ class _Counter:
             first, second = (self._number(x, depth + 1) for x in values.operands(value))
             return _ARITHMETIC[maker.opcode](first, second) if first and second else None
         same = values.operands(value)[:1] if maker.opcode in _COPIES else values.passed(value)
-        found = {self._number(x, depth + 1) for x in same}
-        return found.pop() if len(found) == 1 else None
+        numbers = {self._number(x, depth + 1) for x in same}
+        return numbers.pop() if len(numbers) == 1 else None
 
 
 def _sum(a: _Number, b: _Number, sign: int = 1) -> _Number | None:

@@ -340,8 +340,8 @@ def _written(
             made = inner.get(name)
             while made is not None and made.opcode == "bitcast":
                 made = inner.get(made.operand_names[0])
-            some = [] if made is None else _written(made, inner, module)
-            parts += [part for _, part in some] or [None]
+            written = [] if made is None else _written(made, inner, module)
+            parts += [part for _, part in written] or [None]
     return list(zip(instruction.results, parts or [None] * len(instruction.results), strict=False))
 
 
@@ -369,8 +369,8 @@ def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
         return _attention_flops(config, [shapes[0].dims for shapes in operands if shapes])
     # The dimensions that a product sums over; those of a library are in its configuration.
     summed = instruction.attributes.get("lhs_contracting_dims")
-    if summed is None and instruction.opcode == "custom-call" and (found := _SUMMED.search(config)):
-        summed = found[1]
+    if summed is None and instruction.opcode == "custom-call" and (match := _SUMMED.search(config)):
+        summed = match[1]
     if summed is None and instruction.opcode not in PRODUCTS:
         return None
     axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]
