@@ -99,6 +99,7 @@ class InOutSharding:
     method: str = "__call__"
     axis_types: AxisType | None = None
     schedule: CallSchedule | None = None
+    _leaves: tuple[Any, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.axis_types not in (None, AxisType.Auto, AxisType.Explicit):
@@ -108,16 +109,14 @@ class InOutSharding:
             )
         if not isinstance(self.method, str):
             raise TypeError(f"InOutSharding: method must be a name, got {self.method!r}.")
-        if wrong := [leaf for leaf in self._leaves if not is_activation_spec(leaf)]:
+        leaves = jax.tree_util.tree_leaves((self.output, self.input), is_leaf=is_activation_spec)
+        # Kept for the hash: weak dictionaries ask for it when JAX may be gone, at exit.
+        object.__setattr__(self, "_leaves", tuple(leaves))
+        if wrong := [leaf for leaf in leaves if not is_activation_spec(leaf)]:
             got = ", ".join(f"{x!r}{suggested_spec(x)}" for x in wrong)
             raise TypeError(
                 f"InOutSharding: expected partition specs or NamedShardings, got {got}."
             )
-
-    @property
-    def _leaves(self) -> tuple[Any, ...]:
-        prefixes = (self.output, self.input)
-        return tuple(jax.tree_util.tree_leaves(prefixes, is_leaf=is_activation_spec))
 
     def __hash__(self) -> int:
         return hash((self._leaves, self.method, self.axis_types, self.schedule))
