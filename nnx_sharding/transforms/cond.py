@@ -167,6 +167,11 @@ class _Switch(InnerTransform):
         in_specs: Sequence[object],
         out_specs: Sequence[object],
     ) -> Function:
+        """Makes a function that calls ``jax.lax.cond`` or ``switch``, with all arrays as operands.
+
+        The outputs are those of the branch that runs, in one group; see :class:`_Branches`.
+        """
+
         # JAX finds the traces of branches by the identity of the functions, so they are kept.
         @functools.lru_cache(maxsize=64)
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
@@ -200,13 +205,14 @@ class _Branches:
     def __init__(self, transform: _Switch, plan: Plan, function: Function, static: StaticLeaves):
         self._name, self._labels = transform.name, transform.labels
         self._plan, self._function, self._static = plan, function, dict(static)
-        # By the number of the branch: what it does, what it returns in words, and the name and the
-        # type of each array after it.
+        # Noted while JAX traces, by the number of the branch: what it does, what it returns in
+        # words, and the name and the type of each array after it.
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
         self._types: dict[int, list[tuple[str, jax.core.AbstractValue | None]]] = {}
         identities = map(id, caller_here().fun.functions)  # type: ignore[union-attr]
         pairs = [*zip(identities, transform.bound, strict=True)]
+        # An expert per branch is often one method of several objects, so objects count, too.
         distinct = {pair: self._branch(pairs.index(pair)) for pair in {*pairs}}
         self.functions = [distinct[pair] for pair in pairs]
 
@@ -218,6 +224,7 @@ class _Branches:
         leaves = self._leaves(operands)
         *groups, outcome = self._trace(number, leaves)
         self._outcomes[number] = outcome
+        # Before JAX compares the results, of which it would only see a number.
         self._check_structures(number)
         results = outcome.arrays(leaves, groups)
         self._keep_shardings(outcome, leaves, results)
@@ -268,6 +275,7 @@ class _Branches:
     def outputs(self, results: Sequence[Any]) -> tuple[OutputGroup, Outcome]:
         """What the chosen branch did: the arrays that some branch changes, and the outcome."""
         outcome = union(self._plan.structure, [*self._outcomes.values()])
+        # Group -1 is what no branch changes, so that the caller keeps it.
         slots = [slot for slot, (group, _) in enumerate(outcome.sources) if group >= 0]
         arrays = [results[slot] for slot in slots]
         return OutputGroup(("",) * len(arrays), arrays), outcome

@@ -175,6 +175,7 @@ def _make(
             f"{name}: nondiff_argnums holds an nnx.DiffState, which only custom_vjp takes, with "
             "graph=True and graph_updates=True."
         )
+    # It would be unclear whether positions and rules count the object.
     if unbind(fun)[1]:
         raise ValueError(
             f"{name}: {name_of(fun)} is a bound method. Decorate the function in the class: the "
@@ -365,6 +366,7 @@ class _Call:
         objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
         self._caller, self._arrays = self._caller._replace(objects=objects), []
         groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
+        # The outcomes are equal; one has been noted, of the function or of the rule in its place.
         return (*groups, [*self._outcomes.values()][-1])
 
     def differentiable(self) -> Function:
@@ -480,6 +482,7 @@ class _CallWithVjp(_Call):
 
     def differentiable(self) -> Function:
         function: Any = jax.custom_vjp(lambda arrays: self.trace(self.rules[0], arrays)[1])
+        # The backward rule of JAX gets the pullback itself, a pytree of the residuals.
         function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
         return function  # type: ignore[no-any-return]
 
@@ -498,7 +501,7 @@ class _CallWithVjp(_Call):
             return pair[0]
 
         outcome, results = self.trace(noting_rule, arrays, rule)
-        inputs, residuals = noted[-1]
+        inputs, residuals = noted[-1]  # of this trace
         form, held = self.cotangent_form(inputs), residuals.take_arrays()
         backward = functools.partial(self._backward, outcome, inputs.structure, form, residuals)
         return results, jax.tree_util.Partial(backward, held)
@@ -531,6 +534,7 @@ class _CallWithVjp(_Call):
         values = [*self.tangents_after(outcome, cotangents), None]
         arguments = _arguments_after(before, outcome)
         options: dict[str, Any] = {}
+        # Flax's two contracts, by the mode.
         if self.transform.has_states:
             given = self._cotangents_in_states(outcome, arguments, values)
         else:
@@ -605,6 +609,7 @@ class _CallWithJvp(_Call):
         after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
         leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
         structure = outcome.structure
+        # What is returned unchanged is no output of JAX's function, and has no tangent here.
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"
         after = replace_slots(after, form.slots, form.tangents_in(name, d_output))

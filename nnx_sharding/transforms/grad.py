@@ -166,6 +166,7 @@ def _make(
             f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
+    # The default may match nothing: then the gradient is an empty state, as in Flax.
     is_chosen = wrt is not None and wrt is not nnx.Param
     transform = _Gradient(name=name, wrt=pairs, is_single=is_single, is_chosen=is_chosen, **options)
 
@@ -272,6 +273,7 @@ def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
         location = named.location
         value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
         if location.entry is not None:
+            # A Variable of the same class and metadata, as optimizers expect it.
             old = _compat.plain_variable(flat.objects[location.entry])
             variable = _compat.new_variable(type(old), _compat.get_metadata(old))
             _compat.set_value(variable, value)

@@ -56,7 +56,7 @@ def type_text(value: object) -> str:
 
 
 def tree_text(tree: object) -> str:
-    """Says what is in a pytree: the pytree with the type of each leaf."""
+    """Says what is in a pytree: the pytree with the type of each leaf, in at most 300 letters."""
     types = jax.tree.map(type_text, tree, is_leaf=_compat.is_graph_object)
     return textwrap.shorten(repr(types).replace("'", ""), 300)
 
@@ -121,6 +121,7 @@ def compile_at_top_level(
       A function of the same arguments.
     """
 
+    # One program for each set of flags and settings; JAX itself tells types of arrays apart.
     @functools.lru_cache(maxsize=64)
     def program(static: StaticLeaves, count: int) -> Function:
         known = {slot: leaf.value for slot, leaf in static}
@@ -180,7 +181,7 @@ class InnerTransform(Transform):
         pass_paths(caller, built)
         return contextlib.nullcontext(self.user_function(plan, caller, built))
 
-    def compile(  # noqa: D102
+    def compile(
         self,
         plan: Plan,
         function: Function,
@@ -188,6 +189,11 @@ class InnerTransform(Transform):
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
+        """Transforms a pure function, once for each plan; there is nothing to compile.
+
+        While gradients are accumulated, a call also passes on the partial sums of parameters, as
+        additional arguments after all others.
+        """
         call = self.jax_transform(plan, function, in_specs, out_specs)
 
         def inline(*leaves: object) -> Any:
@@ -195,6 +201,7 @@ class InnerTransform(Transform):
             partials = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
             if sums is None or not partials:
                 return call(*leaves)
+            # Made anew at each call: which parameters have sums depends on the surrounding trace.
             slots = [*partials]
             with_sums = _with_partial_sums(function, sums, slots, len(leaves))
             names = [*plan.names, *(plan.names[slot] for slot in slots)]

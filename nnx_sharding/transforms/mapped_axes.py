@@ -81,7 +81,7 @@ def _axis(place: str, x: object) -> Axis | StateSharding:
         return CARRY
     if isinstance(x, nnx.StateAxes):
         return StateAxes(zip(x.filters, x.axes, strict=True))
-    if (prefix := _compat.prefix_state(x)) is not None:
+    if (prefix := _compat.prefix_state(x)) is not None:  # what `nnx.prefix` returns
         axes = leaves_by_path(prefix[1], lambda axis: axis is None)
         axes = {path: _axis(place, axis) for path, axis in axes.items()}
         return PathFunction(_AxisOf(place, prefix[0]), axes)
@@ -189,6 +189,7 @@ class Mapped(InnerTransform):
         ]
 
         def without_axis_names(*args: Any, **kwargs: Any) -> Any:
+            # Inside, Variables have one dimension less, so a name for it would be wrong there.
             change_names(nnx.spmd.remove_axis, mapped, settings)
             try:
                 out = fun(*args, **kwargs)
@@ -231,6 +232,7 @@ def _can_stack(leaf: object, axis: int) -> bool:
 def captures(structure: Structure) -> set[int]:
     """Finds the Variables in which ``nnx.capture`` collects what is sown, by index."""
     entries = structure.entries
+    # The attribute that holds them has a name of Flax; all Variables in it count.
     return {
         index
         for entry in entries
@@ -256,6 +258,7 @@ def change_names(
         arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
         # Flax adds no name to empty logical axes, but removes one.
         if arrays and variable.get_metadata().get("out_sharding") != ():
+            # From the front, where the dimension will be: of an array without it.
             change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
 
 

@@ -91,6 +91,7 @@ class _Rules:
         policies: Any = jax.checkpoint_policies
         if not names["offload"]:
             return policies.save_only_these_names(*names["save"])  # type: ignore[no-any-return]
+        # Everything else is recomputed, as with the other policy.
         return policies.save_and_offload_only_these_names(  # type: ignore[no-any-return]
             names_which_can_be_saved=names["save"],
             names_which_can_be_offloaded=names["offload"],
@@ -142,6 +143,7 @@ class _Remat(InnerTransform):
     prevent_cse: bool
 
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+        """Names the outputs of modules while the function is traced, if filters choose some."""
         if not isinstance(self.policy, _Rules):
             return super().user_function(plan, caller, built)
         rules, outer = self.policy, handler_here()
@@ -177,16 +179,18 @@ class _Remat(InnerTransform):
         in_specs: Sequence[object],
         out_specs: Sequence[object],
     ) -> Function:
+        """Makes a function that is called under ``jax.checkpoint``."""
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()
         checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=self.prevent_cse)
+        # One object for all calls, by which JAX finds what it has traced.
         checkpointed = checkpoint(function)
 
         def call(*leaves: object) -> Any:
             # Flags and other non-arrays stay concrete.
             slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
             if len(slots) == len(leaves):
-                out = checkpointed(*leaves)  # which JAX may have traced before
+                out = checkpointed(*leaves)
             else:
                 restricted = checkpoint(restrict_to_slots(function, slots, leaves))
                 out = restricted(*(leaves[slot] for slot in slots))

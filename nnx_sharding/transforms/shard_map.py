@@ -77,7 +77,7 @@ class _ShardMap(Sharded):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Call:
-        """Like any transform, but non-arrays are static where their spec is None, as in JAX."""
+        """Sorts like any transform; what is no array is static where its spec is None."""
         call = super().sort_call(parameters, signature, args, kwargs)
         if not self.in_specs.may_hold_none:
             return call
@@ -87,6 +87,7 @@ class _ShardMap(Sharded):
 
     @property
     def reads_context(self) -> bool:
+        """Whether a plan depends on the mesh in context; all specs need a mesh."""
         return self.mesh is None
 
     @property
@@ -144,6 +145,7 @@ class _ShardMap(Sharded):
         return spec.spec if isinstance(spec, NamedSharding) else spec
 
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The specs of all arrays: what has none is replicated, or as its type says."""
         inferred = self._specs_of_types(leaves, self.context)
         if inferred is not None:
             return list(inferred)
@@ -165,6 +167,7 @@ class _ShardMap(Sharded):
         out_specs: Sequence[PartitionSpec],
         donated: tuple[int, ...],
     ) -> Program:
+        """Maps the function over shards, and compiles that for calls at top level."""
         map_over = functools.partial(
             jax.shard_map,
             function,

@@ -114,6 +114,7 @@ class Stage:
     def out_tree(self) -> jax.tree_util.PyTreeDef:
         """The tree structure of the result."""
         outcome = self._outcome
+        # Any leaf will do in place of arrays.
         result = user_tree(outcome.structure, [0] * len(outcome.sources))
         return jax.tree_util.tree_structure(result)
 
@@ -183,7 +184,7 @@ class Stage:
                 self._guards.add(plan, flat, args, kwargs, is_new=True)
         else:
             _, flat = known
-        if not is_top:
+        if not is_top:  # the fast form in C takes arrays only, no tracers
             return run(plan, flat, stage)
         try:
             return run(plan, flat, _compat.direct_form(stage))

@@ -79,10 +79,12 @@ class TangentForm:
           places: the paths of what has tangents, as messages name them, with their slots.
         """
         self._structure, self._places = flat.structure, places
+        # A shared array has one tangent, at whichever path.
         every = dict.fromkeys(slot for slots in places.values() for slot in slots)
         types = {slot: tangent_type(flat.leaves[slot]) for slot in every}
         self._types = {slot: aval for slot, aval in types.items() if aval is not None}
         self.slots = [*self._types]
+        # Not the values: tangents may be built when the caller's arrays are donated or gone.
         self._rest = [without_tangent(x) for x in flat.leaves]
 
     def build(self, tangents: Sequence[object]) -> Any:
@@ -108,7 +110,7 @@ class TangentForm:
         flat = flatten(given)
         found = slots_by_path(flat.structure)
         expected = self._without(_paths_of_none(given)) if may_omit else self._places
-        what = name.rpartition(" ")[2]
+        what = name.rpartition(" ")[2]  # the last word, as in `tangents[0].kernel`
         lines = [
             f"  {accessor(what, path)}: {problem}"
             for path in dict.fromkeys((*expected, *found))

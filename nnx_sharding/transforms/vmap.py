@@ -105,6 +105,7 @@ class _Vmap(Mapped):
     def jax_transform(
         self, plan: Plan, function: Function, in_specs: Sequence[Axis], out_specs: Sequence[Axis]
     ) -> Function:
+        """Makes a function that calls ``jax.vmap`` of the pure function, with the axes as specs."""
         options: dict[str, Any] = {key: option.value for key, option in self.options}
         options["out_axes"] = (*(axis.index for axis in out_specs), None)  # None for the outcome
 
@@ -129,7 +130,7 @@ class _Vmap(Mapped):
     def can_pass_sums(
         self, sums: PartialSums, in_specs: Sequence[Axis], leaves: Sequence[Any]
     ) -> bool:
-        """Not if it maps the rows: JAX shards nothing else over the axes of what is mapped."""
+        """Whether rows are not mapped: JAX shards nothing else over the axes of what is mapped."""
         mapped_entries = (
             padded(spec, leaf.ndim)[axis.index]
             for axis, leaf in zip(in_specs, leaves, strict=True)

@@ -162,7 +162,7 @@ def fori_loop(
 def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> tuple[Any, Any, Any]:
     """The bounds of a ``fori_loop`` in one type, and the options of ``scan`` if they are known."""
     is_known = not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer)
-    if is_known:
+    if is_known:  # a `scan` then, which keeps what reverse mode needs for each step
         lower, upper = int(lower), int(upper)
         length = max(upper - lower, 0)
         return lower, upper, {"length": length, "reverse": False, "unroll": unroll or 1}
@@ -202,9 +202,10 @@ class _While(Scan):
         return False  # the number of steps may be unknown
 
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+        """Makes one step from the body: of the functions' objects and the carry to the next one."""
         if not isinstance(caller.fun, Functions):  # the condition, see `_WhileLoop._holds`
             return super().user_function(plan, caller, built)
-        body = caller.fun.bind(-1)
+        body = caller.fun.bind(-1)  # the last one, after the condition if there is one
 
         def step(objects: Sequence[object], *args: Any) -> Any:
             if not self.counts:
@@ -222,7 +223,7 @@ class _While(Scan):
     def jax_transform(
         self, plan: Plan, function: Function, in_specs: Sequence[Axis], out_specs: Sequence[Axis]
     ) -> Function:
-        if self.options:
+        if self.options:  # the number of steps is known
             return super().jax_transform(plan, function, in_specs, out_specs)
         return compile_at_top_level(_WhileLoop((), plan, function, in_specs, out_specs))
 
@@ -236,6 +237,7 @@ class _WhileLoop(Loop):
     def _run(
         self, step: Function, carry: OutputGroup, mapped: Sequence[jax.Array], static: StaticLeaves
     ) -> tuple[OutputGroup, Any]:
+        """Runs the steps while the condition holds; returns the last carry and the outcome."""
         caller = caller_here()
         assert caller is not None
         counts = isinstance(self._transform, _While) and self._transform.counts
