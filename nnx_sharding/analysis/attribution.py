@@ -42,6 +42,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..specs.paths import enclosing_paths
 from .buffers import Allocation, Buffer, Buffers
 from .by_module import MemoryOverTime, MemoryUse, ModuleRow, ModuleTable, Phase, ordered
 from .collectives import Collective, Collectives
@@ -50,7 +51,7 @@ from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction, Shape, arrays
 from .meshes import MeshDescription
-from .names import around, common, module_of, operations
+from .names import common, module_of, operations
 from .opcodes import COLLECTIVES, base
 from .parameters import ParameterRow
 from .purposes import inputs_of
@@ -222,7 +223,7 @@ class Attribution:
             number: number if in_order else by_path.get(parameter.operation or "")
             for number, parameter in module.parameters.items()
         }
-        self._known_modules = {*paths}.union(*(around(row.path) for row in rows))
+        self._known_modules = {*paths}.union(*(enclosing_paths(row.path) for row in rows))
         # The shapes that gradients of a module's own parameters may have.
         self._parameter_dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
         for row, owner in zip(rows, self._owners, strict=True):
@@ -435,4 +436,4 @@ def owners_of_arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
 
 def _module_around(path: str) -> str:
     """Returns the module that has an array at this path; the path itself without one."""
-    return [path, *around(path)][-1]
+    return [path, *enclosing_paths(path)][-1]

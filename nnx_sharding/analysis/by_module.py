@@ -9,8 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from ..specs.paths import enclosing_paths
 from .json_codec import as_data
-from .names import around, is_within
+from .names import is_within
 from .tables import Pictured, table, text
 from .units import all_known, bytes_text, count_text, time_text
 
@@ -125,7 +126,7 @@ class ModuleTable(Pictured):
         groups: defaultdict[tuple[str, bool | None], list[ModuleRow]] = defaultdict(list)
         for row in self.rows:
             # The module at this depth, or the row's own.
-            path = [*around(row.path), row.path][: depth + 1][-1]
+            path = [*enclosing_paths(row.path), row.path][: depth + 1][-1]
             groups[path, row.backward].append(row)
         rows = [_sum(*key, rows) for key, rows in groups.items()]
         return dataclasses.replace(self, rows=ordered(rows))

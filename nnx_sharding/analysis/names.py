@@ -9,15 +9,9 @@ module is put together from the scopes, as far as the result is the path of a kn
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 
-_PART = re.compile(r"(?<!^)[.\[]")  # the beginning of an attribute or key in a path
-
-
-def around(path: str) -> list[str]:
-    """Lists the paths of all that an array, or a module, is in; the outermost first."""
-    return [path[: match.start()] for match in _PART.finditer(path)]
+from ..specs.paths import enclosing_paths
 
 
 def is_within(path: str, module: str) -> bool:
@@ -28,7 +22,9 @@ def is_within(path: str, module: str) -> bool:
 def common(paths: Sequence[str]) -> str:
     """Returns the innermost module that all of these are in; empty without one."""
     inner = [
-        path for path in [*around(paths[0]), paths[0]] if all(is_within(x, path) for x in paths)
+        path
+        for path in [*enclosing_paths(paths[0]), paths[0]]
+        if all(is_within(x, path) for x in paths)
     ]
     return inner[-1] if inner else ""
 

@@ -25,9 +25,10 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+from ..specs.paths import enclosing_paths
 from .hlo import Module
 from .instructions import Computation, Instruction, arrays
-from .names import around, common, module_of, operations
+from .names import common, module_of, operations
 from .opcodes import ELEMENTWISE, PRODUCTS, TRANSCENDENTAL
 from .parameters import ParameterRow
 from .values import Value, reached
@@ -168,7 +169,7 @@ class _Variables:
         self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
-            outer = around(row.path)
+            outer = enclosing_paths(row.path)
             self.modules.update(outer)
             if row.variable in _WITHOUT_GRADIENT:
                 self.states.add(row.path)

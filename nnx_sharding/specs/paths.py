@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, TypeAlias
 
 import jax
@@ -53,3 +54,12 @@ def _accessed(key: object) -> str:
     if type(key) is str and key.isidentifier():
         return f".{key}"
     return f", metadata {str(key)!r}" if type(key) is Metadata else f"[{plain_key(key)!r}]"
+
+
+# The beginning of an attribute or a key in an expression such as ``model.blocks[0].up``.
+_PART = re.compile(r"(?<!^)[.\[]")
+
+
+def enclosing_paths(path: str) -> list[str]:
+    """Lists the expressions for all that an array, or a module, is in; the outermost first."""
+    return [path[: match.start()] for match in _PART.finditer(path)]

@@ -31,13 +31,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..analysis.names import around
 from ..core.arguments import PathFunction
 from ..core.constrain import type_mesh, type_spec
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
 from ..specs.fitting import axes_of, only_axes, padded, spec_axes, suggestion
-from ..specs.paths import Path, accessor, path_key
+from ..specs.paths import Path, accessor, enclosing_paths, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.grad import Prepared, ValueAndGrad
 from ..transforms.in_trace import type_text
@@ -339,7 +338,7 @@ def _partial_sums_over_rows(batch: _Arguments) -> PartialSums | None:
 
 def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Array:
     """Returns a sum in the shape and the sharding of its parameter, which has this name."""
-    modules = around(name)
+    modules = enclosing_paths(name)
     if total.ndim > parameter.ndim:
         with _reduction_scope(modules[-1] if modules else name):
             total = total.sum(-1)  # (*parameter.shape, shards of the rows) → parameter.shape
