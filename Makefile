@@ -73,8 +73,8 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 	  --deselect tests/test_guard.py::TestChanges::test_new_object_with_the_id_of_the_old_one
 
 # What a release of JAX or Flax may break: calls, states and specs. `make test-matrix` runs all tests.
-CORE := arguments checkpoint_processes compat custom_derivatives explicit_meshes grad guard
-CORE += hijax life modes references shard_map stages state_sharding
+CORE := arguments checkpoint_processes compat custom_derivatives grad guard
+CORE += hijax life modes references shard_map stages state_sharding strategies
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
 # Options of Flax change graphs, those of JAX change numbers.

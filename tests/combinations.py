@@ -16,16 +16,15 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import accumulate_gradients, jit, remat, stack, value_and_grad
+from nnx_sharding import accumulate_gradients, remat, stack, value_and_grad
 from nnx_sharding.experimental import context_parallel
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
 from nnx_sharding.training import fetched, offload
+from zoo import Block, Tied, assert_trains_alike, cross_entropy, layer
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 BEGIN, END = "<!-- written by tests/combinations.py -->\n", "<!-- end -->\n"
@@ -50,55 +49,28 @@ AXES = {"context": "context", "stage": "pipeline"}
 CELLS = [*itertools.combinations_with_replacement(WAYS, 2)]
 
 
-class Block(nnx.Module):
-    def __init__(self, attends: bool, *, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(16, rngs=rngs)
-        self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
-        self.attention = nnx.data(
-            nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs) if attends else None
-        )
+class Recomputed(nnx.Module):
+    """A layer of a list with ``remat``."""
 
+    def __init__(self, inner):
+        self.inner = inner
+
+    @remat
     def __call__(self, x):
-        if self.attention is not None:
-            x = x + self.attention(self.norm(x), is_causal=True)
-        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+        return self.inner(x)
 
 
-class Model(nnx.Module):
-    def __init__(self, attends: bool, stacked: bool = False, lean: bool = False):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Linear(4, 16, rngs=rngs)
-        blocks = [Block(attends, rngs=rngs) for _ in range(4)]
-        self.blocks = stack(blocks, remat=lean) if stacked else nnx.List(blocks)
-        self.head = nnx.Linear(16, 4, rngs=rngs)
-        self.stacked, self.lean = stacked, lean
+@functools.cache
+def model_of(attends: bool, stacked: bool, lean: bool):
+    """What makes a language model of four layers."""
 
-    def __call__(self, x):
-        x = self.embed(x)
-        if self.stacked:
-            return self.head(self.blocks(x))
-        for block in self.blocks:
-            x = remat(Block.__call__)(block, x) if self.lean else block(x)
-        return self.head(x)
+    def make(rngs):
+        blocks = [layer(rngs) if attends else Block(rngs) for _ in range(4)]
+        if stacked:
+            return stack(blocks, remat=lean)
+        return nnx.List(map(Recomputed, blocks) if lean else blocks)
 
-
-def loss(model, x):
-    return ((model(x) - 1) ** 2).mean()
-
-
-def train(step, model, optimizer):
-    """The losses of two steps, and the weights after them, in the order of a list of blocks."""
-    x = jax.random.normal(jax.random.key(0), (8, 4, 4))
-    losses = [np.asarray(step(model, optimizer, x)) for _ in range(2)]
-    blocks = [*model.blocks] if model.stacked else model.blocks
-    weights = [nnx.state(m, nnx.Param) for m in (model.embed, *blocks, model.head)]
-    return [*losses, *map(np.asarray, jax.tree.leaves(weights))]
-
-
-def make(*args):
-    model = Model(*args)
-    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    return functools.partial(Tied, blocks=make)
 
 
 def step_of(gradient):
@@ -109,11 +81,6 @@ def step_of(gradient):
         return value
 
     return step
-
-
-@functools.cache
-def alone(attends):
-    return train(jit(step_of(value_and_grad(loss))), *make(attends))
 
 
 def mesh_of(ways):
@@ -144,22 +111,20 @@ def sharding_of(ways, model, optimizer, mesh):
 
 
 def run(*pair: str) -> str | None:
-    """Compares a step with that of one device; returns the error if there is a typed one."""
+    """Compares steps with those of one device; returns the error if there is a typed one."""
     ways = {*pair}
     attends, stacked = "context" in ways, bool(ways & {"Stack", "pipeline", "prefetch"})
-    model, optimizer = make(attends, stacked, "remat" in ways)
-    mesh = mesh_of(ways)
+    gradient = value_and_grad(cross_entropy)
+    if "accumulation" in ways:
+        gradient = accumulate_gradients(cross_entropy, steps=2)
+    spec = P("data", "context") if attends else P("data")
+    options = {"loss": cross_entropy, "step": step_of(gradient), "spec": spec}
+    strategy = functools.partial(sharding_of, ways)
     try:
-        shardings = sharding_of(ways, model, optimizer, mesh)
+        make = model_of(attends, stacked, "remat" in ways)
+        assert_trains_alike(make, strategy, mesh_of(ways), **options)
     except ValueError as error:
         return " ".join(str(error).split())
-    gradient = value_and_grad(loss)
-    if "accumulation" in ways:
-        gradient = accumulate_gradients(loss, steps=2)
-    rows = P("data", "context") if attends else P("data")
-    step = jit(step_of(gradient), in_shardings=(*shardings, rows), mesh=mesh)
-    for found, wanted in zip(train(step, model, optimizer), alone(attends), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     return None
 
 

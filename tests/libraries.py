@@ -12,7 +12,7 @@ from flax import nnx
 
 import nnx_sharding
 from graphs import Node
-from models import numbers
+from zoo import numbers
 
 # Graph mode, whatever Flax's default is.
 FULL = {"graph": True, "graph_updates": True}

@@ -7,30 +7,21 @@ import random
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import accumulate_gradients, jit, stack, value_and_grad, vmap
-from nnx_sharding.partition import fsdp, replicated, tensor_parallel
+from nnx_sharding.partition import tensor_parallel
+from zoo import STRATEGIES, WIDTH, Block, assert_close
 
-ROWS, WIDTH = 32, 8
+ROWS = 32
 WEIGHTS = jnp.linspace(0.5, 3, WIDTH)
 
 
-class MLP(nnx.Module):
-    def __init__(self, *, rngs):
-        self.up = nnx.Linear(WIDTH, 16, rngs=rngs)
-        self.down = nnx.Linear(16, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(jnp.tanh(self.up(x)))
-
-
 def make(kind):
-    return MLP(rngs=nnx.Rngs(0)) if kind == "MLP" else stack(MLP, 2, rngs=nnx.Rngs(0))
+    return Block(nnx.Rngs(0)) if kind == "MLP" else stack(Block, 2, rngs=nnx.Rngs(0))
 
 
 def of_batch(model, x, y, weights):
@@ -54,18 +45,10 @@ def of_masked(model, x, y, weights):
     return (mask * weights * (model(x) - y) ** 2).sum() / (mask.sum() * len(x))
 
 
-STRATEGIES = {
-    "replicated": replicated,
-    "fsdp": lambda model, mesh: fsdp(model, mesh=mesh, min_size=0),
-    "tensor": tensor_parallel,
-    "both": lambda model, mesh: fsdp(
-        model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), min_size=0
-    ),
-}
 DIMENSIONS = {
     "axes": [*itertools.product((AxisType.Auto, AxisType.Explicit), repeat=2)],
     "axis": (None, "data"),
-    "strategy": STRATEGIES,
+    "strategy": ("replicated", "fsdp", "tensor", "both"),
     "model": ("MLP", "stack"),
     "loss": (of_batch, of_rows, of_rows_by_jax, of_a_sum, of_masked),
     "steps": (1, 2, 4),
@@ -109,8 +92,7 @@ def check(case):
         return accumulate_gradients(fun, **options)(model, x, y, weights)
 
     found = jit(step, in_shardings=specs, mesh=mesh)(model, x, y, weights)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5, err_msg=str(case))
+    assert_close(found, expected, 2e-4, 1e-5, str(case))
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -147,5 +129,5 @@ def test_tensor_parallelism_is_kept(axes):
 def test_a_batch_of_unequal_rows_is_refused():
     xy, model = jnp.ones((ROWS, WIDTH)), make("MLP")
     for batch in (None, ("x", "weights")):
-        with pytest.raises(ValueError, match=r"weights: shape \(8,\)[^$]*batch='x'"):
+        with pytest.raises(ValueError, match=r"weights: shape \(16,\)[^$]*batch='x'"):
             accumulate_gradients(of_batch, batch=batch, steps=2)(model, xy, xy, WEIGHTS)

@@ -14,24 +14,20 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from nnx_sharding import StateSharding, accumulate_gradients, jit, stack, value_and_grad
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel, zero1
 from nnx_sharding.specs.filters import Paths
+from zoo import LENGTH, WIDTH, WORDS, GroupedQuery, Mixture, P, Tied, assert_close, mesh_of, normal
 
-P = PartitionSpec
-ROWS, LENGTH, WIDTH, VOCABULARY = 32, 4, 8, 16
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) / 2
+ROWS = 32
 
 
 class Dense(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(WIDTH, 16, rngs=rngs)
-        self.down = nnx.LinearGeneral(16, (2, 4), rngs=rngs)
+        self.down = nnx.LinearGeneral(16, (4, 4), rngs=rngs)
 
     def __call__(self, x):
         return self.down(jnp.tanh(self.up(x))).reshape(x.shape)
@@ -75,33 +71,6 @@ class Convolution(nnx.Module):
         return self.back(jnp.tanh(self.conv(x)))
 
 
-class GroupedQuery(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.query = nnx.LinearGeneral(WIDTH, (4, 4), rngs=rngs)
-        self.key = nnx.LinearGeneral(WIDTH, (2, 4), rngs=rngs)
-        self.value = nnx.LinearGeneral(WIDTH, (2, 4), rngs=rngs)
-        self.out = nnx.LinearGeneral((4, 4), WIDTH, axis=(-2, -1), rngs=rngs)
-
-    def __call__(self, x):
-        y = self.norm(x)
-        return x + self.out(jax.nn.dot_product_attention(self.query(y), self.key(y), self.value(y)))
-
-
-class Mixture(nnx.Module):
-    """Experts in raw parameters, all of them weighted."""
-
-    def __init__(self, rngs):
-        self.router = nnx.Linear(WIDTH, 4, rngs=rngs)
-        self.up = nnx.Param(normal(1, 4, WIDTH, 16))
-        self.down = nnx.Param(normal(2, 4, 16, WIDTH))
-
-    def __call__(self, x):
-        weights = jax.nn.softmax(self.router(x))
-        y = jnp.tanh(jnp.einsum("btd,edh->bteh", x, self.up[...]))
-        return jnp.einsum("bteh,ehd,bte->btd", y, self.down[...], weights)
-
-
 class Raw(nnx.Module):
     """Parameters that are added and multiplied in a module."""
 
@@ -128,7 +97,7 @@ class Outside(nnx.Module):
 
 class Embeddings(nnx.Module):
     def __init__(self, rngs):
-        self.tokens = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.tokens = nnx.Embed(WORDS, WIDTH, rngs=rngs)
         self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
         self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
@@ -136,12 +105,7 @@ class Embeddings(nnx.Module):
         return self.out(self.tokens(ids) + self.positions(jnp.arange(ids.shape[1])))
 
 
-class Tied(Embeddings):
-    def __call__(self, ids):
-        return self.tokens.attend(jnp.tanh(super().__call__(ids)))
-
-
-class Block(nnx.Module):
+class Scaled(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -167,8 +131,8 @@ MODELS: dict[str, Any] = {
         for kind in (Dense, Einsum, Norms, BatchNorm, Convolution, GroupedQuery, Mixture, Raw)
     },
     **{kind.__name__: kind for kind in (Outside, Embeddings, Tied)},
-    "Stack": lambda rngs: stack(Block, 3, rngs=rngs),
-    "remat": lambda rngs: stack(Block, 2, rngs=rngs, remat=True),
+    "Stack": lambda rngs: stack(Scaled, 3, rngs=rngs),
+    "remat": lambda rngs: stack(Scaled, 2, rngs=rngs, remat=True),
 }
 STRATEGIES = (
     "replicated",
@@ -215,7 +179,7 @@ def loss_of(case):
 
 @functools.cache
 def batch_of(model):
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32)
     return ids if model in ("Embeddings", "Tied") else np.asarray(normal(5, ROWS, LENGTH, WIDTH))
 
 
@@ -268,7 +232,7 @@ def own_specs(case, model, mesh):
 def run(case, gradient):
     shape, names = MESHES[case.mesh]
     types = tuple(AxisType.Explicit if name in case.explicit else AxisType.Auto for name in names)
-    mesh, model = jax.make_mesh(shape, names, axis_types=types), made(case)
+    mesh, model = mesh_of(shape, names, types), made(case)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     sharding, rows = sharding_of(case, model, optimizer, mesh), P(case.rows)
     batch = jax.device_put(batch_of(case.model), NamedSharding(mesh, rows))
@@ -296,15 +260,7 @@ def check(case):
         raise AssertionError(f"only accumulate_gradients refuses {case}") from error
     want = expected(case.model, case.steps)
     assert jax.tree.structure(found) == jax.tree.structure(want), case
-    for (path, a), (_, b) in zip(
-        jax.tree_util.tree_leaves_with_path(found),
-        jax.tree_util.tree_leaves_with_path(want),
-        strict=True,
-    ):
-        name = f"{case} {jax.tree_util.keystr(path)}"
-        # Terms of a sum may cancel, so rounding errors are relative to the largest element.
-        size = max(1.0, np.abs(b).max(initial=0))
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * size, err_msg=name)
+    assert_close(found, want, 1e-3, 1e-5, f"{case} ")
     return None
 
 

@@ -17,7 +17,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 
-from models import MLP, P, mesh_of
 from nnx_sharding import InOutSharding, StateSharding, jit, shard_map
 from nnx_sharding.activations import calls as record
 from nnx_sharding.analysis import collectives_of
@@ -28,6 +27,7 @@ from nnx_sharding.analysis.values import Value
 from nnx_sharding.partition import fsdp, tensor_parallel, with_sharding_constraint, zero1
 from nnx_sharding.report import ProgramReport
 from nnx_sharding.testing import assert_gathers_weights, assert_no_resharding
+from zoo import MLP, P, mesh_of
 
 WIDTH, HIDDEN = 64, 256
 BATCH = {MLP: (512, WIDTH), "Block": (64, 16, WIDTH)}

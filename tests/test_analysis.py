@@ -21,7 +21,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from models import MLP, P, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit, shard_map
 from nnx_sharding.analysis import (
     HARDWARE,
@@ -41,6 +40,7 @@ from nnx_sharding.analysis.tables import drawn
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
 from nnx_sharding.checkpoint import contents, save
 from nnx_sharding.report import ProgramReport
+from zoo import MLP, P, mesh_of, mlp_specs
 
 MESH = mesh_of((2, 4), ("data", "model"))
 F32 = 4

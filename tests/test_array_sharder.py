@@ -16,11 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import mesh_of
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.compat.datarax import ArraySharder, SharderModuleConfig
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import place
+from zoo import mesh_of
 
 TRACES = logging.getLogger("traces")
 MESH = mesh_of((2, 4), ("data", "model"))

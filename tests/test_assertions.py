@@ -13,7 +13,6 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from models import MLP, P, mesh_of
 from nnx_sharding import jit, testing
 from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.partition import replicated, tensor_parallel
@@ -24,6 +23,7 @@ from nnx_sharding.testing import (
     assert_peak_below,
     assert_sharded,
 )
+from zoo import MLP, P, mesh_of
 
 pytest_plugins = "pytester"
 

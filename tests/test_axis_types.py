@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
-from models import MLP, Net, P, assert_same_state, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, auto_axes, explicit_axes, jit, place, reshard
 from nnx_sharding.errors import NoMeshError
+from nnx_sharding.partition import fsdp, tensor_parallel
+from zoo import MLP, Net, Normed, P, assert_same_state, mesh_of, mlp_specs
 
 SHAPE, NAMES = (2, 4), ("data", "model")
 EXPLICIT = mesh_of(SHAPE, NAMES, "explicit")
@@ -669,5 +670,33 @@ class JitTest(parameterized.TestCase):
             jax.jit(run)(put(X, "data"))
 
 
-if __name__ == "__main__":
-    absltest.main()
+def test_abstract_arguments_that_have_a_type():
+    """Arrays that are made abstract in a mesh have replicated types; the declared specs win."""
+    make = functools.partial(nnx.eval_shape, lambda: Normed(nnx.Rngs(0)))
+    batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    sharding = fsdp(make(), mesh=EXPLICIT, min_size=0, base=tensor_parallel(make(), mesh=EXPLICIT))
+    step = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=EXPLICIT)
+    expected = step.lower(make(), batch)
+    with jax.set_mesh(EXPLICIT):
+        model, x = make(), jax.eval_shape(lambda: jnp.ones(batch.shape))
+        assert x.sharding.spec == model.up.kernel.sharding.spec == P(None, None)
+        found = step.lower(model, x)
+        assert found.compile().collectives() == expected.compile().collectives()
+        assert step.eval_shape(model, x).sharding.spec == P("data", None)
+    assert model.up.kernel.sharding.spec == P(None, None)  # the caller's model is not changed
+
+
+@pytest.mark.parametrize("kind", ["mesh", "device"])
+def test_abstract_arguments_on_devices(kind):
+    """They are like committed arrays."""
+    mesh = jax.make_mesh((8,), ("data",))
+    other = NamedSharding(mesh, P()) if kind == "mesh" else SingleDeviceSharding(jax.devices()[1])
+    array = jax.device_put(jnp.ones((8, 8)), other)
+    x = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=other)
+    fun = functools.partial(jit, lambda x: x, in_shardings=P("data"), mesh=mesh)
+    with pytest.raises(ValueError, match=r"x(:| is) ") as expected:
+        fun()(array)
+    with pytest.raises(ValueError) as found:
+        fun().lower(x)
+    assert str(found.value) == str(expected.value)
+    assert fun(on_committed="move").lower(x).compile().input_shardings[0][0].spec == P("data")

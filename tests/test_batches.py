@@ -24,7 +24,6 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from models import mesh_of
 from nnx_sharding import StateSharding
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import process_rows, shard_batches

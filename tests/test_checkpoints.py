@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit, split
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.checkpoint import (
@@ -39,7 +38,7 @@ from nnx_sharding.partition import abstract_init, sharded_init
 from nnx_sharding.report import compare
 from nnx_sharding.report.comparison import load
 from nnx_sharding.report.page import write_html
-from sharded_models import OPTIMIZERS
+from zoo import MLP, OPTIMIZERS, Net, assert_same_state, mesh_of, mlp_specs, values
 
 MESH = mesh_of((2, 4), ("data", "model"))
 OTHER = mesh_of((4, 1), ("model", "data"))

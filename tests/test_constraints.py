@@ -19,13 +19,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceShar
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from models import MLP, mesh_of, mlp_specs
 from nnx_sharding import StateSharding
 from nnx_sharding.compat import eformer as c
 from nnx_sharding.compat.eformer import NoContextMeshError
 from nnx_sharding.compat.eformer import with_sharding_constraint as constrain
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
 from nnx_sharding.partition import make_mesh
+from zoo import MLP, mesh_of, mlp_specs
 
 U = P.UNCONSTRAINED
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -9,86 +9,38 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding import jit, stack
 from nnx_sharding.experimental import context_parallel
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, specs_by_path, tensor_parallel
+from zoo import WIDTH, Causal, Tied, assert_trains_alike, batch_of, cross_entropy, layer
 
 # The loss is outside of the model, so what that returns is gathered on Explicit axes.
 pytestmark = pytest.mark.filterwarnings("ignore:.*operations outside of modules")
-WIDTH, LENGTH, LETTERS = 16, 24, 32
+LENGTH = 24
 WITH_ROPE = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
-
-
-class Block(nnx.Module):
-    def __init__(self, function, *, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            4, WIDTH, attention_fn=function, decode=False, rngs=rngs
-        )
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.attention(self.norm(x), is_causal=True)
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Model(nnx.Module):
-    def __init__(self, function=nnx.dot_product_attention, stacked=True, remat=False):
-        rngs = nnx.Rngs(0)
-        self.tokens = nnx.Embed(LETTERS, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
-        blocks = [Block(function, rngs=rngs) for _ in range(2)]
-        self.blocks = stack(blocks, remat=remat) if stacked else nnx.List(blocks)
-        self.stacked = stacked
-
-    def __call__(self, tokens):
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        for block in [self.blocks] if self.stacked else self.blocks:
-            x = block(x)
-        return self.tokens.attend(x)  # the embedding is tied
-
-
-def step(model, optimizer, tokens, labels):
-    def loss(model):
-        return optax.softmax_cross_entropy_with_integer_labels(model(tokens), labels).mean()
-
-    value, grads = value_and_grad(loss, wrt=nnx.Param)(model)
-    optimizer.update(model, grads)
-    return value
-
-
-def make(*args):
-    model = Model(*args)
-    return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-
-def batch():
-    tokens = np.random.default_rng(0).integers(LETTERS, size=(4, LENGTH))
-    return tokens, np.roll(tokens, -1, 1)
-
-
-def trained(step, args):
-    """The loss, and the weights after a step."""
-    model, optimizer = make(*args)
-    value = step(model, optimizer, *batch())
-    return [np.asarray(x) for x in (value, *jax.tree.leaves(nnx.state(model, nnx.Param)))]
+BATCH = functools.partial(batch_of, cross_entropy, 4, LENGTH)
 
 
 @functools.cache
-def alone(*args):
-    return trained(jit(step), args)
+def model_of(function=nnx.dot_product_attention, blocks="stack"):
+    """What makes a language model with such attention in two layers."""
+
+    def make(rngs):
+        attention = functools.partial(Causal, function=function)
+        layers = [layer(rngs, attention) for _ in range(2)]
+        return nnx.List(layers) if blocks == "list" else stack(layers, remat=blocks == "remat")
+
+    return functools.partial(Tied, blocks=make)
 
 
 DIMENSIONS = {
     "function": {"plain": nnx.dot_product_attention, "rope": WITH_ROPE},
-    "blocks": {"list": (False, False), "stack": (True, False), "remat": (True, True)},
+    "blocks": ("list", "stack", "remat"),
     "kind": ("Auto", "Explicit", "mixed"),
     "base": ("", "fsdp", "tensor", "sequence", "tensor and fsdp", "pipeline"),
     "rows": (P("data", "context"), P("data"), P(("context", "data"))),
@@ -105,26 +57,30 @@ def cases():
 
 @pytest.mark.parametrize("case", cases())
 def test_a_step_is_that_of_one_device(case):
-    args = (DIMENSIONS["function"][case["function"]], *DIMENSIONS["blocks"][case["blocks"]])
     third = "stage" if case["base"] == "pipeline" else "model"
     sizes = {third if axis == "third" else axis: 2 for axis in case["order"]}
     kinds = {"Auto": [AxisType.Auto] * 3, "Explicit": [AxisType.Explicit] * 3}
     mixed = [AxisType.Auto, AxisType.Explicit, AxisType.Auto]
+
+    def strategy(model, **options):
+        base = None
+        if case["base"].startswith(("tensor", "sequence")):
+            base = tensor_parallel(model, sequence=case["base"] == "sequence", **options)
+        found = context_parallel(model, base=base, **options)
+        if case["base"].endswith("fsdp"):
+            return fsdp(model, base=found, axis=("data", "context"), min_size=0, **options)
+        if case["base"] == "pipeline":
+            return pipeline(model, base=found, microbatches=2, **options)
+        return found
+
+    make = model_of(DIMENSIONS["function"][case["function"]], case["blocks"])
     mesh = make_mesh(sizes, kinds.get(case["kind"], mixed))
-    model, optimizer = nnx.eval_shape(lambda: make(*args))
-    options, base = {"mesh": mesh, "optimizer": optimizer}, None
-    if case["base"].startswith(("tensor", "sequence")):
-        base = tensor_parallel(model, sequence=case["base"] == "sequence", **options)
-    sharding = context_parallel(model, base=base, **options)
-    if case["base"].endswith("fsdp"):
-        axis = ("data", "context")
-        sharding = fsdp(model, base=sharding, axis=axis, min_size=0, **options)
-    elif case["base"] == "pipeline":
-        sharding = pipeline(model, base=sharding, microbatches=2, **options)
-    rows = case["rows"]
-    run = jit(step, mesh=mesh, in_shardings=(sharding, sharding, rows, rows))
-    for one, other in zip(trained(run, args), alone(*args), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    options = {"loss": cross_entropy, "batch": BATCH, "steps": 1, "spec": case["rows"]}
+    assert_trains_alike(make, strategy, mesh, **options)
+
+
+def make():
+    return model_of()(nnx.Rngs(0))
 
 
 class Twice(nnx.MultiHeadAttention):
@@ -152,7 +108,7 @@ def compiled(model, *, tokens=True, **options):
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_what_is_sent(balanced):
-    sent = compiled(nnx.eval_shape(Model), balanced=balanced).collectives()
+    sent = compiled(nnx.eval_shape(make), balanced=balanced).collectives()
     assert {each.kind for each in sent} == {"collective-permute"}  # nobody gathers a sequence
     block = 2 * LENGTH // 4 * WIDTH * 4
     # In each layer, keys and values, and four bytes for each position, go to three more devices.
@@ -206,7 +162,7 @@ def test_a_single_query_needs_no_ring():
 
 
 def test_the_specs_are_those_of_base():
-    mesh, model = AbstractMesh((2, 4), ("data", "context")), nnx.eval_shape(Model)
+    mesh, model = AbstractMesh((2, 4), ("data", "context")), nnx.eval_shape(make)
     base = fsdp(model, mesh=mesh, min_size=0)
     found = context_parallel(model, mesh=mesh, base=base)
     assert specs_by_path(model, found) == specs_by_path(model, base)
@@ -224,7 +180,7 @@ def test_the_specs_are_those_of_base():
 def test_wrong_options(options, text):
     mesh = AbstractMesh((2, 4), ("data", "context"))
     with pytest.raises((TypeError, ValueError), match=text):
-        context_parallel(nnx.eval_shape(Model), mesh=mesh, **options)
+        context_parallel(nnx.eval_shape(make), mesh=mesh, **options)
 
 
 def test_dropout_of_weights_is_an_error():

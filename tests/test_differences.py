@@ -14,11 +14,11 @@ import pytest
 from flax import nnx
 
 import nnx_sharding
-from models import P, mesh_of
 from nnx_sharding import explain_retraces, jit
 from nnx_sharding.core.signature import Parameters, Roles
 from nnx_sharding.diagnostics.differences import differences
 from test_retraces import REMEDY, Block, Model, NoEq, last_of, scaled
+from zoo import P, mesh_of
 
 
 def last(before, after, **options):

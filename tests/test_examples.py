@@ -28,10 +28,10 @@ import train_lm
 import train_moe
 import transformer
 
-from models import mesh_of
 from nnx_sharding.analysis import HARDWARE, Hardware
 from nnx_sharding.checkpoint import restore
 from nnx_sharding.partition import make_mesh
+from zoo import mesh_of
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import jit, stack, value_and_grad
 from nnx_sharding.experimental import dispatch_to_experts, expert_parallel
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, specs_by_path, tensor_parallel
+from zoo import assert_close, assert_trains_alike
 
 GROUPS, TOKENS, FEATURES, HIDDEN, EXPERTS = 8, 6, 4, 8, 8
 MESHES = {
@@ -104,8 +104,7 @@ def test_equals_a_loop_over_all_experts(case):
     (own_value, (own_y, statistics)), own_grads = step(model, x)
     np.testing.assert_allclose(own_value, value, rtol=1e-5)
     np.testing.assert_allclose(own_y, y, rtol=1e-4, atol=1e-5)
-    for one, other in zip(jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert_close(own_grads, grads, 1e-4)
     assert statistics.dropped == dropped
     assert statistics.tokens.sum() == GROUPS * TOKENS * case["k"]
 
@@ -145,8 +144,7 @@ def test_unused_places_have_no_part_in_gradients(capacity, mesh):
     step = value_and_grad(loss, has_aux=True)
     step = step if mesh is None else sharded(model, make_mesh(MESHES[mesh]), step)
     grads = step(model, x)[1]
-    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert_close(grads, expected, 1e-4)
 
 
 @pytest.mark.parametrize("batch_axes", [(), ("rows",)])
@@ -223,35 +221,22 @@ def test_statistics():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_with_fsdp_equals_one_device(kind):
-    mesh = make_mesh(MESHES["all"], axis_types=KINDS[kind])
+    def objective(model, x):
+        y, statistics = model(x)
+        return ((y - x) ** 2).mean() + 0.01 * statistics.balance_loss
 
-    def step(model, optimizer, x):
-        def objective(model):
-            y, statistics = model(x)
-            return ((y - x) ** 2).mean() + 0.01 * statistics.balance_loss
-
-        value, grads = value_and_grad(objective)(model)
-        optimizer.update(model, grads)
-        return value
-
-    def made():
-        model = Moe(rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
-
-    def sharding_of(model, optimizer):
+    def strategy(model, mesh, optimizer):
         base = tensor_parallel(model, mesh=mesh)
         base = expert_parallel(model, experts=EXPERTS, mesh=mesh, base=base)
         return fsdp(model, base=base, mesh=mesh, optimizer=optimizer, min_size=0)
 
-    (model, optimizer), (other, other_optimizer) = made(), made()
-    sharding = sharding_of(model, optimizer)
-    specs = (sharding, sharding, P(("data", "expert")))
-    distributed, x = jit(step, in_shardings=specs, mesh=mesh), tokens()
-    values = [(distributed(model, optimizer, x), step(other, other_optimizer, x)) for _ in range(3)]
-    np.testing.assert_allclose(*np.transpose(values), rtol=1e-5)
+    def make(rngs):
+        return Moe(rngs=rngs)
+
+    mesh = make_mesh(MESHES["all"], axis_types=KINDS[kind])
+    options = {"loss": objective, "batch": tokens, "spec": P(("data", "expert"))}
+    _, (model, *_) = assert_trains_alike(make, strategy, mesh, **options)
     assert set(jax.tree.leaves(tuple(model.up.sharding.spec))) == {"data", "expert", "model"}
-    for one, two in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
 
 
 class Outputs(Moe):
@@ -270,8 +255,7 @@ def test_in_a_pipeline(kind, capacity):
     step = value_and_grad(lambda model, x: (model(x) ** 2).mean())
     expected = step(model, x)
     run = jit(step, mesh=mesh, in_shardings=(sharding, P(("expert", "data"))))
-    for one, two in zip(*map(jax.tree.leaves, (run(model, x), expected)), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+    assert_close(run(model, x), expected, 1e-4)
 
 
 def test_in_a_stack_with_recomputation():
@@ -285,11 +269,8 @@ def test_in_a_stack_with_recomputation():
 
     model = stack([Outputs(rngs=nnx.Rngs(i)) for i in range(3)], remat=True)
     x = tokens()
-    value, grads = value_and_grad(objective)(model, x)
-    own_value, own_grads = sharded(model, mesh, value_and_grad(objective))(model, x)
-    np.testing.assert_allclose(own_value, value, rtol=1e-5)
-    for one, two in zip(jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+    expected = value_and_grad(objective)(model, x)
+    assert_close(sharded(model, mesh, value_and_grad(objective))(model, x), expected, 1e-4)
 
 
 class Attending(nnx.Module):

@@ -22,8 +22,8 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from models import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
 from nnx_sharding import StateSharding, errors, export, jit, shard_map
+from zoo import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 

@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 import nnx_sharding
-from models import P, mesh_of
 from nnx_sharding import jit
 from nnx_sharding.analysis import HARDWARE, Cost, collectives_of, memory_of, roofline_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.instructions import padded_bytes
 from nnx_sharding.analysis.work import with_loops
+from zoo import P, mesh_of
 
 TPU = "HloModule jit_f, entry_computation_layout={(f32[8,128]{1,0:T(8,128)})->f32[]}\n\n"
 LAYER = 256 * 256 * 4  # bytes of one of twelve layers

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from draws import specs
 from graphs import Memory
-from models import MLP, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit, place, shard_map
 from nnx_sharding.errors import (
     CapturedArrayWarning,
@@ -29,28 +29,18 @@ from nnx_sharding.errors import (
 )
 from nnx_sharding.specs.filters import PathGlob, PathRegex
 from nnx_sharding.specs.fitting import fit_sharding, variants
+from zoo import MLP, mesh_of, mlp_specs
 
 
 def mesh24() -> Mesh:
     return mesh_of((2, 4), ("a", "b"))
 
 
-@st.composite
-def specs(draw, rank: int = 3):
-    axes = draw(st.permutations(["a", "b"]))[: draw(st.integers(0, 2))]
-    entries: list = [()] * rank
-    for axis in axes:
-        place = draw(st.integers(0, rank - 1))
-        entries[place] = (*entries[place], axis)
-    entries = [e[0] if len(e) == 1 else e or None for e in entries]
-    return P(*entries[: draw(st.integers(0, rank))]) if not any(entries) else P(*entries)
-
-
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 16]), min_size=3, max_size=3).map(tuple)
 
 
 class FitTest(parameterized.TestCase):
-    @given(specs(), shapes)
+    @given(specs(("a", "b"), 3), shapes)
     def test_problems_are_those_of_jax(self, spec, shape):
         try:
             NamedSharding(mesh24(), spec).shard_shape(shape)
@@ -59,7 +49,7 @@ class FitTest(parameterized.TestCase):
         else:
             assert not fit_sharding(spec, mesh24(), shape).problems
 
-    @given(specs(), shapes, st.sampled_from(["replicate", "drop"]))
+    @given(specs(("a", "b"), 3), shapes, st.sampled_from(["replicate", "drop"]))
     def test_the_part_that_fits(self, spec, shape, how):
         fit = fit_sharding(spec, mesh24(), shape, on_indivisible=how)
         part = fit.sharding

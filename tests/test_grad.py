@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 import nnx_sharding
 from graphs import Loose, snapshot
 from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
-from models import MLP, Counter, Net, P, mesh_of
+from zoo import MLP, Counter, Net, P, mesh_of
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -360,16 +360,6 @@ def loose_module(t):
     return t.grad(lambda m: m.w[...] ** 2 if m.flag else 0.0)(model)
 
 
-def of_itself(t):
-    """The second derivative: the gradient of a sum of gradients."""
-    model = node(w=param(3))
-
-    def slope(m):
-        return t.grad(lambda m: m.w[...] ** 3)(m)["w"][...]
-
-    return t.value_and_grad(slope)(model)
-
-
 def of_itself_with_state(t):
     model = Counter()
 
@@ -397,85 +387,6 @@ def in_a_training_step(t):
         optimizer.update(model, grads)
         losses.append(value)
     return losses, nnx.state(model), nnx.state(optimizer)
-
-
-def in_flax_jit(t):
-    model = net()
-    step = nnx.jit(t.value_and_grad(lambda m: square(m, WIDE)), **FULL)
-    return step(model), step(model), nnx.state(model)
-
-
-def in_flax_vmap(t):
-    models = nnx.vmap(lambda key: MLP(nnx.Rngs(key)), **FULL)(
-        jax.random.split(jax.random.key(0), 3)
-    )
-    return nnx.vmap(t.grad(square), in_axes=(0, None), **FULL)(models, X)
-
-
-def in_flax_scan(t):
-    def step(model, x):
-        grads = t.grad(lambda m: m(x) ** 2)(model)
-        model.scale[...] -= 0.1 * grads["scale"][...]
-        return model, grads["scale"][...]
-
-    axes = {"in_axes": (nnx.Carry, 0), "out_axes": (nnx.Carry, 0)}
-    model, slopes = nnx.scan(step, **axes, **FULL)(Counter(), jnp.arange(3.0))
-    return slopes, nnx.state(model)
-
-
-def in_flax_grad(t):
-    model = node(w=param(3))
-    inner = t.grad(lambda m: m.w[...] ** 3)
-    return nnx.grad(lambda m: inner(m)["w"][...], **FULL)(model)
-
-
-def around_flax_grad(t):
-    model = node(w=param(3))
-    inner = nnx.grad(lambda m: m.w[...] ** 3, **FULL)
-    return t.grad(lambda m: inner(m)["w"][...])(model)
-
-
-def around_flax_transforms(t):
-    model = MLP()
-
-    def loss(m):
-        hidden = nnx.vmap(lambda m, x: m.up(x), in_axes=(None, 0), **FULL)(m, X)
-        return jnp.mean(nnx.remat(lambda m, h: jnp.tanh(m.down(h)), **FULL)(m, hidden) ** 2)
-
-    return t.value_and_grad(loss)(model)
-
-
-def around_flax_scan(t):
-    model = Counter()
-
-    def loss(m, xs):
-        axes = {"in_axes": (nnx.Carry, 0), "out_axes": (nnx.Carry, 0)}
-        _, ys = nnx.scan(lambda m, x: (m, m(x)), **axes, **FULL)(m, xs)
-        return ys.sum()
-
-    return t.value_and_grad(loss)(model, jnp.arange(4.0)), nnx.state(model)
-
-
-def around_flax_cond(t):
-    model = Counter()
-
-    def loss(m, flag):
-        return nnx.cond(flag, lambda m: m(2.0), lambda m: m.scale[...] * 5, m)
-
-    fun = t.value_and_grad(loss)
-    return fun(model, True), fun(model, False), nnx.state(model)
-
-
-def in_jax_jit(t):
-    graphdef, state = nnx.split(net())
-
-    @jax.jit
-    def step(state):
-        model = nnx.merge(graphdef, state)
-        grads = t.grad(lambda m: square(m, WIDE))(model)
-        return grads, nnx.state(model)
-
-    return step(state)
 
 
 PROGRAMS = (
@@ -527,19 +438,9 @@ PROGRAMS = (
     model_made_inside,
     models_as_aux,
     loose_module,
-    of_itself,
     of_itself_with_state,
     of_a_model_that_is_closed_over,
     in_a_training_step,
-    in_flax_jit,
-    in_flax_vmap,
-    in_flax_scan,
-    in_flax_grad,
-    around_flax_grad,
-    around_flax_transforms,
-    around_flax_scan,
-    around_flax_cond,
-    in_jax_jit,
 )
 
 

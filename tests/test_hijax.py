@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from libraries import Transforms, named, node
-from models import mesh_of
 from nnx_sharding import (
     Carry,
     cond,
@@ -35,6 +34,7 @@ from nnx_sharding import (
     vjp,
     vmap,
 )
+from zoo import mesh_of
 
 X = jnp.linspace(-1, 1, 4)
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from models import P, mesh_of
 from nnx_sharding.analysis import Cost, collectives_of
 from nnx_sharding.analysis.device_groups import read_groups
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.instructions import Shape, arrays, read_shape
 from nnx_sharding.analysis.memory import memory_of
 from nnx_sharding.analysis.work import with_loops
+from zoo import P, mesh_of
 
 SHAPES = {
     "scalar": ("f32[]", Shape("f32", (), 4)),

@@ -15,13 +15,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.partition import abstract_init, from_logical, init, sharded_init
 from nnx_sharding.partition.variables import from_paths
 from nnx_sharding.transforms.lifted import lift
+from zoo import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 
 RULES = StateSharding({nnx.PathContains("kernel"): P("a", "b"), ...: P()})
 

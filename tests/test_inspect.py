@@ -11,11 +11,11 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
-from models import MLP, P, mesh_of
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.analysis import collectives_of, parameter_table
 from nnx_sharding.analysis.opcodes import COLLECTIVES
 from nnx_sharding.analysis.parameters import ParameterTable
+from zoo import MLP, P, mesh_of
 
 MESH = mesh_of((2, 4), ("data", "model"))
 SHARDING = StateSharding(

@@ -15,10 +15,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import zoo
 from nnx_sharding import StateSharding, jit, stack, vmap
 from nnx_sharding.core import convolutions
 from nnx_sharding.errors import WrongGradientWarning
-from nnx_sharding.partition import fsdp, pipeline, replicated, sharded_init, tensor_parallel
+from nnx_sharding.partition import pipeline, sharded_init
+from zoo import assert_close
 
 P, AUTO, EXPLICIT = PartitionSpec, AxisType.Auto, AxisType.Explicit
 MENDED = "XLA computes this right now: remove what avoids the fault, and this test"
@@ -153,12 +155,7 @@ PROGRAMS = {
     "pipeline": gradient,
 }
 STRATEGIES = {
-    "replicated": lambda model, mesh: replicated(model),
-    "fsdp": lambda model, mesh: fsdp(model, mesh=mesh, min_size=0),
-    "tensor_parallel": tensor_parallel,
-    "both": lambda model, mesh: fsdp(
-        model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh)
-    ),
+    **{name: zoo.STRATEGIES[name] for name in ("replicated", "fsdp", "tensor", "both")},
     "own": lambda model, mesh: StateSharding({...: P()}),
 }
 KINDS = ("Conv", "Conv", "ConvTranspose", "raw")
@@ -229,8 +226,7 @@ class Case(NamedTuple):
             if EXPLICIT in self.types and REFUSED.search(str(error)):
                 return
             raise
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=str(self))
+        assert_close(found, want, 1e-4, 1e-4, str(self))
 
 
 # By JAX, which gives each mesh axis to one dimension of a type only.
@@ -286,8 +282,7 @@ def test_a_gradient_around_a_program():
     plain = lambda model, x: model(x)  # noqa: E731
     want = penalty(plain)(model, x)
     step = jit(penalty(jit(plain)), in_shardings=(P(), P("data")), mesh=mesh)
-    for a, b in zip(jax.tree.leaves(step(model, x)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    assert_close(step(model, x), want, 1e-4, 1e-4)
 
 
 @MIXED

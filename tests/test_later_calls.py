@@ -19,9 +19,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import nnx_sharding
-from models import P, mesh_of
 from nnx_sharding import jit, shard_map
 from nnx_sharding.errors import DonatedError
+from zoo import P, mesh_of
 
 OURS, JAX = (os.path.dirname(library.__file__) for library in (nnx_sharding, jax))
 MESHES = {kind: mesh_of((2, 4), ("data", "model"), kind) for kind in ("auto", "explicit")}

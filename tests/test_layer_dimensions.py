@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from nnx_sharding import StateAxes, eval_shape, jit, scan, vmap
-from nnx_sharding.partition import fsdp, sharded_init, tensor_parallel, zero1
+from nnx_sharding.partition import sharded_init, tensor_parallel
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.report import check_sharding
+from zoo import STRATEGIES, WIDTH, P, assert_trains_alike, mesh_of
 
-P = PartitionSpec
-WIDTH = 16
 # Of what a layer adds. Up to 128 blocks run in a row: with 1, they amplify the rounding of the sums
 # in another order to 0.3 % of the gradients.
 SHARE = 1 / 8
@@ -81,7 +80,7 @@ class Case(NamedTuple):
             tuple(random.choice((0, 1, 1, -1)) for _ in range(depth)),
             tuple(random.sample((2, 4, 8, WIDTH), depth)),
             random.choice((vmap, nnx.vmap)),
-            random.choice([*STRATEGIES]),
+            random.choice(NAMES),
             random.choice((AxisType.Auto, AxisType.Explicit)),
         )
 
@@ -115,26 +114,7 @@ class Case(NamedTuple):
         return found
 
 
-def _fsdp(model, mesh, **options):
-    return fsdp(model, mesh=mesh, min_size=0, **options)
-
-
-STRATEGIES = {
-    "fsdp": _fsdp,
-    "tensor": lambda model, mesh, **options: tensor_parallel(model, mesh=mesh, **options),
-    "both": lambda model, mesh, **options: _fsdp(
-        model, mesh, base=tensor_parallel(model, mesh=mesh), **options
-    ),
-    "zero1": lambda model, mesh, **options: zero1(
-        model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh), **options
-    ),
-}
-
-
-class Trainer(nnx.Module):
-    def __init__(self, case):
-        self.model = case.make()
-        self.optimizer = nnx.Optimizer(self.model, optax.adam(1e-3), wrt=nnx.Param)
+NAMES = ("fsdp", "tensor", "both", "zero1 both")
 
 
 def unsharded(case, tree, sharding):
@@ -152,31 +132,28 @@ def check_shardings(case):
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(case.axis_type,) * 2)
     model = nnx.eval_shape(case.make)
     optimizer = nnx.eval_shape(lambda: nnx.Optimizer(case.make(), optax.adam(1e-3), wrt=nnx.Param))
-    sharding = STRATEGIES[case.strategy](model, mesh, optimizer=optimizer)
+    sharding = STRATEGIES[case.strategy](model, mesh=mesh, optimizer=optimizer)
     unsharded(case, model, sharding)
     unsharded(case, optimizer, sharding)
     specs = [sharding.find(each.path, each.variable)[1] for each in variables(optimizer)]
     assert any(spec != P() for spec in specs), case
 
 
+class Nested(nnx.Module):
+    """The layers of a case, which run as it says."""
+
+    def __init__(self, case):
+        self.layers, self.case = case.make(), case
+
+    def __call__(self, x):
+        return self.case.call(self.layers, x.reshape(-1, WIDTH))
+
+
 def check_numbers(case):
-    """Compares the output and the gradients with one device."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(case.axis_type,) * 2)
-    model = eval_shape(case.make)
-    optimizer = eval_shape(lambda: nnx.Optimizer(case.make(), optax.sgd(1.0), wrt=nnx.Param))
-    sharding = STRATEGIES[case.strategy](model, mesh, optimizer=optimizer)
-    x = np.random.default_rng(0).standard_normal((8, WIDTH)).astype(np.float32)
-
-    def step(layers, x):
-        return nnx.value_and_grad(lambda layers: (case.call(layers, x) ** 2).mean())(layers)
-
-    want = nnx.jit(step)(case.make(), x)
-    found = jit(step, in_shardings=(sharding, P("data")), mesh=mesh)(
-        sharded_init(case.make, sharding, mesh), x
-    )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        close = 1e-3 * np.abs(b).max()  # each block adds to the same sum
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=close, err_msg=str(case))
+    """Compares a step with one device; each block adds to the same sum."""
+    mesh = mesh_of((2, 4), ("data", "model"), (case.axis_type,) * 2)
+    strategy, tx = STRATEGIES[case.strategy], optax.sgd(1.0)
+    assert_trains_alike(lambda _: Nested(case), strategy, mesh, tx=tx, steps=1, rtol=1e-3)
 
 
 def test_specs():
@@ -197,7 +174,7 @@ def test_as_much_is_sent_as_with_layers_in_front():
     sent = []
     for axis in (0, 1):
         case = Case(("linear", "norm"), (axis,), (8,), vmap, "both", AxisType.Auto)
-        sharding = STRATEGIES["both"](eval_shape(case.make), mesh)
+        sharding = STRATEGIES["both"](eval_shape(case.make), mesh=mesh)
         layers = sharded_init(case.make, sharding, mesh)
         step = jit(case.call, in_shardings=(sharding, P("data")), mesh=mesh)
         collectives = step.lower(layers, jnp.ones((8, WIDTH))).compile().collectives()
@@ -222,7 +199,9 @@ def test_a_declared_name(mapping):
 
     model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    assert _fsdp(model, mesh).map_prefix(("table",), model.table) == P(None, None, "data")
+    assert STRATEGIES["fsdp"](model, mesh=mesh).map_prefix(("table",), model.table) == P(
+        None, None, "data"
+    )
 
 
 def test_what_is_not_known_is_not_sharded():
@@ -233,6 +212,6 @@ def test_what_is_not_known_is_not_sharded():
 
     model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    for strategy in (_fsdp, lambda model, mesh: tensor_parallel(model, mesh=mesh, axis="data")):
-        [row] = check_sharding(model, strategy(model, mesh), mesh).rows
+    for strategy in (STRATEGIES["fsdp"], functools.partial(tensor_parallel, axis="data")):
+        [row] = check_sharding(model, strategy(model, mesh=mesh), mesh).rows
         assert "one of the dimensions (0, 1)" in row.reason

@@ -15,11 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from models import mesh_of
 from nnx_sharding import place
 from nnx_sharding.checkpoint import Tensor
 from nnx_sharding.errors import CheckpointError
 from nnx_sharding.experimental import live_models, transfer
+from zoo import mesh_of
 
 EMBED, HEADS, DIM, LAYERS = 16, 4, 8, 2
 DEVICES = np.array(jax.devices())

@@ -32,13 +32,13 @@ from flax import nnx
 
 import nnx_sharding
 from graphs import Loose, Node, reachable
-from models import MLP, Net, P, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, _compat
 from nnx_sharding.core import call as run
 from nnx_sharding.core.guard import native, walk
 from nnx_sharding.core.guard import store as guards
 from nnx_sharding.core.guard.guard import Guard
 from nnx_sharding.transforms import lifted
+from zoo import MLP, Net, P, mesh_of, mlp_specs
 
 
 def array(value: float = 1.0) -> jax.Array:

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from models import P, mesh_of
+from draws import specs
 from nnx_sharding import StateSharding, jit, place, shard_map, sharded_init
 from nnx_sharding.partition import with_sharding_constraint
+from zoo import P, mesh_of
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 2), (4,), (1,), (1, 1))
 KINDS = (AxisType.Auto, AxisType.Explicit)
@@ -94,17 +95,8 @@ def meshes(draw, like: Mesh | None = None, shapes=SHAPES):
 
 @st.composite
 def declared(draw, mesh: Mesh):
-    """Specs that use each axis at most once, several in one dimension and in any order."""
-
-    def spec(rank):
-        entries: list = [()] * rank
-        for axis in draw(st.permutations(mesh.axis_names)):
-            dimension = draw(st.integers(0, rank))
-            if dimension < rank:
-                entries[dimension] = (*entries[dimension], axis)
-        return P(*(e if len(e) > 1 else e[0] if e else None for e in entries))
-
-    return Declared(mesh, (spec(2), spec(1), spec(2)), spec(2))
+    matrix, vector, array, x = (draw(specs(mesh.axis_names, rank)) for rank in (2, 1, 2, 2))
+    return Declared(mesh, (matrix, vector, array), x)
 
 
 def in_context(draw, mesh):

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zoo
 from nnx_sharding import (
     ActivationSharding,
     InOutSharding,
@@ -25,7 +26,8 @@ from nnx_sharding import (
     shard_map,
 )
 from nnx_sharding.errors import ActivationError
-from nnx_sharding.partition import fsdp, replicated, tensor_parallel
+from nnx_sharding.partition import fsdp, replicated
+from zoo import STRATEGIES, assert_close
 
 WIDTH = 16
 X = jax.random.normal(jax.random.key(0), (8, 4, WIDTH))
@@ -34,18 +36,11 @@ AXIS_TYPES = {
     "explicit": (AxisType.Explicit, AxisType.Explicit),
     "mixed": (AxisType.Explicit, AxisType.Auto),
 }
-STRATEGIES = {
-    "replicated": lambda model, mesh: replicated(model),
-    "fsdp": lambda model, mesh: fsdp(model, mesh=mesh, min_size=0),
-    "tensor_parallel": tensor_parallel,
-    "both": lambda model, mesh: fsdp(
-        model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh)
-    ),
-}
+NAMES = ("replicated", "fsdp", "tensor", "both")
 
 
 def mesh_of(kind):
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=AXIS_TYPES[kind])
+    return zoo.mesh_of((2, 4), ("data", "model"), AXIS_TYPES[kind])
 
 
 EXPLICIT = mesh_of("explicit")
@@ -158,7 +153,7 @@ def _less_optimized():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-CASES = [(axes, strategy) for axes in AXIS_TYPES for strategy in STRATEGIES]
+CASES = [(axes, strategy) for axes in AXIS_TYPES for strategy in NAMES]
 CHOSEN = random.Random(os.environ["NNX_SHARDING_TEST_SEED"]).sample(CASES, 2)
 
 
@@ -181,12 +176,7 @@ def test_nested_modules_run_once(axes, strategy):
         value, gradient = step(model, x)
         wanted, wanted_gradient = nnx.value_and_grad(fun)(expected, x)
     assert notes(model) == notes(expected), seed
-    np.testing.assert_allclose(value, wanted, rtol=1e-10, err_msg=str(seed))
-    for (path, mine), (_, theirs) in zip(
-        nnx.to_flat_state(gradient), nnx.to_flat_state(wanted_gradient), strict=True
-    ):
-        size, message = np.abs(theirs[...]).max(), f"{seed} {path}"
-        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-8 * size, err_msg=message)
+    assert_close((value, gradient), (wanted, wanted_gradient), 1e-8, 1e-10, f"{seed} ")
 
 
 @pytest.mark.parametrize("chosen", [P("data"), None], ids=["declared", "open"])
@@ -418,5 +408,4 @@ def test_gradients_of_reduced_parameters(by_hand):
     specs = P() if by_hand else replicated(model), P("data")
     found = jit(microbatches, in_shardings=specs, mesh=EXPLICIT)(model, X)
     expected = nnx.value_and_grad(loss)(make(), X)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert_close(found, expected, 1e-3, 1e-5)

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from optax import contrib
 
-from models import P, mesh_of
 from nnx_sharding import jit, stack
 from nnx_sharding.partition import (
     from_rules,
@@ -24,9 +23,9 @@ from nnx_sharding.partition import (
     sharded_init,
     specs_by_path,
     tensor_parallel,
-    zero1,
 )
 from nnx_sharding.placement import place
+from zoo import STRATEGIES, P, assert_close, assert_placed, mesh_of, misfits
 
 RATE = 1e-2
 
@@ -105,17 +104,7 @@ def optimizers():
 # a singular value decomposition that is not unique; lbfgs divides by differences of gradients.
 AMPLIFYING = ("galore", "galore of low rank", "lbfgs")
 OPTIMIZERS = optimizers()
-STRATEGIES = {
-    "fsdp": fsdp,
-    "zero1": zero1,
-    "tensor_parallel": lambda *args, min_size, **kwargs: tensor_parallel(*args, **kwargs),
-    "fsdp+tp": lambda *args, mesh, **kwargs: fsdp(
-        *args, mesh=mesh, base=tensor_parallel(*args, mesh=mesh), **kwargs
-    ),
-    "zero1+tp": lambda *args, mesh, **kwargs: zero1(
-        *args, mesh=mesh, base=tensor_parallel(*args, mesh=mesh), **kwargs
-    ),
-}
+NAMES = ("fsdp", "zero1", "tensor", "both", "zero1 both")
 
 
 class Model(nnx.Module):
@@ -167,7 +156,7 @@ class AsOnOneDeviceTest(parameterized.TestCase):
     def compare(self, names, strategy, kind):
         mesh, make = mesh_of((2, 4), ("data", "model"), kind), makes(names)
         shardings = {
-            name: STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer, min_size=0)
+            name: STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer)
             for name, (model, optimizer) in nnx.eval_shape(make).items()
         }
         ours = sharded_init(make, shardings, mesh)
@@ -175,14 +164,12 @@ class AsOnOneDeviceTest(parameterized.TestCase):
         for _ in range(3):
             run(ours)
         for name in names:
-            found, truth = flat_state(ours[name]), on_one_device(*names)[name]
-            for path, x in found.items():
-                if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                    scale = 1e-3 + np.abs(truth[path]).max(initial=0)
-                    one, other = (np.asarray(y[...], np.float64) for y in (x, truth[path]))
-                    limit = 1e-9 if name in AMPLIFYING else 2e-3
-                    self.assertLess(np.abs(one - other).max(initial=0) / scale, limit, (name, path))
+            limit = 1e-9 if name in AMPLIFYING else 2e-3
+            assert_close(flat_state(ours[name]), on_one_device(*names)[name], limit, 1e-3 * limit)
             model, optimizer = ours[name]
+            for tree in (model, optimizer):
+                self.assertEqual(misfits(tree, shardings[name], mesh), [])
+                assert_placed(tree, shardings[name], mesh)
             if strategy.startswith("zero1"):
                 continue
             specs = specs_by_path(model, shardings[name])
@@ -194,7 +181,7 @@ class AsOnOneDeviceTest(parameterized.TestCase):
                         self.assertEqual(x.sharding.spec, spec, (name, path))
 
     def test_some(self):
-        strategy, kind = random.choice([("fsdp", "explicit"), ("zero1+tp", "auto")])
+        strategy, kind = random.choice([("fsdp", "explicit"), ("zero1 both", "auto")])
         self.check([random.choice(sorted(OPTIMIZERS))], strategy, kind)
 
     def test_constants_in_the_state(self):
@@ -206,7 +193,7 @@ class AsOnOneDeviceTest(parameterized.TestCase):
     def test_all(self, start):
         """Few at once, or devices wait too long for each other."""
         names = sorted(OPTIMIZERS, key=lambda name: name in AMPLIFYING)[start : start + 4]
-        for strategy, kind in itertools.product(STRATEGIES, ["auto", "explicit"]):
+        for strategy, kind in itertools.product(NAMES, ["auto", "explicit"]):
             with self.subTest(names=names, strategy=strategy, kind=kind):
                 self.check(names, strategy, kind)
 
@@ -317,7 +304,3 @@ class StackedLayersTest(parameterized.TestCase):
                 is_norm = "norm" in path
                 self.assertEqual("data" in jax.tree.leaves(tuple(spec)), not is_norm, path)
                 self.assertTrue(path[0] == "head" or not spec or spec[0] is None, path)
-
-
-if __name__ == "__main__":
-    absltest.main()

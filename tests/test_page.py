@@ -15,17 +15,16 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reports
-from models import MLP, P, mesh_of, mlp_specs
 from nnx_sharding import jit
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.report import Comparison, ProgramReport, check_sharding, diff
 from nnx_sharding.report.comparison import Failure
 from nnx_sharding.report.page import html_page, write_html
+from zoo import MLP, P, mesh_of, mlp_specs
 
 pytestmark = pytest.mark.slow
 
@@ -623,8 +622,3 @@ def test_parameters_of_a_module(browser, tmp_path):
         assert page.rows("parameters") == [row.path for row in report.parameters]
         text = page.tab.locator("#collectives").inner_text()
         assert "all-reduce" in text and "model" in text
-
-
-def test_state_of_an_optimizer_is_shown_by_path():
-    model = nnx.eval_shape(lambda: MLP())
-    assert "up/kernel" in parameter_table(model)._repr_html_()

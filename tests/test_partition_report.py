@@ -16,13 +16,13 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from models import MLP, Net, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.report.sharding import check_sharding
 from nnx_sharding.specs.filters import Paths
 from nnx_sharding.testing import assert_sharded
 from test_fit import shapes, specs
+from zoo import MLP, Net, mesh_of, mlp_specs
 
 ABSTRACT = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 TYPES = ["float32", "bfloat16", "int4", "bool", "key<fry>", "float8_e4m3fn", "uint8"]

@@ -30,6 +30,7 @@ from nnx_sharding import (
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, idle_share, pipeline, tensor_parallel
 from nnx_sharding.report import compare
+from zoo import assert_close, run_layers
 
 STAGES = AbstractMesh((4,), ("stage",))
 
@@ -56,7 +57,7 @@ class Model(nnx.Module):
         return self.head(self.hidden(self.embed(x)))
 
     def hidden(self, x):
-        return self.blocks(x, scale=jnp.float32(0.5))
+        return run_layers(self.blocks, x, scale=jnp.float32(0.5))
 
 
 class Listed(Model):
@@ -65,12 +66,6 @@ class Listed(Model):
     def __init__(self, length: int, remat: object):
         super().__init__(length)
         self.blocks = nnx.List(self.blocks)
-
-    def hidden(self, x):
-        scale = jnp.float32(0.5)
-        for block in self.blocks:
-            x = block(x, scale=scale)
-        return x
 
 
 def loss(model, x):
@@ -87,13 +82,6 @@ def gradients(fun, **options):
     return jit(lambda model, x: value_and_grad(fun, wrt=nnx.Param)(model, x), **options)
 
 
-def numbers(tree):
-    leaves = jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-    data = (jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key, strict=True))
-    return [*map(np.asarray, data)]
-
-
 def run(stages, microbatches, repeats, remat=False, base=None, kind=AxisType.Auto, make=Model):
     """Checks a step against one without a pipeline; returns the collectives of the program."""
     model = make(max(4, stages * repeats), remat)
@@ -107,9 +95,7 @@ def run(stages, microbatches, repeats, remat=False, base=None, kind=AxisType.Aut
     compiled = step.lower(model, x).compile()
     found = compiled(model, jax.device_put(x, jax.NamedSharding(mesh, rows)))
     expected = gradients(functools.partial(loss_of_microbatches, microbatches))(like, x)
-    for a, b in [(found, expected), (model, like)]:
-        for one, other in zip(numbers(a), numbers(b), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_close((found, nnx.state(model)), (expected, nnx.state(like)), atol=1e-5)
     return compiled.collectives()
 
 
@@ -277,9 +263,7 @@ def test_further_arguments_of_blocks_may_be_equal_numpy_arrays():
     sharding = pipeline(blocks, mesh=mesh, microbatches=2)
 
     def call(blocks, x):
-        for block in blocks:
-            x = block(x, np.arange(4.0))
-        return x
+        return run_layers(blocks, x, np.arange(4.0))
 
     found = jit(call, in_shardings=(sharding, P()), mesh=mesh)(blocks, jnp.ones((2, 4)))
     np.testing.assert_array_equal(found, [[0, 1, 2**4, 3**4]] * 2)
@@ -305,12 +289,6 @@ class Telling(nnx.Module):
         return x
 
 
-def chained(blocks, x):
-    for block in blocks:
-        x = block(x)
-    return x
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 @pytest.mark.parametrize(
@@ -321,8 +299,7 @@ def chained(blocks, x):
 def test_what_layers_sow_is_captured(as_list, remat, repeats, kind):
     def run(blocks, x):
         def loss(blocks):
-            call = chained if as_list else lambda m, x: m(x)
-            y, *sown = nnx.capture(call, nnx.Intermediate, nnx.BatchStat)(blocks, x)
+            y, *sown = nnx.capture(run_layers, nnx.Intermediate, nnx.BatchStat)(blocks, x)
             return (y**2).mean() + (sown[1][0 if as_list else "layers"]["norm"] ** 2).mean(), sown
 
         return value_and_grad(loss, has_aux=True, wrt=nnx.Param)(blocks)
@@ -336,8 +313,7 @@ def test_what_layers_sow_is_captured(as_list, remat, repeats, kind):
     sharding = pipeline(blocks, mesh=mesh, microbatches=4, repeats=repeats, base=base)
     found = jit(run, mesh=mesh, in_shardings=(sharding, P("data")))(blocks, x)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(numbers(found), numbers(expected), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_close(found, expected, atol=1e-5)
 
 
 def test_a_capture_has_one_call_of_a_stack():
@@ -370,13 +346,12 @@ def test_a_stack_alone_with_pairs_of_inputs_and_further_arguments(kind):
     x = jax.random.normal(jax.random.key(0), (8, 16))
     args = x, jnp.arange(8) % 3, jnp.linspace(0.0, 1.0, 16)
     both = grad(run, argnums=(0, 1, 3))
-    expected = numbers(jit(lambda *args: both(*args))(blocks, *args))
+    expected = jit(lambda *args: both(*args))(blocks, *args)
     mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(kind,) * 2)
     sharding = pipeline(blocks, mesh=mesh, microbatches=4, base=fsdp(blocks, mesh=mesh, min_size=0))
     in_shardings = sharding, P("data"), P("data"), P()
     found = jit(lambda *args: both(*args), mesh=mesh, in_shardings=in_shardings)(blocks, *args)
-    for one, other in zip(numbers(found), expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_close(found, expected, atol=1e-5)
 
 
 class Mapped(nnx.Module):

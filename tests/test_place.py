@@ -17,11 +17,11 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from models import MLP, mesh_of, mlp_specs, numbers
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
 from nnx_sharding.partition import with_sharding_constraint
 from nnx_sharding.placement import place
+from zoo import MLP, mesh_of, mlp_specs, numbers
 
 DEVICES = np.array(jax.devices())
 MESH = mesh_of((2, 4), ("data", "model"))

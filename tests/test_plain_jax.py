@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import nnx_sharding
-from models import P, assert_same, describe, mesh_of
 from nnx_sharding import jit, shard_map
 from nnx_sharding.errors import NoMeshError
+from zoo import P, assert_same, describe, mesh_of
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

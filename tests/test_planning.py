@@ -17,7 +17,6 @@ from flax import nnx
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, NamedSharding
 
-from models import MLP, P
 from nnx_sharding import StateSharding, experimental, jit, partition, shard_map, stack
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.units import read_bytes
@@ -31,6 +30,7 @@ from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, finger
 from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients, fetched, offload
 from nnx_sharding.transforms.stages import Compiled
+from zoo import MLP, P
 
 # Losses are outside of models, which gathers logits over the axes for layers.
 pytestmark = pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnshardedWarning")

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from models import mesh_of
 from nnx_sharding.cli.main import main
 from nnx_sharding.testing import launch, launcher
+from zoo import mesh_of
 
 pytestmark = pytest.mark.slow
 

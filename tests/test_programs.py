@@ -11,7 +11,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from models import mesh_of
 from nnx_sharding import export
 from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.partition import abstract_init, sharded_init
@@ -28,6 +27,7 @@ from programs.harness import (
     shardings,
     strategies,
 )
+from zoo import mesh_of
 
 MESH = mesh_of((2, 4), ("data", "model"))
 # A transformer, a loop with random numbers, and BatchNorm; the others nightly.

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import mesh_of
 from nnx_sharding import StateSharding, jit, merge, split
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.checkpoint import restore, save
@@ -41,6 +40,7 @@ from nnx_sharding.partition.variables import variables
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
 from nnx_sharding.testing import assert_sharded
+from zoo import mesh_of
 
 WIDTH = 16
 MESH = mesh_of((2, 4), ("data", "model"))

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from graphs import snapshot
 from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
-from models import MLP, Counter, Net
 from nnx_sharding import jit, saved_residuals, stack
+from zoo import MLP, Counter, Net
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 KEPT_BY_UP = 8 * 16 * 4  # bytes
@@ -97,19 +97,6 @@ def static_arguments(t):
     return fun(MLP(), X, 3)
 
 
-def nested(t):
-    inner = t.remat(lambda m, x: jnp.tanh(m(x)))
-    return t.grad(t.remat(lambda m, x: inner(m, inner(m, x)).sum()))(MLP(), X)
-
-
-def in_scan(t):
-    make = t.vmap(lambda key: MLP(nnx.Rngs(key)))
-    models = make(jax.random.split(jax.random.key(0), 3))
-    step = t.remat(lambda x, m: jnp.tanh(m(x)), prevent_cse=False)
-    run = t.scan(step, in_axes=(t.Carry, 0), out_axes=t.Carry)
-    return t.value_and_grad(lambda m: run(X, m).sum())(models)
-
-
 def policy_of_jax(t):
     policy = jax.checkpoint_policies.dots_saveable
     return t.value_and_grad(t.remat(loss, policy=policy))(deep(), X)
@@ -123,8 +110,6 @@ PROGRAMS = (
     shared_variables,
     keyword_arguments,
     static_arguments,
-    nested,
-    in_scan,
     policy_of_jax,
 )
 POLICIES = (

@@ -16,10 +16,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from models import P, mesh_of
 from nnx_sharding import explain_retraces, jit, limit_traces, shard_map
 from nnx_sharding.diagnostics.retraces import MAX_TRACES
 from nnx_sharding.errors import RetraceError
+from zoo import P, mesh_of
 
 REMEDY = "create it once, outside the loop"
 

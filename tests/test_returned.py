@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from models import mesh_of
+from zoo import mesh_of
 
 MESH = mesh_of((2,), ("x",))
 MODES = [(True, True), (True, False), (False, False)]

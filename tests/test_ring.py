@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -15,11 +16,12 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding import jit, stack
 from nnx_sharding.experimental import balanced_order, ring_attention
 from nnx_sharding.experimental.ring_passes import Ring, may_attend
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning.predictions import products_in
+from zoo import Causal, assert_trains_alike, batch_of, mean_square
 
 BATCH, LENGTH, HEADS, SIZE = 4, 48, 4, 8
 MASKS = (
@@ -117,31 +119,15 @@ def test_equals_attention_in_one_matrix(case):
     assert out.sharding.is_equivalent_to(placed[3].sharding, 4)
 
 
-class Block(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(16, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            4, 16, attention_fn=ring_attention, decode=False, rngs=rngs
-        )
-
-    def __call__(self, x):
-        return x + self.attention(self.norm(x), is_causal=True)
-
-
-def loss(model, x):
-    return (model(x) ** 2).mean()
-
-
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_stack_with_fsdp_over_both_axes(remat):
+    def make(rngs):
+        return stack(functools.partial(Causal, function=ring_attention), 3, remat=remat, rngs=rngs)
+
     mesh = make_mesh({"data": 2, "context": 4})
-    model, x = stack(Block, 3, remat=remat, rngs=nnx.Rngs(0)), jnp.arange(4.0 * 24 * 16)
-    x = jnp.sin(x).reshape(4, 24, 16)
-    expected = jit(value_and_grad(loss))(model, x)
-    sharding = fsdp(model, mesh=mesh, axis=("data", "context"), min_size=0)
-    step = jit(value_and_grad(loss), mesh=mesh, in_shardings=(sharding, P("data", "context")))
-    for one, other in zip(jax.tree.leaves(step(model, x)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    strategy = functools.partial(fsdp, axis=("data", "context"), min_size=0)
+    batch = functools.partial(batch_of, mean_square, 4, 24)
+    assert_trains_alike(make, strategy, mesh, batch=batch, spec=P("data", "context"), steps=1)
 
 
 def compiled(shards, length, dtype=jnp.bfloat16, **options):

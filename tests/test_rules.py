@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import MLP, Net, mesh_of
 from nnx_sharding import StateSharding, jit, place
 from nnx_sharding.errors import StrictError, UnusedFilterWarning
 from nnx_sharding.partition import (
@@ -35,6 +34,7 @@ from nnx_sharding.partition import (
 )
 from nnx_sharding.partition.variables import from_paths
 from nnx_sharding.specs.filters import PathGlob, PathRegex, is_opaque
+from zoo import MLP, Net, mesh_of
 
 
 def mesh24():

@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from models import mesh_of
 from nnx_sharding import StateSharding, stack
 from nnx_sharding.checkpoint import Tensor, load_safetensors, save_safetensors
 from nnx_sharding.checkpoint import safetensors as implementation
@@ -29,6 +28,7 @@ from nnx_sharding.checkpoint.tensor_files import create, read_box, stored_tensor
 from nnx_sharding.cli.main import main
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init
+from zoo import mesh_of
 
 safetensors = pytest.importorskip("safetensors.numpy")
 

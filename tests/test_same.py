@@ -13,10 +13,10 @@ import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from models import P, mesh_of
 from nnx_sharding import jit, shard_map, stack
 from nnx_sharding.partition import fsdp, pipeline
 from nnx_sharding.testing import assert_same
+from zoo import P, mesh_of
 
 AXES = ("data", "model")
 MESH = mesh_of((2, 4), AXES)

@@ -14,9 +14,9 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
-from models import MLP, Counter, P, assert_same, assert_same_state, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, explain_retraces, jit, shard_map
 from nnx_sharding.export import export
+from zoo import MLP, Counter, P, assert_same, assert_same_state, mesh_of, mlp_specs
 
 # A list that a function appends to would be something that it reaches, and that changes.
 TRACES = logging.getLogger("traces")

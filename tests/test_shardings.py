@@ -14,7 +14,8 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
-from models import (
+from nnx_sharding import StateSharding, jit, reshard
+from zoo import (
     MLP,
     Counter,
     Net,
@@ -26,7 +27,6 @@ from models import (
     pointers,
     values,
 )
-from nnx_sharding import StateSharding, jit, reshard
 
 
 def mesh8(kind="auto"):

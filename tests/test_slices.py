@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 
-from models import MLP, P, mesh_of
 from nnx_sharding import jit
 from nnx_sharding.analysis import collectives_of, roofline_of
 from nnx_sharding.analysis.hlo import parse
@@ -17,6 +16,7 @@ from nnx_sharding.analysis.meshes import MeshDescription
 from nnx_sharding.partition import fsdp, make_mesh, tensor_parallel, zero1
 from nnx_sharding.planning import plan
 from nnx_sharding.report.compiling import fingerprint
+from zoo import MLP, P, mesh_of
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
-from models import P, mesh_of
 from nnx_sharding import StateSharding, jit, shard_map
 from nnx_sharding.errors import NoMeshError
+from zoo import P, mesh_of
 
 X = np.arange(128, dtype=np.float32).reshape(16, 8)
 KERNEL = nnx.PathContains("kernel")

@@ -16,8 +16,9 @@ from flax import nnx
 
 from graphs import snapshot
 from libraries import FULL, OURS, assert_same, node, param
-from models import MLP, P, mesh_of
 from nnx_sharding import Stack, grad, jit, remat, shard_map, stack
+from zoo import MLP, P, mesh_of
+from zoo import run_layers as run
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 WIDTH, LAYERS = 4, 3
@@ -60,15 +61,6 @@ class Group(nnx.Module):
 
 def blocks(make=Block):
     return [make(nnx.Rngs(i)) for i in range(LAYERS)]
-
-
-def run(layers, x, *args, **kwargs):
-    """The layers of a stack or of a list, one after the other."""
-    if isinstance(layers, Stack):
-        return layers(x, *args, **kwargs)
-    for layer in layers:
-        x = layer(x, *args, **kwargs)
-    return x
 
 
 def close(ours, theirs, tol=1e-6):

@@ -10,36 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
-from nnx_sharding import Carry, Stack, export, jit, place, scan, stack
+from nnx_sharding import Carry, export, jit, place, scan, stack
 from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.partition import from_rules, fsdp, sharded_init
 from nnx_sharding.report import check_sharding
-
-P = PartitionSpec
-
-
-class Block(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.up = nnx.Linear(16, 64, rngs=rngs)
-        self.down = nnx.Linear(64, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
+from zoo import Block, P, run_layers
 
 
 class Model(nnx.Module):
     def __init__(self, *, stacked: bool, rngs: nnx.Rngs):
-        blocks = [Block(rngs=rngs) for _ in range(4)]
+        blocks = [Block(rngs) for _ in range(4)]
         self.blocks = stack(blocks) if stacked else nnx.List(blocks)
 
     def __call__(self, x):
-        if isinstance(self.blocks, Stack):
-            return self.blocks(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return run_layers(self.blocks, x)
 
 
 def make(stacked=True, seed=0):

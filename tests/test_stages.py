@@ -12,7 +12,9 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from models import (
+from nnx_sharding import StateSharding, jit, shard_map, stages, testing
+from nnx_sharding.transforms import figures
+from zoo import (
     MLP,
     Counter,
     Net,
@@ -23,8 +25,6 @@ from models import (
     mlp_specs,
     values,
 )
-from nnx_sharding import StateSharding, jit, shard_map, stages, testing
-from nnx_sharding.transforms import figures
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from models import MLP, Net, P, mesh_of
 from nnx_sharding import StateSharding, jit, shard_map
+from zoo import MLP, Net, P, mesh_of
 
 
 def is_wide(path, variable):

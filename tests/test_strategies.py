@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import mesh_of, numbers
 from nnx_sharding import StateSharding, jit, stack
 from nnx_sharding.errors import NoMeshError, UnshardedWarning
 from nnx_sharding.partition import (
@@ -36,68 +35,65 @@ from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
 from nnx_sharding.specs.filters import Paths
 from nnx_sharding.specs.fitting import axes_of
-from sharded_models import MESH, MLP, MODELS, OPTIMIZERS, WIDTH, both, misfits, strategy, table
+from zoo import (
+    MESH,
+    MODELS,
+    STRATEGIES,
+    WIDTH,
+    Normed,
+    assert_trains_alike,
+    flax_gradient,
+    loss_of,
+    mesh_of,
+    misfits,
+    step_of,
+    table,
+    with_optimizer,
+)
 
 
-def train_step(model, optimizer, x):
-    def loss_of(model):
-        return ((model(x) - 0.5) ** 2).mean()
-
-    loss, grads = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, optimizer.wrt))(model)
-    optimizer.update(model, grads)
-    return loss
-
-
-@pytest.mark.slow
 class TrainingTest(parameterized.TestCase):
     """Every strategy gives the numbers of one device, and state sharded as declared."""
 
-    def check(self, make, tx, name):
-        mesh = mesh_of((2, 4), ("data", "model"))
-        x = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
-        model, optimizer = both(make, tx)
-        sharding = strategy(name, model, optimizer, mesh)
-        self.assertEqual(misfits(model, sharding, mesh), [])
-        self.assertEqual(misfits(optimizer, sharding, mesh), [])
-        abstract = nnx.eval_shape(lambda: both(make, tx))
-        self.assertEqual(strategy(name, *abstract, MESH), sharding)
-        specs = (sharding, sharding, P("data"))
-        step = jit(train_step, in_shardings=specs, mesh=mesh, strict=True)
-        other, plain = nnx.clone((model, optimizer)), nnx.jit(train_step)
-        for _ in range(2):
-            loss = plain(*other, x)
-            np.testing.assert_allclose(step(model, optimizer, x), loss, rtol=2e-4, atol=1e-5)
-        for tree, same in ((model, other[0]), (optimizer, other[1])):
-            for each, plain in zip(variables(tree), variables(same), strict=True):
-                declared = NamedSharding(mesh, sharding.find(each.path, each.variable)[1])
-                for array, expected in zip(each.arrays, plain.arrays, strict=True):
-                    assert array.sharding.is_equivalent_to(declared, array.ndim), each.name
-                    ours, theirs = numbers(array), numbers(expected)
-                    np.testing.assert_allclose(ours, theirs, 5e-3, 5e-4, err_msg=each.name)
+    def check(self, name, strategy, kind):
+        # With a larger epsilon: Adam amplifies rounding where gradients are zero, as of key biases.
+        tx, make, strategy = optax.adam(1e-2, eps=1e-3), MODELS[name], STRATEGIES[strategy]
+        options = {"loss": loss_of(name), "tx": tx, "rtol": 2e-3, "strict": True, "steps": 3}
+        if kind == "auto":
+            options["step"] = step_of(flax_gradient(loss_of(name)))
+        mesh = mesh_of((2, 4), ("data", "model"), kind)
+        _, (*trees, _) = assert_trains_alike(make, strategy, mesh, **options)
+        model, optimizer = nnx.eval_shape(lambda: with_optimizer(make, tx))
+        from_shapes = strategy(model, mesh=MESH, optimizer=optimizer)
+        self.assertEqual(from_shapes, strategy(trees[0], mesh=mesh, optimizer=trees[1]))
 
-    @parameterized.parameters(
-        *[(model, "2d") for model in sorted(MODELS)],
-        ("words", "tensor"),
-        ("resnet", "fsdp"),
-    )
-    def test_models(self, model, name):
-        self.check(MODELS[model], optax.sgd(1e-2, momentum=0.9), name)
-
-    @parameterized.parameters("replicated", "fsdp both", "zero1")
+    @parameterized.parameters(*STRATEGIES)
     def test_strategies(self, name):
-        self.check(MLP, optax.adamw(1e-2), name)
+        self.check("mlp", name, "explicit")
 
-    @parameterized.parameters(*sorted(OPTIMIZERS))
-    def test_optimizers(self, tx):
-        self.check(MLP, OPTIMIZERS[tx], "zero1 tensor")
+    @parameterized.product(model=[*MODELS], kind=["auto", "explicit"])
+    @pytest.mark.slow
+    def test_models(self, model, kind):
+        self.check(model, "both", kind)
 
+    @parameterized.product(
+        model=["attention", "words", "resnet", "lstm", "mixture"],
+        name=[name for name in STRATEGIES if name != "both"],
+    )
+    @pytest.mark.slow
+    def test_others(self, model, name):
+        self.check(model, name, "explicit")
+
+    @pytest.mark.slow
     def test_the_optimizer_holds_the_model(self):
         def update(optimizer, x):
             grads = nnx.grad(lambda model: (model(x) ** 2).mean())(optimizer.model)
             optimizer.update(grads)
 
         mesh, x = mesh_of((2, 4), ("data", "model")), np.ones((8, WIDTH), np.float32)
-        ours, other = [nnx.ModelAndOptimizer(MLP(nnx.Rngs(0)), optax.adam(1e-2)) for _ in range(2)]
+        ours, other = [
+            nnx.ModelAndOptimizer(Normed(nnx.Rngs(0)), optax.adam(1e-2)) for _ in range(2)
+        ]
         base = tensor_parallel(ours.model, mesh=mesh)
         self.assertEqual(table(ours, optimizer_sharding(ours, base)), table(
             ours, tensor_parallel(ours.model, mesh=mesh, optimizer=ours)))  # fmt: skip
@@ -353,7 +349,7 @@ class OptimizerTest(parameterized.TestCase):
 
     def test_the_longest_path_decides(self):
         def make():
-            model = MLP(nnx.Rngs(0))
+            model = Normed(nnx.Rngs(0))
             model.kernel = nnx.Param(jnp.zeros((WIDTH, 32)))
             return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
@@ -364,7 +360,7 @@ class OptimizerTest(parameterized.TestCase):
         self.assertEqual(found, {f"{inside}/kernel": P("data"), f"{inside}/bias": P("data")})
 
     def test_shardings_with_a_mesh_of_their_own(self):
-        model, optimizer = both(MLP, optax.adafactor(1e-3, min_dim_size_to_factor=4))
+        model, optimizer = with_optimizer(Normed, optax.adafactor(1e-3, min_dim_size_to_factor=4))
         kernel = NamedSharding(MESH, P("data", "model"))
         rules = StateSharding({nnx.PathContains("kernel"): kernel, ...: NamedSharding(MESH, P())})
         found = optimizer_sharding(optimizer, rules, model=model)
@@ -374,13 +370,13 @@ class OptimizerTest(parameterized.TestCase):
             self.assertEqual(found.find(path, None)[1], NamedSharding(MESH, spec))
 
     def test_override(self):
-        model, optimizer = both(MLP, optax.adam(1e-3))
+        model, optimizer = with_optimizer(Normed, optax.adam(1e-3))
         sharding = tensor_parallel(model, mesh=MESH, optimizer=optimizer)
         names = table(optimizer, override(sharding, {nnx.PathContains("mu"): P()}))
         self.assertEqual({name.split("/")[2] for name in names}, {"nu"})
 
     def test_mistakes(self):
-        model, optimizer = both(MLP, optax.adam(1e-3))
+        model, optimizer = with_optimizer(Normed, optax.adam(1e-3))
         rules = replicated(model)
         with self.assertRaisesRegex(ValueError, "Pass model="):
             optimizer_sharding(optimizer, rules)
@@ -432,7 +428,9 @@ class SmallArraysTest(parameterized.TestCase):
         self.assertIn(reason, found.values())
 
     def test_a_warning_if_nothing_is_sharded(self):
-        model, optimizer = both(lambda rngs: nnx.Linear(64, 32, rngs=rngs), optax.sgd(0.1, 0.9))
+        model, optimizer = with_optimizer(
+            lambda rngs: nnx.Linear(64, 32, rngs=rngs), optax.sgd(0.1, 0.9)
+        )
         message = r"nothing is sharded over 'data'.*kernel, has 2048\. Pass a smaller min_size"
         with self.assertWarnsRegex(UnshardedWarning, f"fsdp: {message}") as caught:
             fsdp(model, mesh=MESH)

@@ -1,4 +1,4 @@
-"""Transforms in transforms, in all modes: what eager Python computes."""
+"""Transforms in transforms, ours in Flax's too, in all modes: what eager Python computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from libraries import Transforms, node
+from libraries import FULL, Transforms, node
 
 FACTORS = np.array([0.5, 1.0, -0.7], np.float32)
 MODES = {
@@ -117,7 +117,7 @@ def sharded_jit(t, fun):
 
 
 def grad(t, fun):
-    run = t.grad(fun, wrt=nnx.Param)
+    run = t.grad(fun, argnums=nnx.DiffState(0, nnx.Param))
     return lambda m, x: weighted(run(m, x))
 
 
@@ -154,15 +154,15 @@ def linearize(t, fun):
 
 
 def vmap(t, fun):
-    return mapped(t.vmap, fun)
+    return mapped(t, t.vmap, fun)
 
 
 def map_models(t, fun):
-    return mapped(functools.partial(t.scan, out_axes=0), fun)
+    return mapped(t, functools.partial(t.scan, out_axes=0), fun)
 
 
-def mapped(make, fun):
-    axes = nnx_sharding.StateAxes({nnx.Param: None, ...: 0})
+def mapped(t, make, fun):
+    axes = t.StateAxes({nnx.Param: None, ...: 0})
     run = make(fun, in_axes=(axes, 0))
 
     def summed(m, x):
@@ -307,12 +307,17 @@ def make_jaxpr(t, fun):
     return run
 
 
-def flax_jit(t, fun):
-    return nnx.jit(fun, **t.modes)
+def of_flax(transform, **modes):
+    """The transform of Flax, in the mode of ours, or in one of its own."""
+
+    def make(t, fun):
+        return transform(Transforms(nnx, **(modes or t.modes)), fun)
+
+    make.__name__ = f"flax_{transform.__name__}"
+    return make
 
 
-def flax_remat(t, fun):
-    return nnx.remat(fun, **t.modes)
+flax_jit, flax_remat, flax_grad = of_flax(jit), of_flax(remat), of_flax(grad, **FULL)
 
 
 # The same in Python.
@@ -452,15 +457,21 @@ TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
     while_loop: eager_loop((1, 1)),
     fori_loop: eager_loop((1, 2)),
 }
+# With graph updates, as they are by default, Flax does the same.
+OF_FLAX = {flax_grad: eager_grad} | {
+    of_flax(transform, **FULL): TRANSFORMS[transform]
+    for transform in (vmap, scan_models, cond, switch, while_loop, fori_loop)
+}
+ALL = TRANSFORMS | OF_FLAX
 NAMES = {transform.__name__: transform for transform in TRANSFORMS}
-REVERSE, FORWARD = (grad, value_and_grad, vjp), (jvp, linearize)
+REVERSE, FORWARD = (grad, value_and_grad, vjp, flax_grad), (jvp, linearize)
 
 
 def exists(*transforms):
     """Whether JAX has the program: two of its transforms have a derivative in one mode only."""
-    for inside, modes in ((while_loop, REVERSE), (custom_vjp, FORWARD)):
-        around = transforms[transforms.index(inside) :] if inside in transforms else ()
-        if any(transform in modes for transform in around):
+    for i, inside in enumerate(transforms):
+        modes = {"while_loop": REVERSE, "flax_while_loop": REVERSE, "custom_vjp": FORWARD}
+        if any(transform in modes.get(inside.__name__, ()) for transform in transforms[i:]):
             return False
     return True
 
@@ -472,7 +483,7 @@ def check(transforms, mode, x=0.3, mesh=None):
         mesh = jax.make_mesh((2, 4), names, axis_types=MESHES[mesh])
     t = Transforms(nnx_sharding, **MODES[mode])
     ours = functools.reduce(lambda fun, transform: transform(t, fun), transforms, base)
-    eager = functools.reduce(lambda fun, transform: TRANSFORMS[transform](fun), transforms, base)
+    eager = functools.reduce(lambda fun, transform: ALL[transform](fun), transforms, base)
     shared = t.modes["graph"]
     one, other = Model(shared=shared, mesh=mesh), Model(shared=shared)
     objects = [one.a, one.b, one.a.w, one.b.w, one.u, one.count, one.stat]
@@ -495,7 +506,7 @@ def check(transforms, mode, x=0.3, mesh=None):
 
 def few():
     """Each transform around another one, in one mode, on one device or one kind of mesh."""
-    transforms, modes, meshes = [*TRANSFORMS], [*MODES], [None, *MESHES]
+    transforms, modes, meshes = [*ALL], [*MODES], [None, *MESHES]
     for i, inner in enumerate(transforms):
         outer = transforms[(i + 7) % len(transforms)]
         mesh = meshes[i // 2 % 4]
@@ -526,19 +537,19 @@ def test_on_every_mesh(name, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("inner", sorted(NAMES))
+@pytest.mark.parametrize("inner", sorted(ALL, key=lambda x: x.__name__), ids=lambda x: x.__name__)
 def test_all_programs_to_depth_2(inner, mode):
     failures = {}
-    for outer in (None, *TRANSFORMS):
-        transforms = (NAMES[inner],) if outer is None else (NAMES[inner], outer)
+    for outer in (None, *ALL):
+        transforms = (inner,) if outer is None else (inner, outer)
         try:
-            if exists(*transforms):
+            if exists(*transforms) and not OF_FLAX.keys() >= {*transforms}:
                 check(transforms, mode)
         except Exception as error:
             failures[outer and outer.__name__] = error
     if failures:
         raise ExceptionGroup(
-            f"around {inner}: {', '.join(map(str, failures))}", [*failures.values()]
+            f"around {inner.__name__}: {', '.join(map(str, failures))}", [*failures.values()]
         )
 
 

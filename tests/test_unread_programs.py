@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from models import P, mesh_of
 from nnx_sharding import jit
 from nnx_sharding.analysis import Cost, collectives_of, roofline_of
 from nnx_sharding.analysis.hlo import parse
@@ -26,6 +25,7 @@ from nnx_sharding.testing import (
     assert_no_collective,
     assert_no_resharding,
 )
+from zoo import P, mesh_of
 
 MESH = mesh_of((8,), ("data",))
 

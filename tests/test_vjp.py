@@ -143,21 +143,6 @@ class ValuesTest(parameterized.TestCase):
 
 
 class NestingTest(parameterized.TestCase):
-    def test_in_jit_and_grad_and_under_jax(self):
-        def along(w, x):
-            m = Model()
-            m.w[...] = w
-            _, tangent = jvp(lambda x: m.w[...] ** 2 * x**2, (x,), (jnp.ones(3),))
-            _, pullback = vjp(lambda x: w**2 * x**2, x)
-            return (tangent * pullback(jnp.ones(3))[0]).sum()
-
-        w = jnp.arange(1.0, 4.0)
-        expected = jax.grad(lambda w, x: ((2 * w**2 * x) ** 2).sum(), argnums=(0, 1))(w, X)
-        for grad in (jax.grad, nnx_sharding.grad):
-            run = nnx_sharding.jit(grad(along, argnums=(0, 1)))
-            for one, other in zip(run(w, X), expected, strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-5)
-
     @parameterized.parameters(
         ((AxisType.Auto, AxisType.Auto),),
         ((AxisType.Explicit, AxisType.Explicit),),

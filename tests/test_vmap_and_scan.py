@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import nnx_sharding
 from graphs import snapshot
 from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
-from models import MLP, Counter
 from nnx_sharding import Carry, StateAxes
+from zoo import MLP, Counter
 
 TRACES = logging.getLogger("traces")
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
@@ -144,20 +144,6 @@ def collective(t):
 
 def size_of_the_axis(t):
     return t.vmap(lambda: jnp.ones(2), axis_size=3)()
-
-
-def nested_vmap(t):
-    models = blocks(t, MLP)
-    return t.vmap(t.vmap(lambda m, x: m(x), in_axes=(None, 0)), in_axes=(0, None))(models, X)
-
-
-def vmap_of_grad(t):
-    return t.vmap(t.grad(lambda m, x: (m(x) ** 2).mean()), in_axes=(0, None))(blocks(t, MLP), X)
-
-
-def grad_of_vmap(t):
-    fun = t.vmap(lambda m, x: m(x), in_axes=(None, 0))
-    return t.grad(lambda m: (fun(m, X) ** 2).mean())(MLP())
 
 
 def metadata_of_axes(t):
@@ -350,33 +336,7 @@ def grad_of_scan(t):
     return t.value_and_grad(loss)(models), nnx.state(models)
 
 
-def scan_of_vmap(t):
-    axes = {"in_axes": (None, t.Carry), "out_axes": t.Carry, "length": 2}
-    return t.scan(t.vmap(lambda m, x: m(x)), **axes)(blocks(t, MLP), jnp.stack([X] * 3))
-
-
-def inside_flax_transforms(t):
-    models = blocks(t, MLP)
-    run = t.scan(lambda x, m: m(x), in_axes=(t.Carry, 0), out_axes=t.Carry)
-    mapped = nnx.vmap(run, in_axes=(0, None), **FULL)(jnp.stack([X, X + 1]), models)
-    either = nnx.cond(True, lambda m: run(X, m), lambda m: X, models)
-    again = nnx.fori_loop(0, 2, lambda i, carry: (run(*carry), carry[1]), (X, models))[0]
-    return mapped, either, again, nnx.grad(lambda m: run(X, m).sum(), **FULL)(models)
-
-
-def around_flax_transforms(t):
-    models = blocks(t, MLP)
-
-    def step(x, m):
-        x = nnx.remat(lambda m, x: m(x), **FULL)(m, x)
-        return nnx.vmap(lambda m, x: m(x), in_axes=(None, 0), **FULL)(m, x)
-
-    return t.scan(step, in_axes=(t.Carry, 0), out_axes=t.Carry)(X, models)
-
-
 PROGRAMS = (
-    inside_flax_transforms,
-    around_flax_transforms,
     make_models,
     make_models_along_other_axes,
     make_models_with_axes_of_flax,
@@ -392,9 +352,6 @@ PROGRAMS = (
     static_arguments,
     collective,
     size_of_the_axis,
-    nested_vmap,
-    vmap_of_grad,
-    grad_of_vmap,
     metadata_of_axes,
     metadata_of_axes_in_scan,
     scan_arrays,
@@ -416,7 +373,6 @@ PROGRAMS = (
     attributes_added_in_scan,
     scan_of_scan,
     grad_of_scan,
-    scan_of_vmap,
 )
 COMPILED = (
     call_models,

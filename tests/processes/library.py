@@ -32,7 +32,7 @@ from nnx_sharding.partition import (
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
 from nnx_sharding.testing import assert_sharded
-from sharded_models import MLP
+from zoo import Normed
 
 MESH = mesh_of()
 RULES = StateSharding(
@@ -43,7 +43,7 @@ RULES = StateSharding(
     }
 )
 NUMBERS = np.random.default_rng(0).standard_normal((8, 16), np.float32)
-ALONE = MLP(nnx.Rngs(0))
+ALONE = Normed(nnx.Rngs(0))
 EXPECTED = np.asarray(ALONE(NUMBERS))
 
 
@@ -70,7 +70,7 @@ def check_first_placement():
     """Models that each process made for itself, of JAX's arrays and of NumPy's."""
     apply = forward(out_shardings=P())
     for convert in (lambda x: x, np.asarray):
-        model = MLP(nnx.Rngs(0))
+        model = Normed(nnx.Rngs(0))
         for variable in (model.up.kernel, model.down.kernel):
             variable.set_raw_value(convert(variable[...]))
         assert_holds(apply(model, placed(P("data"))), EXPECTED, 1e-5)
@@ -82,7 +82,7 @@ def check_first_placement():
 
 def check_arguments():
     """Arrays of NumPy, of this process, donated ones, static ones."""
-    model = sharded_init(MLP, RULES, MESH, nnx.Rngs(0))
+    model = sharded_init(Normed, RULES, MESH, nnx.Rngs(0))
     replicated = jit(lambda m, x: m(x), in_shardings=(RULES, P()), mesh=MESH)
     assert_holds(replicated(model, NUMBERS), EXPECTED, 1e-5)
     assert_holds(forward()(model, jnp.asarray(NUMBERS)), EXPECTED, 1e-5)
@@ -121,14 +121,14 @@ def check_shard_map():
         }
     )
     apply = shard_map(by_hand, mesh=MESH, in_specs=(specs, P("data")), out_specs=P("data"))
-    model = MLP(nnx.Rngs(0))
+    model = Normed(nnx.Rngs(0))
     for x in (placed(P("data")), NUMBERS):
         assert_holds(apply(model, x), EXPECTED, 1e-5)
 
 
 def check_stages():
     """From tracing to calling what was compiled, and all that stages show."""
-    model, x = MLP(nnx.Rngs(0)), placed(P("data"))
+    model, x = Normed(nnx.Rngs(0)), placed(P("data"))
     traced = forward().trace(model, x)
     lowered = traced.lower()
     compiled = lowered.compile()
@@ -144,7 +144,7 @@ def check_stages():
 
 
 def make():
-    model = MLP(nnx.Rngs(0))
+    model = Normed(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
 
@@ -179,7 +179,7 @@ def check_constraints():
     """Arrays of NumPy, of this process, of all; another order of devices; gathered again."""
     for array in (NUMBERS, jnp.asarray(NUMBERS), placed(P("model", "data"))):
         assert_holds(placed(P("data", "model"), array), NUMBERS)
-    model = MLP(nnx.Rngs(0))
+    model = Normed(nnx.Rngs(0))
     assert placed(RULES, model) is model
     assert_holds(model.up.kernel[...], ALONE.up.kernel[...])
     turned = Mesh(MESH.devices[::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
@@ -203,7 +203,7 @@ def check_metadata():
 
 def check_retraces():
     """Retraces are explained without reading values."""
-    model, apply = MLP(nnx.Rngs(0)), forward()
+    model, apply = Normed(nnx.Rngs(0)), forward()
     apply(model, placed(P("data")))
     apply(model, placed(P("data"), np.ones((16, 16), np.float32)))
     model.note = 1
@@ -214,7 +214,7 @@ def check_retraces():
 
 def check_errors():
     """Messages about arrays that this process cannot read."""
-    model, x = sharded_init(MLP, RULES, MESH, nnx.Rngs(0)), placed(P("data"))
+    model, x = sharded_init(Normed, RULES, MESH, nnx.Rngs(0)), placed(P("data"))
     apply, other = forward(), placed(P("model"))
     refused(lambda: apply(model, NUMBERS), ValueError, r"x, shape \(8, 16\), P\('data'", "shard_b")
     refused(lambda: apply.lower(model, NUMBERS), ValueError, "shard_batches")
@@ -231,7 +231,7 @@ def check_errors():
 
 def check_graphs():
     """A model that is split, compared and merged."""
-    model = sharded_init(MLP, RULES, MESH, nnx.Rngs(0))
+    model = sharded_init(Normed, RULES, MESH, nnx.Rngs(0))
     graph, state = split(model)
     assert graph == split(model)[0] and hash(graph) and repr(graph) and repr(state)
     assert pickle.loads(pickle.dumps(RULES)).map_prefix(("a",), model.up.bias) == P()
@@ -242,7 +242,7 @@ def check_graphs():
 def check_placing():
     """Models and arrays from NumPy, from one process and from elsewhere, to all devices."""
     before = nnx.to_pure_dict(nnx.state(ALONE))
-    model = place(MLP(nnx.Rngs(0)), RULES, MESH)
+    model = place(Normed(nnx.Rngs(0)), RULES, MESH)
     for path, array in nnx.to_flat_state(nnx.state(model)):
         value = before
         for key in path:
