@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -32,6 +33,12 @@ class Transforms:
 
 
 OURS, FLAX = Transforms(nnx_sharding, **FULL), Transforms(nnx, **FULL)
+
+
+def programs_of(namespace):
+    """The functions of a test file that take only transforms ``t``: each is a case of its test."""
+    functions = (x for x in namespace.values() if inspect.isfunction(x))
+    return [f for f in functions if [*inspect.signature(f).parameters] == ["t"]]
 
 
 def named(programs):

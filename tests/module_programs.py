@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import zoo
 from nnx_sharding import StateSharding, jit, stack, value_and_grad
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.training import accumulate_gradients
@@ -16,13 +19,7 @@ from nnx_sharding.training import accumulate_gradients
 WIDTH, ROWS, LAYERS = 64, 1024, 3
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
+Block = functools.partial(zoo.Block, width=WIDTH)
 
 
 class Mlp(nnx.Module):

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from libraries import FLAX, OURS, assert_same, named
+from libraries import FLAX, OURS, assert_same, named, programs_of
 from nnx_sharding import stack
 
 X = jnp.linspace(-1, 1, 8).reshape(2, 4)
@@ -70,8 +70,10 @@ def mapped(t, axis=0):
     return t.vmap(lambda m, x: m(x), in_axes=(axes, None))
 
 
-def looped(t):
-    return t.scan(lambda x, m: m(x), in_axes=(t.Carry, 0), out_axes=t.Carry)
+def looped(transforms):
+    return transforms.scan(
+        lambda x, m: m(x), in_axes=(transforms.Carry, 0), out_axes=transforms.Carry
+    )
 
 
 # Programs for the transforms of any library.
@@ -167,23 +169,7 @@ def gradients_of_perturbations(t):
     return t.grad(loss, argnums=1, has_aux=True)(model, start, X)
 
 
-PROGRAMS = (
-    vmap_of_mapped,
-    vmap_along_another_axis,
-    vmap_of_unmapped_without_sowing,
-    vmap_of_unmapped_with_equal_values,
-    scan_of_mapped,
-    scan_of_mapped_twice,
-    scan_in_vmap,
-    in_remat,
-    in_grad,
-    in_jit,
-    within_vmap,
-    within_scan,
-    within_grad,
-    outputs_of_methods,
-    gradients_of_perturbations,
-)
+PROGRAMS = programs_of(globals())
 
 
 def stacked(calls):

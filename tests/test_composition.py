@@ -113,43 +113,6 @@ class ProgramsTest(parameterized.TestCase):
 class MixedTest(parameterized.TestCase):
     """Ours and Flax's or JAX's own, one inside the other."""
 
-    @parameterized.named_parameters(
-        (f"{a}_{b}", a, b)
-        for a, b in itertools.product(("jax", "flax", "ours"), repeat=2)
-        if "ours" in (a, b)
-    )
-    def test_updates_come_through(self, outer, inner):
-        decorators = {"jax": jax.jit, "flax": nnx.jit, "ours": jit}
-        step = lambda m, x: m(x)  # noqa: E731
-
-        def run(model, x):
-            if inner == "jax":  # takes a State, which it cannot update in place
-                graph, state = nnx.split(model)
-
-                def pure(state, x):
-                    merged = nnx.merge(graph, state)
-                    return step(merged, x), nnx.state(merged)
-
-                out, state = jax.jit(pure)(state, x)
-                nnx.update(model, state)
-                return out
-            return decorators[inner](step)(model, x)
-
-        model, expected = Counter(), Counter()
-        if outer == "jax":
-            graph, state = nnx.split(model)
-
-            def pure(state, x):
-                merged = nnx.merge(graph, state)
-                return run(merged, x) + run(merged, x), nnx.state(merged)
-
-            out, state = jax.jit(pure)(state, 1.0)
-            nnx.update(model, state)
-        else:
-            out = decorators[outer](lambda m, x: run(m, x) + run(m, x))(model, 1.0)
-        self.assertEqual(float(out), float(expected(1.0) + expected(1.0)))
-        assert_same_state(self, model, expected)
-
     def test_plain_jax_transforms_of_ours(self):
         fun = jit(lambda x, m: (m(x) ** 2).sum())
         model, other = MLP(), MLP()

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory
-from libraries import FLAX, FULL, OURS, Statistics, assert_same, named, node, param
+from libraries import FLAX, FULL, OURS, Statistics, assert_same, named, node, param, programs_of
 from nnx_sharding import cond, fori_loop, switch, while_loop
 
 MODES: tuple[dict[str, Any], ...] = (
@@ -257,12 +257,7 @@ def conditions_in_loops(t):
     return x, nnx.state(m)
 
 
-PROGRAMS = (
-    *(conditions, numbers_as_conditions, switches, one_branch, trees_of_operands),
-    *(shared_variables, new_modules, attributes_set_in_both, nested_conditions, no_results),
-    *(loop_while, loop_while_never, condition_reads_the_module, loop_for, loop_for_unrolled),
-    *(loop_for_nothing, loop_of_pytrees, loops_in_loops, conditions_in_loops),
-)
+PROGRAMS = programs_of(globals())
 
 
 FAST = (conditions, switches, trees_of_operands, loop_while, conditions_in_loops)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import nnx_sharding
 from graphs import Loose, snapshot
-from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
+from libraries import FLAX, FULL, OURS, assert_same, named, node, param, programs_of, stat
 from zoo import MLP, Counter, Net, P, mesh_of
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
@@ -389,59 +389,7 @@ def in_a_training_step(t):
     return losses, nnx.state(model), nnx.state(optimizer)
 
 
-PROGRAMS = (
-    of_a_model,
-    gradient_alone,
-    with_aux,
-    of_nothing,
-    of_nothing_in_one_of_several,
-    by_a_diff_state_that_matches_nothing,
-    other_position,
-    of_an_array,
-    of_several,
-    of_one_in_a_tuple,
-    by_diff_state,
-    by_several_diff_states,
-    of_statistics,
-    statistics_and_dropout,
-    metrics,
-    new_key_of_rngs,
-    shared_in_one_argument,
-    cycle,
-    pytree_of_modules,
-    bare_variable,
-    variable_of_another_type,
-    variables_in_a_list,
-    shared_list_of_variables,
-    shared_between_arguments,
-    the_same_model_twice,
-    variable_of_none,
-    numbers_in_variables,
-    metadata,
-    static_arguments,
-    other_aux,
-    loss_of_python,
-    function_as_argument,
-    lora,
-    of_a_state,
-    of_a_state_by_variables,
-    integers_allowed,
-    integer_argument,
-    holomorphic,
-    complex_parameters,
-    pytree_values,
-    reduced_precision,
-    attribute_added,
-    attribute_removed,
-    sown,
-    differentiated_variable_is_written,
-    model_made_inside,
-    models_as_aux,
-    loose_module,
-    of_itself_with_state,
-    of_a_model_that_is_closed_over,
-    in_a_training_step,
-)
+PROGRAMS = programs_of(globals())
 
 
 # These run as a part of jit, too.

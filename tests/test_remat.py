@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from graphs import snapshot
-from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
+from libraries import FLAX, FULL, OURS, assert_same, named, node, param, programs_of, stat
 from nnx_sharding import jit, saved_residuals, stack
 from zoo import MLP, Counter, Net
 
@@ -102,16 +102,7 @@ def policy_of_jax(t):
     return t.value_and_grad(t.remat(loss, policy=policy))(deep(), X)
 
 
-PROGRAMS = (
-    gradients,
-    of_a_method,
-    statistics_and_dropout,
-    attributes_added,
-    shared_variables,
-    keyword_arguments,
-    static_arguments,
-    policy_of_jax,
-)
+PROGRAMS = programs_of(globals())
 POLICIES = (
     None,
     "dots_saveable",

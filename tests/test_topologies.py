@@ -24,6 +24,7 @@ from nnx_sharding.partition import fsdp, make_mesh, pipeline, planning_mesh
 from nnx_sharding.partition.mesh import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective, assert_overlappable
+from zoo import Block
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="libtpu is not installed")
@@ -293,21 +294,12 @@ def test_command_lines_that_do_not_fit(plan, capsys):
     assert main(["inspect", f"{plan}:forward", *words]) == 1
 
 
-class Block(nnx.Module):
-    def __init__(self, *, rngs):
-        self.up = nnx.Linear(512, 2048, rngs=rngs)
-        self.down = nnx.Linear(2048, 512, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
 @needs_compiler
 @pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
 def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, uncached):
     devices = topology_devices("v5e:2x4")
     mesh = make_mesh({"data": 8}, axis_types=axis_types, devices=devices)
-    model = nnx.eval_shape(lambda: stack(Block, 4, rngs=nnx.Rngs(0), remat=True))
+    model = nnx.eval_shape(lambda: stack(Block, 4, width=512, rngs=nnx.Rngs(0), remat=True))
     x = jax.ShapeDtypeStruct((8 * 512, 512), jnp.float32)
     programs = []
     for prefetch in (0, 1):

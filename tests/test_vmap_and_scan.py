@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import snapshot
-from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
+from libraries import FLAX, FULL, OURS, assert_same, named, node, param, programs_of, stat
 from nnx_sharding import Carry, StateAxes
 from zoo import MLP, Counter
 
@@ -336,44 +336,7 @@ def grad_of_scan(t):
     return t.value_and_grad(loss)(models), nnx.state(models)
 
 
-PROGRAMS = (
-    make_models,
-    make_models_along_other_axes,
-    make_models_with_axes_of_flax,
-    make_with_a_part_that_is_not_mapped,
-    call_models,
-    call_by_keyword,
-    pytree_axes,
-    negative_axes,
-    unmapped_and_written_alike,
-    shared_variables,
-    pytree_of_models,
-    attributes_added,
-    static_arguments,
-    collective,
-    size_of_the_axis,
-    metadata_of_axes,
-    metadata_of_axes_in_scan,
-    scan_arrays,
-    scan_options,
-    scan_by_length,
-    scan_of_nothing,
-    scan_along_axes,
-    scan_without_carry,
-    scan_layers,
-    scan_layers_backwards_along_axis_1,
-    scan_with_state_axes,
-    module_as_carry,
-    module_in_the_carry,
-    variable_as_carry,
-    array_of_a_module_in_the_carry,
-    arrays_of_mapped_modules,
-    optimizer_in_the_carry,
-    new_models_in_scan,
-    attributes_added_in_scan,
-    scan_of_scan,
-    grad_of_scan,
-)
+PROGRAMS = programs_of(globals())
 COMPILED = (
     call_models,
     shared_variables,
@@ -472,7 +435,11 @@ class AsFlaxTest(parameterized.TestCase):
 
     @parameterized.parameters({"graph": False}, {"graph_updates": False})
     def test_other_modes(self, **mode):
-        for program in (scan_layers_backwards_along_axis_1, module_as_carry, array_results):
+        for program in (
+            scan_layers_backwards_along_axis_1,
+            module_as_carry,
+            unmapped_and_written_alike,
+        ):
             ours, theirs = (program(WithOptions(t, mode)) for t in (OURS, FLAX))
             assert_same(ours, theirs)
 
@@ -549,13 +516,6 @@ def names_of_axes(t, axis, outer):
         t.vmap(lambda x: linear(nnx.Rngs(0)), out_axes=axes, **one), out_axes=outer, **two
     )(jnp.ones((5, 3)))
     return set(seen), (x, [nnx.state(m) for m in (models, new, nested)])
-
-
-def array_results(t):
-    counter = Counter()
-    return t.vmap(lambda c, x: c(x), in_axes=(None, 0))(counter, jnp.arange(3.0)), nnx.state(
-        counter
-    )
 
 
 class WithOptions:
