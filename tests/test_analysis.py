@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -798,7 +798,3 @@ class ReportTest(parameterized.TestCase):
         assert bytes_text(1536) == "1.50 KiB"
         assert count_text(4_190_000) == "4.19 M"
         assert time_text(0.0125) == "12.5 ms"
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -296,7 +296,3 @@ def test_pytest_shows_the_line_of_the_test(pytester):
     assert len(frames) == len(calls) == len(names) + 1
     assert all(line.startswith(file.name) for line in frames)
     assert [name for name in names if not any(f".{name}(" in line for line in calls)] == []
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -63,7 +63,3 @@ class CheckpointProcessesTest(absltest.TestCase):
         checkpoint.refuse(self.folder / "damaged")
         self.launch(processes, "exchange", self.folder, *words, code=code)
         checkpoint.read(self.folder / str(processes))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from etils import epath
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
@@ -819,7 +819,3 @@ class ChecksumTest(parameterized.TestCase):
                 words[place] = 1 << bit
                 self.assertNotEqual(checksums([words]), [zero])
             words[place] = 0
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -17,7 +17,7 @@ from unittest import mock
 
 import jax
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from mistakes import MISTAKES
 from nnx_sharding import __version__
@@ -472,7 +472,3 @@ class CommandTest(parameterized.TestCase):
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert ProgramReport.from_json(done.stdout).num_devices == 64
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -512,7 +512,3 @@ class ExampleTest(parameterized.TestCase):
         assert memory.peak >= memory.arguments + memory.temporaries
         for name, report in found.reports.items():
             assert found.figures[name]["flops"] == report.cost.flops
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -223,7 +223,3 @@ class PrivateNamesTest(absltest.TestCase):
         seen = []
         jax.jit(lambda: seen.append(_compat.trace_is_clean()))()
         self.assertEqual(seen, [False])
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -124,7 +124,3 @@ class TwoProcessesTest(absltest.TestCase):
                 self.assertEndsWith(line, f", persistent cache: {cache}")
         # The same holds for exported files, whose bytes contain still more.
         self.assertEqual(exported, same)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -290,7 +290,3 @@ class ShardedTest(parameterized.TestCase):
         out, hidden = jit(fun, in_shardings=(mlp_specs(), None), mesh=self.mesh)(MLP(), X)
         close(out, MLP()(X))
         self.assertEqual(hidden.sharding.spec[1], "model")
-
-
-if __name__ == "__main__":
-    absltest.main()

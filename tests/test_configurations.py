@@ -50,7 +50,3 @@ class ConfigurationsTest(absltest.TestCase):
         self.assertGreater(len(names), 10)
         for name in names:
             self.assertTrue((TESTS / f"test_{name}.py").exists(), name)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -123,7 +123,3 @@ class DevicesTest(parameterized.TestCase):
     @parameterized.parameters((1, 1), (2, 2), (3, 2), (6, 4), (7, 4), (8, 8), (100, 8))
     def test_as_many_devices_as_divide(self, wanted, expected):
         assert demo.choose_devices(wanted) == jax.devices()[:expected]
-
-
-if __name__ == "__main__":
-    absltest.main()

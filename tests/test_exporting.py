@@ -737,7 +737,3 @@ class OtherProcessTest(Case):
         np.testing.assert_allclose(results["output"], fun(model, X), rtol=1e-5)
         self.assertEqual(int(results["counter/count"]), 2)
         self.assertEqual((self.folder / "again.zip").read_bytes(), self.path.read_bytes())
-
-
-if __name__ == "__main__":
-    absltest.main()

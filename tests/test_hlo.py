@@ -469,7 +469,3 @@ class AnyTextTest(absltest.TestCase):
         assert collectives_of("".join(loops) + last)[0].times is None
         read_all(last)
         read_all(f"%c0 {{\n%w = f32[] while(%x), body=%c30, {known}\n}}\n{last}")
-
-
-if __name__ == "__main__":
-    absltest.main()

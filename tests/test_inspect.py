@@ -289,7 +289,3 @@ class CollectivesTest(parameterized.TestCase):
         shapes = ", ".join(["f32[8]{0}"] * 50_000)
         assert collectives_of(f"%r = ({shapes}) all-reduce(%x)").counts()["all-reduce"] == 1
         assert collectives_of(f"%r = ({shapes} = " * 3) is None
-
-
-if __name__ == "__main__":
-    absltest.main()

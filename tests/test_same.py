@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 
 from nnx_sharding import jit, shard_map, stack
@@ -263,7 +263,3 @@ def test_neither_xla_nor_jax_warns_of_copies(capfd):
     specs = fsdp(model, mesh=MESH, min_size=0), P("data")
     assert_same(step, model, tokens, shardings=specs, mesh=MESH, steps=1)
     assert "rematerialization" not in capfd.readouterr().err
-
-
-if __name__ == "__main__":
-    absltest.main()

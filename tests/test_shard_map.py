@@ -10,7 +10,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
@@ -747,7 +747,3 @@ class NestingTest(parameterized.TestCase):
         model = MLP()
         batched = jax.vmap(lambda x: mapped(model, x))(jnp.stack([X, 2 * X]))
         np.testing.assert_allclose(batched[1], MLP()(2 * X), rtol=1e-5, atol=1e-6)
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
@@ -930,7 +930,3 @@ class TrainingTest(parameterized.TestCase):
         np.testing.assert_allclose(ours, losses, rtol=1e-4)
         assert_same_state(self, sharded, model, rtol=1e-4)
         self.assertEqual(sharded.up.kernel.sharding, NamedSharding(mesh, P(None, "model")))
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
@@ -217,7 +217,3 @@ class NameTest(parameterized.TestCase):
 
         self.assertIn("Compiling jit(<lambda>)", log_of(jit))
         self.assertEqual(log_of(jit), log_of(jax.jit))
-
-
-if __name__ == "__main__":
-    absltest.main()

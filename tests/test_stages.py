@@ -872,7 +872,3 @@ class UntouchedTest(parameterized.TestCase):
         sharding = SingleDeviceSharding(jax.devices()[3])
         jit(lambda m: None, in_shardings=StateSharding({...: sharding})).lower(model).compile()
         self.assertEqual(model.up.kernel.devices(), {jax.devices()[0]})
-
-
-if __name__ == "__main__":
-    absltest.main()

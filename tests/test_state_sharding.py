@@ -8,7 +8,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -353,7 +353,3 @@ class AsInFlaxTest(parameterized.TestCase):
         )
         self.assertTrue(ours.up.kernel.sharding.is_equivalent_to(theirs.up.kernel.sharding, 2))
         np.testing.assert_array_equal(ours.up.kernel[...], theirs.up.kernel[...])
-
-
-if __name__ == "__main__":
-    absltest.main()

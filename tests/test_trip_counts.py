@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from jax import lax
 
 from nnx_sharding.analysis.hlo import parse
@@ -160,7 +160,3 @@ def test_loops_in_loops_take_no_time():
     module = parse("".join(texts))
     assert module.unread == []
     assert module.trip_counts["w"] == 12
-
-
-if __name__ == "__main__":
-    absltest.main()

@@ -590,7 +590,3 @@ class DescriptionTest(absltest.TestCase):
         others = [x for x in found.shardings if x != spec]
         self.assertIn(P("y"), others)
         self.assertFalse(any(x.reduced for x in others))
-
-
-if __name__ == "__main__":
-    absltest.main()
