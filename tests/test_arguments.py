@@ -17,10 +17,7 @@ from flax import nnx
 
 import nnx_sharding
 from graphs import Loose, Memory, Node, snapshot
-
-
-def param(value: float = 1.0) -> nnx.Param:
-    return nnx.Param(jnp.asarray(value, jnp.float32))
+from libraries import param
 
 
 def linear() -> nnx.Linear:

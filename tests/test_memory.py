@@ -32,6 +32,7 @@ from flax import nnx
 
 import nnx_sharding
 from graphs import Loose, Node, reachable
+from libraries import node, param
 from nnx_sharding import StateSharding, _compat
 from nnx_sharding.core import call as run
 from nnx_sharding.core.guard import native, walk
@@ -43,17 +44,6 @@ from zoo import MLP, Net, P, mesh_of, mlp_specs
 
 def array(value: float = 1.0) -> jax.Array:
     return jnp.asarray(value, jnp.float32)
-
-
-def param(value: float = 1.0) -> nnx.Param:
-    return nnx.Param(array(value))
-
-
-def node(**attributes: Any) -> Node:
-    result = Node()
-    for name, value in attributes.items():
-        setattr(result, name, value)
-    return result
 
 
 def increment(variable: nnx.Variable) -> None:

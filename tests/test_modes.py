@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Loose, Memory, Node, snapshot
+from libraries import param
 from nnx_sharding import StateSharding
 
 FULL: dict[str, Any] = {"graph": True, "graph_updates": True}
@@ -21,10 +22,6 @@ NO_UPDATES: dict[str, Any] = {"graph": True, "graph_updates": False}
 TREE: dict[str, Any] = {"graph": False}
 MODES = (("full", FULL), ("no_updates", NO_UPDATES), ("tree", TREE))
 WITHOUT_UPDATES = MODES[1:]
-
-
-def param(value: float = 1.0) -> nnx.Param:
-    return nnx.Param(jnp.asarray(value, jnp.float32))
 
 
 class Model(nnx.Module):

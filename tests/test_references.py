@@ -19,21 +19,11 @@ from flax import nnx
 
 import nnx_sharding
 from graphs import Loose, Memory, Node, Tag, snapshot
+from libraries import node, param
 
 
 def array(value: float = 1.0) -> jax.Array:
     return jnp.asarray(value, jnp.float32)
-
-
-def param(value: float = 1.0) -> nnx.Param:
-    return nnx.Param(array(value))
-
-
-def node(**attributes: Any) -> Node:
-    result = Node()
-    for name, value in attributes.items():
-        setattr(result, name, value)
-    return result
 
 
 def double(variable: nnx.Variable) -> None:

@@ -16,18 +16,8 @@ from hypothesis import given, settings
 
 import nnx_sharding
 from graphs import Graph, Loose, Memory, Node, Tag, build, graphs, reachable, snapshot
+from libraries import node, param
 from nnx_sharding import Structure, merge, split
-
-
-def param(value: float = 1.0) -> nnx.Param:
-    return nnx.Param(jnp.asarray(value, jnp.float32))
-
-
-def node(**attributes: Any) -> Node:
-    result = Node()
-    for name, value in attributes.items():
-        setattr(result, name, value)
-    return result
 
 
 def small() -> Node:
