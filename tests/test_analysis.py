@@ -37,7 +37,6 @@ from nnx_sharding.analysis.hardware import hardware_of
 from nnx_sharding.analysis.memory import Memory
 from nnx_sharding.analysis.roofline import Roofline, Traffic
 from nnx_sharding.analysis.tables import drawn
-from nnx_sharding.analysis.units import bytes_text, count_text, time_text
 from nnx_sharding.checkpoint import contents, save
 from nnx_sharding.report import ProgramReport
 from zoo import MLP, P, mesh_of, mlp_specs
@@ -793,8 +792,3 @@ class ReportTest(parameterized.TestCase):
             path.write_text("{}")
             with self.assertRaisesRegex(ValueError, "report.json: not a report"):
                 ProgramReport.load(path)
-
-    def test_units(self):
-        assert bytes_text(1536) == "1.50 KiB"
-        assert count_text(4_190_000) == "4.19 M"
-        assert time_text(0.0125) == "12.5 ms"
