@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import StateSharding
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import process_rows, shard_batches
+from zoo import mesh_of
 
 try:
     import grain
