@@ -387,7 +387,9 @@ def misfits(tree, sharding, mesh):
 def assert_placed(tree, sharding, mesh):
     """Each array of a model or an optimizer is sharded as a StateSharding declares."""
     for each in variables(tree):
-        declared = NamedSharding(mesh, sharding.find(each.path, each.variable)[1])
+        declared = sharding.find(each.path, each.variable)[1]
+        if not isinstance(declared, NamedSharding):  # which may have a kind of memory
+            declared = NamedSharding(mesh, declared)
         for array in each.arrays:
             assert array.sharding.is_equivalent_to(declared, array.ndim), (each.name, declared)
 
