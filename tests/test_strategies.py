@@ -52,6 +52,8 @@ from zoo import (
 )
 
 
+# The loss is outside of the models, and the logits of a tied embedding are gathered for it.
+@pytest.mark.filterwarnings("ignore:.*operations outside of modules")
 class TrainingTest(parameterized.TestCase):
     """Every strategy gives the numbers of one device, and state sharded as declared."""
 
