@@ -1,7 +1,10 @@
 """Checkpoints of models and optimizers, in the format of Orbax, and weights in safetensors files.
 
-``names`` names arrays, ``stored`` reads and ``restore`` places those of checkpoints that ``files``
-saves, for training ``steps``; ``tensor_files`` and ``tensor_rules`` are for ``safetensors``.
+- Checkpoints: ``files`` saves them, ``stored`` opens and reads them, ``restore`` fills a model, and
+  ``steps`` has those of a training run. ``names`` lists the arrays of a model by name.
+- Weights: ``safetensors`` loads and saves, by what ``tensor_rules`` (which array),
+  ``tensor_matching`` (what fits), ``tensor_layouts`` (how dimensions become others) and
+  ``tensor_files`` (which bytes) say.
 """
 
 from .files import ModelRestore, ModelSave, restore, save

@@ -1,4 +1,8 @@
-"""``place``: a model, or any pytree, sharded by a prefix of shardings."""
+"""``place``: a model, or any pytree, sharded by a prefix of shardings.
+
+Specs become shardings that fit the arrays, or one error that lists all that do not; the arrays are
+moved; and the caller's modules get the new ones, only after all of them are there.
+"""
 
 from __future__ import annotations
 
@@ -85,10 +89,12 @@ def place(
     _, shardings = assign_shardings(
         tree, flat, sharding, mesh=mesh, caller="place", whole=True, **options
     )
+    # Interrupted after the old arrays are deleted, the model would be left without values.
     with deferred() if donate else contextlib.nullcontext():
         leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
         if not copy:
             return rebuild(flat, leaves, "place")
+    # Arrays that are placed already are the same objects, which a copy must not share.
     copies = [
         new.copy() if new is old and is_shardable(old) and hasattr(old, "copy") else new
         for new, old in zip(leaves, flat.leaves, strict=True)
@@ -97,7 +103,7 @@ def place(
 
 
 def trimmed(spec: Any, leaf: Any) -> Any:
-    """A spec without entries beyond the rank of an array; None for what is not an array."""
+    """Returns a spec without entries beyond the rank of an array; None for what is not an array."""
     if not is_shardable(leaf):
         return None
     if isinstance(spec, NamedSharding):
