@@ -1,4 +1,17 @@
-"""The context of a function while it is traced: the scope that shards its activations."""
+"""The context of a function while it is traced: the scope that shards its activations.
+
+Models do not know how they are sharded. A :class:`Scope` does: while a function is traced, each
+call of a module comes to it (``intercept.py``), and it
+
+    finds      what the user or a strategy declared for the module, by its path (``Tag``)
+    gathers    the module's own parameters, as FSDP does, for the duration of the call
+    retypes    Explicit axes to Auto in the call, where shardings are inferred (``axis_types.py``)
+    constrains what the method takes and returns
+    records    what was chosen, for reports (``calls.py``)
+
+Paths belong to the arguments of the function. A module in an inner trace is a copy, which gets the
+tag of the original (``pass_tags``).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +27,7 @@ from typing import Any, NoReturn
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
@@ -349,8 +362,8 @@ class Scope:
             call = schedule.wrap(frame.module, call, self._mesh, self._plan.batch_axes, ahead)
         with replaced_values(self._gathered(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
-            pair = spec_and_mesh(chosen.output, mesh) if explicit else None
-            if pair is not None and pair[0].unreduced:  # only Explicit axes can be
+            pair = spec_and_mesh(chosen.output, mesh)
+            if explicit and pair is not None and pair[0].unreduced:  # only Explicit axes can be
                 kwargs = {**kwargs, "out_sharding": only_axes(pair[0], explicit)}
             axes = self._auto_axes(frame, chosen, explicit, (args, kwargs))
 
@@ -360,34 +373,52 @@ class Scope:
                     return self._constrained(out, chosen.output, frame, "output")
                 if explicit and not axes:
                     return out
-                return jax.tree.map(with_columns, out, is_leaf=_compat.is_graph_object)
-
-            def with_columns(x: Any) -> Any:  # on Auto axes
-                spec = self._columns(frame, x) if isinstance(x, jax.Array) else None
-                if spec is not None:
-                    self._whole.end_layer(x, spec)
-                if spec is None or self._mesh is None or not any(spec_axes(spec)):
-                    return x
-                return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
-
-            def leave(x: jax.Array) -> jax.Array:
-                known, like = frame.sharding_of(x), first_typed((args, kwargs))
-                spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
-                if spec is None and frame.tag.path and (columns := self._columns(frame, x)):
-                    spec = only_axes(columns, explicit)
-                new: jax.Array = retype(x, mesh, output_spec(x, like, spec))
-                if known is not None:
-                    frame.constrained(new, jax.typeof(new).sharding)
-                elif frame.is_outermost:
-                    sizes = {axis: mesh.shape[axis] for axis in axes - self._plan.batch_axes}
-                    self._whole.add(frame.tag.accessor, frame.module, new, like, sizes)
-                return new
+                shard = functools.partial(self._shard_columns, frame)
+                return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
 
             if not axes:
                 return constrained(*args, **kwargs)
             frame.is_by_strategy = True
+            leave = functools.partial(self._leave_auto_axes, frame, (args, kwargs), axes, mesh)
             inputs = frame.module, args, kwargs
             return with_auto_axes(inputs, lambda x: constrained(*x[1], **x[2]), axes, leave)
+
+    def _shard_columns(self, frame: Frame, x: Any) -> Any:
+        """Shards an output of a layer on Auto axes like the columns of its kernel."""
+        spec = self._columns(frame, x) if isinstance(x, jax.Array) else None
+        if spec is None:
+            return x
+        self._whole.end_layer(x, spec)
+        if self._mesh is None or not any(spec_axes(spec)):
+            return x
+        [new] = apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])
+        return new
+
+    def _leave_auto_axes(
+        self,
+        frame: Frame,
+        inputs: Any,
+        axes: frozenset[Any],
+        mesh: AbstractMesh,
+        x: jax.Array,
+    ) -> jax.Array:
+        """Gives an output of a module that ran with Auto axes its type on the Explicit ones.
+
+        It is what was chosen for the array; else that of the columns of a layer; and, where these
+        say nothing, that of the first input.
+        """
+        explicit = axes_of_type(mesh, AxisType.Explicit)
+        known, like = frame.sharding_of(x), first_typed(inputs)
+        spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
+        if spec is None and frame.tag.path and (columns := self._columns(frame, x)):
+            spec = only_axes(columns, explicit)
+        new: jax.Array = retype(x, mesh, output_spec(x, like, spec))
+        if known is not None:
+            frame.constrained(new, jax.typeof(new).sharding)
+        elif frame.is_outermost:
+            sizes = {axis: mesh.shape[axis] for axis in axes - self._plan.batch_axes}
+            self._whole.add(frame.tag.accessor, frame.module, new, like, sizes)
+        return new
 
     def _columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
         """The spec of an output whose last dimensions are those of the columns of a kernel."""
@@ -432,8 +463,10 @@ class Scope:
         avals = map(jax.typeof, arrays_in((inputs, values)))
         types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
         spec = type_spec(first_typed(inputs)) or PartitionSpec()
-        count = max((i for i, x in enumerate(spec.partitions[:-1], 1) if x), default=0)
-        entry: Any = PartitionSpec(*spec.partitions[:count])
+        # Suggests what shards the input, but not its last dimension, the features, which the output
+        # need not have, nor trailing dimensions that nothing shards.
+        sharded = [i for i, axes in enumerate(spec.partitions[:-1]) if axes]
+        entry: Any = PartitionSpec(*spec.partitions[: sharded[-1] + 1 if sharded else 0])
         if not is_layer(module):
             entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
         elif method != "__call__":
@@ -599,14 +632,23 @@ _NOTHING = InOutSharding()
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
-    """The spec of an array in a loop, where dimensions are gone: unsharded, first ones rather."""
+    """Returns the spec of a loop's slice of an array.
+
+    Which dimensions were removed is inferred from the shapes; unsharded dimensions are preferred,
+    then leading ones.
+    """
     choices = [
         kept
         for kept in itertools.combinations(range(len(shape)), len(inner))
         if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
     ]
-    chosen = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
-    return PartitionSpec(*max(chosen, key=lambda entries: sum(map(bool, entries)), default=()))
+    # Of equally many sharded dimensions, `max` takes the first: that which keeps the last ones.
+    entries = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
+    return PartitionSpec(*max(entries, key=_num_sharded, default=()))
+
+
+def _num_sharded(entries: Sequence[Any]) -> int:
+    return sum(map(bool, entries))
 
 
 def _mesh_of(plan: Plan) -> Any:
