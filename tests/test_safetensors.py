@@ -501,6 +501,8 @@ class ErrorTest(TestCase):
         ("size_is_null", {"shape": [None, 4]}),
         ("size_is_float", {"shape": [4.0, 4.0]}),
         ("shape_is_text", {"shape": "44"}),
+        ("dtype_is_null", {"dtype": None}),
+        ("dtype_is_a_number", {"dtype": 3}),
         ("trailing_bytes", {"shape": [4, 3], "data_offsets": [0, 48]}),
         ("gap", {"shape": [4, 3], "data_offsets": [16, 64]}),
         ("overlap", {}, {"v": {"dtype": "U8", "shape": [4], "data_offsets": [60, 64]}}),

@@ -133,6 +133,8 @@ def _tensors(
         code, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
             raise ValueError(f"{name} has the shape {shape} and bytes {first} to {last}")
+        if type(code) is not str:
+            raise ValueError(f"{name} has the dtype {code!r}")
         dtype = jnp.dtype(DTYPES[code]) if code in DTYPES else code
         if isinstance(dtype, np.dtype) and last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} has bytes {first} to {last} of {end - start}")
