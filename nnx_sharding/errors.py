@@ -195,6 +195,7 @@ def listed_error(
 
 def _users_level() -> int:
     """Returns the stack level of the nearest frame of user code."""
+    # The `skip_file_prefixes` of Python 3.12 would do the same.
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

@@ -77,9 +77,12 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 UNUSED_DONATION = "Some donated buffers were not usable"
 
 
+# JAX has no types of its own for these errors, so their texts decide.
+
+
 def is_deleted_error(error: BaseException) -> bool:
     """Whether JAX refuses to run a program because an argument was deleted, or donated twice."""
-    text = str(error)
+    text = str(error)  # when memory runs out, it may list donated buffers
     return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
 
 
@@ -131,7 +134,7 @@ def context_mesh() -> Mesh | AbstractMesh | None:
     """The mesh of ``jax.set_mesh``, else of the legacy ``with mesh:``, else None."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
-        if trace_is_clean():
+        if trace_is_clean():  # in a trace, JAX does not give the mesh with devices
             mesh = jax.sharding.get_mesh()
             if not mesh.empty:
                 return mesh

@@ -299,6 +299,7 @@ def with_static_values(
     # An argument without a spec may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
     spec_of: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
+    # By position or by name, which cannot be equal.
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     unspecified = [which for which, spec in spec_of.items() if spec is None]
     plain = {which for which in unspecified if isinstance(values[which], PLAIN)}

@@ -62,6 +62,7 @@ def place_arrays(
         elif sharding is None or (_is_placed(leaf, sharding) and (alias or donate)):
             staying.add(id(leaf))
         else:
+            # An array in several slots is moved once, so that it stays one array.
             moves.setdefault((id(leaf), sharding), _Move(leaf, sharding)).slots.append(slot)
     goals = Counter(source for source, _ in moves)
     for (source, _), move in moves.items():
@@ -206,6 +207,7 @@ def _needs_program(array: AnyArray, goal: Sharding | Format) -> bool:
     return _differ_on_devices(array.sharding, goal, array.ndim)
 
 
+# Cached, since the many arrays of a model have few different shardings.
 @functools.lru_cache(maxsize=1024)
 def _differ_on_devices(current: Any, goal: NamedSharding, ndim: int) -> bool:
     """Whether two shardings of the same devices divide an array differently."""
@@ -221,7 +223,7 @@ def _reshard(steps: _Steps) -> None:
     """Reshards arrays on their own devices, with one program for each device order."""
     for devices in dict.fromkeys(_compat.device_assignment(goal) for _, goal in steps):
         group = [step for step in steps if _compat.device_assignment(step[1]) == devices]
-        group.sort(key=lambda step: step[0].is_ours)
+        group.sort(key=lambda step: step[0].is_ours)  # donated ones last, as `_join` returns them
         old: tuple[list[Any], list[Any]] = ([], [])
         for move, goal in group:
             old[move.is_ours].append(_reordered(move.array, goal, devices))
@@ -294,7 +296,7 @@ def assembled(array: AnyArray, goal: Sharding, *, alias: bool = False) -> Any:
     array = array if isinstance(array, jax.Array) else np.asarray(array)
     shape, dtype = array.shape, array.dtype
     devices: Any = goal.addressable_devices
-    if _is_keys(array):
+    if _is_keys(array):  # which have no form in NumPy
         words = assembled(jax.random.key_data(array), goal, alias=alias)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     part = array.__getitem__
@@ -305,6 +307,7 @@ def assembled(array: AnyArray, goal: Sharding, *, alias: bool = False) -> Any:
     if isinstance(array, jax.Array) or any(device.platform == "cpu" for device in devices):
         alias = alias and isinstance(array, jax.Array)
         part = functools.partial(_part, held, shape, dtype, alias)
+    # Without x64, 64-bit types become 32-bit ones, as everywhere in JAX.
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.make_array_from_callback(shape, goal, part, dtype=dtype)
 

@@ -114,6 +114,7 @@ def resolve(
         if place.argument.name in settled and known and index in known:
             spec = None
         elif isinstance(spec, StateSharding):
+            # By identity, as comparing filters takes long; uses of equal rules are joined later.
             use = uses.setdefault(id(spec), FilterUse(spec))
             subject = place.subject(objects, leaves)
             which, spec = use.decide(place, subject, spec_of, conflicts)

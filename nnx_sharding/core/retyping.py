@@ -68,6 +68,7 @@ class RetypedArrays(NamedTuple):
         inside = [retype(leaf, change.inner) for leaf in leaves]
         if (partial := PARTIAL.get()) is not None:
             pairs = ((new, partial.get(id(old))) for old, new in zip(leaves, inside, strict=True))
+            # All are looked up before any is added, since an unchanged array keeps its id.
             partial.update(
                 (id(new), (new, retype(found[1], change.inner))) for new, found in [*pairs] if found
             )
@@ -87,6 +88,7 @@ class RetypedArrays(NamedTuple):
         """
         assert self.change is not None
         outer, inner = self.change
+        # What the function returns unchanged is the original array, not its retyped copy.
         origins = {id(new): old for new, old in zip(self.inside, self.leaves, strict=True)}
         left = [origins.get(id(leaf), leaf) for leaf in after.leaves]
         untyped = {slot: x for slot, x in enumerate(left) if type_mesh(x) == inner}

@@ -257,7 +257,7 @@ class _Fitter:
         self._whole, self._lenient = whole, lenient
         self._default_action: OnIndivisible = "drop" if lenient else on_indivisible
         self._actions = resolved.on_indivisible
-        self._moves = places and _compat.trace_is_clean()
+        self._moves = places and _compat.trace_is_clean()  # inside a trace, nothing is moved
         options: Any = {"unconstrained": not (explicit or whole), "lenient": lenient}
         self._fit_once = functools.cache(functools.partial(fit_sharding, **options))
         # Lines of messages.
@@ -310,6 +310,7 @@ class _Fitter:
         fit = self._fit_once(declared, mesh, np.shape(leaf), on_indivisible=action)
         if self._explicit and pair is not None and not fit.problems:
             fit = fit.refuse(_not_explicit(pair[0], mesh))
+        # Whether an array can be moved depends on the devices, not on the spec.
         goal = sharding if pair is None else NamedSharding(mesh, PartitionSpec())
         is_concrete = not isinstance(leaf, jax.ShapeDtypeStruct)
         if self._moves and isinstance(goal, Sharding) and is_concrete:

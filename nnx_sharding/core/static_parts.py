@@ -323,6 +323,7 @@ def forget_cached(value: object, kept: Collection[str]) -> None:
 
 
 # ``default_factory`` of a defaultdict is such a descriptor, too.
+# Weak, since a program may make classes all the time.
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 

@@ -206,6 +206,7 @@ class Structure:
         No path passes through an object twice, but it may end at one that it passed through.
         """
         paths: dict[int, list[Path]] = {}
+        # Breadth first, so that short paths come first.
         queue = deque((path, child, frozenset[int]()) for path, child in starts)
         while queue:
             path, child, above = queue.popleft()
@@ -243,13 +244,14 @@ class Structure:
 
     def shared_objects(self, child: Child) -> set[int]:
         """Returns the modules, Variables and refs in ``child`` with more than one reference."""
+        # Flattening has noted whether it met any object twice; counting takes as long again.
         links = self._links(child) if self.shares else {}
         shared = (index for index, count in links.items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticObject)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
         """Finds up to ``limit`` paths to each Variable with more than one path from ``child``."""
-        if not self.shared_objects(child):
+        if not self.shared_objects(child):  # nearly all models
             return {}
         return {
             index: paths
@@ -273,6 +275,7 @@ class Structure:
         raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")
 
     def __hash__(self) -> int:
+        # Kept, since a structure is looked up in each call that flattens.
         self._hash = self._hash or hash((self.entries, self.root, self.statics))
         return self._hash
 

@@ -166,6 +166,7 @@ def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> N
     known = dict(enumerate(objects))
     for index in indices:
         entry = structure.entries[index]
+        # Writing equal content anew would be seen by other threads, and by guards.
         if isinstance(entry, StaticObject) and not _has_content(entry, objects[index], known):
             perform(_assign(entry, objects[index], objects))
 

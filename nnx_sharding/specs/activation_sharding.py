@@ -119,6 +119,7 @@ class InOutSharding:
             )
 
     def __hash__(self) -> int:
+        # By the leaves: a prefix may be a list or a dict, which have no hash.
         return hash((self._leaves, self.method, self.axis_types, self.schedule))
 
     def __repr__(self) -> str:
