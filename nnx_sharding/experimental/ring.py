@@ -175,20 +175,26 @@ def ring_attention(
     length = query.shape[1]
     can_move = balanced and is_causal and mask is None
     order = _order_of(input_positions, length, size, is_causal, window, can_move=can_move)
-    ring = Ring(
-        mesh,
-        axis,
-        size,
-        is_causal,
-        window,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        precision=precision,
-        mapped_axes=_compat.spmd_axes() | {axis},
-        is_even=order.is_even,
-    )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    mapped_axes = _compat.spmd_axes() | {axis}
+    options = is_causal, window, scale, precision, mapped_axes, order.is_even
+    ring = Ring(mesh, axis, size, *options)
     if mask is not None:
         mask = jnp.expand_dims(mask, range(4 - jnp.ndim(mask)))  # (batch, heads, length, keys)
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], length, key.shape[1]))
+    return _attend_in_order(ring, order, query, key, value, segment_ids, mask)
+
+
+def _attend_in_order(
+    ring: Ring,
+    order: _Order,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+    mask: jax.Array | None,
+) -> jax.Array:
+    """Attends, with tokens moved to the balanced order and back if that is to be."""
     if order.moves:
         moved = move_tokens(ring, (query, key, value, segment_ids))
         query, key, value, segment_ids = moved
