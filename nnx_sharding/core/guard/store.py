@@ -143,17 +143,15 @@ class Guards:
 
     def _move_to_front(self, record: _Record, guard: Guard) -> None:
         """Makes a guard that held the first one to be tried, also by the extension."""
-        if self._infers_specs:  # calls have to infer them
-            return
-        if guard.execute is None:
+        ready = guard
+        if guard.execute is None and not self._infers_specs:
             ready = guard._replace(execute=self._execute(guard.plan))
-        else:
-            ready = guard
-        record.guards = (ready, *(other for other in record.guards if other is not guard))
-        # Not a new list: callables have this one.
-        self.recent[:] = [ready, *(other for other in self.recent if other is not guard)][
-            :MAX_RECENT
-        ]
+        if ready is not record.guards[0]:
+            record.guards = (ready, *(other for other in record.guards if other is not guard))
+        # The extension does not infer specs, which each call has to.
+        if not self._infers_specs and not (self.recent and self.recent[0] is ready):
+            others = [other for other in self.recent if other is not guard]
+            self.recent[:] = [ready, *others][:MAX_RECENT]  # the same list, which callables have
 
     def _match(
         self, key: _Key, templates: Iterable[Guard], arguments: tuple[Any, ...]
