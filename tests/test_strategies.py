@@ -69,9 +69,9 @@ class TrainingTest(parameterized.TestCase):
         from_shapes = strategy(model, mesh=MESH, optimizer=optimizer)
         self.assertEqual(from_shapes, strategy(trees[0], mesh=mesh, optimizer=trees[1]))
 
-    @parameterized.parameters(*STRATEGIES)
-    def test_strategies(self, name):
-        self.check("mlp", name, "explicit")
+    @parameterized.product(name=[*STRATEGIES], kind=["auto", "explicit"])
+    def test_strategies(self, name, kind):
+        self.check("mlp", name, kind)
 
     @parameterized.product(model=[*MODELS], kind=["auto", "explicit"])
     @pytest.mark.slow
