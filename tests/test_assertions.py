@@ -86,7 +86,7 @@ class CollectiveTest(parameterized.TestCase):
         for program in programs():
             text = message(assert_no_collective, program)
             assert text.startswith("forward has 1 collective:\n" + line), text
-            assert re.search(r"dot_general, models\.py:\d+$", text, re.MULTILINE), text
+            assert re.search(r"dot_general, zoo\.py:\d+$", text, re.MULTILINE), text
             text = message(assert_no_collective, program, "all-reduce", ("data", "model"))
             assert text.startswith("forward has 1 all-reduce over 'data', 'model':\n"), text
             assert_no_collective(program, larger_than="2 KiB")

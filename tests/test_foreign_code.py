@@ -34,7 +34,7 @@ class Odd:
 def _flatten(odd):
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "make_guard":
+        if frame.f_code.co_name == "make_walk":
             raise RuntimeError("not now")
         frame = frame.f_back
     return (odd.x,), None

@@ -16,15 +16,17 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from draws import specs
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.report.sharding import check_sharding
 from nnx_sharding.specs.filters import Paths
 from nnx_sharding.testing import assert_sharded
-from test_fit import shapes, specs
+from test_fit import shapes
 from zoo import MLP, Net, mesh_of, mlp_specs
 
 ABSTRACT = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+SPECS = specs(("a", "b"), 3)
 TYPES = ["float32", "bfloat16", "int4", "bool", "key<fry>", "float8_e4m3fn", "uint8"]
 
 
@@ -53,7 +55,9 @@ class BytesTest(parameterized.TestCase):
     """The bytes of the report are those on the devices."""
 
     @settings(max_examples=40)
-    @given(specs(), shapes, st.sampled_from(TYPES), st.sampled_from(["replicate", "drop"]))
+    @given(
+        specs(("a", "b"), 3), shapes, st.sampled_from(TYPES), st.sampled_from(["replicate", "drop"])
+    )
     def test_of_an_array(self, spec, shape, dtype, how):
         array = array_of(shape, dtype)
         report = check_sharding(
