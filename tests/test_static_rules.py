@@ -240,10 +240,13 @@ def changes_of(x: Any, new: Any) -> Iterator[Callable[[], Any]]:
 
 
 def holds_array_in_module(x: Any, inside: bool = False) -> bool:
-    inside = inside or isinstance(x, nnx.Module)
-    parts = [*items_of(x), *attributes_in(x).values()]
-    is_array = inside and isinstance(x, np.ndarray)
-    return is_array or any(holds_array_in_module(part, inside) for part in parts)
+    is_module = isinstance(x, nnx.Module)
+    # What a static object in a module holds is static: a NumPy array in it is compared by content.
+    return (
+        (inside and isinstance(x, np.ndarray))
+        or any(holds_array_in_module(part, inside or is_module) for part in items_of(x))
+        or any(holds_array_in_module(part, is_module) for part in attributes_in(x).values())
+    )
 
 
 # Programs
