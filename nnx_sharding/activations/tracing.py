@@ -180,8 +180,9 @@ class Scope:
         sources = () if declared is None else (declared,)
         self._transform, self._plan, self._built = transform, plan, built
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
-        self._is_explicit = bool(meshes)
-        self._explicit = {a for mesh in meshes for a in axes_of_type(mesh, AxisType.Explicit)}
+        self._explicit_axes = {
+            axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
+        }
         self._mesh = _mesh_of(plan)
         # Those that are not manual; all of them in `jit`.
         manual = transform.usable_axes or ()
@@ -190,7 +191,9 @@ class Scope:
         self._declared = len(sources)
         self._roots: dict[int, tuple[Tag, Any]] = {}
         # Within another trace, that one explains and records.
-        self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
+        self._observes = handler_here() is None and bool(
+            self._explicit_axes or RECORD.value is not None
+        )
         self._misfits: dict[str, None] = {}
         self._pending: list[PendingCall] = []  # what calls returned that run later
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
@@ -282,7 +285,7 @@ class Scope:
         # Over the stages of a pipeline, layers are sharded, but not what is in them.
         every = (x.schedule for source in sources for x in source.shardings)
         inside = self._axes - axes - {schedule.axis for schedule in every if schedule}
-        for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
+        for own_path, variable in own_variables(module) if axes or self._explicit_axes else ():
             value, index = _compat.get_value(variable), self._indices.get(id(variable))
             slots = () if index is None else self._plan.structure.slots[index]
             declared = self._plan.object_specs.get(slots[0]) if len(slots) == 1 else None
@@ -317,7 +320,7 @@ class Scope:
             except _compat.SHARDING_ERRORS as error:
                 self._refuse_untyped(frame, (args, kwargs), error)
             except ValueError as error:
-                if self._is_explicit:
+                if self._explicit_axes:
                     self._explain(frame, error)
                 raise
             frame.returned(out)
@@ -423,7 +426,7 @@ class Scope:
     def _columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
         """The spec of an output whose last dimensions are those of the columns of a kernel."""
         tag = frame.tag
-        if not self._is_explicit or not any(source.infer for source in tag.sources):
+        if not self._explicit_axes or not any(source.infer for source in tag.sources):
             return None
         features = getattr(frame.module, "out_features", None)
         count = len(features) if isinstance(features, tuple) else 1
@@ -434,7 +437,7 @@ class Scope:
                 whole = spec_of_slice(*tag.specs[path][:2], shape)
                 spec = PartitionSpec(*whole.partitions[-count:])
                 # Axes that are Auto around the model are the compiler's, as on Auto axes alone.
-                free = only_axes(spec, self._explicit.difference(self._plan.batch_axes))
+                free = only_axes(spec, self._explicit_axes.difference(self._plan.batch_axes))
                 return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
         return None
 

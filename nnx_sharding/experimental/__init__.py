@@ -1,9 +1,10 @@
 """Parts with a shorter promise than the rest: their names may change in any release.
 
 ``ring`` attends over sequences that are sharded over devices, and ``context`` puts that into models
-that know nothing of it; ``experts`` sends tokens to the devices of their experts; ``transfer``
-copies the weights of one live model into another. Each is exact and tested, but there are other
-libraries for the same, kernels for single accelerators are faster, and none has run on a TPU.
+that know nothing of it; ``dispatch`` sends tokens to the devices of their experts, which
+``experts`` shards; ``live_models`` copies the weights of one live model into another. Tests compare
+each with one device, on virtual CPU devices: none has run on a TPU. There are other libraries for
+the same, and kernels for single accelerators are faster.
 """
 
 from .context import context_parallel
