@@ -217,42 +217,83 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
     return tuple(leaf.shape), leaf.dtype
 
 
-def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
-    """Raises an error if the arrays of the checkpoint differ from those to restore."""
-    entries = stored.entries
-    missing, shapes, dtypes = dict[str, str](), [], []
-    layers: dict[Name, set[tuple[int, ...]]] = {}
-    for target in targets:
-        levels = len(target.source.stacked)
+class _Misfits:
+    """How the arrays of a checkpoint differ from those to restore, as lines by kind."""
+
+    def __init__(self, stored: Stored):
+        self._entries = stored.entries
+        self.missing: dict[str, str] = {}  # by path in the model
+        self.shapes: list[str] = []
+        self.dtypes: list[str] = []
+        # Which layers of each stored array are wanted: indices into its leading dimensions.
+        self._layers: dict[Name, set[tuple[int, ...]]] = {}
+
+    def add(self, target: _Target, cast: bool) -> None:
+        """Compares an array with what it is restored from: itself, or one piece for each layer."""
+        leaf = target.array.leaf
+        levels = len(target.source.stacked)  # dimensions of the model's array that are layers
         for piece in target.source.pieces:
-            path = target.array.path if not levels else path_string(piece.name)
-            entry = entries.get(piece.name)
-            if entry is None or any(map(int.__ge__, piece.layer, entry.array.shape)):
-                missing[path] = f"  {path}, shape {np.shape(target.array.leaf)[levels:]}"
+            path = path_string(piece.name) if levels else target.array.path
+            entry = self._entries.get(piece.name)
+            # A stored stack may have fewer layers than the model.
+            if entry is None or any(
+                index >= size for index, size in zip(piece.layer, entry.array.shape, strict=False)
+            ):
+                self.missing[path] = f"  {path}, shape {np.shape(leaf)[levels:]}"
                 continue
-            if levels:
-                path = entry.array.path
-            layers.setdefault(piece.name, set()).add(piece.layer)
-            shape, dtype = _type_of(target.array.leaf, entry)
-            there, here = entry.array.shape[len(piece.layer) :], shape[levels:]
-            if there != here:
-                shapes.append(f"  {path}: {there} in the checkpoint, {here} in the model")
-            elif not _is_same_dtype(there := entry.array.dtype, dtype, cast):
-                text = dtype.__name__ if isinstance(dtype, type) else dtype
-                dtypes.append(f"  {path}: {there} in the checkpoint, {text} in the model")
-    unknown = [entry.array.path or "the root" for x, entry in entries.items() if x not in layers]
-    for name, indices in layers.items():
-        shape = entries[name].array.shape[: len(min(indices))]
-        if len(indices) < math.prod(shape) and not is_part:
-            counts = f"{math.prod(shape)} layers in the checkpoint, {len(indices)} in the model"
-            shapes.append(f"  {entries[name].array.path}: {counts}")
+            self._layers.setdefault(piece.name, set()).add(piece.layer)
+            self._compare(entry.array.path if levels else path, entry, piece, leaf, levels, cast)
+
+    def _compare(
+        self, path: str, entry: Entry, piece: _Piece, leaf: Any, levels: int, cast: bool
+    ) -> None:
+        """Compares shape and dtype without the dimensions of layers on either side."""
+        whole_shape, dtype = _type_of(leaf, entry)
+        stored_shape, shape = entry.array.shape[len(piece.layer) :], whole_shape[levels:]
+        stored_dtype = entry.array.dtype
+        if stored_shape != shape:
+            self.shapes.append(f"  {path}: {stored_shape} in the checkpoint, {shape} in the model")
+        elif not _is_same_dtype(stored_dtype, dtype, cast):
+            text = dtype.__name__ if isinstance(dtype, type) else dtype
+            self.dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
+
+    def add_unwanted_layers(self) -> None:
+        """Adds the stored stacks of which the model has only some layers."""
+        for name, indices in self._layers.items():
+            array = self._entries[name].array
+            count = math.prod(array.shape[: len(min(indices))])
+            if len(indices) < count:
+                counts = f"{count} layers in the checkpoint, {len(indices)} in the model"
+                self.shapes.append(f"  {array.path}: {counts}")
+
+    def unknown(self) -> list[str]:
+        """Returns the paths of what is stored, but not in the model."""
+        unwanted = (entry for name, entry in self._entries.items() if name not in self._layers)
+        return [entry.array.path or "the root" for entry in unwanted]
+
+
+def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
+    """Raises an error if the arrays of the checkpoint differ from those to restore.
+
+    Args:
+      stored: the checkpoint.
+      targets: the arrays to restore.
+      is_part: whether the checkpoint may have more than the model.
+      cast: whether dtypes of one kind may differ.
+    """
+    misfits = _Misfits(stored)
+    for target in targets:
+        misfits.add(target, cast)
+    if not is_part:
+        misfits.add_unwanted_layers()
+    missing, unknown = misfits.missing, misfits.unknown()
     near = suggestions(len(missing) + len(unknown))
     others = [] if is_part else [f"  {path}{near(path, missing)}" for path in unknown]
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
         "Not in the model": others,
-        "Of another shape": shapes,
-        OF_ANOTHER_DTYPE: dtypes,
+        "Of another shape": misfits.shapes,
+        OF_ANOTHER_DTYPE: misfits.dtypes,
     }
     head = f"restore: {stored.folder} does not fit the model."
     remedy = _remedy(missing, unknown, is_part)

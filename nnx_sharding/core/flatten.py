@@ -122,21 +122,24 @@ class Flattener:
     shown: Set[int]
 
     def __post_init__(self) -> None:
-        self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
+        # The table: an object's index is its position in these three lists.
         self.index = {_compat.identity(obj): i for i, obj in enumerate(self.objects)}
-        self.entries: list[Entry | None] = [None] * len(self.objects)
-        self.slots: list[tuple[int, ...]] = [()] * len(self.objects)
+        self.entries: list[Entry | None] = [None] * len(self.objects)  # None: not yet described
+        self.slots: list[tuple[int, ...]] = [()] * len(self.objects)  # positions in `leaves`
         self.leaves: list[Any] = []
-        self.origins: dict[int, Any] = {}
-        self._parents: dict[int, int] = {}
-        self._described = -1
+        self.origins: dict[int, Any] = {}  # the static objects, by index
         self.linked: set[int] = set()
+        self.has_repeats = False  # whether two links lead to one object
         # The ids of objects with arrays in static places, which are not parts of the graph.
         self.hidden: set[int] = set()
-        self.has_repeats = False  # whether two links lead to one object
-        self._pending: list[int] = []
+        self._pending: list[int] = []  # linked, but not yet described
+        self._current = -1  # the index of the object that is described; -1 for none
+        self._parents: dict[int, int] = {}  # only of trees, to tell a cycle from a repeat
+        # Types that hold no tracers; None within a trace, where the answer may be another one.
+        self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
         # By id, with the value to keep it alive, so that no other object gets its id.
         self._statics: dict[int, tuple[Static | StaticObject, Any]] = {}
+        # Equal layers share what their class, attributes and metadata say: computed once for all.
         self._forms: dict[Any, _compat.NodeForm] = {}
         self._rows: dict[int, _Row] = {}
         self._metadata: dict[tuple[Any, ...], tuple[Any, Sequence[Any], bytes]] = {}
@@ -150,12 +153,12 @@ class Flattener:
             self.entries.append(None)
             self.slots.append(())
             if not self.graph:
-                self._parents[index] = self._described
+                self._parents[index] = self._current
         return self.link_index(index, at)
 
     def _repeats(self, index: int) -> bool:
         """Whether a link to an object of a tree is to a copy: to a module again, in no cycle."""
-        obj, above = self.objects[index], self._described
+        obj, above = self.objects[index], self._current
         while above >= 0 and self.objects[above] is not obj:
             above = self._parents.get(above, -1)
         return above < 0 and index in self.linked and _compat.is_node(obj)
@@ -177,11 +180,11 @@ class Flattener:
         while stack or self._pending:
             stack += reversed(self._pending)
             self._pending.clear()
-            index = self._described = stack.pop()
+            index = self._current = stack.pop()
             slots: list[int] = []
             self.entries[index] = self._describe(index, self.objects[index], slots)
             self.slots[index] = tuple(slots)
-        self._described = -1
+        self._current = -1
 
     def _describe(self, index: int, obj: object, slots: list[int]) -> Entry:
         entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)

@@ -248,31 +248,45 @@ def _shard_all(
     mesh: Any,
     min_size: int,
 ) -> dict[Path, str]:
-    """Shards all but small arrays over the axes; returns why others stay replicated."""
-    notes, small, is_used = {}, [], False
-    for each in arrays:
-        old, new = specs[each.path], shard_largest(specs[each.path], each, axes, mesh)
-        size = each.layer_size
-        if new == old or size >= min_size:
-            specs[each.path] = new
-            if each.layers.is_ambiguous and not spec_axes_of(new, mesh):
-                notes[each.path] = ambiguous_layers(each)
+    """Shards all but small arrays over the axes, in ``specs``, which it changes.
+
+    Returns:
+      Why arrays stay replicated, by path.
+    """
+    notes: dict[Path, str] = {}
+    small: list[tuple[int, str]] = []  # what could be sharded, but for its size
+    is_used = False
+    for array in arrays:
+        before, after = specs[array.path], shard_largest(specs[array.path], array, axes, mesh)
+        size = array.layer_size  # 0 if it is unknown
+        # One that stays as it is has its reason elsewhere: no dimension that the axes divide.
+        if after == before or size >= min_size:
+            specs[array.path] = after
+            if array.layers.is_ambiguous and not spec_axes_of(after, mesh):
+                notes[array.path] = ambiguous_layers(array)
         elif size:
-            small.append((size, each.name))
-            if not any(map(axes_of, old.partitions)):
-                per_layer = " in each layer" if each.layers.dimensions else ""
-                notes[each.path] = f"fewer than min_size={min_size}{per_layer}"
-        is_used |= not set(axes).isdisjoint(spec_axes_of(specs[each.path], mesh))
+            small.append((size, array.name))
+            if not any(map(axes_of, before.partitions)):  # `base` may have sharded it already
+                per_layer = " in each layer" if array.layers.dimensions else ""
+                notes[array.path] = f"fewer than min_size={min_size}{per_layer}"
+        is_used |= not set(axes).isdisjoint(spec_axes_of(specs[array.path], mesh))
     if small and not is_used and math.prod(mesh.shape[axis] for axis in axes) > 1:
-        size, largest = max(small)
-        warn_or_raise(
-            UnshardedWarning,
-            f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
-            f"be have fewer elements than min_size={min_size}. The largest, {largest}, has {size}. "
-            "Pass a smaller min_size, such as min_size=0.",
-            strict=False,
-        )
+        _warn_of_small_arrays(name, axes, max(small), min_size)
     return notes
+
+
+def _warn_of_small_arrays(
+    name: str, axes: Sequence[Any], largest: tuple[int, str], min_size: int
+) -> None:
+    """Warns that a strategy does nothing, since all arrays are small: else it would be silent."""
+    size, path = largest
+    warn_or_raise(
+        UnshardedWarning,
+        f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
+        f"be have fewer elements than min_size={min_size}. The largest, {path}, has {size}. "
+        "Pass a smaller min_size, such as min_size=0.",
+        strict=False,
+    )
 
 
 def spec_axes_of(sharding: Any, mesh: Any) -> Set[Any]:

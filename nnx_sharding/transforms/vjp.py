@@ -212,8 +212,16 @@ class _AtPoint(Differentiable[..., Any]):
     def differentiate_at(
         self, primals: Sequence[Any], differentiate: _Differentiate
     ) -> _Derivative:
-        """Calls the function, and differentiates it at the primals."""
-        arguments, count = (*self._bound, *primals), len(self._bound)
+        """Calls the function once, and differentiates that call.
+
+        Args:
+          primals: its arguments, without what it is bound to.
+          differentiate: ``jax.vjp``, ``jax.jvp`` or ``jax.linearize``, for a function of arrays.
+
+        Returns:
+          What the function returned, the derivative, and the forms for tangents of both sides.
+        """
+        arguments, bound_count = (*self._bound, *primals), len(self._bound)
         call, flat = self._split(arguments, {})
         plan, _ = self._plan(call, flat)
         # The pullback may be called when the caller's objects are gone, so this one holds them.
@@ -221,20 +229,21 @@ class _AtPoint(Differentiable[..., Any]):
         root: Any = held.structure.root
         treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
         # What the function is bound to comes first, and is not differentiated.
-        unbound = Container(treedef, root.children[count:])
+        unbound = Container(treedef, root.children[bound_count:])
         inputs = TangentForm(held, slots_by_path(held.structure, unbound))
 
-        def differentiate_inexact(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
+        def of_inexact_outputs(function: Function, primals: list[Any]) -> tuple[Any, Any]:
+            # JAX's transforms want a derivative of each output; integers and keys have none.
             def inexact(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-                out, others = function(arrays)
-                return [x for x in out if tangent_type(x) is not None], others
+                outputs, others = function(arrays)
+                return [x for x in outputs if tangent_type(x) is not None], others
 
-            return differentiate(inexact, [*map(as_array, arrays)], inputs)
+            return differentiate(inexact, [*map(as_array, primals)], inputs)
 
-        out, derivative = self.differentiate(plan, flat, inputs.slots, differentiate_inexact)
-        output, *aux = out if self._transform.has_aux else (out,)
-        after = flatten(output)
-        outputs = TangentForm(after, slots_by_path(after.structure))
+        returned, derivative = self.differentiate(plan, flat, inputs.slots, of_inexact_outputs)
+        output, *aux = returned if self._transform.has_aux else (returned,)
+        flat_output = flatten(output)
+        outputs = TangentForm(flat_output, slots_by_path(flat_output.structure))
         return _Derivative(output, tuple(aux), derivative, inputs, outputs)
 
 
