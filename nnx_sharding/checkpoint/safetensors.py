@@ -211,7 +211,7 @@ def _loaded(
 def _read(
     leaf: Any, parts: Parts, files: Mapping[FilePath, BinaryIO], bounds: Region, misfits: set[str]
 ) -> np.ndarray[Any, Any]:
-    """Returns the values of a region of an array."""
+    """Returns the values of a region of an array; adds the dtypes that do not fit to ``misfits``."""
     result = empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
         for chunk_bounds, chunk in _chunks(result, bounds):
@@ -220,9 +220,10 @@ def _read(
                 is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
                 out = target if is_alike else None
                 values = read_box(files[tensor.file], tensor, part.box, out)
-                if np.may_share_memory(values, target):
+                if np.may_share_memory(values, target):  # it was read in place, as it is
                     continue
                 values = values.reshape(target.shape)
+                # What does not fit is reported below, for all tensors at once.
                 with np.errstate(over="ignore", invalid="ignore"):
                     target[...] = values
                 if not _fits(values, target):

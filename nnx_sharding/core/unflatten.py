@@ -232,11 +232,12 @@ def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int,
     entry, slots = structure.entries[index], iter(structure.slots[index])
     children: dict[Any, Child] = {}
     if isinstance(entry, NodeEntry):
-        if not structure.slots[index]:
+        if not structure.slots[index]:  # most modules hold Variables, and no arrays themselves
             return {key: (child, ()) for key, child in zip(entry.keys, entry.children, strict=True)}
         children = dict(zip(entry.keys, entry.children, strict=True))
-    elif isinstance(entry, VariableEntry | RefEntry):
+    elif isinstance(entry, VariableEntry | RefEntry):  # a ref is one array
         children = {"value": getattr(entry, "value", LEAF)}
+    # Slots are in the order of attributes, as many for each as it holds arrays.
     counts = {key: sum(x is LEAF for x in atoms((child,))) for key, child in children.items()}
     return {
         key: (child, tuple(itertools.islice(slots, counts[key]))) for key, child in children.items()

@@ -109,7 +109,11 @@ class LayerDimensions:
         return id(subject) in self._norms
 
     def of(self, path: Path, subject: Any, slots: Sequence[int], shape: Shape) -> Stacked:
-        """The dimensions of layers of a Variable or array at a path."""
+        """Finds the dimensions of layers of a Variable or array at a path.
+
+        The first that tells them decides: a declared name of an axis, the shapes that the layer
+        itself knows, an equal Variable beside it (for what optimizers keep), the `Stack` around it.
+        """
         stack = Stacked(tuple(range(self._counts.get(slots[0], 0))))
         names = _names(subject, len(shape))
         named = tuple(d for d, name in enumerate(names) if name in self._names)

@@ -42,6 +42,8 @@ class WalkRecorder:
     """
 
     def __init__(self, arguments: Sequence[Any], dynamic: Sequence[int], static: Sequence[int]):
+        # Positions in the stream: of the static arguments, of each array, and of the first
+        # reference to each object.
         self.static = static
         self.leaves: list[int] = []
         self.objects: list[int] = []
@@ -53,8 +55,8 @@ class WalkRecorder:
         self._comparisons = bytearray(len(arguments))  # by position
         # The fields of each step, without tuples: a model has three steps for each Variable.
         self._steps: list[int] = []
-        self._expected: list[Any] = []  # by step
-        self._traces: list[int] = []
+        self._expected: list[Any] = []  # by step: the names that it must find
+        self._traces: list[int] = []  # positions of the traces of Variables and modules
         self._mentions: dict[int, int] = {}  # by position: the index of the object
         self._fixed: set[int] = set()  # the indices of objects that must stay the same
 
