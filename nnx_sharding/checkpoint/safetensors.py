@@ -211,7 +211,7 @@ def _loaded(
 def _read(
     leaf: Any, parts: Parts, files: Mapping[FilePath, BinaryIO], bounds: Region, misfits: set[str]
 ) -> np.ndarray[Any, Any]:
-    """Returns the values of a region of an array; adds the dtypes that do not fit to ``misfits``."""
+    """Returns the values of a region of an array. Dtypes that do not fit go into ``misfits``."""
     result = empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
         for chunk_bounds, chunk in _chunks(result, bounds):
