@@ -1,9 +1,14 @@
-"""The state of an optimizer, sharded like the parameters that it belongs to."""
+"""The state of an optimizer, sharded like the parameters that it belongs to.
+
+Optax keeps copies of the ``nnx.State`` of the parameters (moments, averages, …). A Variable of the
+optimizer *follows* the parameter that it belongs to, its *owner*: found by path, and by shape it is
+known which dimensions of the owner it has.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +23,9 @@ from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import describe, like, padded
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
+from ..specs.types import Spec
 from .layers import Stacked
-from .variables import FOLLOWING, NamedVariable, from_paths, variables
+from .variables import FOLLOWING, NamedVariable, Shape, SpecsByPath, from_paths, variables
 
 
 @_compat.api_boundary
@@ -67,8 +73,8 @@ def optimizer_sharding(
     return from_paths(optimizer_specs(optimizer, sharding, model))
 
 
-def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict[Path, Any]:
-    """The sharding of each path of an optimizer, as :func:`optimizer_sharding` chooses it."""
+def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> SpecsByPath:
+    """Returns the sharding of each path of an optimizer, as :func:`optimizer_sharding` does."""
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
@@ -84,23 +90,26 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
                 "which may be abstract."
             )
         model = optimizer.model
-    parameters = {each.path: each for each in variables(model)}
-    found = {path: sharding.find(path, each.variable) for path, each in parameters.items()}
-    specs = {path: PartitionSpec() if i is None else spec for path, (i, spec) in found.items()}
+    parameters = {parameter.path: parameter for parameter in variables(model)}
+    specs: SpecsByPath = {}
+    for path, parameter in parameters.items():
+        index, spec = sharding.find(path, parameter.variable)
+        specs[path] = PartitionSpec() if index is None else spec
+    # State without an owner is replicated: on the mesh of the parameters, if all name the same.
     meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs.values()}
-    mesh = meshes.pop() if len(meshes) == 1 else None  # if all parameters agree
-    other = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
-    result: dict[Path, Any] = {}
-    for state, owner in _with_owners(optimizer, parameters):
-        result[state.path] = other if owner is None else _following(state, owner, specs[owner.path])
-    return result
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    replicated = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return {
+        state.path: replicated if owner is None else _follow(state, owner, specs[owner.path])
+        for state, owner in _with_owners(optimizer, parameters)
+    }
 
 
 def optimizer_variables(optimizer: Any, model: Any) -> list[NamedVariable]:
-    """The Variables of an optimizer; those of stacked layers are where their parameter has them."""
-    parameters = {each.path: each for each in variables(model)}
+    """Lists the Variables of an optimizer, with the dimensions of layers that their owners have."""
+    parameters = {parameter.path: parameter for parameter in variables(model)}
     return [
-        state if owner is None else state._replace(layers=_layers_of(state, owner))
+        state if owner is None else state._replace(layers=_follow_layers(state, owner))
         for state, owner in _with_owners(optimizer, parameters)
     ]
 
@@ -108,91 +117,102 @@ def optimizer_variables(optimizer: Any, model: Any) -> list[NamedVariable]:
 def _with_owners(
     optimizer: Any, parameters: Mapping[Path, NamedVariable]
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
-    """Each Variable of an optimizer, and the parameter that it belongs to, if any."""
+    """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
     copies = {tuple(plain_key(path_key(key)) for key in keys) for keys, x in leaves if _is_state(x)}
     for state in variables(optimizer):
         path = state.path
-        starts = range(len(path) + 1)
-        copy = next((start for start in starts if path[:start] in copies), None)
-        parts = (path[start:] for start in starts)
-        if copy is not None:
-            parts = (path[copy:end] for end in reversed(starts[copy:]))
-        yield state, next((parameters[part] for part in parts if part in parameters), None)
+        start = next((n for n in range(len(path) + 1) if path[:n] in copies), None)
+        if start is None:  # the longest path that its own ends with
+            candidates = (path[n:] for n in range(len(path) + 1))
+        else:  # in a copy, the longest one that its own starts with there
+            candidates = (path[start:end] for end in range(len(path), start - 1, -1))
+        yield state, next((parameters[x] for x in candidates if x in parameters), None)
 
 
-def _layers_of(state: NamedVariable, parameter: NamedVariable) -> Stacked:
-    """The dimensions of layers in a Variable of the optimizer, found like its spec."""
-    shape, full, layers = state.shape, parameter.shape, parameter.layers
-    if shape is None or full is None or not layers.dimensions:
-        return Stacked()
-    marks = tuple(d in layers.dimensions for d in range(len(full)))
-    found = _entries(shape, full, marks, state.path)
-    return layers._replace(dimensions=tuple(d for d, mark in enumerate(found) if mark))
-
-
-def _is_state(x: Any) -> bool:
+def _is_state(x: object) -> bool:
     return isinstance(x, nnx.State)
 
 
-def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) -> Any:
-    """The sharding of a Variable of the optimizer, derived from its parameter's."""
-    shape, full = state.shape, parameter.shape
-    if sharding is None or state.variable is parameter.variable:
+def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
+    """Returns which dimensions of state are those of stacked layers, from its owner's."""
+    if state.shape is None or owner.shape is None or not owner.layers.dimensions:
+        return Stacked()
+    marks = [d in owner.layers.dimensions for d in range(len(owner.shape))]
+    own_marks = _follow_entries(state.shape, owner.shape, marks, state.path)
+    return owner.layers._replace(dimensions=tuple(d for d, mark in enumerate(own_marks) if mark))
+
+
+def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
+    """Returns the sharding of state, from its owner's."""
+    if sharding is None or state.variable is owner.variable:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    if shape == full and shape is not None:
-        is_summed = isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced)
-        return like(sharding, PartitionSpec(*spec.partitions)) if is_summed else sharding
-    if not isinstance(spec, PartitionSpec) or full is None or len(spec) > len(full):
+    if state.shape == owner.shape and state.shape is not None:
+        if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
+            return like(sharding, PartitionSpec(*spec.partitions))
+        return sharding
+    if not isinstance(spec, PartitionSpec) or owner.shape is None or len(spec) > len(owner.shape):
         return PartitionSpec()
-    entries = tuple(padded(spec, len(full)))
-    choices = {_entries(shape, full, entries, state.path) for shape in state.shapes}
-    common = choices.pop() if len(choices) == 1 else ()
+    entries = padded(spec, len(owner.shape))
+    choices = {_follow_entries(x, owner.shape, entries, state.path) for x in state.shapes}
+    common = choices.pop() if len(choices) == 1 else ()  # of several arrays in one Variable
     return like(sharding, PartitionSpec(*(common if any(common) else ())))
 
 
-def _entries(
-    shape: tuple[int, ...], full: tuple[int, ...], entries: tuple[Any, ...], path: Path
+def _follow_entries(
+    shape: Shape, owner_shape: Shape, entries: Sequence[Any], path: Path
 ) -> tuple[Any, ...]:
-    """The entries for the dimensions of ``full`` that an array of another shape still has."""
-    further = len(shape) - len(full)
-    if full and further >= 0 and shape[further:] == full:
-        return (*[None] * further, *entries)
-    if not further and all(size in (1, old) for size, old in zip(shape, full, strict=True)):
-        both = zip(shape, full, entries, strict=True)
-        return tuple(entry if size == old else None for size, old, entry in both)
+    """Returns entries for the dimensions of state, from those for its owner's dimensions.
+
+    Args:
+      shape: the shape of the state.
+      owner_shape: that of its owner.
+      entries: something for each dimension of the owner, such as an entry of a spec.
+      path: the path of the state.
+
+    Returns:
+      One for each dimension of ``shape``, None for those that the owner has not; ``()`` if it is
+      not known which dimensions these are.
+    """
+    new_count = len(shape) - len(owner_shape)
+    if owner_shape and new_count >= 0 and shape[new_count:] == owner_shape:  # memory of lbfgs
+        return (*[None] * new_count, *entries)
+    if not new_count and all(x in (1, size) for x, size in zip(shape, owner_shape, strict=True)):
+        triples = zip(shape, owner_shape, entries, strict=True)
+        return tuple(entry if x == size else None for x, size, entry in triples)
+    # Some dimensions of the owner are left out: any choice with the right sizes may be meant.
     choices = [
-        dimensions
-        for dimensions in itertools.combinations(range(len(full)), len(shape))
-        if shape == tuple(full[d] for d in dimensions)
+        kept
+        for kept in itertools.combinations(range(len(owner_shape)), len(shape))
+        if shape == tuple(owner_shape[d] for d in kept)
     ]
     # The shape of a factor of Adafactor may be ambiguous; its name is not: all dimensions but the
     # largest in `v_row`, all but the second largest in `v_col` (`optax.scale_by_factored_rms`).
-    removed = -1 if "v_row" in path else -2 if "v_col" in path else 0
-    if removed and len(full) > 1:
-        left_out = np.argsort(full)[removed]  # as Optax sorts them, including ties
-        factor = tuple(d for d in range(len(full)) if d != left_out)
+    rank_from_end = -1 if "v_row" in path else -2 if "v_col" in path else 0
+    if rank_from_end and len(owner_shape) > 1:
+        left_out = np.argsort(owner_shape)[rank_from_end]  # as Optax sorts them, including ties
+        factor = tuple(d for d in range(len(owner_shape)) if d != left_out)
         choices = [factor] if factor in choices else choices
-    remaining = {tuple(entries[d] for d in dimensions) for dimensions in choices}
+    remaining = {tuple(entries[d] for d in kept) for kept in choices}
     return remaining.pop() if len(remaining) == 1 else ()
 
 
 def with_optimizer(
-    specs: dict[Path, Any],
+    specs: SpecsByPath,
     model: Any,
     optimizer: Any,
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
-    """The shardings of a model and, following them, of its optimizer if there is one."""
+    """Makes the result of a strategy: its specs and, if not None, the optimizer's that follow."""
     if optimizer is not None:
         specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
     return from_paths(specs, activations, notes)
 
 
-def union(model: Mapping[Path, Any], optimizer: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The shardings of a model and of its optimizer in one table."""
+def union(model: SpecsByPath, optimizer: SpecsByPath) -> SpecsByPath:
+    """Joins the tables of a model and of its optimizer; an error where they disagree."""
     different = [
         f"  {path_string(path)}: {describe(spec)} and {describe(optimizer[path])}"
         for path, spec in model.items()

@@ -1,4 +1,10 @@
-"""``StateSharding`` from rules for paths or logical names, and from arrays that are placed."""
+"""``StateSharding`` from rules for paths or logical names, and from arrays that are placed.
+
+A *pattern* chooses Variables by their path: a regular expression, a glob, an NNX filter. A *logical
+name* says what a dimension is for, such as ``embed``; a *logical rule*, which mesh axes shard the
+dimensions with this name. A Variable has its names in the metadata (``out_sharding``), which is its
+*annotation*; that may also be a ``PartitionSpec`` or a sharding.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
@@ -20,33 +26,37 @@ from ..errors import UnusedFilterWarning, listed, raise_listed, shortened, warn_
 from ..specs.filters import PathRegex, glob_hint, to_predicate
 from ..specs.fitting import OnIndivisible, axes_of, padded, suggested_spec, suggestion, with_entries
 from ..specs.state_sharding import StateSharding
-from .variables import FOLLOWING, NamedVariable, from_paths, variables
+from ..specs.types import AnyMesh
+from .variables import FOLLOWING, NamedVariable, SpecsByPath, from_paths, variables
 
-Pairs = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
+Pairs: TypeAlias = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
-def _read_pairs(caller: str, pairs: Any) -> list[tuple[Any, Any]]:
-    """The pairs of a mapping or of an iterable of pairs."""
-    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+def _read_pairs(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
+    """Returns the pairs of a mapping or of an iterable of pairs; TypeError for anything else."""
+    items: Any = pairs.items() if isinstance(pairs, Mapping) else pairs
     items = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in items):
         raise TypeError(f"{caller} takes a mapping or a sequence of pairs, not {pairs!r}.")
     return [(first, second) for first, second in items]
 
 
-def read_patterns(caller: str, pairs: Any) -> list[tuple[Any, Any]]:
-    """Pairs of a filter and a value; strings are regular expressions for paths."""
-    result: list[tuple[Any, Any]] = []
-    wrong: list[str] = []
+def read_patterns(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
+    """Returns pairs of an NNX filter and a value; strings are regular expressions for paths.
+
+    All invalid expressions are raised as one error.
+    """
+    filters: list[tuple[Any, Any]] = []
+    invalid: list[str] = []
     for pattern, value in _read_pairs(caller, pairs):
         try:
             is_regex = isinstance(pattern, str | re.Pattern)
-            result.append((PathRegex(pattern) if is_regex else pattern, value))
+            filters.append((PathRegex(pattern) if is_regex else pattern, value))
         except ValueError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise ValueError("\n".join(listed(wrong)))
-    return result
+            invalid.append(str(error))
+    if invalid:
+        raise ValueError("\n".join(listed(invalid)))
+    return filters
 
 
 @_compat.api_boundary
@@ -56,7 +66,7 @@ def from_rules(
     default: PartitionSpec | Sharding | None = None,
     on_indivisible: OnIndivisible | None = None,
 ) -> StateSharding:
-    """Shardings by patterns for paths; the first pattern that matches decides.
+    """Shards by patterns for paths; the first pattern that matches decides.
 
     Args:
       rules: pairs, or a mapping, of a pattern and a sharding. A pattern is a regular expression,
@@ -110,7 +120,7 @@ def override(sharding: StateSharding, rules: Pairs) -> StateSharding:
 
 @_compat.api_boundary
 def from_arrays(model: Any) -> StateSharding:
-    """The shardings of the arrays of a model, to place another model in the same way.
+    """Reads the shardings of the arrays of a model, to place another model in the same way.
 
     Args:
       model: a model, an optimizer or a pytree of them; the arrays may be abstract.
@@ -120,13 +130,14 @@ def from_arrays(model: Any) -> StateSharding:
       or not committed to a device, and for Variables whose arrays differ.
     """
     specs = {}
-    for each in variables(model):
-        shardings = set(map(_committed_sharding, each.arrays))
-        specs[each.path] = shardings.pop() if len(shardings) == 1 else None
+    for variable in variables(model):
+        shardings = set(map(_committed_sharding, variable.arrays))
+        specs[variable.path] = shardings.pop() if len(shardings) == 1 else None
     return from_paths(specs)
 
 
 def _committed_sharding(array: Any) -> Sharding | None:
+    """Returns the sharding of an array, unless JAX has only put it on the default device."""
     sharding = getattr(array, "sharding", None)
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding
@@ -172,9 +183,12 @@ class LogicalRules:
         return tuple(dict.fromkeys(name for name, _ in self.rules))
 
     def spec(
-        self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
+        self,
+        names: Sequence[Any],
+        shape: Sequence[int] | None = None,
+        mesh: AnyMesh | None = None,
     ) -> PartitionSpec:
-        """The partition spec of an array.
+        """Returns the partition spec of an array.
 
         Args:
           names: for each dimension its logical name, None to replicate it, a tuple of names,
@@ -188,37 +202,46 @@ class LogicalRules:
         except ValueError as error:
             raise ValueError(f"LogicalRules: {names!r}: {error}. {self._hint}") from None
 
-    def _spec(self, names: Any, shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
+    def _spec(
+        self, names: Sequence[Any], shape: Sequence[int] | None, mesh: AnyMesh | None
+    ) -> PartitionSpec:
+        """Does the same as :meth:`spec`, with errors for callers that add what is concerned."""
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
         start = names if isinstance(names, PartitionSpec) else PartitionSpec()
         entries = list(start.partitions if isinstance(names, PartitionSpec) else names)
-        slots = [(d, name) for d, entry in enumerate(entries) for name in axes_of(entry)]
-        self._check([name for _, name in slots], len(entries), shape)
-        found: dict[int, tuple[str, ...]] = {}  # the mesh axes of each slot
+        # A dimension may have several names, and several dimensions the same one.
+        places = [(d, name) for d, entry in enumerate(entries) for name in axes_of(entry)]
+        self._check([name for _, name in places], len(entries), shape)
+        axes_by_place: dict[int, tuple[str, ...]] = {}
 
         def axes_at(dimension: int) -> list[str]:
-            parts = (found.get(slot, ()) for slot, (d, _) in enumerate(slots) if d == dimension)
+            parts = [axes_by_place.get(i, ()) for i, (d, _) in enumerate(places) if d == dimension]
             return list(itertools.chain.from_iterable(parts))
 
-        for logical, entry in self.rules:
-            axes = axes_of(entry)
-            present = tuple(axis for axis in axes if mesh is None or axis in mesh.axis_names)
-            for slot, (d, name) in enumerate(slots):
-                taken = set(itertools.chain.from_iterable(found.values()))
-                is_usable = taken.isdisjoint(present) and (present or not axes)
-                if name != logical or slot in found or not is_usable:
-                    continue
-                sizes = {} if mesh is None or shape is None else mesh.shape
-                parts = math.prod(sizes.get(axis, 1) for axis in (*axes_at(d), *present))
-                if shape is None or shape[d] % parts == 0:
-                    found[slot] = present
-        for d, entry in enumerate(entries):
+        def divides(dimension: int, new_axes: Sequence[str]) -> bool:
+            if mesh is None or shape is None:
+                return True
+            sizes = (mesh.shape[axis] for axis in (*axes_at(dimension), *new_axes))
+            return not shape[dimension] % math.prod(sizes)
+
+        # Rules are the outer loop: an earlier rule has its axes before all later ones.
+        for rule_name, entry in self.rules:
+            axes = tuple(x for x in axes_of(entry) if mesh is None or x in mesh.axis_names)
+            if axes_of(entry) and not axes:
+                continue  # for another mesh; a later rule for the name may be for this one
+            for i, (dimension, name) in enumerate(places):
+                used = set(itertools.chain.from_iterable(axes_by_place.values()))
+                is_open = name == rule_name and i not in axes_by_place
+                if is_open and used.isdisjoint(axes) and divides(dimension, axes):
+                    axes_by_place[i] = axes
+        for dimension, entry in enumerate(entries):
             if axes_of(entry):
-                entries[d] = tuple(axes_at(d))
+                entries[dimension] = tuple(axes_at(dimension))
         return with_entries(start, entries)
 
-    def _check(self, names: list[Any], rank: int, shape: Sequence[int] | None) -> None:
+    def _check(self, names: Sequence[Any], rank: int, shape: Sequence[int] | None) -> None:
+        """Raises an error for names that are no strings or have no rule, and for another rank."""
         if not all(isinstance(name, str) for name in names):
             raise ValueError("a dimension has a name, None, or a tuple of names")
         unknown = [name for name in dict.fromkeys(names) if name not in self.names]
@@ -234,7 +257,8 @@ class LogicalRules:
         return f"The names with rules are {names}; None replicates a dimension."
 
 
-def _is_rule(name: Any, entry: Any) -> bool:
+def _is_rule(name: object, entry: object) -> bool:
+    """Whether these are a name, and axes for it: one, several different ones or none."""
     axes = axes_of(entry)
     return all(isinstance(x, str) and x for x in (name, *axes)) and len(set(axes)) == len(axes)
 
@@ -245,10 +269,10 @@ def from_logical(
     rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]],
     names: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
     *,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     strict: bool = False,
 ) -> StateSharding:
-    """The shardings of a model whose dimensions have logical names.
+    """Shards a model whose dimensions have logical names.
 
     Args:
       model: a model, an optimizer or a pytree of them, placed or abstract.
@@ -275,20 +299,21 @@ def from_logical(
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
     pairs = read_patterns("from_logical", names)
     predicates = [to_predicate(filter_) for filter_, _ in pairs]
-    used = set()
+    deciding = set[int]()  # the pairs that decide for some Variable
 
-    def names_of(each: NamedVariable) -> Any:
-        matches = (i for i, p in enumerate(predicates) if p(each.path, each.variable))
-        index = next(matches, None)
-        used.add(index)
-        return each.annotation if index is None else pairs[index][1]
+    def names_of(variable: NamedVariable) -> Any:
+        for i, matches in enumerate(predicates):
+            if matches(variable.path, variable.variable):
+                deciding.add(i)
+                return pairs[i][1]
+        return variable.annotation
 
-    def spec_of(each: NamedVariable, names: Any) -> PartitionSpec:
-        return rules._spec(names, each.shape, mesh)
+    def spec_of(variable: NamedVariable, names: Any) -> PartitionSpec:
+        return rules._spec(names, variable.shape, mesh)
 
-    title = "from_logical: these names give no spec:"
-    sharding = _from_names(title, model, names_of, spec_of, rules._hint)
-    unused = [filter_ for i, (filter_, _) in enumerate(pairs) if i not in used]
+    head = "from_logical: these names give no spec:"
+    sharding = _from_names(head, model, names_of, spec_of, rules._hint)
+    unused = [filter_ for i, (filter_, _) in enumerate(pairs) if i not in deciding]
     if unused:
         hints = (glob_hint(x.text) for x in unused if isinstance(x, PathRegex))
         listed = ", ".join(shortened(map(repr, unused)))
@@ -302,9 +327,9 @@ def from_metadata(
     model: Any,
     rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
     *,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
 ) -> StateSharding:
-    """The shardings in the metadata of the Variables.
+    """Reads the shardings in the metadata of the Variables.
 
     Args:
       model: a model, an optimizer or a pytree of them, placed or abstract. The metadata is
@@ -322,46 +347,57 @@ def from_metadata(
     """
     rules = get_logical_axis_rules() if rules is None else rules
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    title = "from_metadata: this metadata gives no sharding:"
-    spec_of = functools.partial(_annotated, rules, mesh)
-    return _from_names(title, model, lambda each: each.annotation, spec_of)
+    head = "from_metadata: this metadata gives no sharding:"
+    spec_of = functools.partial(_spec_of_annotation, rules, mesh)
+    return _from_names(head, model, lambda variable: variable.annotation, spec_of)
 
 
 def _from_names(
-    title: str,
+    head: str,
     model: Any,
     names_of: Callable[[NamedVariable], Any],
     spec_of: Callable[[NamedVariable, Any], PartitionSpec],
     hint: str = "",
 ) -> StateSharding:
-    """The shardings that names give Variables; all errors are raised as one."""
-    specs, lines = {}, []
-    for each in variables(model):
-        names = names_of(each)
+    """Returns the shardings of a model by names; raises the errors of all Variables as one.
+
+    Args:
+      head: the first line of the error.
+      model: the model.
+      names_of: returns the names for a Variable, its sharding, or None to replicate it.
+      spec_of: returns the spec for a Variable and these names; raises an error if they give none.
+      hint: the last line of the error.
+    """
+    specs: SpecsByPath = {}
+    lines = []
+    for variable in variables(model):
+        names = names_of(variable)
         try:
             if names is None or isinstance(names, Sharding | Format):
-                specs[each.path] = PartitionSpec() if names is None else names
+                specs[variable.path] = PartitionSpec() if names is None else names
             else:
-                specs[each.path] = spec_of(each, names)
+                specs[variable.path] = spec_of(variable, names)
         except (TypeError, ValueError) as error:
-            lines.append(f"  {each.name}, shape {each.shape}, {names!r}: {error}")
-    raise_listed(ValueError, title, lines, hint)
+            lines.append(f"  {variable.name}, shape {variable.shape}, {names!r}: {error}")
+    raise_listed(ValueError, head, lines, hint)
     return from_paths(specs)
 
 
-def _annotated(
-    rules: LogicalRules, mesh: Any, each: NamedVariable, annotation: Any
+def _spec_of_annotation(
+    rules: LogicalRules, mesh: AnyMesh | None, variable: NamedVariable, annotation: object
 ) -> PartitionSpec:
-    """The spec that the metadata of a Variable give."""
-    shape = each.shape
+    """Returns the spec that an annotation gives a Variable, whose own rules come first.
+
+    A name without a rule is a mesh axis: Flax itself shards by such names.
+    """
+    shape = variable.shape
     if not isinstance(annotation, PartitionSpec | tuple | list):
         raise TypeError(f"expected a tuple of names{suggested_spec(annotation)}")
     named = annotation if isinstance(annotation, PartitionSpec) else PartitionSpec(*annotation)
     if shape is not None and len(named) > len(shape):
         raise ValueError(f"{len(named)} names for {len(shape)} dimensions")
-    local = _read_pairs("sharding_rules", each.metadata.get("sharding_rules") or ())
-    rules = LogicalRules((*local, *rules.rules))
-    # Names without a rule are mesh axes.
+    own_rules = _read_pairs("sharding_rules", variable.metadata.get("sharding_rules") or ())
+    rules = LogicalRules((*own_rules, *rules.rules))
     names = [name for entry in named.partitions for name in axes_of(entry)]
     axes = [name for name in names if name not in rules.names]
     problems = [f"{axis!r} shards {n} dimensions" for axis, n in Counter(axes).items() if n > 1]
@@ -375,7 +411,7 @@ def _annotated(
         raise ValueError("; ".join(problems))
     if not rules.rules:
         return named
-    with_axes = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
+    # First, so that no rule takes an axis that the annotation names itself.
+    rules = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
     rank = len(named) if shape is None else len(shape)
-    entries = with_axes.spec(tuple(padded(named, rank)), shape, mesh).partitions
-    return with_entries(named, entries)
+    return with_entries(named, rules.spec(padded(named, rank), shape, mesh).partitions)

@@ -1,4 +1,16 @@
-"""Shardings of a model by shapes alone: replicated, FSDP, ZeRO-1."""
+"""Shardings of a model by shapes alone: replicated, FSDP, ZeRO-1; and what all strategies share.
+
+A *strategy* reads the paths, shapes and metadata of a model, never its values, and returns a
+``StateSharding``. All of them, also those in other files, go the same way::
+
+    mesh, axes = mesh_and_axes(name, mesh, axis)         the mesh axes to shard over, checked
+    specs = base_specs(name, model, base, mesh)          path → what `base` has there, else P()
+    …                                                    replace entries of this table
+    with_optimizer(specs, model, optimizer, …, notes)    the same for the optimizer's state
+
+``base`` is the result of an earlier strategy, to which this one adds; ``name`` is that of the
+strategy, for messages. A *note* says why an array stays replicated; ``check_sharding`` shows it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +29,11 @@ from ..specs.activation_sharding import ActivationSharding, checked_prefetch
 from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_axes, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
+from ..specs.types import AnyMesh, AxisName, Spec
 from ..transforms.stack import layer_dimensions
 from .mesh import axes_across_slices
 from .optimizer import optimizer_specs, optimizer_variables, union, with_optimizer
-from .variables import FOLLOWING, NamedVariable, from_paths, variables
+from .variables import FOLLOWING, NamedVariable, SpecsByPath, from_paths, variables
 
 
 @_compat.api_boundary
@@ -53,7 +66,7 @@ def fsdp(
     mesh: Mesh | AbstractMesh | None = None,
     optimizer: Any = None,
     base: StateSharding | None = None,
-    axis: Any = "data",
+    axis: AxisName | tuple[AxisName, ...] = "data",
     min_size: int = 2**14,
     across_slices: bool = False,
     prefetch: int = 0,
@@ -117,7 +130,7 @@ def fsdp(
             "has none. Make one of its layers: stack(blocks)."
         )
     specs = base_specs("fsdp", model, base, mesh)
-    notes = _shard_all("fsdp", specs, variables(model), axes, mesh, min_size)
+    notes = _shard_large("fsdp", specs, variables(model), axes, mesh, min_size)
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
     return with_optimizer(specs, model, optimizer, activations, notes)
 
@@ -129,7 +142,7 @@ def zero1(
     mesh: Mesh | AbstractMesh | None = None,
     optimizer: Any,
     base: StateSharding | None = None,
-    axis: Any = "data",
+    axis: AxisName | tuple[AxisName, ...] = "data",
     min_size: int = 2**14,
 ) -> StateSharding:
     """Shards the state of the optimizer over the data axis; parameters keep their shardings.
@@ -167,16 +180,16 @@ def zero1(
     """
     mesh, axes = mesh_and_axes("zero1", mesh, axis, across_slices=True)
     specs = base_specs("zero1", model, base, mesh)
-    state = optimizer_specs(optimizer, from_paths(specs), model)
-    of_model = "model" if isinstance(optimizer, nnx.ModelAndOptimizer) else None
-    states = optimizer_variables(optimizer, model)
-    own = (each for each in states if not each.path or each.path[0] != of_model)
-    notes = _shard_all("zero1", state, own, axes, mesh, min_size)
-    return from_paths(union(specs, state), activations_of(base), notes)
+    state_specs = optimizer_specs(optimizer, from_paths(specs), model)
+    state = optimizer_variables(optimizer, model)
+    if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is no state, and is not sharded
+        state = [variable for variable in state if variable.path[:1] != ("model",)]
+    notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
+    return from_paths(union(specs, state_specs), activations_of(base), notes)
 
 
-def needed_mesh(name: str, mesh: Any) -> Mesh | AbstractMesh:
-    """The mesh, or the one in context."""
+def needed_mesh(name: str, mesh: AnyMesh | None) -> AnyMesh:
+    """Returns the mesh, or the one in context; an error if there is none."""
     if (mesh := given_mesh(name, mesh)) is None:
         remedy = "Pass mesh=..., or call within `with jax.set_mesh(mesh):`."
         raise NoMeshError(f"{name} has no mesh. {remedy}")
@@ -184,9 +197,18 @@ def needed_mesh(name: str, mesh: Any) -> Mesh | AbstractMesh:
 
 
 def mesh_and_axes(
-    name: str, mesh: Any, axis: Any, *, across_slices: bool
-) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
-    """The mesh, or the one in context, and those of its axes that a strategy uses, checked."""
+    name: str,
+    mesh: AnyMesh | None,
+    axis: AxisName | tuple[AxisName, ...],
+    *,
+    across_slices: bool,
+) -> tuple[AnyMesh, tuple[AxisName, ...]]:
+    """Returns the mesh, or the one in context, and the axes of it that a strategy shards over.
+
+    Raises:
+      NoMeshError: there is no mesh.
+      ValueError: the mesh lacks an axis; or one crosses TPU slices without ``across_slices``.
+    """
     mesh = needed_mesh(name, mesh)
     axes = axes_of(axis)
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
@@ -204,9 +226,9 @@ def mesh_and_axes(
 
 
 def mesh_and_axis(
-    name: str, mesh: Any, axis: Any, *, across_slices: bool
-) -> tuple[Mesh | AbstractMesh, str]:
-    """The same for a strategy that uses one axis."""
+    name: str, mesh: AnyMesh | None, axis: AxisName, *, across_slices: bool
+) -> tuple[AnyMesh, Any]:
+    """Does the same as :func:`mesh_and_axes` for a strategy that shards over one axis only."""
     mesh, axes = mesh_and_axes(name, mesh, axis, across_slices=across_slices)
     if len(axes) != 1:
         raise ValueError(f"{name}: expected the name of one axis, got axis={axis!r}.")
@@ -214,89 +236,91 @@ def mesh_and_axis(
 
 
 def base_specs(
-    name: str, model: Any, base: StateSharding | None, mesh: Mesh | AbstractMesh | None
-) -> dict[Path, Any]:
-    """The sharding that ``base`` has for each path of a model; ``P()`` where it has none."""
+    name: str, model: Any, base: StateSharding | None, mesh: AnyMesh | None
+) -> SpecsByPath:
+    """Returns the sharding that ``base`` has for each path of a model, ``P()`` where it has none.
+
+    Those that do not divide their arrays are corrected as the ``on_indivisible`` of ``base`` says.
+
+    Raises:
+      ValueError: some fit neither the mesh nor a shape, and may not be corrected; lists all.
+    """
     if not isinstance(base, StateSharding | None):
         raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
-    specs: dict[Path, Any] = {}
-    lines = []
-    for each in variables(model):
-        spec = None if base is None else base.find(each.path, each.variable)[1]
-        action = (base and base.on_indivisible) or "error"
-        for shape in each.shapes:
-            fit = fit_sharding(spec, mesh, shape, on_indivisible=action)
+    specs: SpecsByPath = {}
+    misfits = []
+    on_indivisible = (base and base.on_indivisible) or "error"
+    for variable in variables(model):
+        spec = None if base is None else base.find(variable.path, variable.variable)[1]
+        for shape in variable.shapes:  # the spec has to fit all arrays of the Variable
+            fit = fit_sharding(spec, mesh, shape, on_indivisible=on_indivisible)
             if fit.problems:
-                lines.append(fit.line(accessor("model", each.path)))
+                misfits.append(fit.line(accessor("model", variable.path)))
                 break
             spec = fit.sharding
-        specs[each.path] = PartitionSpec() if spec is None else spec
-    raise_listed(ValueError, f"{name}: specs of base do not fit:", lines, "Correct these specs.")
+        specs[variable.path] = PartitionSpec() if spec is None else spec
+    head = f"{name}: specs of base do not fit:"
+    raise_listed(ValueError, head, misfits, "Correct these specs.")
     return specs
 
 
 def activations_of(base: StateSharding | None) -> ActivationSharding:
-    """The shardings of activations that a strategy starts from."""
+    """Returns how ``base`` shards activations, else what any sharded parameters require."""
     return (base and base.activations) or FOLLOWING
 
 
-def _shard_all(
+def _shard_large(
     name: str,
-    specs: dict[Path, Any],
+    specs: SpecsByPath,
     arrays: Iterable[NamedVariable],
-    axes: Sequence[Any],
-    mesh: Any,
+    axes: Sequence[AxisName],
+    mesh: AnyMesh,
     min_size: int,
 ) -> dict[Path, str]:
-    """Shards all but small arrays over the axes, in ``specs``, which it changes.
+    """Shards over the axes all arrays with at least ``min_size`` elements in a layer.
+
+    Replaces their entries in ``specs``, and warns if ``min_size`` is why nothing is sharded.
 
     Returns:
-      Why arrays stay replicated, by path.
+      The notes, by path.
     """
     notes: dict[Path, str] = {}
-    small: list[tuple[int, str]] = []  # what could be sharded, but for its size
-    is_used = False
+    too_small: list[tuple[int, str]] = []  # the sizes and names of what min_size alone excludes
+    is_any_sharded = False
     for array in arrays:
-        before, after = specs[array.path], shard_largest(specs[array.path], array, axes, mesh)
-        size = array.layer_size  # 0 if it is unknown
-        # One that stays as it is has its reason elsewhere: no dimension that the axes divide.
-        if after == before or size >= min_size:
-            specs[array.path] = after
-            if array.layers.is_ambiguous and not spec_axes_of(after, mesh):
-                notes[array.path] = ambiguous_layers(array)
-        elif size:
-            small.append((size, array.name))
-            if not any(map(axes_of, before.partitions)):  # `base` may have sharded it already
+        before = specs[array.path]
+        after = shard_largest(before, array, axes, mesh)
+        if after != before and array.layer_size < min_size:
+            after = before
+            too_small.append((array.layer_size, array.name))
+            if not spec_axes_of(before, mesh):  # otherwise `base` shards it
                 per_layer = " in each layer" if array.layers.dimensions else ""
                 notes[array.path] = f"fewer than min_size={min_size}{per_layer}"
-        is_used |= not set(axes).isdisjoint(spec_axes_of(specs[array.path], mesh))
-    if small and not is_used and math.prod(mesh.shape[axis] for axis in axes) > 1:
-        _warn_of_small_arrays(name, axes, max(small), min_size)
+        elif array.layers.is_ambiguous and not spec_axes_of(after, mesh):
+            notes[array.path] = ambiguous_layers(array)
+        specs[array.path] = after
+        is_any_sharded |= not spec_axes_of(after, mesh).isdisjoint(axes)
+    if too_small and not is_any_sharded and math.prod(mesh.shape[axis] for axis in axes) > 1:
+        # Small models are what one tries first, and would silently stay replicated.
+        size, path = max(too_small)
+        warn_or_raise(
+            UnshardedWarning,
+            f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
+            f"be have fewer elements than min_size={min_size}. The largest, {path}, has {size}. "
+            "Pass a smaller min_size, such as min_size=0.",
+            strict=False,
+        )
     return notes
 
 
-def _warn_of_small_arrays(
-    name: str, axes: Sequence[Any], largest: tuple[int, str], min_size: int
-) -> None:
-    """Warns that a strategy does nothing, since all arrays are small: else it would be silent."""
-    size, path = largest
-    warn_or_raise(
-        UnshardedWarning,
-        f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
-        f"be have fewer elements than min_size={min_size}. The largest, {path}, has {size}. "
-        "Pass a smaller min_size, such as min_size=0.",
-        strict=False,
-    )
-
-
-def spec_axes_of(sharding: Any, mesh: Any) -> Set[Any]:
-    """The mesh axes that a sharding uses, if it has a spec."""
+def spec_axes_of(sharding: Spec, mesh: AnyMesh | None) -> Set[AxisName]:
+    """Returns the mesh axes that a sharding uses; none if it has no spec."""
     pair = spec_and_mesh(sharding, mesh)
     return frozenset() if pair is None else frozenset(spec_axes(pair[0]))
 
 
 def ambiguous_layers(variable: NamedVariable) -> str:
-    """Why a Variable is replicated whose dimension of layers is not known."""
+    """Returns the note for a Variable that is stacked along an unknown dimension."""
     return (
         f"its layers are stacked along one of the dimensions {variable.layers.dimensions}, none of "
         "which is sharded. To tell which, name it 'layers' in its out_sharding, or pass base=…"
@@ -304,9 +328,17 @@ def ambiguous_layers(variable: NamedVariable) -> str:
 
 
 def shard_dimension(
-    spec: Any, shape: Sequence[int] | None, dimension: int, axes: Sequence[Any], mesh: Any
+    spec: Spec,
+    shape: Sequence[int] | None,
+    dimension: int,
+    axes: Sequence[AxisName],
+    mesh: AnyMesh,
 ) -> PartitionSpec | None:
-    """A spec with a dimension sharded over further axes; None where that is not possible."""
+    """Returns a spec that also shards one dimension over some axes, after those it has there.
+
+    None if that is impossible: the spec uses one of the axes or leaves the dimension to the
+    compiler, the size is indivisible, or ``spec`` is another sharding, which may not be changed.
+    """
     if shape is None or not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
         return None
     if not -len(shape) <= dimension < len(shape) or not set(axes).isdisjoint(spec_axes(spec)):
@@ -314,26 +346,36 @@ def shard_dimension(
     entries = padded(spec, len(shape))
     if entries[dimension] is PartitionSpec.UNCONSTRAINED:
         return None
-    together = (*axes_of(entries[dimension]), *axes)
-    entries[dimension] = together if len(together) > 1 else together[0]
-    new = with_entries(spec, entries)
-    alone = PartitionSpec(entries[dimension])
-    return None if fit_sharding(alone, mesh, [shape[dimension]]).problems else new
+    all_axes = (*axes_of(entries[dimension]), *axes)
+    entry = all_axes if len(all_axes) > 1 else all_axes[0]
+    if fit_sharding(PartitionSpec(entry), mesh, [shape[dimension]]).problems:
+        return None
+    entries[dimension] = entry
+    return with_entries(spec, entries)
 
 
-def shard_largest(sharding: Any, variable: NamedVariable, axes: Sequence[Any], mesh: Any) -> Any:
-    """A sharding with the largest dimension sharded over axes not used yet, as in ``fsdp``."""
+def shard_largest(
+    sharding: Spec, variable: NamedVariable, axes: Sequence[AxisName], mesh: AnyMesh
+) -> Any:
+    """Returns a sharding that also shards the largest dimension that ``axes`` divide.
+
+    Axes that it uses already are left out. If no dimension can have all others, the last axes are
+    left out one by one; if none can have even the first, the sharding is returned as it is.
+    """
     shape = variable.shape
     is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
     if not isinstance(sharding, PartitionSpec) or is_kept or shape is None:
         return sharding
-    is_sharded = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)
-    own = variable.layer_dimensions  # a loop slices the others
-    order = sorted(own, key=lambda d: (is_sharded[d], -shape[d], -d))
-    free = [axis for axis in axes if axis not in spec_axes(sharding)]
-    choices = (
-        shard_dimension(sharding, shape, dimension, free[:count], mesh)
-        for count in range(len(free), 0, -1)
-        for dimension in order
+    entries = padded(sharding, max(len(shape), len(sharding)))
+    # Unsharded ones first; of equally large ones the last. Dimensions of stacked layers are left
+    # out: a loop takes a slice of these in each step, which would be on one device.
+    dimensions = sorted(
+        variable.layer_dimensions, key=lambda d: (bool(axes_of(entries[d])), -shape[d], -d)
     )
-    return next((spec for spec in choices if spec is not None), sharding)
+    free = [axis for axis in axes if axis not in spec_axes(sharding)]
+    for count in range(len(free), 0, -1):
+        for dimension in dimensions:
+            spec = shard_dimension(sharding, shape, dimension, free[:count], mesh)
+            if spec is not None:
+                return spec
+    return sharding

@@ -20,6 +20,8 @@ from ..specs.state_sharding import StateSharding
 from .layers import LayerDimensions, Stacked
 
 Shape: TypeAlias = tuple[int, ...]
+# The sharding of each path of a model, as its strategies change it.
+SpecsByPath: TypeAlias = dict[Path, Any]
 
 
 class NamedVariable(NamedTuple):
