@@ -77,7 +77,7 @@ def walk_without(method: str, condition: str) -> Patch:
 def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Static objects are not opened."""
     monkeypatch.setattr(
-        recorder.WalkRecorder, "open_static", lambda *_: itertools.repeat(recorder.NOWHERE)
+        recorder.WalkRecorder, "open_static", lambda *_: itertools.repeat(recorder.UNRECORDED)
     )
 
 
@@ -323,7 +323,7 @@ SLOTS = (Opcode.VALUE, Opcode.TRACE, Opcode.INITIALIZING, Opcode.IS_SETUP, Opcod
 # The treedef of a hijax Variable has the number of its leaves.
 NAMED = tuple(kind for kind in Opcode if kind not in (*SLOTS, Opcode.LEAVES))
 HINTS = {
-    "own_type": ("class",),
+    "recorded_type": ("class",),
     "names != expected": ("static list", "set", "metadata renamed"),
     "METADATA": ("metadata renamed",),
     "SEQUENCE": ("container grows",),

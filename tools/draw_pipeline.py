@@ -38,12 +38,12 @@ SLOW_WAY = (
         "flatten",
         (
             "flatten.py",
+            "flattener.py",
             "recording.py",
             "structure.py",
             "treedefs.py",
             "static_equality.py",
             "static_parts.py",
-            "static_objects.py",
             "hijax_variables.py",
             "snapshot.py",
         ),

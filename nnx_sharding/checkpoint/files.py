@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.interrupts import deferred
+from ..core.interrupts import signals_deferred
 from ..core.place import place_arrays
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
@@ -128,7 +128,7 @@ def _replace(folder: FilePath, new: FilePath) -> None:
     old = beside(folder, "old")
     if old.exists():  # of a process that was killed here
         old.rmtree()
-    with deferred():
+    with signals_deferred():
         folder.rename(old)
         try:
             new.rename(folder)

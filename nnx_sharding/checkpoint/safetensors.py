@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh
 from .. import _compat
 from ..core.constrain import sharding_of
 from ..core.flatten import flatten
-from ..core.interrupts import deferred
+from ..core.interrupts import signals_deferred
 from ..core.place import out_of_range, place_arrays
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
@@ -387,7 +387,7 @@ class _Writer:
         if len(new) > 1:
             new.append(INDEX_FILE)  # the last: it makes the others a model
         old = _model_files(folder)
-        with deferred():
+        with signals_deferred():
             if not old.isdisjoint(self._files):
                 # Killed now, the folder has no index: better than one of old and of new tensors.
                 (folder / INDEX_FILE).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from .call_context import CALLER, Observer
 from .declared import place_as_declared
 from .failures import raise_explained
 from .flatten import Flat
-from .interrupts import held, hold, release
+from .interrupts import defer_signals, deferred_handlers, deliver_signals
 from .outcome import Outcome, OutputGroup
 from .plan import Plan
 from .static_parts import Operation
@@ -52,7 +52,7 @@ def run(
     results: list[Any] = []
     try:
         if defers and not is_direct:
-            hold()
+            defer_signals()
         outer = CALLER.fields
         try:
             CALLER.fields = (fun, flat.objects, observer, nested, compiles, leaves)
@@ -66,16 +66,18 @@ def run(
             CALLER.fields = outer
         outputs = results[0]
         output = finish(plan, flat, leaves, placed, results)
-        if held or (defers and not is_direct):  # a process may have no handlers to hold
+        if deferred_handlers or (
+            defers and not is_direct
+        ):  # a process may have no handlers to hold
             mark_direct(execute, outputs)
     except BaseException:
         if results and defers:  # a signal, after the donated arrays were consumed
-            hold()
+            defer_signals()
             finish(plan, flat, leaves, placed, results)
         raise
     finally:
-        if held:
-            release()
+        if deferred_handlers:
+            deliver_signals()
     if is_bounded() and not nested:
         wait_for_some(outputs[:-1])
     return output
@@ -179,7 +181,7 @@ class Update(NamedTuple):
         ``known`` is the number of the objects of the arguments.
         """
         after, root = outcome.structure, outcome.structure.root
-        others = outcome.metadata, outcome.nodes, outcome.statics, outcome.copied
+        others = outcome.metadata, outcome.nodes, outcome.statics, outcome.replaced
         written_to = [after.entries[index] for index in outcome.values]
         if any(others) or len(after.entries) != known or not all(map(is_leaf_variable, written_to)):
             return False
@@ -247,7 +249,7 @@ def _write_back(
     after = outcome.structure
     arrays = outcome.arrays(leaves, groups)
     existing = dict(enumerate(objects))
-    for index in outcome.copied:
+    for index in outcome.replaced:
         del existing[index]
     built = graph.unflatten(after, arrays, existing)
     values = [*outcome.values, *outcome.metadata]

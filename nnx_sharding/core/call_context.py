@@ -13,7 +13,7 @@ import jax
 from .. import _compat
 from ..errors import ShardingWarning, warn_or_raise
 from ..specs.types import Arrays
-from .interrupts import hold
+from .interrupts import defer_signals
 
 if TYPE_CHECKING:  # a plan is made by what is imported here
     from .plan import Plan
@@ -105,7 +105,7 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
             _LOGGER.info("%s", _described(plan, caller.leaves))
         plan.reported.clear()
         if plan.donated and caller.fun is not None:
-            hold()  # the program runs next
+            defer_signals()  # the program runs next
         if caller.observer is not None:
             caller.observer.compiled(plan, caller.leaves)
 

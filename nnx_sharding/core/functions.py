@@ -122,7 +122,7 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if _is_array(value):
         yield name, value
     elif _compat.is_graph_object(value):
-        flat = flatten(value, held=False)
+        flat = flatten(value, keeps_alive=False)
         for path, leaf in zip(flat.structure.paths(), flat.leaves, strict=True):
             if _is_array(leaf):
                 yield accessor(name, path), leaf

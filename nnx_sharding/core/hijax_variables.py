@@ -1,44 +1,51 @@
-"""Variables made with ``hijax=True``: values of JAX, with a treedef and a tuple of arrays."""
+"""Variables made with ``hijax=True``: values of JAX, with a treedef and a tuple of arrays.
+
+A structure describes them as plain Variables, so that both kinds are the same to what comes after.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from .. import _compat
-from .recording import NOWHERE, ReadRecorder
+from .recording import UNRECORDED, ReadRecorder
 from .static_equality import value_key
 from .structure import LEAF, Child, VariableEntry, atoms
 from .treedefs import aux_of
 
 if TYPE_CHECKING:  # flattening calls the functions below
-    from .flatten import Flattener
+    from .flattener import Flattener
 
 
 def describe_hijax(
-    flattener: Flattener, variable: object, slots: list[int], at: int
+    flattener: Flattener, variable: object, slots: list[int], position: int
 ) -> VariableEntry:
-    """Returns the entry of a plain Variable with the same content, at this place for a guard."""
+    """Returns the entry of an equal plain Variable; adds the arrays, and their slots to ``slots``.
+
+    Drops the flattener's recorder if no guard can compare the Variable, which is at ``position``.
+    """
     plain = _compat.plain_variable(variable)
     # The plain copy is a new object at each call, so a guard has to read the original.
     recorder, flattener.recorder = flattener.recorder, None
-    value = flattener.pytree(_compat.get_value(plain), slots)
-    metadata = flattener.describe_metadata(plain, NOWHERE)
-    if recorder is not None and _note(flattener, recorder, variable, value, slots, at):
+    value = flattener.pytree_child(_compat.get_value(plain), slots)
+    metadata = flattener.describe_metadata(plain, UNRECORDED)
+    if recorder is not None and _record(flattener, recorder, variable, value, slots, position):
         flattener.recorder = recorder
     return VariableEntry(type(plain), metadata, value)
 
 
-def _note(
+def _record(
     flattener: Flattener,
     recorder: ReadRecorder,
     variable: object,
     value: Child,
     slots: list[int],
-    at: int,
+    position: int,
 ) -> bool:
-    """Notes it for a guard; False where that cannot compare it.
+    """Records the treedef and the arrays of a Variable; returns whether a guard can compare them.
 
-    Metadata, which are in the treedef, are only compared by value, and no Variables in its value.
+    ``value`` and ``slots`` describe the arrays. The metadata are in the treedef, which is compared
+    by value; so no metadata may have an identity, and no Variables may be within the value.
     """
     if not _compat.is_concrete_hijax(variable):
         return False
@@ -48,9 +55,9 @@ def _note(
     values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
     if [*map(id, values)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
         return False
-    for place, part in zip(recorder.open_hijax(at, treedef, leaves), parts, strict=True):
+    for place, part in zip(recorder.open_hijax(position, treedef, leaves), parts, strict=True):
         if type(part) is int:
             recorder.add_object(place, part)
         else:
-            recorder.leaves.append(place)
+            recorder.leaf_positions.append(place)
     return True

@@ -18,31 +18,34 @@ from .unflatten import perform
 
 _NUMBERS = (*_signal.valid_signals(),)
 
-# The handlers of deferred signals, and the signals that arrived. Only the main thread has any.
-held: dict[int, Any] = {}
+# The user's handlers while signals are deferred, by number; else empty. Only the main thread, which
+# Python runs handlers in, defers any. `call.c` reads this dict.
+deferred_handlers: dict[int, Any] = {}
 _arrived: list[int] = []
 
 
-def _note(number: int, _: object) -> None:
+def _note_signal(number: int, _: object) -> None:
     _arrived.append(number)
 
 
-def hold() -> None:
-    """Defers all signals that have a handler in Python until :func:`release`."""
-    if held or threading.current_thread() is not threading.main_thread():
+def defer_signals() -> None:
+    """Defers all signals that have a handler in Python until :func:`deliver_signals`."""
+    if deferred_handlers or threading.current_thread() is not threading.main_thread():
         return
     handlers = zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True)
     # Others are handled in C, and interrupt no Python code.
     pairs = [(number, handler) for number, handler in handlers if callable(handler)]
-    perform([(held.update, pairs), *((_signal.signal, number, _note) for number, _ in pairs)])
+    # In one step, or a signal could come when only some handlers are replaced.
+    replacements = [(_signal.signal, number, _note_signal) for number, _ in pairs]
+    perform([(deferred_handlers.update, pairs), *replacements])
 
 
-def release() -> None:
+def deliver_signals() -> None:
     """Restores the handlers, and delivers the signals that arrived."""
-    if held and threading.current_thread() is threading.main_thread():
+    if deferred_handlers and threading.current_thread() is threading.main_thread():
         # The user's function may have set another handler meanwhile, which stays.
-        pairs = [pair for pair in held.items() if _signal.getsignal(pair[0]) is _note]
-        perform([*((_signal.signal, *pair) for pair in pairs), (held.clear,)])
+        pairs = [x for x in deferred_handlers.items() if _signal.getsignal(x[0]) is _note_signal]
+        perform([*((_signal.signal, *pair) for pair in pairs), (deferred_handlers.clear,)])
         arrived = [*dict.fromkeys(_arrived)]
         _arrived.clear()
         for number in arrived:
@@ -50,10 +53,10 @@ def release() -> None:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Defers them within the block."""
+def signals_deferred() -> Iterator[None]:
+    """Defers signals within the block."""
     try:
-        hold()
+        defer_signals()
         yield
     finally:
-        release()
+        deliver_signals()

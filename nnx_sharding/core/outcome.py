@@ -76,7 +76,7 @@ class Outcome:
     metadata: tuple[int, ...]  # those whose metadata or kind of value changed
     nodes: tuple[NodeChange, ...]  # the changed attributes of input modules
     statics: tuple[int, ...]  # static objects of the inputs that were changed in place
-    copied: tuple[int, ...] = ()  # input modules in whose place new ones are returned
+    replaced: tuple[int, ...] = ()  # input modules in whose place new ones are returned
     has_effects: bool = False  # whether the program has side effects, such as callbacks
     # What to write back, set by ``call.run`` at the first call from all of this.
     update: Any = dataclasses.field(default=None, compare=False)
@@ -133,7 +133,7 @@ def pack(
         metadata=tuple(changes.metadata),
         nodes=tuple(changes.nodes),
         statics=tuple(changes.statics),
-        copied=tuple(changes.copied),
+        replaced=tuple(changes.replaced),
         has_effects=_compat.trace_has_effects(),
     )
     return (*map(OutputGroup, map(tuple, labels), outputs), outcome)
@@ -147,7 +147,7 @@ class _Changes:
     metadata: list[int] = dataclasses.field(default_factory=list)
     nodes: list[NodeChange] = dataclasses.field(default_factory=list)
     statics: list[int] = dataclasses.field(default_factory=list)
-    copied: list[int] = dataclasses.field(default_factory=list)
+    replaced: list[int] = dataclasses.field(default_factory=list)
 
 
 def _compare(
@@ -158,7 +158,7 @@ def _compare(
     for index, old in enumerate(plan.structure.entries):
         new, slots = after.structure.entries[index], after.structure.slots[index]
         if isinstance(new, NodeEntry) and not plan.updates:
-            changes.copied.append(index)
+            changes.replaced.append(index)
         if not slots and new == old:
             continue
         # A tracer that is still the same is an array that the function did not change.
@@ -218,6 +218,6 @@ def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
         first.metadata,
         tuple(change for change in changes if change is not None),
         first.statics,
-        first.copied,
+        first.replaced,
         any(outcome.has_effects for outcome in outcomes),
     )

@@ -47,7 +47,7 @@ from .resolve import (
     resolve,
     slot_names,
 )
-from .signature import Call, Parameters, Signature, align_specs
+from .signature import Parameters, Signature, SortedCall, align_specs
 from .spec_checks import check_mesh, fit_specs
 from .static_equality import Static
 from .static_places import check_static_places
@@ -214,7 +214,7 @@ class Plan:
             yield objects[index]
 
 
-def plan_key(transform: Transform, call: Call, flat: Flat) -> Hashable:
+def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
     """Returns all of a call on which its plan depends."""
     structure, leaves = flat.structure, flat.leaves
     # Only arrays of JAX that are attributes of modules are placed.
@@ -228,7 +228,7 @@ def make_plan(
     fun: Callable[..., Any],
     transform: Transform,
     parameters: Parameters,
-    call: Call,
+    call: SortedCall,
     flat: Flat,
     traced: Traced,
     *,
@@ -288,7 +288,7 @@ def make_plan(
 
 
 def _arguments(
-    transform: Transform, parameters: Parameters, call: Call, structure: Structure
+    transform: Transform, parameters: Parameters, call: SortedCall, structure: Structure
 ) -> list[Argument]:
     """Returns the dynamic arguments, each with the spec that the user gave for it."""
     signature = call.signature

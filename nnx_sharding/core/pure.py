@@ -29,7 +29,7 @@ from .call_context import Caller, called_by, caller_here
 from .constrain import mesh_of_types, shape_of
 from .flatten import Flat, flatten
 from .functions import name_as, name_of
-from .interrupts import release
+from .interrupts import deliver_signals
 from .known_faults import dodge_faults
 from .outcome import pack
 from .problems import not_arrays
@@ -61,7 +61,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
         caller = caller_here()
         assert caller is not None
         if caller.plan is not None:
-            release()  # nothing has run yet, and tracing may take long
+            deliver_signals()  # nothing has run yet, and tracing may take long
         forget = None
         if caller.observer is not None:
             forget = caller.observer.traced(plan, caller.fun, leaves, nested=caller.nested)
@@ -157,10 +157,10 @@ def _flatten_after(
     after = flatten(
         output,
         graph=plan.graph,
-        known=built.objects,
+        first_objects=built.objects,
         # Without updates the caller's modules stay as they are, and results are other ones.
-        copied=frozenset() if updates else nodes - carried,
-        borrowed=borrowed | static_objects,
+        replaced=frozenset() if updates else nodes - carried,
+        held_weakly=borrowed | static_objects,
         snapshot=before,
     )
     if not plan.graph:

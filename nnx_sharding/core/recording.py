@@ -1,9 +1,9 @@
 """What ``flatten`` reports while it reads a graph, so that the same can be read again.
 
-``flatten`` knows what the content of an object means; whoever records the walk knows how to repeat
-it. In between, everything that is read has a *position*: its index in the list of all things read,
-in which the arguments come first. ``flatten`` is given the position of each value, and passes the
-content of that value on, for which it gets further positions.
+``flatten`` knows what the content of an object means; a recorder knows how to repeat the walk. In
+between, everything that is read has a *position*: its index in the list of all things read, in
+which the arguments come first. ``flatten`` is given the position of each value, and reports what
+the value holds, for which it gets further positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .static_parts import StaticKind
 from .structure import Child
 from .treedefs import PyTreeDef
 
-NOWHERE = -1  # the position of what is not read again
+UNRECORDED = -1  # the position of what is not read again
 
 
 class Comparison(enum.IntEnum):
@@ -38,50 +38,53 @@ def comparison_of(child: Child) -> Comparison:
 class ReadRecorder(Protocol):
     """Is told what ``flatten`` reads. The parts of an object get positions in their order."""
 
-    static: Sequence[int]  # the positions of the static arguments
-    leaves: list[int]  # the positions of the arrays, by slot
-    objects: list[int]  # the position at which each object was met first, by index
+    static_positions: Sequence[int]  # of the static arguments
+    leaf_positions: list[int]  # of the arrays, by slot
+    object_positions: list[int]  # where each object was met first, by index
 
     def restarted(self) -> Self:
         """Returns a recorder of another walk over the same arguments."""
 
-    def add_static(self, position: int, value: Any, static: Static) -> None:
-        """Notes a static value that cannot change."""
+    def add_static(self, position: int, value: object, static: Static) -> None:
+        """Records a static value that cannot change."""
 
     def add_object(self, position: int, index: int) -> None:
-        """Notes a reference to the object with an index."""
+        """Records a link to the object with an index."""
 
-    def fix(self, index: int, obj: Any) -> None:
-        """Notes that an object has to stay the same one."""
+    def pin_object(self, index: int, obj: object) -> None:
+        """Records that an object has to stay the same one."""
 
     def open_node(
         self, position: int, names: Collection[str], values: Collection[Any], comparisons: bytes
     ) -> Sequence[int]:
-        """Notes the attributes of a module, and how each is compared, if all are known."""
+        """Records the attributes of a module, and how each is compared, if all are known."""
 
     def open_metadata(
         self, position: int, names: Collection[str], values: Collection[Any], comparisons: bytes
     ) -> Sequence[int]:
-        """Notes the metadata of a Variable in the same way."""
+        """Records the metadata of a Variable in the same way."""
 
-    def open_variable(self, position: int, variable: Any, value: Any) -> int:
-        """Notes the trace and the value of a Variable; returns the position of the value."""
+    def open_variable(self, position: int, variable: object, value: object) -> int:
+        """Records the trace and the value of a Variable; returns the position of the value."""
 
-    def open_node_state(self, position: int, state: Any) -> None:
-        """Notes Flax's state of a module: whether it is set up, and its trace."""
+    def open_node_state(self, position: int, state: object) -> None:
+        """Records Flax's state of a module: whether it is set up, and its trace."""
 
     def open_hijax(self, position: int, treedef: PyTreeDef, leaves: Sequence[Any]) -> Sequence[int]:
-        """Notes what a hijax Variable has; returns the positions of its leaves."""
+        """Records what a hijax Variable has; returns the positions of its leaves."""
 
     def open_static(
-        self, position: int, value: Any, described: StaticKind, parts: Sequence[Any]
+        self, position: int, value: object, kind: StaticKind, parts: Sequence[Any]
     ) -> Sequence[int]:
-        """Notes the parts of a static object."""
+        """Records the parts of a static object; returns their positions."""
+
+    def open_arguments(self, treedef: PyTreeDef) -> tuple[Sequence[int], Sequence[int]]:
+        """Records all dynamic arguments; returns the positions of their leaves and node data.
+
+        ``treedef`` is that of ``(args, kwargs)``, or that of the only argument, a graph object.
+        """
 
     def open_tree(
-        self, position: int, tree: Any, treedef: PyTreeDef
+        self, position: int, tree: object, treedef: PyTreeDef
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Notes what a pytree holds; returns the positions of its leaves and of its node data.
-
-        A tree that is nowhere is that of all dynamic arguments, or the only one, a graph object.
-        """
+        """Records what a pytree holds; returns the positions of its leaves and of its node data."""

@@ -152,7 +152,7 @@ class Parameters:
         return frozenset(i + self.bound for i in inside if 0 <= i < count)
 
 
-class Call(NamedTuple):
+class SortedCall(NamedTuple):
     """One call by roles: static arguments, positional ones first, and the tree of all others."""
 
     signature: Signature
@@ -160,16 +160,16 @@ class Call(NamedTuple):
     tree: ArgTree
 
 
-def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
     """Sorts the arguments of a call by their roles, and checks the static ones."""
     if not signature.static and not signature.static_keywords:
-        return Call(signature, (), (args, kwargs))
+        return SortedCall(signature, (), (args, kwargs))
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     statics = tuple(values[which] for which in signature.static_order)
     for name, value in zip(signature.static_names, statics, strict=True):
         _check_static(name, value)
     keywords = {k: kwargs[k] for k in signature.dynamic_keywords}
-    return Call(signature, statics, (tuple(args[i] for i in signature.dynamic), keywords))
+    return SortedCall(signature, statics, (tuple(args[i] for i in signature.dynamic), keywords))
 
 
 def join_call(

@@ -141,4 +141,4 @@ def static_key(*values: object) -> Structure:
     It is a snapshot: hashable, also of what can be changed. Values that are compared by identity
     are held by weak references.
     """
-    return flatten((), statics=values, held=False).structure
+    return flatten((), statics=values, keeps_alive=False).structure

@@ -27,7 +27,7 @@ from .constrain import mesh_of_types, type_as, type_mesh
 from .flatten import Flat
 from .problems import no_mesh
 from .retyping import AxisTypeChange, RetypedArrays
-from .signature import Call, Parameters, Signature, sort_call
+from .signature import Parameters, Signature, SortedCall, sort_call
 from .static_equality import strict
 from .unflatten import Built
 
@@ -85,7 +85,7 @@ class Transform:
         signature: Signature,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Call:
+    ) -> SortedCall:
         """Sorts the arguments of a call by their roles, which a transform may refine."""
         return sort_call(signature, args, kwargs)
 

@@ -47,7 +47,7 @@ from ..core.bounded import make_room
 from ..core.constrain import is_shardable, other_memory, sharding_of
 from ..core.flatten import Flat
 from ..core.guard.known_models import KnownModels
-from ..core.interrupts import deferred
+from ..core.interrupts import signals_deferred
 from ..core.place import assembled, finish_on_cpu, obstacle, place_arrays
 from ..core.rebuild import rebuild
 from ..errors import raise_listed
@@ -152,7 +152,7 @@ def transfer(
     if key is not None:
         _PLANS[key] = plan
         make_room(_PLANS, _MOST_PLANS)
-    with deferred():
+    with signals_deferred():
         flat = _released(flat, plan)  # this function holds the old values no longer
         return _run(plan, given.leaves, flat, donate)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from ..core.constrain import apply_shardings, is_shardable
 from ..core.flatten import flatten
-from ..core.interrupts import deferred
+from ..core.interrupts import signals_deferred
 from ..core.problems import check_options
 from ..core.rebuild import rebuild
 from ..core.spec_checks import assign_shardings
@@ -90,7 +90,7 @@ def place(
         tree, flat, sharding, mesh=mesh, caller="place", whole=True, **options
     )
     # Interrupted after the old arrays are deleted, the model would be left without values.
-    with deferred() if donate else contextlib.nullcontext():
+    with signals_deferred() if donate else contextlib.nullcontext():
         leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
         if not copy:
             return rebuild(flat, leaves, "place")

@@ -23,7 +23,7 @@ from ..core.flatten import Flat
 from ..core.functions import name_of
 from ..core.plan import Plan
 from ..core.resolve import NamedLocation, locate
-from ..core.signature import ArgTree, Call, Roles
+from ..core.signature import ArgTree, Roles, SortedCall
 from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
@@ -371,7 +371,7 @@ class ValueAndGrad(Differentiable[P, R]):
             "their gradients have dtype float0.",
         )
 
-    def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[Wanted]:
+    def _wanted(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Wanted]:
         """Finds what is differentiated in a call."""
         arguments = {argument.name: argument for argument in plan.arguments}
         chosen = self._chosen_filters(call, arguments)
@@ -391,7 +391,9 @@ class ValueAndGrad(Differentiable[P, R]):
             for (name, found), is_state in zip(locations.items(), are_states, strict=True)
         ]
 
-    def _chosen_filters(self, call: Call, arguments: Mapping[str, Argument]) -> dict[str, Any]:
+    def _chosen_filters(
+        self, call: SortedCall, arguments: Mapping[str, Argument]
+    ) -> dict[str, Any]:
         """The filter for each differentiated argument, by the name of the argument."""
         name, wrt = self._transform.name, self._transform.wrt
         default = nnx.Param if self._modes["updates"] else ...
@@ -441,7 +443,7 @@ class ValueAndGrad(Differentiable[P, R]):
         )
         raise see(error, anchor="nothing-to-differentiate")
 
-    def _name_of(self, which: int | str, call: Call) -> str:
+    def _name_of(self, which: int | str, call: SortedCall) -> str:
         """The name of an argument of ``argnums``."""
         if isinstance(which, str):
             return which

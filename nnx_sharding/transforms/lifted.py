@@ -28,7 +28,7 @@ from ..core.guard.store import Guards, recorder_of
 from ..core.outcome import Outcome
 from ..core.plan import Plan, make_plan, plan_key
 from ..core.reach import Reach, reach_of
-from ..core.signature import Call, Parameters, Roles
+from ..core.signature import Parameters, Roles, SortedCall
 from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
 from ..diagnostics.retraces import Observer, TraceLimit, TraceLog
@@ -80,7 +80,7 @@ class LiftedFunction(Generic[P, R]):
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
-    def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
         """The arguments of a call by their roles."""
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
@@ -89,13 +89,15 @@ class LiftedFunction(Generic[P, R]):
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, record: bool = False
-    ) -> tuple[Call, Flat]:
+    ) -> tuple[SortedCall, Flat]:
         """The arguments of a call, flattened; for a guard as well, if ``record``."""
         _compat.leave_static_cache()
         call = self._sorted(args, kwargs)
         recorder = recorder_of(call, args, kwargs) if record else None
         graph, statics = self._modes["graph"], call.statics
-        return call, flatten(call.tree, graph=graph, statics=statics, held=False, recorder=recorder)
+        return call, flatten(
+            call.tree, graph=graph, statics=statics, keeps_alive=False, recorder=recorder
+        )
 
     def _is_classmethod_of(self, owner: type) -> bool:
         """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
@@ -135,7 +137,7 @@ class LiftedFunction(Generic[P, R]):
             return program.inline
         return program.traced_anew if reach is None else program.top_level
 
-    def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
+    def _plan(self, call: SortedCall, flat: Flat) -> tuple[Plan, bool]:
         """The plan for a call, and whether it is new."""
         transform = self._transform
 
@@ -323,7 +325,9 @@ class Lifted(LiftedFunction[P, R]):
         with self._tracing(flat):
             return explained(plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function))
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Plan, Flat]:
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[SortedCall, Plan, Flat]:
         """The plan for a call that is not run, and its flattened arguments."""
         call, flat = self._split((*self._bound, *args), kwargs)
         return call, self._plan(call, flat)[0], flat

@@ -203,7 +203,7 @@ class Mapped(InnerTransform):
 
     def _new_variables(self, out: object, plan: Plan, built: Built) -> list[tuple[Any, int]]:
         """Lists the Variables that the function returns or attached, each with its axis."""
-        flat = flatten(out, known=built.objects)
+        flat = flatten(out, first_objects=built.objects)
         caller = f"{self.name}: {self.out_name}"
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
         # The specs of the arguments hold for what was attached to them, those of the output for

@@ -113,7 +113,7 @@ class PartialSums:
     def of(self, parameter: object) -> jax.Array | None:
         """Finds the partial sums of a parameter; None if it has none."""
         _, partial = (PARTIAL.get() or {}).get(id(parameter), (None, None))
-        return partial  # type: ignore[no-any-return]
+        return partial
 
     def __call__(
         self,

@@ -26,7 +26,7 @@ from ..core.constrain import mesh_here, type_as
 from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.problems import array_line, check_options
-from ..core.signature import Call, Parameters, Roles, Signature
+from ..core.signature import Parameters, Roles, Signature, SortedCall
 from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..errors import raise_listed
@@ -76,7 +76,7 @@ class _ShardMap(Sharded):
         signature: Signature,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Call:
+    ) -> SortedCall:
         """Sorts like any transform; what is no array is static where its spec is None."""
         call = super().sort_call(parameters, signature, args, kwargs)
         if not self.in_specs.may_hold_none:

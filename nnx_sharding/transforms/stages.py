@@ -30,7 +30,7 @@ from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards
 from ..core.outcome import Outcome
 from ..core.plan import Plan
-from ..core.signature import Call
+from ..core.signature import SortedCall
 from ..core.static_equality import Static
 from ..core.structure import LEAF, Child, Container, StaticObject, Structure
 from ..core.unflatten import value_at
@@ -223,7 +223,7 @@ class Stage:
                 args = (*args[:position], statics[position], *args[position:])
         return args, {**keywords, **kwargs}
 
-    def _check_structure(self, done: str, call: Call, flat: Flat) -> None:
+    def _check_structure(self, done: str, call: SortedCall, flat: Flat) -> None:
         """Raises a ``TypeError`` for arguments of another structure than those of the plan."""
         plan = self._plan
         before, after = (plan.signature, plan.structure), (call.signature, flat.structure)

@@ -86,7 +86,7 @@ static int are_as_planned(PyObject *guard, const Found *found) {
     return 1;
 }
 
-/* As in `Guard.check`, errors are changes, but not what ends a program. */
+/* As in `check` of guard.py, errors are changes, but not what ends a program. */
 static int is_interrupted(void) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 1;
     PyErr_Clear();

@@ -15,7 +15,7 @@ from ..call import DIRECT, MAX_IN_FLIGHT, finish, is_bounded, mark_direct, wait
 from ..call_context import CALLER
 from ..failures import raise_explained
 from ..flatten import Flat
-from ..interrupts import held, release
+from ..interrupts import deferred_handlers, deliver_signals
 from ..plan import Plan
 from .native import FastestWalk
 from .walk import PythonWalk
@@ -32,7 +32,7 @@ def guarded(function: F) -> F:
     _native.set_up(
         is_ready=_is_ready,
         caller=CALLER,
-        held=held,
+        held=deferred_handlers,
         settle=_settle,
         complete=_complete,
         is_bounded=is_bounded,
@@ -53,7 +53,7 @@ def _is_ready() -> bool:
 def _settle(execute: Any, outputs: Sequence[Any]) -> None:
     """Ends what was begun when a program was compiled in a guarded call."""
     mark_direct(execute, outputs)
-    release()
+    deliver_signals()
 
 
 def _complete(
@@ -63,15 +63,15 @@ def _complete(
     try:
         flat = Flat(plan.structure, leaves, objects, updatable=True)
         output = finish(plan, flat, leaves, (), [outputs])
-        if held:
+        if deferred_handlers:
             mark_direct(execute, outputs)
         return output
     finally:
-        release()
+        deliver_signals()
 
 
 def failed(plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
     """Explains what a guarded call raised."""
-    release()
+    deliver_signals()
     if isinstance(error, Exception):
         raise_explained(plan, leaves, error)

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+from jax.sharding import Sharding
+
 from ... import _compat
+from ...specs.types import AnyMesh
 from ..flatten import Flat
 from ..plan import Plan
 from ..structure import Structure
@@ -34,27 +37,20 @@ class Guard(NamedTuple):
     plan: Plan
     key: tuple[Hashable, ...]  # what the plan depends on besides the graph
     donates: bool
-    context_of: Callable[[], Any] | None  # returns the mesh in context; None if it does not matter
-    context: Any  # that mesh
+    # returns the mesh in context; None if it does not matter
+    context_of: Callable[[], AnyMesh | None] | None
+    context: Hashable  # that mesh
     # Of the arrays that have to be placed, or whose shapes matter:
     slots: bytes  # as 32-bit integers
-    shardings: list[Any]  # None for those that are not placed
+    shardings: list[Sharding | None]  # None for those that are not placed
     avals: list[Any]  # empty if shapes do not matter
     known: list[Any]  # weak references to those that were found to be as they should be
     references: tuple[Any, ...]  # weak ones, whose callbacks end the guard
     execute: Callable[..., Any] | None = None  # runs the program; None until the guard has held
 
-    def check(self, arguments: tuple[Any, ...]) -> Flat | None:
-        """Returns the graph as ``flatten`` would return it, or None if it may have changed."""
-        return check(self.walk, self.plan.structure, arguments)
-
-    def match(self, arguments: tuple[Any, ...]) -> tuple[Flat, Recipe] | None:
-        """Returns another graph of the same structure, with its recipe; None if that differs."""
-        return match(self.walk, self.plan.structure, arguments)
-
 
 def check(walk: Walk, structure: Structure, arguments: tuple[Any, ...]) -> Flat | None:
-    """Returns the graph of a walk as ``flatten`` would, or None if it may have changed."""
+    """Returns the graph as ``flatten`` would, with this structure; None if it may have changed."""
     try:
         followed = walk.follow(arguments)
     except Exception:  # a missing attribute or a comparison that raises is a change
@@ -68,14 +64,16 @@ def check(walk: Walk, structure: Structure, arguments: tuple[Any, ...]) -> Flat 
 def match(
     walk: Walk, structure: Structure, arguments: tuple[Any, ...]
 ) -> tuple[Flat, Recipe] | None:
-    """Returns another graph of the same structure, with its recipe; None if that differs."""
+    """Returns another graph of this structure, with a recipe of its own; None if it differs."""
     try:
         matched = walk.match(arguments)
-    except Exception:
+    except Exception:  # as in `check`
         return None
     if matched is None:
         return None
     leaves, objects, statics, ids, traces = matched
+    # The recipe does not say to which trace another graph belongs: this call may only change those
+    # of the current one.
     if not _compat.are_current(traces):
         return None
     recipe = walk.recipe._replace(statics=statics, ids=ids)

@@ -22,13 +22,14 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from ... import _compat
+from ...specs.types import Arrays
 from ..bounded import make_room
 from ..flatten import Flat
 from ..plan import Plan
-from ..signature import Call
+from ..signature import SortedCall
 from ..transform import Transform
 from ..unflatten import picker
-from .guard import Guard
+from .guard import Guard, check, match
 from .native import FastestWalk
 from .recipe import packed
 from .recorder import WalkRecorder
@@ -40,19 +41,29 @@ _LOGGER = logging.getLogger("nnx_sharding")
 # trained and evaluated has two.
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
-MAX_RECENT = 4  # of which the extension tries each
+MAX_RECENT = 4  # guards that the extension tries, whatever the arguments are
+
+# The types of the arguments, and the names of those by keyword.
+_Types: TypeAlias = tuple[Any, ...]
+# With the ids of the modules among the arguments.
+_Key: TypeAlias = tuple[_Types, tuple[int, ...]]
 
 
-def recorder_of(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
-    """What records how the arguments of a call are flattened."""
-    signature, place = call.signature, dict(zip(kwargs, count(len(args)), strict=False))
-    dynamic = [*signature.dynamic, *(place[k] for k in sorted(signature.dynamic_keywords))]
-    static = [*sorted(signature.static), *(place[k] for k in sorted(signature.static_keywords))]
+def recorder_of(call: SortedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
+    """Returns what records how the arguments of a call are flattened."""
+    signature, keyword_position = call.signature, dict(zip(kwargs, count(len(args)), strict=False))
+    dynamic = [*signature.dynamic]
+    dynamic += [keyword_position[name] for name in sorted(signature.dynamic_keywords)]
+    static = sorted(signature.static)
+    static += [keyword_position[name] for name in sorted(signature.static_keywords)]
     return WalkRecorder((*args, *kwargs.values()), dynamic, static)
 
 
 def make_walk(recorder: WalkRecorder, arguments: tuple[Any, ...], name: str) -> Walk | None:
-    """Returns the walk that was recorded; None if these arguments cannot be guarded."""
+    """Returns the walk that was recorded; None if these arguments cannot be guarded.
+
+    If that is by an error, it is logged, with the name of the function.
+    """
     try:
         recipe = recorder.recipe()
         if recipe is None:
@@ -65,19 +76,19 @@ def make_walk(recorder: WalkRecorder, arguments: tuple[Any, ...], name: str) -> 
         return None
 
 
-class _Record:
-    """What is known of one set of arguments."""
+class _GuardList:
+    """The guards of one set of arguments, the last one that held first."""
 
     __slots__ = ("guards", "misses")
 
     def __init__(self) -> None:
         self.guards: tuple[Guard, ...] = ()
-        self.misses = 0
+        self.misses = 0  # the number of calls for which none held
 
     def add(self, guard: Guard) -> None:
         self.guards = (guard, *self.guards[: MAX_GUARDS - 1])
 
-    def missed(self, *, is_new: bool) -> bool:
+    def count_miss(self, *, is_new: bool) -> bool:
         """Counts a call for which no guard held; returns whether to make one.
 
         A guard costs more than a call without one, which is wasted on a model that is used once:
@@ -85,18 +96,14 @@ class _Record:
         always change are not worth a guard each time.
         """
         self.misses += 1
-        often = self.misses <= 2 * MAX_GUARDS or self.misses % 64 == 0
-        return often and (is_new or self.misses > 1)
-
-
-# The types of the arguments with the names of the keyword arguments, and the ids of the modules.
-_Key: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
+        is_worth_it = self.misses <= 2 * MAX_GUARDS or self.misses % 64 == 0
+        return is_worth_it and (is_new or self.misses > 1)
 
 
 class Guards:
     """Guards by the arguments of a call: by their types, and by the modules among them.
 
-    Holds no objects of the user: a record is dropped when one of its modules is collected.
+    Holds no objects of the user: guards are dropped when one of their modules is collected.
 
     Args:
       transform: knows what a plan depends on besides the structure; None if on nothing.
@@ -106,65 +113,72 @@ class Guards:
     def __init__(
         self,
         transform: Transform | None = None,
-        execute: Callable[[Plan], Any] = lambda plan: plan.program.top_level,
+        execute: Callable[[Plan], Callable[..., Any]] = lambda plan: plan.program.top_level,
     ):
-        # The last ones that held, which the extension tries first.
+        # The last guards that held, which the extension tries first. Its callables have this list.
         self.recent: list[Guard] = []
         self._execute = execute
         self._reads_context = transform is not None and transform.reads_context
         self._reads_shapes = transform is not None and transform.reads_shapes
         self._infers_specs = transform is not None and transform.infers_specs
-        self._key_of: Callable[[Sequence[Any]], tuple[Hashable, ...]] = lambda _: (None,)
+        # The part of the key of a plan that a walk does not compare; most plans have none.
+        self._plan_key: Callable[[Arrays], tuple[Hashable, ...]] = lambda _: (None,)
         if transform is not None and (
             self._reads_context or self._reads_shapes or self._infers_specs
         ):
-            self._key_of = transform.key
-        self._pick_modules: dict[tuple[Any, ...], Callable[[Sequence[Any]], Sequence[Any]]] = {}
-        self._records: dict[_Key, _Record] = {}
-        # By types alone: guards that may match other modules of the same structure.
-        self._templates: dict[tuple[Any, ...], _Record] = {}
+            self._plan_key = transform.key
+        # By types: picks the modules among the arguments.
+        self._modules_in: dict[_Types, Callable[[Sequence[Any]], Sequence[Any]]] = {}
+        self._guards: dict[_Key, _GuardList] = {}
+        self._templates: dict[_Types, _GuardList] = {}  # may match other modules of these types
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """Returns the plan that serves a call, and its flat arguments; None if no guard holds."""
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
             key = self._key(arguments, kwargs)
-            record = self._records.get(key)
+            guards = self._guards.get(key)
         except Exception:  # a class that cannot be hashed
             return None
-        if record is not None:
-            for guard in record.guards:
-                flat = guard.check(arguments)
-                if flat is not None and self._key_of(flat.leaves) == guard.key:
-                    self._move_to_front(record, guard)
+        if guards is not None:
+            for guard in guards.guards:
+                flat = check(guard.walk, guard.plan.structure, arguments)
+                if flat is not None and self._plan_key(flat.leaves) == guard.key:
+                    self._move_to_front(guards, guard)
                     return guard.plan, flat
-        template = self._templates.get(key[0])
-        return self._match(key, template.guards, arguments) if template is not None else None
+        templates = self._templates.get(key[0])
+        return self._match(key, templates.guards, arguments) if templates is not None else None
 
-    def _move_to_front(self, record: _Record, guard: Guard) -> None:
+    def _move_to_front(self, guards: _GuardList, guard: Guard) -> None:
         """Makes a guard that held the first one to be tried, also by the extension."""
         ready = guard
         if guard.execute is None and not self._infers_specs:
             ready = guard._replace(execute=self._execute(guard.plan))
-        if ready is not record.guards[0]:
-            record.guards = (ready, *(other for other in record.guards if other is not guard))
+        if ready is not guards.guards[0]:
+            guards.guards = (ready, *(other for other in guards.guards if other is not guard))
         # The extension does not infer specs, which each call has to.
         if not self._infers_specs and not (self.recent and self.recent[0] is ready):
             others = [other for other in self.recent if other is not guard]
-            self.recent[:] = [ready, *others][:MAX_RECENT]  # the same list, which callables have
+            self.recent[:] = [ready, *others][:MAX_RECENT]
 
     def _match(
         self, key: _Key, templates: Iterable[Guard], arguments: tuple[Any, ...]
     ) -> tuple[Plan, Flat] | None:
-        """The same for arguments with the structure of others for which there is a guard."""
+        """Returns what ``find`` does, by guards of other modules whose structure these may have.
+
+        Where the same arguments come a second time, they get a guard of their own.
+        """
         for template in templates:
-            match = template.match(arguments)
-            if match is None or self._key_of(match[0].leaves) != template.key:
+            matched = match(template.walk, template.plan.structure, arguments)
+            if matched is None:
                 continue
-            flat, recipe = match
-            if self._record(key).missed(is_new=False):
+            flat, recipe = matched
+            if self._plan_key(flat.leaves) != template.key:
+                continue
+            if self._guards_of(key).count_miss(is_new=False):
+                # The references of a template are to the objects that are compared by identity.
                 identities = [reference() for reference in template.references]
-                self._add(key, FastestWalk(recipe), template.plan, flat, identities)
+                self._add_guard(key, FastestWalk(recipe), template.plan, flat, identities)
             return template.plan, flat
         return None
 
@@ -177,61 +191,65 @@ class Guards:
         *,
         is_new: bool,
     ) -> None:
-        """Records which plan serves a call for which no guard held."""
+        """Makes a guard and a template for a call for which none held, if they may pay off.
+
+        ``plan`` serves the call, ``flat`` has its arguments and what a recorder has noted of them;
+        ``is_new`` says whether the plan was made for this call.
+        """
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
             key = self._key(arguments, kwargs)
-            record = self._record(key)
-        except Exception:
+            guards = self._guards_of(key)
+        except Exception:  # as in `find`
             return
-        if not record.missed(is_new=is_new):
+        if not guards.count_miss(is_new=is_new):
             return
-        recorder, walk = flat.recorder, None
-        if isinstance(recorder, WalkRecorder):
-            walk = make_walk(recorder, arguments, plan.fun_name)
-        if walk is None or not isinstance(recorder, WalkRecorder):
-            record.misses += 2 * MAX_GUARDS
+        recorder = flat.recorder if isinstance(flat.recorder, WalkRecorder) else None
+        walk = None if recorder is None else make_walk(recorder, arguments, plan.fun_name)
+        if walk is None or recorder is None:
+            guards.misses += 2 * MAX_GUARDS  # so that it is rarely tried again
             return
         identities = recorder.identities.values()
-        guard = self._add(key, walk, plan, flat, identities)
+        guard = self._add_guard(key, walk, plan, flat, identities)
         templates, types = self._templates, key[0]
         references = tuple(watch(identities, lambda _: templates.pop(types, None)))
-        # A new walk, without what that one has noted of this model.
+        # With a walk of its own: that of the guard has noted where this model is in memory.
         template = guard._replace(walk=FastestWalk(walk.recipe), references=references)
-        templates.setdefault(types, _Record()).add(template)
+        templates.setdefault(types, _GuardList()).add(template)
         make_room(templates, MAX_ARGUMENTS)
 
-    def _add(
-        self, key: _Key, walk: Walk, plan: Plan, flat: Flat, identities: Iterable[Any]
+    def _add_guard(
+        self, key: _Key, walk: Walk, plan: Plan, flat: Flat, identities: Iterable[object]
     ) -> Guard:
         """Adds a guard, which ends with any of its modules or of the objects compared by id."""
-        records, recent = self._records, self.recent  # not self, which would live as long
-        objects = (*_modules(plan, flat), *identities)
+        all_guards, recent = self._guards, self.recent  # not self, which would live as long
+        parts = (part.child for argument in plan.graph_arguments for part in argument.parts)
+        modules = [flat.objects[child] for child in parts if isinstance(child, int)]
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             recent.clear()
-            records.pop(key, None)
+            all_guards.pop(key, None)
 
-        references = tuple(watch(objects, forget))
+        references = tuple(watch((*modules, *identities), forget))
         names = tuple(name for name in key[0] if isinstance(name, str))
-        guard = self._guard(names, walk, plan, flat, references)
-        self._record(key).add(guard)
+        guard = self._make_guard(names, walk, plan, flat.leaves, references)
+        self._guards_of(key).add(guard)
         return guard
 
-    def _guard(
+    def _make_guard(
         self,
         names: tuple[str, ...],
         walk: Walk,
         plan: Plan,
-        flat: Flat,
+        leaves: Arrays,
         references: tuple[Any, ...],
     ) -> Guard:
-        slots: Sequence[int] = plan.placed_slots
-        if self._reads_shapes:
-            slots = range(len(flat.leaves))
+        """Returns the guard for a walk, from what its plan depends on."""
+        # Each call compares these arrays: those that it may have to place, or the shapes of all.
+        slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
         goals = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
-        avals = [getattr(flat.leaves[slot], "aval", None) for slot in slots]
-        key = self._key_of(flat.leaves)
+        avals = [getattr(leaves[slot], "aval", None) for slot in slots]
+        key = self._plan_key(leaves)
         return Guard(
             walk=walk,
             names=names,
@@ -247,46 +265,42 @@ class Guards:
             references=references,
         )
 
-    def _record(self, key: _Key) -> _Record:
-        record = self._records.setdefault(key, _Record())
-        make_room(self._records, MAX_ARGUMENTS)
-        return record
+    def _guards_of(self, key: _Key) -> _GuardList:
+        """Returns the guards of some arguments; adds an empty list if there are none."""
+        guards = self._guards.setdefault(key, _GuardList())
+        make_room(self._guards, MAX_ARGUMENTS)
+        return guards
 
     def drop(self, plan: Plan) -> None:
         """Forgets an evicted plan, so that further models do not use it."""
         self.recent.clear()
-        for record in [*self._templates.values()]:
-            record.guards = tuple(guard for guard in record.guards if guard.plan is not plan)
+        for templates in [*self._templates.values()]:
+            templates.guards = tuple(guard for guard in templates.guards if guard.plan is not plan)
 
     def clear(self) -> None:
         """Forgets everything."""
-        for table in (self.recent, self._pick_modules, self._records, self._templates):
+        for table in (self.recent, self._modules_in, self._guards, self._templates):
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:
+        """Returns the key of the guards of some arguments; ``names`` are those of keywords."""
         types = (*map(type, arguments), *names)
-        pick = self._pick_modules.get(types)
-        if pick is None:
-            # Not Variables: they have no weak references, so their records would accumulate.
+        modules_in = self._modules_in.get(types)
+        if modules_in is None:
+            # Not Variables: they have no weak references, so their guards would accumulate.
             positions = [
                 i
                 for i, argument in enumerate(arguments)
                 if _compat.is_graph_object(argument) and type(argument).__weakrefoffset__
             ]
-            pick = self._pick_modules.setdefault(types, picker(positions))
-            make_room(self._pick_modules, MAX_ARGUMENTS)
-        return types, (*map(_compat.identity, pick(arguments)),)
+            modules_in = self._modules_in.setdefault(types, picker(positions))
+            make_room(self._modules_in, MAX_ARGUMENTS)
+        return types, (*map(_compat.identity, modules_in(arguments)),)
 
 
-def watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]:
-    """References that call ``forget`` when an object is collected."""
-    for x in objects:
+def watch(objects: Iterable[object], forget: Callable[[Any], object]) -> Iterator[weakref.ref[Any]]:
+    """Yields weak references that call ``forget`` when an object is collected."""
+    for obj in objects:
         # No weak references: a Variable (only its metadata is held), or a static of the plan.
         with contextlib.suppress(TypeError):
-            yield weakref.ref(x, forget)
-
-
-def _modules(plan: Plan, flat: Flat) -> list[Any]:
-    """The graph objects among the arguments and in their containers."""
-    parts = (part.child for argument in plan.graph_arguments for part in argument.parts)
-    return [flat.objects[child] for child in parts if isinstance(child, int)]
+            yield weakref.ref(obj, forget)

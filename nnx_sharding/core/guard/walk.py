@@ -1,8 +1,12 @@
 """Follows a recipe through a live graph: is it still the one that was recorded?
 
-``PythonWalk`` is the reference, written to be read, and what is used without the extension. It
-opens one item after the other. ``walk.c`` does the same up to a hundred times as fast, and must
-agree; the tests run both.
+A walk reads the graph into a list, the *stream*: it starts with the arguments of the call, and each
+step of the recipe opens one item of it and appends what that holds. Then it compares some items
+with the *pins* of the recipe, which are what the recorded graph had there: *frozen* statics by
+their values, and *mentions* of objects by their ids. ``recipe.py`` has an example.
+
+``PythonWalk`` is the reference, written to be read, and what is used without the extension.
+``walk.c`` does the same up to a hundred times as fast, and must agree; the tests run both.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
+from flax import nnx
 
 from ... import _compat
 from ..static_equality import opened as open_static
 from ..static_equality import value_key
-from ..treedefs import aux_of
+from ..treedefs import PyTreeDef, aux_of
 from ..unflatten import picker
 from .recipe import Opcode, Recipe, unpacked
 
@@ -25,7 +30,7 @@ from .recipe import Opcode, Recipe, unpacked
 Opened: TypeAlias = tuple[Iterable[Any], Any]
 # The arrays and the objects of a graph, by slot and by index.
 Followed: TypeAlias = tuple[Sequence[Any], Sequence[Any]]
-# The same of another graph, with its statics and ids for a recipe, and its traces.
+# The same of another graph; its statics and its ids, which are the pins of a recipe; its traces.
 Matched: TypeAlias = tuple[Sequence[Any], Sequence[Any], tuple[Any, ...], bytes, Sequence[Any]]
 
 
@@ -37,7 +42,7 @@ class Walk(Protocol):
     def __init__(self, recipe: Recipe): ...
 
     def follow(self, arguments: tuple[Any, ...]) -> Followed | None:
-        """Returns what the graph holds; None if it may have changed."""
+        """Returns what the recorded graph holds; None if it may have changed."""
 
     def match(self, arguments: tuple[Any, ...]) -> Matched | None:
         """Returns what another graph of the same structure holds; None if the structure differs.
@@ -47,7 +52,7 @@ class Walk(Protocol):
 
 
 class PythonWalk:
-    """The walk in Python."""
+    """The walk in Python. In ``walk.c``, the methods have the same names."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -56,65 +61,75 @@ class PythonWalk:
             (OPENERS[Opcode(opcode)], position, recipe.types[position], expected)
             for (opcode, position, _), expected in rows
         ]
-        fields = recipe.leaves, recipe.objects, recipe.frozen, recipe.mentions, recipe.traces
-        self._leaves, self._objects, self._frozen, self._mentions, self._traces = (
-            picker(unpacked(field)) for field in fields
-        )
+        # Each picks the items of one kind from a stream.
+        self._leaves_in = picker(unpacked(recipe.leaves))
+        self._objects_in = picker(unpacked(recipe.objects))
+        self._frozen_in = picker(unpacked(recipe.frozen))
+        self._mentions_in = picker(unpacked(recipe.mentions))
+        self._traces_in = picker(unpacked(recipe.traces))
         self._leaf_types = [recipe.types[position] for position in unpacked(recipe.leaves)]
-        self._first = np.frombuffer(recipe.first, np.int32)
+        # For each mention, the number of the first mention of its object; -1 if it is pinned.
+        self._first_mention = np.frombuffer(recipe.first, np.int32)
 
     def follow(self, arguments: tuple[Any, ...]) -> Followed | None:
-        """Returns what the graph holds; None if it may have changed."""
+        """Returns what the recorded graph holds; None if it may have changed."""
         stream = self._read(arguments)
         if stream is None:
             return None
-        statics = self._frozen(stream)
-        is_same = all(map(operator.is_, statics, self.recipe.statics))  # nearly always, and fast
-        if not is_same and not all(map(same_value, statics, self.recipe.statics)):
+        statics, pins = self._frozen_in(stream), self.recipe.statics
+        are_same = all(map(operator.is_, statics, pins))  # nearly always, and fast
+        if not are_same and not all(map(same_value, statics, pins)):
             return None
-        if ids_of(self._mentions(stream)) != self.recipe.ids:
+        if ids_of(self._mentions_in(stream)) != self.recipe.ids:
             return None
-        return self._leaves(stream), self._objects(stream)
+        return self._leaves_in(stream), self._objects_in(stream)
 
     def match(self, arguments: tuple[Any, ...]) -> Matched | None:
-        """Returns what another graph of the same structure holds; None if the structure differs."""
+        """Returns what another graph of the same structure holds; None if the structure differs.
+
+        Statics have to be equal, and objects others, but shared in the same places.
+        """
         stream = self._read(arguments)
         if stream is None:
             return None
-        statics, traces = self._frozen(stream), self._traces(stream)
-        of_traces = {*map(_compat.identity, traces)}
+        # Among the statics are the traces of the graph. They differ between graphs that are built
+        # alike, so the caller compares them, with the trace that is current.
+        statics, traces = self._frozen_in(stream), self._traces_in(stream)
+        trace_ids = {*map(_compat.identity, traces)}
         pairs = zip(statics, self.recipe.statics, strict=True)
-        if not all(_compat.identity(x) in of_traces or same_value(x, y) for x, y in pairs):
+        if not all(_compat.identity(x) in trace_ids or same_value(x, pin) for x, pin in pairs):
             return None
-        # Objects are others, but shared in the same places: each mention is of the same object as
-        # the first one. Fixed objects, without a first mention, are the recorded ones.
-        ids = np.frombuffer(ids_of(self._mentions(stream)), np.uint64)
-        pinned = np.frombuffer(self.recipe.ids, np.uint64)
-        if not np.array_equal(ids, np.where(self._first < 0, pinned, ids[self._first])):
+        # Each mention must be of the same object as the first mention of that object in the
+        # recorded graph. Where there is none, the object is pinned, and must be the recorded one.
+        ids = np.frombuffer(ids_of(self._mentions_in(stream)), np.uint64)
+        recorded_ids = np.frombuffer(self.recipe.ids, np.uint64)
+        ids_of_first = np.where(self._first_mention < 0, recorded_ids, ids[self._first_mention])
+        if not np.array_equal(ids, ids_of_first):
             return None
-        objects = self._objects(stream)
-        # Sorted: regular addresses collide in a set.
+        # Objects that were different must not be one now. Not by a set: addresses are regular, and
+        # would collide in it.
+        objects = self._objects_in(stream)
         if np.unique(np.frombuffer(ids_of(objects), np.uintp)).size != len(objects):
             return None
-        return self._leaves(stream), objects, tuple(statics), ids.tobytes(), traces
+        return self._leaves_in(stream), objects, tuple(statics), ids.tobytes(), traces
 
     def _read(self, arguments: tuple[Any, ...]) -> list[Any] | None:
-        """Returns the stream; None if something differs in type, names or length."""
+        """Returns the stream of a graph; None if something differs in type, names or length."""
         stream = [*arguments]
-        for open_item, position, own_type, expected in self._steps:
+        for open_item, position, recorded_type, expected in self._steps:
             item = stream[position]
-            if type(item) is not own_type:
+            if type(item) is not recorded_type:
                 return None
             parts, names = open_item(item)
             if names != expected:
                 return None
             stream += parts
-        if not all(map(operator.is_, map(type, self._leaves(stream)), self._leaf_types)):
+        if not all(map(operator.is_, map(type, self._leaves_in(stream)), self._leaf_types)):
             return None
         return stream
 
 
-def _open_node(node: Any) -> Opened:
+def _open_node(node: object) -> Opened:
     attributes = _compat.get_dict(node)
     return attributes.values(), (*attributes,)
 
@@ -125,16 +140,16 @@ def _open_dict(mapping: dict[Any, Any]) -> Opened:
     return mapping.values(), (*mapping,)
 
 
-def _open_metadata(variable: Any) -> Opened:
+def _open_metadata(variable: object) -> Opened:
     metadata = _compat.get_metadata(variable)
     return metadata.values(), (*metadata,)
 
 
-def _open_leaves(variable: Any) -> Opened:
+def _open_leaves(variable: object) -> Opened:
     return _open_sequence(_compat.get_leaves(variable))
 
 
-def _open_state(state: Any) -> Opened:
+def _open_state(state: nnx.State[Any, Any]) -> Opened:
     return _open_dict(_compat.get_mapping(state))
 
 
@@ -147,7 +162,7 @@ def _slot_opener(opcode: Opcode) -> Callable[[Any], Opened]:
     return lambda item: ((get(item),), None)
 
 
-def open_tree(tree: Any) -> tuple[list[Any], Any]:
+def open_tree(tree: object) -> tuple[list[Any], PyTreeDef]:
     """Returns the leaves of a pytree and the data of its node types; its treedef."""
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
     return [*leaves, *aux_of(treedef)], treedef
@@ -171,7 +186,7 @@ def ids_of(objects: Iterable[Any]) -> bytes:
     return np.fromiter(objects, object).tobytes()
 
 
-def same_value(value: Any, other: Any) -> bool:
+def same_value(value: object, other: object) -> bool:
     """Whether two statics that are compared by value are the same."""
     if value is other:
         return True

@@ -1,0 +1,350 @@
+"""The walk behind :func:`~.flatten.flatten`: gives the objects of a graph indices and entries.
+
+The words of this file:
+
+    object    what has an identity: a module, a Variable, a ``jax.Ref``, a mutable static object
+    index     the row of an object in the table of the structure (``structure.py``)
+    link      a reference to an object; the first one gives the object its index
+    entry     the description of an object in its row, made after it was linked
+    child     what an entry holds in one place: an index, ``LEAF`` for an array, or a static value
+    slot      the position of an array in the flat list ``leaves``
+    position  where a recorder (``recording.py``) finds a value again, for a guard
+
+Objects are described depth first, children before siblings, in the order in which Flax walks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence, Set
+from itertools import compress, repeat
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _compat
+from ..specs.types import AnyArray
+from .hijax_variables import describe_hijax
+from .problems import no_tree
+from .recording import UNRECORDED, ReadRecorder, comparison_of
+from .snapshot import Snapshot, node_state
+from .static_equality import Static, content_of
+from .static_parts import StaticKind, forget_cached, is_fixed, is_told_apart
+from .structure import (
+    LEAF,
+    Child,
+    Container,
+    Entry,
+    NodeEntry,
+    RefEntry,
+    StaticObject,
+    VariableEntry,
+    children_of,
+)
+from .treedefs import aux_of, is_leaf_treedef
+
+
+class _Described(NamedTuple):
+    """Attributes or metadata that were described: those with the same static objects share it."""
+
+    children: Sequence[Any]  # of a node: those of its statics; of a Variable: names and children
+    statics: Sequence[Any]  # the values that have to be the same
+    comparisons: bytes  # how a guard compares each value, in the order of the dict
+    form: _compat.NodeForm | None = None  # of a node; held because its id is the key
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Flattener:
+    """One walk over a graph. The options are those of :func:`~.flatten.flatten`.
+
+    The recorder is dropped (None) at anything that no guard can compare.
+    """
+
+    graph: bool
+    objects: list[Any]  # by index
+    replaced: Set[int]
+    keeps_alive: bool
+    held_weakly: Set[int]
+    snapshot: Snapshot | None
+    recorder: ReadRecorder | None
+    also_data: Set[int]  # the ids of objects in static places that are data elsewhere
+
+    def __post_init__(self) -> None:
+        """Makes the table of the objects, of which none is described, and the caches."""
+        self.index_of = {_compat.identity(obj): i for i, obj in enumerate(self.objects)}
+        self.entries: list[Entry | None] = [None] * len(self.objects)  # None: not yet described
+        self.slots: list[tuple[int, ...]] = [()] * len(self.objects)  # of the arrays of each object
+        self.leaves: list[Any] = []
+        self.origins: dict[int, Any] = {}  # the static objects, by index
+        self.linked: set[int] = set()
+        self.has_repeats = False  # whether two links lead to one object
+        self.left_out: set[int] = set()  # the ids of modules that static places do not link to
+        self._pending: list[int] = []  # linked, but not yet described
+        self._current = -1  # the index of the object that is described; -1 for none
+        self._parents: dict[int, int] = {}  # in tree mode, to tell a cycle from a repeat
+        # Types that hold no tracers; None within a trace, where the answer may be another one.
+        self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
+        # By id, with the value to keep it alive, so that no other object gets its id.
+        self._statics: dict[int, tuple[Static | StaticObject, Any]] = {}
+        # Equal layers share what their class, attributes and metadata say: computed once for all.
+        self._forms: dict[Any, _compat.NodeForm] = {}
+        self._nodes: dict[int, _Described] = {}  # by the id of the form
+        self._metadata: dict[tuple[Any, ...], _Described] = {}  # by names and ids of values
+
+    # Objects: links and entries
+
+    def link_object(self, obj: object, position: int = UNRECORDED) -> int:
+        """Returns the index of an object; the first link adds it to those to be described."""
+        index = self.index_of.get(_compat.identity(obj))
+        if index is None or index in self.replaced or (not self.graph and self._is_copy(index)):
+            index = self.index_of[_compat.identity(obj)] = len(self.objects)
+            self.objects.append(obj)
+            self.entries.append(None)
+            self.slots.append(())
+            if not self.graph:
+                self._parents[index] = self._current
+        return self.link_index(index, position)
+
+    def _is_copy(self, index: int) -> bool:
+        """Whether tree mode copies an object where it is met again: a module, unless in a cycle."""
+        obj, above = self.objects[index], self._current
+        while above >= 0 and self.objects[above] is not obj:
+            above = self._parents.get(above, -1)
+        return above < 0 and index in self.linked and _compat.is_node(obj)
+
+    def link_index(self, index: int, position: int = UNRECORDED) -> int:
+        """Notes a link to the object with an index, and returns the index."""
+        if self.recorder is not None:
+            self.recorder.add_object(position, index)
+        if index in self.linked:
+            self.has_repeats = True
+        else:
+            self.linked.add(index)
+            self._pending.append(index)
+        return index
+
+    def describe_pending(self) -> None:
+        """Describes all linked objects, and those that they link to, children before siblings."""
+        stack: list[int] = []  # no recursion: models may be nested deeply
+        while stack or self._pending:
+            stack += reversed(self._pending)
+            self._pending.clear()
+            index = self._current = stack.pop()
+            slots: list[int] = []
+            self.entries[index] = self._describe(index, self.objects[index], slots)
+            self.slots[index] = tuple(slots)
+        self._current = -1
+
+    def _describe(self, index: int, obj: object, slots: list[int]) -> Entry:
+        """Returns the entry of an object; adds its arrays, and their slots to ``slots``."""
+        entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
+        if entry is not None:  # unchanged since the snapshot, except for a Variable's array
+            if isinstance(entry, VariableEntry):
+                self._add_leaf(_compat.get_value(obj), slots)
+            for child in children_of(entry):
+                if type(child) is int:
+                    self.link_index(child)
+            return entry
+        recorder = self.recorder
+        position = UNRECORDED if recorder is None else recorder.object_positions[index]
+        if _compat.is_node(obj):
+            return self._describe_node(obj, slots, position)
+        if _compat.is_variable(obj):
+            metadata, value = self.describe_metadata(obj, position), _compat.get_value(obj)
+            if recorder is not None:
+                position = recorder.open_variable(position, obj, value)
+            return VariableEntry(type(obj), metadata, self.pytree_child(value, slots, position))
+        if _compat.is_hijax_variable(obj):
+            return describe_hijax(self, obj, slots, position)
+        static = self._describe_static(index, obj, position)
+        if static is None:
+            self._add_leaf(obj, slots, position)
+            return RefEntry()
+        return static
+
+    def _describe_node(self, node: object, slots: list[int], position: int) -> Entry:
+        """Returns the entry of a module; adds its own arrays, and links what it holds."""
+        if not self.graph and not _compat.is_pytree_type(type(node)):
+            raise no_tree(type(node))
+        form, values, in_dict = _compat.node_items(node, self._forms, self._no_tracers)
+        if in_dict is None:
+            self.recorder = None  # not all content is in the ``__dict__``, which a guard reads
+        statics = [*compress(values, form.is_static)]
+        known = self._nodes.get(_compat.identity(form))
+        if known is not None and all(map(operator.is_, statics, known.statics)):
+            pending, children, comparisons = form.others, [*known.children], known.comparisons
+        else:
+            pending, children, comparisons = tuple(range(len(values))), [LEAF] * len(values), b""
+        positions: Sequence[int] = (UNRECORDED,) * len(values)  # by place in the ``__dict__``
+        if self.recorder is not None:
+            positions = self.recorder.open_node(
+                position, form.names, in_dict or values, comparisons
+            )
+        for i in pending:
+            place = positions[form.order[i]]
+            children[i] = self._attribute_child(values[i], form.is_data[i], slots, place)
+        # Links from static attributes have to be counted at each node.
+        has_links = any(type(child) is not Static for child in compress(children, form.is_static))
+        if not comparisons and not has_links:
+            new = bytearray(len(values))
+            for i in compress(pending, form.is_static):
+                new[form.order[i]] = comparison_of(children[i])
+            self._nodes[_compat.identity(form)] = _Described(children, statics, bytes(new), form)
+        return NodeEntry(type(node), form.metadata, form.keys, tuple(children))
+
+    def describe_metadata(self, variable: object, position: int) -> tuple[tuple[str, Child], ...]:
+        """Returns the metadata of a Variable, by name: one tuple for all with the same objects."""
+        metadata = _compat.get_metadata(variable)
+        names, values = (*metadata,), [*metadata.values()]
+        key = (*names, *map(_compat.identity, values))
+        known = self._metadata.get(key)
+        positions: Sequence[int] = (UNRECORDED,) * len(values)
+        if self.recorder is not None:
+            comparisons = b"" if known is None else known.comparisons
+            positions = self.recorder.open_metadata(position, names, values, comparisons)
+        if known is not None:
+            return known.children  # type: ignore[return-value]
+        order = sorted(range(len(names)), key=names.__getitem__)
+        children = tuple([(names[i], self.static_child(values[i], positions[i])) for i in order])
+        by_name = dict(children)
+        if all(type(child) is Static for child in by_name.values()):  # links must be counted
+            comparisons = bytes(comparison_of(by_name[name]) for name in names)
+            self._metadata[key] = _Described(children, values, comparisons)
+        return children
+
+    def _describe_static(self, index: int, obj: object, position: int) -> StaticObject | None:
+        """Returns the entry of a static object; None for what shows no content, a ``jax.Ref``.
+
+        Deletes what ``cached_property`` stored since the snapshot: it may be traced, and follows
+        from the rest.
+        """
+        if self.snapshot is not None:
+            forget_cached(obj, self.snapshot.attributes_of(index))
+        content = content_of(obj)
+        if content is None:
+            return None
+        if self.is_kept_alive(obj):
+            self.origins[index] = obj
+        kind, parts = content
+        # Parts that are equal do not make these the same, so a trace is only for this one object.
+        identity = Static(obj, self.is_kept_alive(obj)) if is_told_apart(kind.type) else None
+        if self.recorder is not None and identity is not None:
+            self.recorder.pin_object(index, obj)
+        return StaticObject(kind, self._static_parts(obj, kind, parts, position), identity)
+
+    # Children: what an entry holds in one place
+
+    def _attribute_child(
+        self, value: object, is_data: bool | None, slots: list[int], position: int
+    ) -> Child:
+        """Returns the child for an attribute; ``is_data`` is None where the value decides."""
+        if is_data is False:
+            return self.static_child(value, position)
+        if _compat.is_graph_object(value):
+            return self.link_object(value, position)
+        if _compat.is_node_state(value):
+            if self.recorder is not None:
+                self.recorder.open_node_state(position, value)
+            return node_state(value)
+        # Flax turns any value under nnx.data into an array.
+        all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
+        return self.pytree_child(value, slots, position, all_leaves=all_leaves)
+
+    def static_child(self, value: object, position: int = UNRECORDED) -> Child:
+        """Returns the child for a static value: a static, or the index of an object."""
+        kind = type(value)
+        if kind is str or kind is int or kind is bool or value is None:
+            child: Static | StaticObject = Static.of(value)
+        elif (known := self._statics.get(_compat.identity(value))) is not None:
+            child = known[0]
+            self.has_repeats |= isinstance(child, StaticObject)  # which may hold links
+        elif (index := self.index_of.get(_compat.identity(value))) is not None:
+            return self.link_index(index, position)
+        else:
+            child = Static.of(value, hold=self.is_kept_alive(value))
+            content = content_of(value) if child.by_identity else None
+            if self._links_static(value) if content is None else not is_fixed(content[0]):
+                return self.link_object(value, position)
+            if content is not None:
+                child = StaticObject(content[0], self._static_parts(value, *content, position))
+            # A recorder has to open an immutable object in each place, so that is not kept.
+            if content is None or position == UNRECORDED:
+                self._statics[_compat.identity(value)] = child, value
+        if position != UNRECORDED and self.recorder is not None and isinstance(child, Static):
+            self.recorder.add_static(position, value, child)
+        return child
+
+    def _links_static(self, value: object) -> bool:
+        """Whether a static place links to a module: one with arrays must be data elsewhere, too."""
+        if not _compat.is_graph_object(value):
+            return False
+        is_part = _compat.identity(value) in self.also_data or not _compat.holds_arrays(value)
+        if not is_part:
+            self.left_out.add(_compat.identity(value))
+        return is_part
+
+    def _static_parts(
+        self, obj: object, kind: StaticKind, parts: Sequence[object], position: int
+    ) -> tuple[Child, ...]:
+        """Returns the children for the parts of a static object."""
+        positions: Iterable[int] = repeat(UNRECORDED)
+        if self.recorder is not None:
+            positions = self.recorder.open_static(position, obj, kind, parts)
+        return tuple(map(self.static_child, parts, positions))
+
+    def is_kept_alive(self, value: object) -> bool:
+        """Whether the structure keeps alive a static object that is compared by identity."""
+        return self.keeps_alive and _compat.identity(value) not in self.held_weakly
+
+    def pytree_child(
+        self,
+        tree: object,
+        slots: list[int],
+        position: int = UNRECORDED,
+        *,
+        all_leaves: bool = True,
+        link_refs: bool = True,
+        is_root: bool = False,
+    ) -> Child:
+        """Returns the child for a pytree; adds its arrays, and their slots to ``slots``.
+
+        Without ``all_leaves``, only arrays are data, and other leaves are static. With
+        ``link_refs``, a ``jax.Ref`` is an object that may be shared, not a leaf. The objects of the
+        root are described at once, so that all arrays are in its order.
+        """
+        if _compat.is_plain_array(tree):
+            return self._add_leaf(tree, slots, position)
+        parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        positions: tuple[Iterable[int], Iterable[int]] = repeat(UNRECORDED), repeat(UNRECORDED)
+        if self.recorder is not None:
+            open_root, open_tree = self.recorder.open_arguments, self.recorder.open_tree
+            positions = open_root(treedef) if is_root else open_tree(position, tree, treedef)
+        children: list[Child] = []
+        for part, place in zip(parts, positions[0], strict=False):
+            is_object = _compat.is_graph_object(part) or _compat.is_hijax_variable(part)
+            if is_object or (link_refs and _compat.is_ref(part)):
+                children.append(self.link_object(part, place))
+            elif isinstance(part, Static):  # the transform declared it static
+                children.append(self.static_child(part.value, place))
+            elif all_leaves or isinstance(part, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+                children.append(self._add_leaf(part, slots, place))
+            else:
+                children.append(self.static_child(part, place))
+            if is_root:
+                self.describe_pending()
+        if is_leaf_treedef(treedef):
+            return children[0]
+        aux = map(self.static_child, aux_of(treedef), positions[1])
+        return Container(treedef, tuple(children), tuple(aux))
+
+    def _add_leaf(self, value: AnyArray, slots: list[int], position: int = UNRECORDED) -> Child:
+        """Adds an array, and its slot to ``slots``; drops the recorder at a tracer."""
+        if self.recorder is not None:
+            self.recorder.leaf_positions.append(position)
+            if type(value) is not _compat.ArrayImpl and isinstance(value, jax.core.Tracer):
+                self.recorder = None
+        slots.append(len(self.leaves))
+        self.leaves.append(value)
+        return LEAF
