@@ -14,7 +14,16 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import ActivationSharding, InOutSharding, StateSharding, jit, shard_map
+from nnx_sharding import (
+    ActivationSharding,
+    InOutSharding,
+    StateSharding,
+    grad,
+    jit,
+    remat,
+    shard_map,
+)
+from nnx_sharding.activations.calls import Tag
 from nnx_sharding.errors import ActivationError, UnshardedWarning
 from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel
 from nnx_sharding.specs.filters import PathGlob
@@ -509,6 +518,26 @@ class TestNothingElseChanges:
                 options = {"mesh": AUTO, "activation_shardings": {"up$": spec}}
                 jit(fun, **options)(network, X)
         assert len(traces) == 2
+
+    @pytest.mark.parametrize("transform", [grad, remat])
+    def test_what_a_trace_hashes_does_not_grow_with_it(self, network, transform, monkeypatch):
+        """JAX hashes its contexts for each primitive, so these must not hold all modules."""
+        hashed = []
+        monkeypatch.setattr(Tag, "__hash__", lambda tag: hashed.append(tag) or hash(tag.path))
+
+        def count(repeats: int) -> int:
+            def fun(model, x):
+                for _ in range(repeats):
+                    x = jnp.sin(x)
+                return model(x).sum()
+
+            hashed.clear()
+            options = {"mesh": AUTO, "activation_shardings": {"up$": P("data")}}
+            jit(lambda model, x: transform(fun)(model, x), **options).trace(network, X)
+            return len(hashed)
+
+        count(1)  # later ones find what stands for these modules
+        assert count(40) == count(1) > 0
 
 
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])

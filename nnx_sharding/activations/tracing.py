@@ -21,7 +21,8 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -83,8 +84,23 @@ from .updates import update
 from .variables import is_layer, is_parameter, modules_in, own_variables, replaced_values
 from .whole_outputs import WholeOutputs
 
-# Part of the key of JAX's cached traces of inner functions: they are not reused in another trace,
-# where filters that matched in them would seem to have no effect.
+class _TraceContext:
+    """What shards the activations of a trace: equal only to itself, since JAX compares contexts.
+
+    JAX has its contexts in the keys of what it traced, and hashes them for each primitive. So a
+    context must not grow with the model, and declarations are hashed once for each trace.
+    """
+
+    def __init__(self, batch_axes: frozenset[Any], within_outermost: dict[Hashable, _TraceContext]):
+        self.batch_axes = batch_axes
+        self.used = set[tuple[int, int]]()  # the filters that matched: of which source, and which
+        # The contexts within one outermost trace, by their declarations: equal ones share a
+        # context, and so traces.
+        self.within_outermost = within_outermost
+
+
+# Traces of inner functions are not used again in another outermost trace, where filters that
+# matched in them would seem to have no effect.
 CONTEXT = jax.make_user_context()
 # The Variables that a surrounding loop has gathered, by name and path of their module.
 PREFETCHED = jax.make_user_context()
@@ -92,18 +108,19 @@ PREFETCHED = jax.make_user_context()
 
 def batch_axes_here() -> frozenset[Any]:
     """The axes that shard the first dimension of the data of the current trace, as far as known."""
-    known = CONTEXT.value
-    return known[1][1] if known else frozenset()
+    context = CONTEXT.value
+    return frozenset() if context is None else context.batch_axes
 
 
-class _Used(dict[Any, set[tuple[int, int]]]):
-    """The filters that matched in a trace, by the declarations of which they are."""
+class _Key:
+    """Stands for a value in a context of JAX, which hashes that for each primitive of a trace."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
-    __eq__ = object.__eq__
+    __slots__ = ("__weakref__",)
 
 
 _TAGS = jax.make_user_context()
+# Equal values have one key as long as a context or a cache of JAX holds it.
+_KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
 
 
 class Known(dict[int, tuple[Path, Any]]):
@@ -121,7 +138,12 @@ def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
     """Where JAX reuses no trace of modules with other tags, or other paths in a ``remat``."""
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
     paths = tuple((x.trace, *(x.get(id(one), (None,))[0] for one in objects)) for x in KNOWN.get())
-    return _TAGS((tags, paths)) if paths or any(tags) else contextlib.nullcontext()
+    if not paths and not any(tags):
+        return contextlib.nullcontext()
+    key = _KEYS.get((tags, paths))
+    if key is None:
+        key = _KEYS[tags, paths] = _Key()
+    return _TAGS(key)
 
 
 def pass_tags(known: Caller | Flat, built: Built | Flat) -> None:
@@ -199,11 +221,16 @@ class Scope:
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
         self._whole = WholeOutputs()
         self._tag_arguments(sources)
-        surrounding = CONTEXT.value
-        key = tuple(self._sources), plan.batch_axes
-        used = surrounding[0] if surrounding else _Used()
-        self._used = used.setdefault(key, set())
-        self.context = used, key
+        self.context = self._context()
+
+    def _context(self) -> _TraceContext:
+        """The context of this trace: one for equal declarations in the same outermost trace."""
+        outer: _TraceContext | None = CONTEXT.value
+        contexts = {} if outer is None else outer.within_outermost
+        key = tuple(self._sources), self._plan.batch_axes
+        if key not in contexts:
+            contexts[key] = _TraceContext(self._plan.batch_axes, contexts)
+        return contexts[key]
 
     @functools.cached_property
     def _indices(self) -> dict[int, int]:
@@ -507,7 +534,7 @@ class Scope:
             index, sharding = source.find(frame.tag.path, frame.module, frame.method)
             if sharding is not None and index is not None:
                 number = self._sources.index(source)
-                self._used.add((number, index))
+                self.context.used.add((number, index))
                 if chosen is None:
                     chosen, frame.is_strict = sharding, source.strict
                     frame.chosen_by = "user" if number < self._declared else "strategy"
@@ -603,7 +630,7 @@ class Scope:
             _unused_line(source.filters[index], sharding.method)
             for number, source in enumerate(self._sources)
             for index, sharding in enumerate(source.shardings)
-            if source.strict and (number, index) not in self._used
+            if source.strict and (number, index) not in self.context.used
         ]
         raise_listed(
             ActivationError,
