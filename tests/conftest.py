@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import re
 import tempfile
 
 # JAX reads both when its backend starts, so they are set before anything imports it.
@@ -33,7 +34,10 @@ import schedule  # noqa: E402
 from nnx_sharding.core.call_context import CacheNotice  # noqa: E402
 from nnx_sharding.report.compiling import CompilerProcess  # noqa: E402
 
-_put, _cache_key = LRUCache.put, compiler._get_cache_key
+_put, _cache_write = LRUCache.put, compiler._cache_write
+_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|(ragged-)?all-to-all|reduce-scatter|collective-\w+)(-start)?\("
+)
 
 
 def _put_at_once(cache, key, value):
@@ -44,16 +48,18 @@ def _put_at_once(cache, key, value):
             entry.replace(pathlib.Path(cache.path, entry.name))
 
 
-def _key_of_one_device(*args, devices, backend, **kwargs):
-    """The key of a program; None, which is not cached, for one that runs on several devices.
+def _write_unless_nested(key, seconds, name, backend, executable):
+    """Caches a program, except with a collective in a loop, a branch or a call.
 
     Such programs may fail when they come from the cache: docs/status.md has an example. Planned
     programs are not run: only their figures are in the cache.
     """
-    is_run = not backend.platform_version.endswith("figures only")
-    if is_run and devices.size > 1:
-        return None
-    return _cache_key(*args, devices=devices, backend=backend, **kwargs)
+    if not backend.platform_version.endswith("figures only"):
+        for module in executable.hlo_modules():
+            nested, *_ = module.to_string().partition("\nENTRY ")  # the entry computation is last
+            if _COLLECTIVE.search(nested):
+                return
+    _cache_write(key, seconds, name, backend, executable)
 
 
 def pytest_configure(config):
@@ -62,8 +68,8 @@ def pytest_configure(config):
     # All workers and stages share what they compile. Programs that tests start do not: some of them
     # are killed while they write.
     LRUCache.put = _put_at_once
-    compiler._get_cache_key = _key_of_one_device
-    CacheNotice.is_due = False  # about programs that have no key here
+    compiler._cache_write = _write_unless_nested
+    CacheNotice.is_due = False  # about programs that are not cached here
     folder = config.rootpath / ".cache" / "jax"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # source lines

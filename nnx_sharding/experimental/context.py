@@ -37,10 +37,10 @@ def context_parallel(
     balanced: bool = True,
     across_slices: bool = False,
 ) -> StateSharding:
-    """Shards sequences over a mesh axis; attention is that of :func:`ring_attention`.
+    """Shards sequences over a mesh axis, and computes attention by :func:`ring_attention`.
 
-    The second dimension is that of the sequence in what embeddings return, and in what attention
-    takes and returns, if these have three; the compiler shards the rest. Shard tokens in the same
+    What embeddings return, and what attention takes and returns, is sharded in its second of three
+    dimensions, which is the sequence; the compiler shards the rest. Shard tokens in the same
     way, as ``P("data", "context")``: on Explicit axes, what the model returns is sharded like them.
     They keep their order, so position embeddings and RoPE need no change.
 
@@ -100,7 +100,7 @@ _FLAX_FUNCTIONS = [getattr(nnx, name) for name in _NAMES if hasattr(nnx, name)]
 
 
 def _attends(_: Path, module: nnx.Module) -> bool:
-    """Whether a module has one of the attention functions of Flax."""
+    """Whether a module uses an attention function of Flax: a filter of modules."""
     return _attention_options(module) is not None
 
 
@@ -150,15 +150,15 @@ class _InRing:
         prefetch: bool,
     ) -> Callable[..., Any]:
         """Returns what is called in place of a method of the module."""
-        own, options = module.attention_fn, _attention_options(module) or {}
-        ring: Callable[..., Any] = functools.partial(
+        original, options = module.attention_fn, _attention_options(module) or {}
+        in_ring: Callable[..., Any] = functools.partial(
             ring_attention, mesh=mesh, axis=self.axis, balanced=self.balanced, **options
         )
 
         def attention(query: jax.Array, *args: Any, **kwargs: Any) -> Any:
-            # A single query, of a cache that is decoded from, (…, 1, heads, features).
-            chosen = own if query.shape[-3] == 1 else ring
-            return chosen(query, *args, **kwargs)
+            # A decoder has a single query, (…, 1, heads, features): there is nothing to shard.
+            is_decoding = query.shape[-3] == 1
+            return (original if is_decoding else in_ring)(query, *args, **kwargs)
 
         def call_in_ring(*args: Any, **kwargs: Any) -> Any:
             # By `vars`, as setting an attribute of a module in a trace has checks of its own.
@@ -166,6 +166,6 @@ class _InRing:
             try:
                 return call(*args, **kwargs)
             finally:
-                vars(module)["attention_fn"] = own
+                vars(module)["attention_fn"] = original
 
         return call_in_ring

@@ -128,27 +128,39 @@ def dispatch_to_experts(
     """
     mesh = given_mesh("dispatch_to_experts", mesh)
     if batch_axes is None:
-        of_rows = batch_axes_here() or {"data"}
-        names = () if mesh is None else mesh.axis_names
-        batch_axes = [name for name in names if name in of_rows and name != axis]
+        data_axes = batch_axes_here() or {"data"}
+        mesh_axes = () if mesh is None else mesh.axis_names
+        batch_axes = [name for name in mesh_axes if name in data_axes and name != axis]
     axes = (*batch_axes, axis)
     problems = [
         *_wrong_shapes(x, weights, indices, logits, num_experts, capacity),
         *_wrong_mesh(x, num_experts, mesh, axis, axes),
     ]
     raise_listed(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
-    layout = _Layout(mesh, axis, axes, num_experts, capacity)
-    device = P(axes)  # of what each device knows: the first dimension is the devices
-    last = layout.last_entry(x)
-    in_specs, out_specs = (P(axes, None, last), device), (P(axes, last), device, P(), P())
-    rows, sent, tokens, dropped = layout.run(layout.send, in_specs, out_specs, x, indices)
-    count, rows = len(rows), experts(rows, functools.partial(layout.matmul, sent.sizes))
-    if rows.ndim != 2 or len(rows) != count:
-        returned = jax.typeof(rows)
-        raise ValueError(f"dispatch_to_experts: experts returned {returned} for {count} rows.")
-    last = layout.last_entry(rows)
-    back = (P(axes, last), device, device), P(axes, None, last)
-    output = layout.run(layout.receive, *back, rows, sent, weights)
+    dispatch = _Dispatch(mesh, axis, axes, num_experts, capacity)
+
+    per_device = P(axes)  # each device has its own; they are concatenated in the first dimension
+    features = dispatch.axes_of_dimension(x, -1)
+    rows, routing, tokens, dropped = dispatch.on_each_device(
+        dispatch.send,
+        (P(axes, None, features), per_device),
+        (P(axes, features), per_device, P(), P()),
+        x,
+        indices,
+    )
+    results = experts(rows, functools.partial(dispatch.matmul, routing.sizes))
+    if results.ndim != 2 or len(results) != len(rows):
+        returned = jax.typeof(results)
+        raise ValueError(f"dispatch_to_experts: experts returned {returned} for {len(rows)} rows.")
+    features = dispatch.axes_of_dimension(results, -1)
+    output = dispatch.on_each_device(
+        dispatch.receive,
+        (P(axes, features), per_device, per_device),
+        P(axes, None, features),
+        results,
+        routing,
+        weights,
+    )
     return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens))
 
 
@@ -203,31 +215,32 @@ def _losses(
     if logits is None:
         return None, None
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    chosen = tokens / tokens.sum()
-    probability = jax.nn.softmax(logits).mean((0, 1))
-    balance = tokens.size * (chosen.astype(logits.dtype) * probability).sum()
-    return balance, jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
+    chosen_share = (tokens / tokens.sum()).astype(logits.dtype)  # (experts,), has no gradient
+    mean_probability = jax.nn.softmax(logits).mean((0, 1))  # (experts,), has one
+    balance_loss = tokens.size * (chosen_share * mean_probability).sum()
+    z_loss = jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
+    return balance_loss, z_loss
 
 
-class _Sent(NamedTuple):
-    """What a device knows of its rows; with a capacity, each group of tokens is sent alone."""
+class _Routing(NamedTuple):
+    """What a device has to know to bring the results of its experts back to its tokens."""
 
-    order: jax.Array  # (groups, choices): of the choices, sorted by expert
-    experts: jax.Array  # (groups, choices): those of the sorted choices
-    ranks: jax.Array  # (groups, choices): their places among those of the same expert
-    sizes: Any = None  # (1, own experts): rows of each of its experts
-    # Without a capacity:
-    counts: Any = None  # (1, experts): how often each is chosen
-    places: Any = None  # (1, rows): of the rows that it got, where they are sorted by expert
-    received: Any = None  # (1, devices of the axis, own experts): rows from each device
+    order: jax.Array  # (groups, C): which choice is at each sorted place
+    experts: jax.Array  # (groups, C): the expert of each sorted choice
+    ranks: jax.Array  # (groups, C): its place among the choices of the same expert
+    sizes: Any = None  # (1, local experts): how many rows each of the device's experts gets
+    # None with a capacity, where each expert gets a block of the same size from each group:
+    counts: Any = None  # (1, experts): how many of the device's choices are of each expert
+    places: Any = None  # (1, rows): the row in the received blocks at each place sorted by expert
+    received: Any = None  # (1, devices, local experts): how many rows each device sent
 
 
-class _Layout(NamedTuple):
-    """Where tokens and experts are."""
+class _Dispatch(NamedTuple):
+    """How tokens and experts are distributed. One device has all of both if there is no mesh."""
 
     mesh: Mesh | AbstractMesh | None
-    axis: str
-    axes: tuple[str, ...]  # those that shard the groups
+    axis: str  # shards the experts, and the groups of tokens too
+    axes: tuple[str, ...]  # all that shard the groups, ``axis`` among them
     num_experts: int
     capacity: int | None
 
@@ -237,48 +250,66 @@ class _Layout(NamedTuple):
         return 1 if self.mesh is None else self.mesh.shape[self.axis]
 
     @property
-    def num_own(self) -> int:
+    def num_local_experts(self) -> int:
         """The number of experts on each device."""
         return self.num_experts // self.size
 
-    def explicit(self) -> set[str]:
-        """The Explicit axes of the mesh in context."""
+    def explicit_axes(self) -> set[str]:
+        """Returns the Explicit axes of the mesh in context."""
         if self.mesh is None:
             return set()
         return {*axes_of_type(mesh_here(self.mesh), AxisType.Explicit)}
 
-    def last_entry(self, x: Any, dimension: int = -1) -> Any:
-        """How the type of an array shards a dimension over axes that do not shard the groups."""
-        spec = type_spec(x) if self.explicit() else None
-        entry = None if spec is None else padded(spec, x.ndim)[dimension]
-        return tuple(name for name in axes_of(entry) if name not in self.axes) or None
+    def axes_of_dimension(self, x: jax.Array, dimension: int) -> tuple[str, ...] | None:
+        """Returns the axes, other than those of the groups, that shard a dimension by its type.
 
-    def run(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
-        """Runs a function on each device of the axes, and of all Explicit ones."""
+        Such a dimension stays sharded, as features are by tensor parallelism on Explicit axes. On
+        Auto axes types say nothing, and the compiler decides.
+        """
+        spec = type_spec(x) if self.explicit_axes() else None
+        if spec is None:
+            return None
+        sharding_axes = axes_of(padded(spec, x.ndim)[dimension])
+        return tuple(name for name in sharding_axes if name not in self.axes) or None
+
+    def on_each_device(
+        self, fun: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any
+    ) -> Any:
+        """Returns ``fun(*args)``, run on the shards of each device along the axes of the groups."""
         if self.mesh is None:
             return fun(*args)
-        mesh, explicit = mesh_here(self.mesh), self.explicit()
-
-        def typed(x: Any, spec: P) -> Any:
-            part = only_axes(spec, explicit)
-            return jax.tree.map(lambda leaf: retype(leaf, mesh, part), x)
-
-        args = tuple(map(typed, args, in_specs)) if explicit else args
-        specs = {"in_specs": in_specs, "out_specs": out_specs}
-        names = explicit.union(self.axes, _compat.spmd_axes())
-        return jax.shard_map(fun, mesh=mesh, axis_names=names, check_vma=False, **specs)(*args)
+        mesh, explicit = mesh_here(self.mesh), self.explicit_axes()
+        if explicit:
+            # `shard_map` has no Explicit axes left inside, and takes arguments whose types already
+            # have the specs.
+            typed = []
+            for arg, spec in zip(args, in_specs, strict=True):
+                own_spec = only_axes(spec, explicit)
+                retyped = jax.tree.map(lambda x, s=own_spec: retype(x, mesh, s), arg)
+                typed.append(retyped)
+            args = tuple(typed)
+        return jax.shard_map(
+            fun,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=explicit.union(self.axes, _compat.spmd_axes()),
+            check_vma=False,  # what `ragged_all_to_all` returns does not say that it varies
+        )(*args)
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum over all devices that have tokens."""
+        """Returns the sum over all devices that have tokens."""
         return x if self.mesh is None else jax.lax.psum(x, self.axes)
 
     def exchange(self, x: jax.Array, split: int, concat: int) -> Any:
-        """An all-to-all over the axis."""
+        """Sends the i-th part of dimension ``split`` to device i, and concatenates what arrives."""
         if self.mesh is None:
             return x
         return jax.lax.all_to_all(x, self.axis, split, concat, tiled=True)
 
-    def send(self, x: jax.Array, indices: jax.Array) -> tuple[jax.Array, _Sent, Any, Any]:
+    def send(
+        self, x: jax.Array, indices: jax.Array
+    ) -> tuple[jax.Array, _Routing, jax.Array, jax.Array]:
         """Sends the tokens of a device to their experts.
 
         Args:
@@ -286,75 +317,106 @@ class _Layout(NamedTuple):
           indices: (groups, tokens, k).
 
         Returns:
-          The rows that the device gets, (rows, features), what it knows of them, and of all devices
-          together how often each expert was chosen, and how many choices were dropped.
+          The rows that the device gets, (rows, features), and how to send their results back; and
+          of all devices together how often each expert was chosen, (experts,), and how many choices
+          were dropped.
         """
         if self.capacity is None:  # all groups are one
-            x, indices = x.reshape(1, -1, x.shape[-1]), indices.reshape(1, -1, indices.shape[-1])
+            x = x.reshape(1, -1, x.shape[-1])
+            indices = indices.reshape(1, -1, indices.shape[-1])
+        num_groups, num_tokens, _ = x.shape
         choices = indices.astype(jnp.int32).swapaxes(1, 2)  # (groups, k, tokens)
-        choices = choices.reshape(len(choices), -1)  # (groups, C)
+        choices = choices.reshape(num_groups, -1)  # (groups, C)
         order = jnp.argsort(choices, axis=1, stable=True)
         experts = jnp.take_along_axis(choices, order, 1)
-        counts = (choices[:, :, None] == jnp.arange(self.num_experts)).sum(1, dtype=jnp.int32)
+        is_chosen = choices[:, :, None] == jnp.arange(self.num_experts)
+        counts = is_chosen.sum(1, dtype=jnp.int32)  # (groups, experts)
         starts = jnp.cumsum(counts, 1) - counts  # (groups, experts)
         ranks = jnp.arange(choices.shape[1]) - jnp.take_along_axis(starts, experts, 1)
-        rows = jnp.take_along_axis(x, (order % x.shape[1])[:, :, None], 1)  # (groups, C, features)
-        sent = _Sent(order, experts, ranks, counts=counts)
+        token = order % num_tokens  # the choices are k times all tokens
+        rows = jnp.take_along_axis(x, token[:, :, None], 1)  # (groups, C, features)
+        routing = _Routing(order, experts, ranks, counts=counts)
         if self.capacity is None:
-            blocks, sent = self._send_all(rows[0], sent)
-            return blocks, sent, self.sum(counts[0]), jnp.zeros((), jnp.int32)
-        blocks, sent = self._send_blocks(rows, starts, sent, self.capacity)
+            arrived, routing = self._send_all(rows[0], routing)
+            return arrived, routing, self.sum(counts[0]), jnp.zeros((), jnp.int32)
+        arrived, routing = self._send_blocks(rows, starts, routing, self.capacity)
         dropped = jnp.maximum(counts - self.capacity, 0).sum()
-        return blocks, sent, self.sum(counts.sum(0)), self.sum(dropped)
+        return arrived, routing, self.sum(counts.sum(0)), self.sum(dropped)
 
     def _send_blocks(
-        self, rows: jax.Array, starts: jax.Array, sent: _Sent, capacity: int
-    ) -> tuple[jax.Array, _Sent]:
-        """Sends sorted rows, (groups, C, features), in a block of one size for each expert."""
-        # In unused places other tokens: where all is zero, the experts may have no gradient.
-        places = starts[:, :, None] + jnp.arange(capacity)  # (groups, experts, capacity)
-        blocks = jax.vmap(lambda rows, at: rows.at[at].get(mode="clip"))(rows, places)
-        blocks = blocks.swapaxes(0, 1)  # (experts, groups, capacity, features)
-        blocks = self.exchange(blocks, 0, 1)  # (own experts, groups of all, capacity, features)
-        count = blocks.shape[1] * capacity
-        sizes = jnp.full((1, self.num_own), count, jnp.int32)
-        # Only what is needed on the way back leaves the device.
-        sent = sent._replace(sizes=sizes, counts=None)
-        return blocks.reshape(-1, rows.shape[-1]), sent
-
-    def _send_all(self, rows: jax.Array, sent: _Sent) -> tuple[jax.Array, _Sent]:
-        """Sends sorted rows, (C, features), to each device as many as choose its experts."""
-        by_device = sent.counts[0].reshape(self.size, self.num_own)
-        received = self.exchange(by_device, 0, 0)  # rows from each device, for each own expert
-        blocks = _to_experts(self, rows, by_device.sum(1), received.sum(1))
-        # In a block rows are sorted by expert; what is beyond them belongs to none, and goes last.
-        ends = jnp.cumsum(received, 1)[:, :, None]  # (size, own experts, 1)
-        expert = (jnp.arange(len(rows)) >= ends).sum(1).ravel()  # of each row in the blocks
-        places = jnp.argsort(expert, stable=True)
-        sizes = received.sum(0)[None]
-        sent = sent._replace(sizes=sizes, places=places[None], received=received[None])
-        return blocks[places], sent
-
-    def receive(self, rows: jax.Array, sent: _Sent, weights: jax.Array) -> jax.Array:
-        """Returns the outputs of a device's tokens, from the rows of its experts.
+        self, rows: jax.Array, starts: jax.Array, routing: _Routing, capacity: int
+    ) -> tuple[jax.Array, _Routing]:
+        """Sends a block of ``capacity`` rows from each group to each expert.
 
         Args:
-          rows: (rows, features of outputs).
-          sent: what the device knows of the rows that it sent and got.
-          weights: of its tokens, (groups, tokens, k).
+          rows: sorted by expert, (groups, C, features).
+          starts: where the rows of each expert begin, (groups, experts).
+          routing: completed by how many rows the device's experts get.
+          capacity: rows in a block.
+
+        Returns:
+          The rows of the device's experts, one expert after the other, and the routing.
         """
-        shape = weights.shape
+        places = starts[:, :, None] + jnp.arange(capacity)  # (groups, experts, capacity)
+        # An expert with fewer choices gets rows of others in the rest of its block, not zeros: on
+        # rows of zeros its own operations, such as a norm, may have no gradient.
+        blocks = jax.vmap(lambda group, index: group.at[index].get(mode="clip"))(rows, places)
+        blocks = blocks.swapaxes(0, 1)  # (experts, groups, capacity, features)
+        blocks = self.exchange(blocks, 0, 1)  # (local experts, groups of all, capacity, features)
+        rows_per_expert = blocks.shape[1] * capacity
+        sizes = jnp.full((1, self.num_local_experts), rows_per_expert, jnp.int32)
+        # The way back does not need the counts; what leaves a `shard_map` stays in memory.
+        routing = routing._replace(sizes=sizes, counts=None)
+        return blocks.reshape(-1, rows.shape[-1]), routing
+
+    def _send_all(self, rows: jax.Array, routing: _Routing) -> tuple[jax.Array, _Routing]:
+        """Sends each device as many rows as choose its experts.
+
+        Args:
+          rows: sorted by expert, so also by device, (C, features).
+          routing: completed by what the device has received.
+
+        Returns:
+          The received rows, sorted by local expert, (devices · C, features), and the routing. The
+          rows beyond ``routing.sizes.sum()`` are padding.
+        """
+        sent = routing.counts[0].reshape(self.size, self.num_local_experts)
+        received = self.exchange(sent, 0, 0)  # (devices, local experts)
+        blocks = _to_experts(self, rows, sent.sum(1), received.sum(1))
+        # The block of each device is sorted by expert already. Its padding counts as of one expert
+        # more than there are, so that it is sorted to the end.
+        ends = jnp.cumsum(received, 1)[:, :, None]  # (devices, local experts, 1)
+        expert = (jnp.arange(len(rows)) >= ends).sum(1).ravel()  # (devices · C,)
+        places = jnp.argsort(expert, stable=True)
+        sizes = received.sum(0)[None]
+        routing = routing._replace(sizes=sizes, places=places[None], received=received[None])
+        return blocks[places], routing
+
+    def receive(self, rows: jax.Array, routing: _Routing, weights: jax.Array) -> jax.Array:
+        """Returns the outputs of a device's tokens, (groups, tokens, features of outputs).
+
+        Args:
+          rows: the results of the device's experts, (rows, features of outputs).
+          routing: what :meth:`send` returned.
+          weights: of the device's tokens, (groups, tokens, k).
+        """
+        num_groups, num_tokens, k = weights.shape
         if self.capacity is not None:
-            blocks = rows.reshape(self.num_own, self.size * shape[0], self.capacity, rows.shape[-1])
-            blocks = self.exchange(blocks, 1, 0).swapaxes(0, 1)  # (groups, experts, capacity, …)
-            rows = jax.vmap(_from_blocks)(blocks, sent.experts, sent.ranks)
+            blocks = rows.reshape(
+                self.num_local_experts, self.size * num_groups, self.capacity, rows.shape[-1]
+            )
+            blocks = self.exchange(blocks, 1, 0)  # (experts, groups, capacity, …)
+            blocks = blocks.swapaxes(0, 1)  # (groups, experts, capacity, …)
+            rows = jax.vmap(_rows_of_blocks)(blocks, routing.experts, routing.ranks)
         else:
-            blocks = rows[jnp.argsort(sent.places[0])]
-            sizes = sent.counts[0].reshape(self.size, self.num_own).sum(1)
-            rows = _from_experts(self, blocks, sizes, sent.received[0].sum(1))[None]
-        rows = jnp.take_along_axis(rows, jnp.argsort(sent.order, axis=1)[:, :, None], 1)
-        rows = rows.reshape(len(rows), shape[-1], -1, rows.shape[-1])  # (groups, k, tokens, …)
-        rows = rows.swapaxes(1, 2).reshape(*shape, rows.shape[-1])  # (groups, tokens, k, …)
+            blocks = rows[jnp.argsort(routing.places[0])]  # the inverse of the sort in `_send_all`
+            sent = routing.counts[0].reshape(self.size, self.num_local_experts)
+            rows = _from_experts(self, blocks, sent.sum(1), routing.received[0].sum(1))[None]
+        unsort = jnp.argsort(routing.order, axis=1)  # the inverse permutation
+        rows = jnp.take_along_axis(rows, unsort[:, :, None], 1)  # (groups, C, …)
+        rows = rows.reshape(len(rows), k, -1, rows.shape[-1])  # (groups, k, tokens, …)
+        rows = rows.swapaxes(1, 2)  # (groups, tokens, k, …)
+        rows = rows.reshape(num_groups, num_tokens, k, rows.shape[-1])  # one group was all of them
         return jnp.einsum("gtk,gtkf->gtf", weights.astype(rows.dtype), rows)
 
     def matmul(
@@ -364,105 +426,163 @@ class _Layout(NamedTuple):
         kernel: jax.Array,
         bias: jax.Array | None = None,
     ) -> Any:
-        """Multiplies the rows of each expert by its matrix, and adds its bias."""
-        expected, wrong = (self.num_experts, rows.shape[-1], "out"), ""
-        if kernel.ndim != 3 or kernel.shape[:2] != expected[:2]:
-            wrong = f"kernel: shape {kernel.shape}, expected {expected}"
-        elif bias is not None and bias.shape != (self.num_experts, kernel.shape[2]):
-            wrong = f"bias: shape {bias.shape}, expected {(self.num_experts, kernel.shape[2])}"
-        if wrong:
-            raise ValueError(f"matmul of dispatch_to_experts: {wrong}.")
-        inner, outer = self.last_entry(kernel, 1), self.last_entry(kernel, 2)
-        in_specs = (
-            P(self.axes),
-            P(self.axes, inner),
-            P(self.axis, inner, outer),
-            P(self.axis, outer),
-        )
-        multiply = functools.partial(self.multiply, inner)
-        return self.run(multiply, in_specs, P(self.axes, outer), sizes, rows, kernel, bias)
+        """Multiplies the rows of each expert by its matrix, and adds its bias.
 
-    def multiply(
+        With ``sizes`` bound, it is the ``matmul`` that the user's ``experts`` get.
+
+        Args:
+          sizes: how many rows each expert has, (devices, local experts).
+          rows: (rows, in).
+          kernel: (experts, in, out).
+          bias: (experts, out).
+
+        Raises:
+          ValueError: the kernel or the bias has another shape.
+        """
+        expected_kernel = (self.num_experts, rows.shape[-1], "out")
+        problem = ""
+        if kernel.ndim != 3 or kernel.shape[:2] != expected_kernel[:2]:
+            problem = f"kernel: shape {kernel.shape}, expected {expected_kernel}"
+        elif bias is not None and bias.shape != (self.num_experts, kernel.shape[2]):
+            problem = f"bias: shape {bias.shape}, expected {(self.num_experts, kernel.shape[2])}"
+        if problem:
+            raise ValueError(f"matmul of dispatch_to_experts: {problem}.")
+        inner = self.axes_of_dimension(kernel, 1)
+        outer = self.axes_of_dimension(kernel, 2)
+        return self.on_each_device(
+            functools.partial(self._multiply_local, inner),
+            (P(self.axes), P(self.axes, inner), P(self.axis, inner, outer), P(self.axis, outer)),
+            P(self.axes, outer),
+            sizes,
+            rows,
+            kernel,
+            bias,
+        )
+
+    def _multiply_local(
         self,
-        inner: Any,
+        inner: tuple[str, ...] | None,
         sizes: jax.Array,
         rows: jax.Array,
         kernel: jax.Array,
         bias: jax.Array | None,
     ) -> jax.Array:
-        """Does so for the experts of one device; ``inner`` shards the inner dimension."""
+        """Computes :meth:`matmul` on one device, whose kernel is (local experts, in, out).
+
+        ``inner`` are the axes that shard ``in``; over them the products are summed.
+        """
         if self.capacity is None:
             product = jax.lax.ragged_dot(rows, kernel, sizes[0])
-        else:
+        else:  # all experts have equally many rows
             grouped = rows.reshape(len(kernel), -1, rows.shape[-1])
             product = jnp.einsum("erf,efo->ero", grouped, kernel).reshape(len(rows), -1)
         if inner:
             product = jax.lax.psum(product, inner)
         if bias is not None:
             expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
-            product += bias.at[expert].get(mode="fill", fill_value=0)
+            product += bias.at[expert].get(mode="fill", fill_value=0)  # 0 for padding
         return product
 
 
+# Each of these two is the transpose of the other, as `_define_transpose` says: JAX's transposes of
+# the padded exchanges scatter rows, which is slower than to gather them.
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _to_experts(layout: _Layout, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> Any:
-    """Sends rows, sorted by device, to these; returns what each device sent in a block."""
-    if layout.mesh is None:
+def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> Any:
+    """Sends rows to the devices of their experts.
+
+    Args:
+      dispatch: where the experts are.
+      rows: sorted by device, (C, features).
+      sizes: how many of them each device gets, (devices,).
+      received: how many rows each device sends to this one, (devices,).
+
+    Returns:
+      One padded block of C rows from each device, (devices · C, features).
+    """
+    if dispatch.mesh is None:
         return rows
     starts, width = jnp.cumsum(sizes) - sizes, len(rows)
 
     def send_ragged(rows: jax.Array) -> Any:
-        space = jnp.zeros((layout.size * width, rows.shape[-1]), rows.dtype)
-        own = jax.lax.axis_index(layout.axis).astype(jnp.int32) * width
-        # JAX can `vmap` it, as over stages of a pipeline, only if all of these are mapped.
-        where = starts, sizes, own + 0 * sizes, received
-        return jax.lax.ragged_all_to_all(rows, space, *where, axis_name=layout.axis)
+        space = jnp.zeros((dispatch.size * width, rows.shape[-1]), rows.dtype)
+        block_start = jax.lax.axis_index(dispatch.axis).astype(jnp.int32) * width
+        # JAX can `vmap` it, as over stages of a pipeline, only if all of these are mapped: hence
+        # the sum with an array that is.
+        output_offsets = block_start + 0 * sizes
+        return jax.lax.ragged_all_to_all(
+            rows, space, starts, sizes, output_offsets, received, axis_name=dispatch.axis
+        )
 
     def send_padded(rows: jax.Array) -> Any:
         places = jnp.arange(width)
         blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
-        blocks = jnp.where((places < sizes[:, None])[:, :, None], blocks, 0)
-        return layout.exchange(blocks, 0, 0).reshape(-1, rows.shape[-1])
+        blocks = jnp.where((places < sizes[:, None])[:, :, None], blocks, 0)  # (devices, C, …)
+        return dispatch.exchange(blocks, 0, 0).reshape(-1, rows.shape[-1])
 
     return jax.lax.platform_dependent(rows, tpu=send_ragged, default=send_padded)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _from_experts(layout: _Layout, blocks: jax.Array, sizes: jax.Array, received: jax.Array) -> Any:
-    """The inverse: sends each block back, and returns the rows sorted by device."""
-    if layout.mesh is None:
+def _from_experts(
+    dispatch: _Dispatch, blocks: jax.Array, sizes: jax.Array, received: jax.Array
+) -> Any:
+    """Sends rows back: the inverse of :func:`_to_experts`, with the same ``sizes``, ``received``.
+
+    Args:
+      dispatch: where the experts are.
+      blocks: what to send to each device, (devices · C, features).
+      sizes: how many rows of this device each device has, (devices,).
+      received: how many rows of each device this one has, (devices,).
+
+    Returns:
+      The device's own rows, sorted by device, (C, features).
+    """
+    if dispatch.mesh is None:
         return blocks
-    starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // layout.size
+    starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // dispatch.size
 
     def send_ragged(blocks: jax.Array) -> Any:
         space = jnp.zeros((width, blocks.shape[-1]), blocks.dtype)
-        own = jnp.arange(layout.size, dtype=jnp.int32) * width
-        wanted = layout.exchange(starts, 0, 0)  # where each device has its rows of this one
-        where = own + 0 * sizes, received, wanted, sizes
-        return jax.lax.ragged_all_to_all(blocks, space, *where, axis_name=layout.axis)
+        block_starts = jnp.arange(dispatch.size, dtype=jnp.int32) * width
+        # Each device wants this one's rows at the place from which it once sent them.
+        output_offsets = dispatch.exchange(starts, 0, 0)
+        return jax.lax.ragged_all_to_all(
+            blocks,
+            space,
+            block_starts + 0 * sizes,
+            received,
+            output_offsets,
+            sizes,
+            axis_name=dispatch.axis,
+        )
 
     def send_padded(blocks: jax.Array) -> Any:
-        back = layout.exchange(blocks.reshape(layout.size, width, -1), 0, 0)
+        returned = dispatch.exchange(blocks.reshape(dispatch.size, width, -1), 0, 0)
         places = jnp.arange(width)
-        device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)
-        return _from_blocks(back, device, places - starts[device])
+        device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)  # (C,): to which each row was sent
+        return _rows_of_blocks(returned, device, places - starts[device])
 
     return jax.lax.platform_dependent(blocks, tpu=send_ragged, default=send_padded)
 
 
-def _keeping_sizes(exchange: Any, layout: _Layout, rows: Any, *sizes: Any) -> Any:
-    return exchange(layout, rows, *sizes), sizes
+def _define_transpose(exchange: Any, transpose: Callable[..., jax.Array]) -> None:
+    """Gives an exchange, which is linear in its rows, a transpose for the backward pass."""
+
+    def forward(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> Any:
+        return exchange(dispatch, rows, sizes, received), (sizes, received)
+
+    def backward(dispatch: _Dispatch, residuals: Any, d_rows: jax.Array) -> Any:
+        return transpose(dispatch, d_rows, *residuals), None, None
+
+    exchange.defvjp(forward, backward)
 
 
-def _undone(inverse: Any, layout: _Layout, sizes: Any, rows: Any) -> Any:
-    return inverse(layout, rows, *sizes), None, None
+_define_transpose(_to_experts, _from_experts)
+_define_transpose(_from_experts, _to_experts)
 
 
-# Each is the transpose of the other: rows that no device sent are zeros.
-for _one, _other in (_to_experts, _from_experts), (_from_experts, _to_experts):
-    _one.defvjp(functools.partial(_keeping_sizes, _one), functools.partial(_undone, _other))
-
-
-def _from_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> Any:
-    """Rows of blocks; zeros where a block has no such place."""
+def _rows_of_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
+    """Returns ``blocks[block, place]``; zeros where a block has no such place."""
     return blocks.at[block, place].get(mode="fill", fill_value=0)

@@ -36,16 +36,17 @@ def expert_parallel(
 ) -> StateSharding:
     """Shards the stacked weights of experts over a mesh axis, for :func:`dispatch_to_experts`.
 
-    They are the parameters of a module of a user's class whose first dimension, after those of
-    stacked layers, is the number of experts: those with three dimensions or more, and, beside such
-    a one in the same module, those with two (biases).
+    Weights of experts are parameters in a module of a class that is not Flax's. Without the
+    dimensions of stacked layers, their shape is (experts, in, out); a module that has such a weight
+    may also have biases, of shape (experts, out).
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
-      experts: the number of experts; None for that of the outputs of a router: a layer or parameter
-        in the same module, or beside it, whose last dimension is the first of such weights.
-      where: an NNX filter of the weights instead, such as ``nnx.PathContains("experts")``. Of each
-        Variable, the first dimension of this size is sharded; that of stacked layers comes last.
+      experts: the number of experts. None infers it from a router: a matrix in the same module as
+        the weights, or in a module next to it, with one output for each expert.
+      where: an NNX filter that selects the weights instead, such as
+        ``nnx.PathContains("experts")``. The first dimension of size ``experts`` is sharded;
+        dimensions of stacked layers are tried last.
       mesh: the mesh; None for the one in context.
       optimizer: as for :func:`fsdp`.
       base: shardings to start from. Its specs are kept, and the axis comes after those that shard
@@ -60,8 +61,8 @@ def expert_parallel(
       The spec of each path. All of them divide the shapes.
 
     Raises:
-      ValueError: there are no such weights, or an axis does not divide theirs: all are listed; or
-        routers do not tell the number of experts.
+      ValueError: the model has no such weights; an axis does not divide them (all are listed); or
+        the number of experts cannot be inferred.
 
     Example:
       >>> import jax.numpy as jnp
@@ -101,50 +102,58 @@ def expert_parallel(
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
-    """Finds the weights of experts, each with the dimension of these."""
+    """Finds the weights of experts, each with the number of its dimension of experts."""
     if where is not None:
         yield from _chosen_weights(model, experts, where)
         return
-    candidates = [x for x in _own_parameters(model) if x.layer_shape[:1] == (experts,)]
-    modules = {x.path[:-1] for x in candidates if len(x.layer_shape) > 2}
+    candidates = [x for x in _parameters_of_users(model) if x.layer_shape[:1] == (experts,)]
+    modules_with_kernels = {x.path[:-1] for x in candidates if len(x.layer_shape) > 2}
     for weight in candidates:
-        # A matrix of one number for each expert and feature is a bias only beside kernels.
-        if weight.path[:-1] in modules and len(weight.layer_shape) > 1:
+        # A matrix (experts, out) is a bias only in a module with a kernel: else it may be anything.
+        if weight.path[:-1] in modules_with_kernels and len(weight.layer_shape) > 1:
             yield weight, weight.layer_dimensions[0]
 
 
 def _chosen_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
     """Finds the weights that a filter of the user selects."""
-    is_wanted = to_predicate(where)
-    for x in variables(model):
-        layers_last = [*x.layer_dimensions, *x.layers.dimensions]
-        sized = (d for d in layers_last if (x.shape or ())[d] == experts)
-        dimension = next(sized, None)
-        if dimension is not None and is_wanted(x.path, x.variable):
-            yield x, dimension
+    is_selected = to_predicate(where)
+    for weight in variables(model):
+        shape = weight.shape or ()
+        for dimension in (*weight.layer_dimensions, *weight.layers.dimensions):
+            if shape[dimension] == experts:
+                if is_selected(weight.path, weight.variable):
+                    yield weight, dimension
+                break
 
 
-def _own_parameters(model: Any) -> list[NamedVariable]:
-    """Lists the parameters of modules of a user's class; layers of Flax are no experts."""
+def _parameters_of_users(model: Any) -> list[NamedVariable]:
+    """Lists the parameters of modules that are not of Flax's classes, which have no experts."""
     nodes = nnx.iter_graph(model, graph=True)
-    of_flax = {path for path, node in nodes if type(node).__module__.startswith("flax.")}
+    flax_modules = {path for path, node in nodes if type(node).__module__.startswith("flax.")}
     return [
-        x
-        for x in variables(model)
-        if isinstance(x.variable, nnx.Param) and x.path[:-1] not in of_flax
+        variable
+        for variable in variables(model)
+        if isinstance(variable.variable, nnx.Param) and variable.path[:-1] not in flax_modules
     ]
 
 
 def _number_of_experts(model: Any) -> int:
-    """Finds the number of experts: the outputs of a router, in or beside the module of weights."""
-    routers = [x for x in variables(model) if len(x.layer_shape) == 2]
-    sizes = set()
-    for weight in _own_parameters(model):
-        shape, beside = weight.layer_shape, weight.path[:-2]
-        if len(shape) > 2:
-            near = (x for x in routers if x.path[: len(beside)] == beside)
-            sizes |= {shape[0] for x in near if x.layer_shape[-1] == shape[0]}
-    if len(sizes) != 1:
-        known = f"may be {' or '.join(map(str, sorted(sizes)))}" if sizes else "is not known"
+    """Finds the number of experts: a router near their weights has an output for each.
+
+    Raises:
+      ValueError: no router fits, or several with different numbers do.
+    """
+    matrices = [x for x in variables(model) if len(x.layer_shape) == 2]
+    numbers = set()
+    for weight in _parameters_of_users(model):
+        if len(weight.layer_shape) <= 2:
+            continue
+        number, parent = weight.layer_shape[0], weight.path[:-2]  # parent of the weight's module
+        for matrix in matrices:
+            is_near = matrix.path[: len(parent)] == parent
+            if is_near and matrix.layer_shape[-1] == number:
+                numbers.add(number)
+    if len(numbers) != 1:
+        known = f"may be {' or '.join(map(str, sorted(numbers)))}" if numbers else "is not known"
         raise ValueError(f"expert_parallel: the number of experts {known}. Pass experts=….")
-    return sizes.pop()
+    return numbers.pop()

@@ -154,16 +154,17 @@ def ring_attention(
     mesh = given_mesh("ring_attention", mesh)
     size = 1 if mesh is None else mesh.shape.get(axis, 0)
     arrays = {"query": query, "key": key, "value": value}
-    has_places = input_positions is not None or segment_ids is not None
     unsupported = {
         "bias: not supported": bias is not None,
         "dropout of weights: not supported": dropout_rate and not deterministic,
         "sowing weights: not supported, they are never in memory": module is not None,
         f"window={window!r}: expected at least 1": window is not None and window < 1,
     }
+    # These compare the place of a query with that of a key, so both have to be of one sequence.
+    is_self = is_causal or bool(window) or input_positions is not None or segment_ids is not None
     problems = [
         *_wrong_shapes(arrays, mask, input_positions, segment_ids),
-        *_wrong_lengths(arrays, size, axis, is_self=is_causal or bool(window) or has_places),
+        *_wrong_lengths(arrays, size, axis, is_self=is_self),
         *(text for text, is_given in unsupported.items() if is_given),
         *_wrong_mesh(mesh, axis),
     ]
@@ -173,12 +174,19 @@ def ring_attention(
         query, key = (_rotate(rope, x, input_positions) for x in (query, key))
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     length = query.shape[1]
-    can_move = balanced and is_causal and mask is None
+    can_move = balanced and is_causal and mask is None  # a mask is in the order of the tokens
     order = _order_of(input_positions, length, size, is_causal, window, can_move=can_move)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mapped_axes = _compat.spmd_axes() | {axis}
-    options = is_causal, window, scale, precision, mapped_axes, order.is_even
-    ring = Ring(mesh, axis, size, *options)
+    ring = Ring(
+        mesh=mesh,
+        axis=axis,
+        size=size,
+        is_causal=is_causal,
+        window=window,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        precision=precision,
+        mapped_axes=_compat.spmd_axes() | {axis},
+        is_even=order.is_even,
+    )
     if mask is not None:
         mask = jnp.expand_dims(mask, range(4 - jnp.ndim(mask)))  # (batch, heads, length, keys)
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], length, key.shape[1]))
@@ -194,7 +202,7 @@ def _attend_in_order(
     segment_ids: jax.Array | None,
     mask: jax.Array | None,
 ) -> jax.Array:
-    """Attends, with tokens moved to the balanced order and back if that is to be."""
+    """Attends to the tokens; in the balanced order if ``order.moves``, and returns to their own."""
     if order.moves:
         moved = move_tokens(ring, (query, key, value, segment_ids))
         query, key, value, segment_ids = moved

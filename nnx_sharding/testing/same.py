@@ -98,22 +98,29 @@ def assert_same(
     if hasattr(step, "lower"):
         raise TypeError("assert_same compiles the step for two meshes: pass it without jit.")
     device = np.array(mesh.devices.flat[:1]).reshape([1] * mesh.devices.ndim)
-    alone = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
-    one, many = (_Run(step, m, {"in_shardings": shardings, **options}) for m in (alone, mesh))
-    inputs = (one, _copied(args)), (one, _copied(args, rounded=True)), (many, _copied(args))
+    device_mesh = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
+    options["in_shardings"] = shardings
+    run_on_device = _RecordedStep(step, device_mesh, options)
+    run_on_mesh = _RecordedStep(step, mesh, options)
+    # Each run changes its own copy, which is its input in the next step.
+    device_args, rounded_args, mesh_args = _copy(args), _copy(args, rounded=True), _copy(args)
     for count in range(1, steps + 1):
         # The compiler would warn of each copy that a record of a sharded array is.
         with _compat.without_compiler_warnings():
-            outcomes = [run(copies) for run, copies in inputs]
-        compared = _Compared(*outcomes, tolerance=tolerance)
-        if lines := compared.shared_masks() or compared.differences():
+            comparison = _Comparison(
+                on_device=run_on_device(device_args),
+                rounded=run_on_device(rounded_args),
+                on_mesh=run_on_mesh(mesh_args),
+                tolerance=tolerance,
+            )
+        if lines := comparison.shared_masks() or comparison.differences():
             name = getattr(step, "__name__", "the step")
             head = f"call {count} of {name} is not the same on {mesh.size} devices:"
             raise AssertionError(message(head, lines))
 
 
-# By the number of a site, and whether it is the gradient: the values on each device, in order. A
-# device is named by its indices along the Manual axes.
+# The values of a site on each device, in the order of the calls. Keys are the number of the site
+# and whether it is the gradient; a device is named by its indices along the site's Manual axes.
 Values: TypeAlias = "dict[tuple[int, bool], dict[tuple[int, ...], list[np.ndarray[Any, Any]]]]"
 
 
@@ -135,23 +142,25 @@ class _Outcome(NamedTuple):
     values: Values
 
 
-class _Run:
+class _RecordedStep:
     """A step compiled for one mesh, with records of what its modules take and return.
 
-    A *site* is one array that one call of a module takes or returns; the number of a site is the
-    same on all meshes, since tracing is the same.
+    A *site* is one array that one call of a module takes or returns. Sites are numbered while the
+    step is traced, so a number means the same on all meshes.
     """
 
     def __init__(self, step: Callable[..., Any], mesh: Mesh, options: dict[str, Any]):
         @functools.wraps(step)
-        def recorded(*args: Any) -> Any:
-            return with_handler(functools.partial(self._call, handler_here()), (), step, *args)
+        def recorded_step(*args: Any) -> Any:
+            handler_of_jit: Any = handler_here()
+            handler = functools.partial(self._record_call, handler_of_jit)
+            return with_handler(handler, (), step, *args)
 
         self._parameters, self._mesh = inspect.signature(step), mesh
-        self._fun = jit(recorded, mesh=mesh, **options)
+        self._fun = jit(recorded_step, mesh=mesh, **options)
         self._calls = Calls()  # where calls are recorded, `jit` names all modules
-        self._sites: list[_Site] = []
-        self._values: Values = {}
+        self._sites: list[_Site] = []  # filled by the first call, which traces the step
+        self._values: Values = {}  # filled by the callbacks of each call
 
     def __call__(self, args: Any) -> _Outcome:
         """Runs the step, and returns what it computed."""
@@ -159,226 +168,340 @@ class _Run:
         with RECORD(self._calls):
             out = self._fun(*args)
         flat = flatten({_RESULT: out, **self._parameters.bind(*args).arguments})
-        arrays = {}
-        for location in flat.structure.walk(flat.structure.root, iter(flat.structure.root_slots)):
+        structure, arrays = flat.structure, {}
+        for location in structure.walk(structure.root, iter(structure.root_slots)):
             for i, slot in enumerate(location.slots):
-                path = (*location.path[1:], *[i] * (len(location.slots) > 1))
-                if isinstance(x := flat.leaves[slot], jax.Array):
-                    arrays[accessor(str(location.path[0]), path)] = _raw(x)
+                leaf, (argument, *path) = flat.leaves[slot], location.path
+                if len(location.slots) > 1:  # a Variable that holds a pytree
+                    path.append(i)
+                if isinstance(leaf, jax.Array):
+                    arrays[accessor(str(argument), tuple(path))] = _raw(leaf)
+        # Both, because a callback may run after the arrays are ready.
         jax.block_until_ready(arrays)
         jax.effects_barrier()
         return _Outcome(arrays, self._sites, self._values)
 
-    def _call(self, outer: Any, module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a method as `jit` does, with records before and after it."""
-        if not isinstance(module, nnx.Module):  # an optimizer
+    def _record_call(
+        self,
+        outer: Callable[..., Any],
+        module: Any,
+        method: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Handles the call of a method in the trace: makes ``outer`` record it.
+
+        Args:
+          outer: what handles calls in `jit`, such as by constraining activations.
+          module: a module, or an optimizer, whose calls are not recorded.
+          method: the name of the method.
+          call: the method, bound to the module.
+          args: its arguments.
+          kwargs: its keyword arguments.
+        """
+        if not isinstance(module, nnx.Module):
             return outer(module, method, call, args, kwargs)
 
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
             manual = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
             axes = tuple(axis for axis in self._mesh.axis_names if axis in manual)
-            frame: Any = FRAME.get()
-            name = frame.tag.accessor + f".{method}" * (method != "__call__")
-            start, kind = len(self._sites), type(module).__name__
-            site = _Site(f"{name} ({kind})", "input", axes, start, [])
+            frame: Any = FRAME.get()  # of this call, since it is within the handler of `jit`
+            name = frame.tag.accessor
+            if method != "__call__":
+                name += f".{method}"
+            site = _Site(f"{name} ({type(module).__name__})", "input", axes, len(self._sites), [])
             for x in arrays_in((args, kwargs)):
-                _describe(site, "", x)
+                _add_input(site, "", x)
             for path, variable in own_variables(module):
-                _describe(site, f"{path_string(path)}: ", _compat.get_value(variable))
-            args, kwargs = self._tapped(site, (args, kwargs))
+                _add_input(site, f"{path_string(path)}: ", _compat.get_value(variable))
+            args, kwargs = self._record_arrays(site, (args, kwargs))
             out = call(*args, **kwargs)
             if isinstance(module, nnx.Dropout) and axes:
                 # Each device draws its own mask, so the result cannot be that of one device. The
                 # mask is recorded, and the input returned instead.
                 [x] = arrays_in(args[:1] or kwargs["inputs"])
                 if out is not x:
-                    self._tapped(site._replace(side="mask"), (out != 0) + 0 * out)
+                    self._record_arrays(site._replace(side="mask"), out != 0)
                     out = x
-            return self._tapped(site._replace(side="output"), out)
+            return self._record_arrays(site._replace(side="output"), out)
 
-        return outer(module, method, recorded, args, kwargs)
+        return outer(module, method, recorded_call, args, kwargs)
 
-    def _tapped(self, site: _Site, tree: Any) -> Any:
-        """Returns the same tree, whose arrays and gradients the program records."""
+    def _record_arrays(self, site: _Site, tree: Any) -> Any:
+        """Returns the same tree, whose arrays and their gradients the program records.
 
-        def tap(x: Any) -> Any:
+        Each array becomes a site of its own. The gradient of the result is the one that is
+        recorded, so the caller has to go on with what is returned.
+        """
+
+        def record_array(x: Any) -> Any:
             if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
             number = len(self._sites)
             self._sites.append(site)
 
-            def record(x: Any, backward: bool) -> Any:
-                def keep(x: Any, *where: Any) -> None:
-                    self._values[number, backward][tuple(map(int, where))].append(np.array(x))
+            def record(x: jax.Array, backward: bool) -> None:
+                def keep(x: Any, *indices: Any) -> None:
+                    device = tuple(map(int, indices))
+                    self._values[number, backward][device].append(np.array(x))
 
                 jax.debug.callback(keep, x, *map(jax.lax.axis_index, site.axes))
+
+            def record_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+                record(gradient, backward=True)
+                return (gradient,)
+
+            record(x, backward=False)
+            if not _is_inexact(x):
                 return x
-
-            record(x, False)
-            # The identity, whose derivative records the gradient that it passes on.
             identity = jax.custom_vjp(lambda x: x)
-            identity.defvjp(lambda x: (x, None), lambda _, gradient: (record(gradient, True),))
-            return identity(x) if _is_inexact(x) else x
+            identity.defvjp(lambda x: (x, None), record_gradient)
+            return identity(x)
 
-        return jax.tree.map(tap, tree, is_leaf=_compat.is_graph_object)
-
-
-def _describe(site: _Site, label: str, x: Any) -> None:
-    """Adds an input with its type, or the spec that it has when the program is compiled."""
-    if isinstance(x, jax.Array):
-        text, index = label + jax.typeof(x).str_short(short_dtypes=True), len(site.inputs)
-        site.inputs.append(text)
-
-        def compiled(sharding: Any) -> None:
-            site.inputs[index] = f"{text} {spec_text(getattr(sharding, 'spec', None))}"
-
-        if not site.axes and type_spec(x) is None:
-            jax.debug.inspect_array_sharding(x, callback=compiled)
+        return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)
 
 
-class _Compared:
+def _add_input(site: _Site, label: str, x: Any) -> None:
+    """Adds the type of an array to ``site.inputs``; anything else is left out.
+
+    On Auto axes, the compiler decides the spec: it is added when the program is compiled.
+    """
+    if not isinstance(x, jax.Array):
+        return
+    text, index = label + jax.typeof(x).str_short(short_dtypes=True), len(site.inputs)
+    site.inputs.append(text)
+
+    def add_spec(sharding: Any) -> None:
+        site.inputs[index] = f"{text} {spec_text(getattr(sharding, 'spec', None))}"
+
+    if not site.axes and type_spec(x) is None:
+        jax.debug.inspect_array_sharding(x, callback=add_spec)
+
+
+class _Error(NamedTuple):
+    """How far an array is from the same one on one device, and how far it may be."""
+
+    distance: float  # NaN where only one of them is NaN
+    limit: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is too far; a NaN is, which is why this is not ``distance > limit``."""
+        return not self.distance <= self.limit
+
+    def __str__(self) -> str:
+        return f"max error {self.distance:.2g}, tolerance {self.limit:.2g}"
+
+
+class _Comparison:
     """One call of a step on one device, there with rounded inputs, and on the mesh."""
 
     def __init__(
-        self, one: _Outcome, rounded: _Outcome, many: _Outcome, *, tolerance: float | None
+        self, *, on_device: _Outcome, rounded: _Outcome, on_mesh: _Outcome, tolerance: float | None
     ):
-        self._one, self._rounded, self._many = one, rounded, many
-        recorded = [x for of in one.values.values() for xs in of.values() for x in xs[:1]]
-        eps = [_epsilon(x.dtype) for x in (*one.arrays.values(), *recorded) if _is_inexact(x)]
-        self._tolerance = max(eps, default=0.0) ** 0.5 if tolerance is None else tolerance
+        self._on_device, self._rounded, self._on_mesh = on_device, rounded, on_mesh
+        if tolerance is None:
+            dtypes = {x.dtype for x in on_device.arrays.values() if _is_inexact(x)}
+            for calls_by_device in on_device.values.values():
+                for calls in calls_by_device.values():
+                    dtypes.update(x.dtype for x in calls[:1] if _is_inexact(x))
+            tolerance = max(map(_epsilon, dtypes), default=0.0) ** 0.5
+        self._tolerance = tolerance
 
     def _limit(self, x: Array, rounded: Array) -> float:
-        """Returns by how much an array may differ from that on one device."""
+        """Returns by how much an array may differ from ``x``, its value on one device."""
         scale = np.abs(_numbers(x)).max(initial=0) if _is_inexact(x) else 0
         return float(scale * self._tolerance + 8 * _distance(_numbers(x), _numbers(rounded)))
 
     def differences(self) -> list[str]:
         """Lists the arrays that differ after the call, after the first module that does."""
         lines = []
-        for name, array in self._many.arrays.items():
-            x, limit = np.array(np.nan), 0.0
-            if name in self._one.arrays:
-                x = _numbers(self._one.arrays[name])
-                limit = self._limit(self._one.arrays[name], self._rounded.arrays[name])
+        for name, array in self._on_mesh.arrays.items():
+            if name in self._on_device.arrays:
+                expected = self._on_device.arrays[name]
+                limit = self._limit(expected, self._rounded.arrays[name])
+            else:  # only the mesh has it, so it is wrong
+                expected, limit = np.array(np.nan), 0.0
+            expected = _numbers(expected)
             shards = [(shard.index, _numbers(shard.data)) for shard in array.addressable_shards]
-            error = max(_distance(shard, x[index] if x.ndim else x) for index, shard in shards)
-            if not error <= limit:
-                first = {str(index): shard for index, shard in reversed(shards)}
-                apart = max(_distance(shard, first[str(index)]) for index, shard in shards)
-                note = ""
-                if not apart <= limit and isinstance(array.sharding, NamedSharding):
-                    used, axes = [*spec_axes(array.sharding.spec)], array.sharding.mesh.axis_names
-                    over = ", ".join(repr(axis) for axis in axes if axis not in used)
-                    note = f"; its replicas over {over} are not equal"
-                lines.append(f"  {name}: {_error(error, limit)}{note}")
-        return [self._first(lines), *lines] if lines else []
+            distance = max(
+                _distance(shard, expected[index] if expected.ndim else expected)
+                for index, shard in shards
+            )
+            error = _Error(distance, limit)
+            if error.is_wrong:
+                lines.append(f"  {name}: {error}{_unequal_replicas(array, shards, limit)}")
+        return [self._first_wrong_module(lines), *lines] if lines else []
 
-    def _first(self, lines: list[str]) -> str:
-        """Describes the first module, in the order of execution, that differs.
+    def _first_wrong_module(self, lines: list[str]) -> str:
+        """Describes the first module, in the order of execution, that computes something else.
 
-        Outputs are looked at first, then gradients. On Manual axes, what a device has may be a term
-        of a sum that comes later, so such outputs count last, and only if nothing else is wrong.
+        Outputs are looked at first, then gradients. On Manual axes a device may hold a term of a
+        sum that comes later, so a wrong value there counts last, and only if nothing else is wrong.
+
+        Args:
+          lines: what :meth:`differences` has found.
         """
-        sites = self._many.sites
-        last = {site.start: number for number, site in enumerate(sites)}
-        # If the results are right, each shard of an output may hold a term of a later sum.
-        is_right = any(name.startswith(_RESULT) for name in self._many.arrays) and not any(
+        # If what the step returns is right, a wrong output on Manual axes is a term of a sum.
+        returns_something = any(name.startswith(_RESULT) for name in self._on_mesh.arrays)
+        is_result_right = returns_something and not any(
             line.startswith(f"  {_RESULT}") for line in lines
         )
-        for backward, shards in ((False, not is_right), (True, True), (False, True)):
-            what, own = ("gradient", "input") if backward else ("output", "output")
-            found = {i: x for i in range(len(sites)) if (x := self._deviation(i, backward))}
-            wrong = {i: x for i, x in found.items() if not x[0] <= x[1]}
-            right = {sites[i].start for i in found if sites[i].side == own}
-            right -= {sites[i].start for i in wrong if sites[i].side == own}
-            for number in sorted(wrong, reverse=backward):
-                # Within a module that is right, shards may hold terms of a sum.
-                is_term = any(start <= number <= last[start] for start in right) or not shards
-                if is_term and sites[number].axes:
-                    continue
-                site, text = sites[number], _error(*wrong[number])
-                text = f"{site.module} is the first module whose {what} differs: {text}"
-                if site.side != own:
-                    where = ("after", "output") if backward else ("before", "input")
-                    text = f"outside of modules, {where[0]} {site.module}: {text.split(': ', 1)[1]}"
-                return f"  {text}\n    inputs: {', '.join(site.inputs)}"
-        names = {site.module: site.module.split(" ")[0] for site in sites}
+        for backward, with_manual in ((False, not is_result_right), (True, True), (False, True)):
+            if text := self._first_wrong_site(backward, with_manual):
+                return text
+        # All that modules took and returned is right: it was a module that changed its own state.
+        modules = {site.module: site.module.split(" ")[0] for site in self._on_mesh.sites}
         for line in lines:
-            if owners := [x for x, name in names.items() if line.startswith(f"  {name}.")]:
+            owners = [site for site, path in modules.items() if line.startswith(f"  {path}.")]
+            if owners:
                 return f"  {max(owners, key=len)} is the first module with an array that differs"
         return "  outside of modules: their outputs and gradients are the same"
 
-    def _deviation(self, number: int, backward: bool) -> tuple[float, float] | None:
-        """Returns the largest error of a site over its limit, and this limit; None if unknown.
+    def _first_wrong_site(self, backward: bool, with_manual: bool) -> str:
+        """Describes the first site with a wrong value, or gradient; empty if there is none.
+
+        Args:
+          backward: look at gradients, in the order of the backward pass, where what a module
+            computes is the gradient of its input.
+          with_manual: look also at sites on Manual axes, outside of modules that are right.
+        """
+        sites = self._on_mesh.sites
+        computed_side = "input" if backward else "output"
+        errors = {}
+        for number in range(len(sites)):
+            if error := self._site_error(number, backward):
+                errors[number] = error
+        wrong = [number for number, error in errors.items() if error.is_wrong]
+        # Calls of modules are named by their first site.
+        checked_calls = {sites[i].start for i in errors if sites[i].side == computed_side}
+        wrong_calls = {sites[i].start for i in wrong if sites[i].side == computed_side}
+        right_calls = checked_calls - wrong_calls
+        last_site = {site.start: number for number, site in enumerate(sites)}
+        for number in sorted(wrong, reverse=backward):
+            site = sites[number]
+            if site.axes:
+                is_within_right = any(start <= number <= last_site[start] for start in right_calls)
+                if is_within_right or not with_manual:
+                    continue
+            if site.side == computed_side:
+                what = "gradient" if backward else "output"
+                text = f"{site.module} is the first module whose {what} differs"
+            else:
+                place = "after" if backward else "before"
+                text = f"outside of modules, {place} {site.module}"
+            return f"  {text}: {errors[number]}\n    inputs: {', '.join(site.inputs)}"
+        return ""
+
+    def _site_error(self, number: int, backward: bool) -> _Error | None:
+        """Returns the largest error of a site over its limit; None if it is unknown.
 
         A site in a loop has several values. It is unknown if the runs did not record as many.
         """
-        site, found = self._many.sites[number], []
-        values = [run.values.get((number, backward), {}) for run in (self._one, self._rounded)]
-        shards = dict(sorted(self._many.values.get((number, backward), {}).items()))
-        calls = [*itertools.chain(*(x.values() for x in (*values, shards)))]
-        is_same = len(calls) == 2 + len(shards) > 2 and len({*map(len, calls)}) == 1
-        if not is_same or site.side == "mask" or self._one.sites[number][:2] != site[:2]:
+        key, site = (number, backward), self._on_mesh.sites[number]
+        if site.side == "mask" or self._on_device.sites[number][:2] != site[:2]:
             return None
-        sizes = [index + 1 for index in max(shards)]
-        for x, rounded, *parts in zip(*calls, strict=True):
-            each = np.array([*map(_numbers, parts)])
-            error = _error_of_shards(_numbers(x), each.reshape(*sizes, *each.shape[1:]))
-            if error is None:
+        shards = dict(sorted(self._on_mesh.values.get(key, {}).items()))
+        expected = [*self._on_device.values.get(key, {}).values()]
+        rounded = [*self._rounded.values.get(key, {}).values()]
+        if not (len(expected) == len(rounded) == 1 and shards):
+            return None
+        calls = [expected[0], rounded[0], *shards.values()]
+        if len({*map(len, calls)}) > 1:
+            return None
+        axis_sizes = [index + 1 for index in max(shards)]
+        errors = []
+        for x, x_rounded, *parts in zip(*calls, strict=True):
+            stacked = np.array([*map(_numbers, parts)])
+            by_axis = stacked.reshape(*axis_sizes, *stacked.shape[1:])
+            distance = _distance_of_shards(_numbers(x), by_axis)
+            if distance is None:
                 return None
-            found.append((error, self._limit(x, rounded)))
-        return max(found, key=lambda pair: not pair[0] <= pair[1])
+            errors.append(_Error(distance, self._limit(x, x_rounded)))
+        return max(errors, key=lambda error: error.is_wrong, default=None)
 
     def shared_masks(self) -> list[str]:
         """Lists each dropout that drops the same elements of shards with different inputs."""
-        found = {}
-        for (number, backward), masks in self._many.values.items():
-            module, side, axes, *_ = self._many.sites[number]
+        axes_by_module = {}
+        for (number, backward), masks in self._on_mesh.values.items():
+            module, side, axes, *_ = self._on_mesh.sites[number]
             if backward or side != "mask":
                 continue
-            inputs = self._many.values[number - 1, False]
-            for a, b in itertools.combinations(masks, 2):
-                kept = np.mean(masks[a])
-                by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(masks[a]) > _CHANCE
-                is_shared = np.array_equal(masks[a], masks[b]) and not by_chance
-                if is_shared and not np.array_equal(inputs[a], inputs[b]):
-                    over = [axis for axis, i, j in zip(axes, a, b, strict=True) if i != j]
-                    found[module] = " and ".join(map(repr, over))
+            inputs = self._on_mesh.values[number - 1, False]
+            for device, other in itertools.combinations(masks, 2):
+                kept = np.mean(masks[device])
+                # Masks with different keys are equal with this probability.
+                by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(masks[device])
+                is_shared = np.array_equal(masks[device], masks[other]) and by_chance <= _CHANCE
+                if is_shared and not np.array_equal(inputs[device], inputs[other]):
+                    indices = zip(axes, device, other, strict=True)
+                    axes_by_module[module] = [axis for axis, i, j in indices if i != j]
         text = "drops the same elements of shards with different inputs, over"
         remedy = "Give each its own key: jax.random.fold_in(key, jax.lax.axis_index(...))."
-        return [f"  {name} {text} {over}.\n    {remedy}" for name, over in found.items()]
+        return [
+            f"  {module} {text} {' and '.join(map(repr, axes))}.\n    {remedy}"
+            for module, axes in axes_by_module.items()
+        ]
 
 
 _RESULT = "the result"
-_CHANCE = 1e-6  # up to which masks with different keys are not the same by chance
+_CHANCE = 1e-6
 
 
-def _error_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) -> float | None:
-    """Returns how much shards, with leading dimensions for axes, differ from an array, at best.
+def _unequal_replicas(
+    array: jax.Array, shards: list[tuple[Any, np.ndarray[Any, Any]]], limit: float
+) -> str:
+    """Says so, if devices have different values of the same part of an array.
 
-    Their spec is not known where they are recorded. So all layouts of axes are tried, and the best
-    one counts: a wrong layout of right values differs much more. None if no layout has the shape.
+    Args:
+      array: the array.
+      shards: the index and the numbers of each shard.
+      limit: by how much they may differ.
     """
-    count, errors = shards.ndim - x.ndim, []
-    # Along an axis they are replicas (-1), or slices of a dimension.
-    for layout in itertools.product(range(-1, x.ndim), repeat=count):
+    first = {str(index): shard for index, shard in reversed(shards)}
+    distance = max(_distance(shard, first[str(index)]) for index, shard in shards)
+    if distance <= limit or not isinstance(array.sharding, NamedSharding):
+        return ""
+    used = [*spec_axes(array.sharding.spec)]
+    unused = [axis for axis in array.sharding.mesh.axis_names if axis not in used]
+    return f"; its replicas over {', '.join(map(repr, unused))} are not equal"
+
+
+def _distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) -> float | None:
+    """Returns the largest difference between an array and its shards, put together at best.
+
+    How they are laid out is not known where they are recorded. So all layouts are tried, and the
+    best one counts: a wrong layout of right values differs much more.
+
+    Args:
+      x: the array.
+      shards: of shape (size of each mesh axis…, shape of a shard…).
+
+    Returns:
+      None if no layout has the shape of the array.
+    """
+    num_axes, distances = shards.ndim - x.ndim, []
+    # Along a mesh axis shards are replicas (-1), or slices of a dimension of the array.
+    for layout in itertools.product(range(-1, x.ndim), repeat=num_axes):
         whole = shards
-        for i, dimension in reversed([*enumerate(layout)]):  # the last axis is the innermost one
+        for mesh_axis, dimension in reversed([*enumerate(layout)]):  # the last varies fastest
             if dimension >= 0:
-                at = count - 1 + dimension
-                whole = np.moveaxis(whole, i, at)
-                shape = [*whole.shape[:at], -1, *whole.shape[at + 2 :]]
-                whole = np.expand_dims(whole.reshape(shape), i)
-        if whole.shape[count:] == x.shape:
-            errors.append(_distance(whole, x))
-    return min(errors, default=None)
+                # (…, n, …, size, …) → (…, 1, …, n · size, …)
+                position = num_axes - 1 + dimension
+                whole = np.moveaxis(whole, mesh_axis, position)
+                merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
+                whole = np.expand_dims(whole.reshape(merged), mesh_axis)
+        if whole.shape[num_axes:] == x.shape:
+            distances.append(_distance(whole, x))
+    return min(distances, default=None)
 
 
-def _copied(args: Any, *, rounded: bool = False) -> Any:
+def _copy(args: Any, *, rounded: bool = False) -> Any:
     """Copies arguments to new arrays on no particular device, changed by rounding errors or not."""
     flat, random = flatten(args), np.random.default_rng(0)
 
-    def copied(x: Any) -> Any:
+    def copy_leaf(x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray):
             return x
         array = np.asarray(_raw(x))
@@ -389,7 +512,7 @@ def _copied(args: Any, *, rounded: bool = False) -> Any:
         # First in NumPy: JAX warns if it is asked for a dtype that it narrows, such as int64.
         return jnp.array(np.asarray(array, x.dtype))
 
-    return unflatten(flat.structure, [*map(copied, flat.leaves)]).root
+    return unflatten(flat.structure, [*map(copy_leaf, flat.leaves)]).root
 
 
 def _raw(x: jax.Array | np.ndarray[Any, Any]) -> Any:
@@ -418,7 +541,3 @@ def _distance(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
     with np.errstate(invalid="ignore"):
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         return float(np.where(same, 0, np.abs(x - y)).max(initial=0))
-
-
-def _error(error: float, limit: float) -> str:
-    return f"max error {error:.2g}, tolerance {limit:.2g}"
