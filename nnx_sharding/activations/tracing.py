@@ -84,6 +84,7 @@ from .updates import update
 from .variables import is_layer, is_parameter, modules_in, own_variables, replaced_values
 from .whole_outputs import WholeOutputs
 
+
 class _TraceContext:
     """What shards the activations of a trace: equal only to itself, since JAX compares contexts.
 
