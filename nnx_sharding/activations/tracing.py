@@ -119,7 +119,7 @@ class _Key:
     __slots__ = ("__weakref__",)
 
 
-_TAGS = jax.make_user_context()
+_TAGS: Callable[[_Key], AbstractContextManager[None]] = jax.make_user_context()
 # Equal values have one key as long as a context or a cache of JAX holds it.
 _KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
 
@@ -135,7 +135,7 @@ class Known(dict[int, tuple[Path, Any]]):
 KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
 
-def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
+def inherited(objects: Sequence[Any]) -> AbstractContextManager[None]:
     """Where JAX reuses no trace of modules with other tags, or other paths in a ``remat``."""
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
     paths = tuple((x.trace, *(x.get(id(one), (None,))[0] for one in objects)) for x in KNOWN.get())
