@@ -215,3 +215,71 @@ def test_what_is_not_known_is_not_sharded():
     for strategy in (STRATEGIES["fsdp"], functools.partial(tensor_parallel, axis="data")):
         [row] = check_sharding(model, strategy(model, mesh=mesh), mesh).rows
         assert "one of the dimensions (0, 1)" in row.reason
+
+
+# Layers of Flax with parameters; containers of layers have none of their own.
+FLAX_LAYERS = {
+    "BatchNorm": lambda rngs: nnx.BatchNorm(8, rngs=rngs),
+    "Conv": lambda rngs: nnx.Conv(4, 8, 3, rngs=rngs),
+    "ConvTranspose": lambda rngs: nnx.ConvTranspose(4, 8, (3, 3), rngs=rngs),
+    "Einsum": lambda rngs: nnx.Einsum("bi,ihd->bhd", (4, 2, 8), (2, 8), rngs=rngs),
+    "Embed": lambda rngs: nnx.Embed(16, 8, rngs=rngs),
+    "GRUCell": lambda rngs: nnx.GRUCell(4, 8, rngs=rngs),
+    "GroupNorm": lambda rngs: nnx.GroupNorm(8, num_groups=2, rngs=rngs),
+    "GroupNorm of a size": lambda rngs: nnx.GroupNorm(8, num_groups=None, group_size=2, rngs=rngs),
+    "InstanceNorm": lambda rngs: nnx.InstanceNorm(8, rngs=rngs),
+    "LSTMCell": lambda rngs: nnx.LSTMCell(4, 8, rngs=rngs),
+    "LayerNorm": lambda rngs: nnx.LayerNorm(8, rngs=rngs),
+    "Linear": lambda rngs: nnx.Linear(4, 8, rngs=rngs),
+    "LinearGeneral": lambda rngs: nnx.LinearGeneral(4, (2, 8), rngs=rngs),
+    "LoRA": lambda rngs: nnx.LoRA(4, 2, 8, rngs=rngs),
+    "LoRALinear": lambda rngs: nnx.LoRALinear(4, 8, lora_rank=2, rngs=rngs),
+    "MultiHeadAttention": lambda rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs),
+    "OptimizedLSTMCell": lambda rngs: nnx.OptimizedLSTMCell(4, 8, rngs=rngs),
+    "PReLU": lambda rngs: nnx.PReLU(),
+    "RMSNorm": lambda rngs: nnx.RMSNorm(8, rngs=rngs),
+    "SimpleCell": lambda rngs: nnx.SimpleCell(4, 8, rngs=rngs),
+    "SpectralNorm": lambda rngs: nnx.SpectralNorm(nnx.Linear(4, 8, rngs=rngs), rngs=rngs),
+    "WeightNorm": lambda rngs: nnx.WeightNorm(nnx.Linear(4, 8, rngs=rngs), rngs=rngs),
+}
+
+
+@pytest.mark.parametrize("name", FLAX_LAYERS)
+def test_all_layers_of_flax(name):
+    """A layer alone has no dimension of layers; where ``vmap`` stacks three, it is the first."""
+    layer = nnx.eval_shape(lambda: FLAX_LAYERS[name](nnx.Rngs(0)))
+    shapes = {each.path: each.shape for each in variables(layer)}
+    assert all(each.layer_shape == each.shape for each in variables(layer))
+    stack = nnx.split_rngs(splits=3)(vmap(FLAX_LAYERS[name]))
+    stacked = nnx.eval_shape(lambda: stack(nnx.Rngs(0)))
+    for each in variables(stacked):
+        if isinstance(each.variable, nnx.Param) and shapes[each.path]:
+            assert each.layer_shape == shapes[each.path], each.path
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    make_optimizer = lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)  # noqa: E731
+    optimizer = nnx.eval_shape(make_optimizer, stacked)
+    for strategy in ("fsdp", "tensor", "both", "zero1"):
+        sharding = STRATEGIES[strategy](stacked, mesh=mesh, optimizer=optimizer)
+        for each in variables(stacked):
+            spec = sharding.find(each.path, each.variable)[1]
+            assert spec == P() or spec.partitions[:1] == (None,), (each.path, spec)
+
+
+def test_all_layers_of_flax_are_listed():
+    layers = {
+        name
+        for name, kind in vars(nnx).items()
+        if isinstance(kind, type)
+        and issubclass(kind, nnx.Module)
+        and kind.__module__.startswith("flax.nnx.nn.")
+    }
+    containers = {
+        "Bidirectional",
+        "Dropout",
+        "Identity",
+        "RNN",
+        "RNNCellBase",
+        "RoPE",
+        "Sequential",
+    }
+    assert layers - containers <= {name.split()[0] for name in FLAX_LAYERS}

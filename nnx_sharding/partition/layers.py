@@ -215,7 +215,9 @@ def _shapes(layer: Any) -> Mapping[str, Sequence[int | None]]:
 
 
 def _of_norm(layer: Any) -> dict[str, Any]:
-    return dict.fromkeys(("scale", "bias", "mean", "var"), (layer.num_features,))
+    is_grouped = isinstance(layer, nnx.GroupNorm)  # which does not keep their number
+    features = layer.num_groups * layer.group_size if is_grouped else layer.num_features
+    return dict.fromkeys(("scale", "bias", "mean", "var"), (features,))
 
 
 def _of_linear_general(layer: Any) -> dict[str, Any]:
