@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 
+import numpy as np
 import pytest
 from absl.testing import absltest
 
@@ -36,15 +37,19 @@ class CheckpointProcessesTest(absltest.TestCase):
 
     @pytest.mark.gate
     def test_one_process_and_two(self):
-        """At the end one is killed while it trains; two others resume the run."""
+        """At the end one is killed while it trains; two others resume the run, and one."""
         complete, killed = self.folder / "complete", self.folder / "killed"
         self.exchange(2, killed, code=128 + signal.SIGKILL)
         self.assertRegex(self.err, r"process 1 failed with signal 9 \(SIGKILL\), after ")
+        shutil.copytree(killed, self.folder / "copy")
         out = self.launch(2, "train", complete, killed)
         (first, want), (start, losses) = map(json.loads, re.findall(r"^\[0\] (\[.*\])$", out, re.M))
         self.assertEqual((first, len(set(want))), (0, checkpoint.STEPS))
         self.assertIn(start, (3, 4))
         self.assertEqual(losses, want[start:])
+        start, losses = checkpoint.train(self.folder / "copy", is_another_number=True)
+        self.assertIn(start, (3, 4))
+        np.testing.assert_allclose(losses, want[start:], rtol=1e-5)
 
     def test_one_process_and_four(self):
         self.exchange(4)

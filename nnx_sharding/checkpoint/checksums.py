@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..core.memory import fetch
 from ..core.place import finish_on_cpu
 from .names import is_key
 
@@ -64,7 +65,7 @@ def _local(x: jax.Array) -> jax.Array | None:
 @jax.jit
 def _on_devices(x: jax.Array) -> jax.Array:
     """Returns the checksum of a sharded array, as a replicated number."""
-    words = _words(x, jnp)
+    words = _words(fetch(x), jnp)
     index = jnp.uint32(0)  # of each word in the array, in row-major order
     # The compiler shards iotas like the words; it would replicate a reshaped arange.
     for axis, size in enumerate(words.shape):

@@ -28,8 +28,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.constrain import other_memory
 from ..core.flatten import Flat, flatten
+from ..core.memory import other_memory
 from ..core.place import finish_on_cpu, out_of_range, place_arrays
 from ..core.spec_checks import assign_shardings
 from ..errors import CheckpointError, by_kind, raise_listed

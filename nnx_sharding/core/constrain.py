@@ -37,7 +37,8 @@ from ..specs.fitting import (
     with_entries,
     with_reduced,
 )
-from ..specs.types import AnyArray, AnyMesh, Spec
+from ..specs.types import AnyArray, AnyMesh
+from .memory import other_memory
 from .place import finish_on_cpu, place_arrays
 
 
@@ -126,14 +127,6 @@ def sharding_of(leaf: AnyArray) -> Any:
     """Returns the sharding of an array, for a tracer that of its type; None if it has none."""
     is_traced = isinstance(leaf, jax.core.Tracer)
     return getattr(jax.typeof(leaf) if is_traced else leaf, "sharding", None)
-
-
-def other_memory(sharding: Spec) -> str | None:
-    """Returns the memory kind of a sharding, if it is not the default one."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    default = NamedSharding(sharding.mesh, sharding.spec).memory_kind
-    return None if sharding.memory_kind == default else sharding.memory_kind
 
 
 def without_unconstrained(

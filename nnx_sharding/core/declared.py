@@ -20,6 +20,7 @@ from .. import _compat
 from ..errors import message, raise_listed, see
 from ..specs.fitting import is_equivalent
 from ..specs.types import AnyArray, Arrays
+from .memory import memory_of, other_memory
 from .place import obstacle, place_arrays
 from .plan import Plan
 from .problems import array_line, committed_elsewhere
@@ -134,9 +135,7 @@ def note_host_arrays(plan: Plan, leaves: Arrays, error: Exception) -> None:
     """Names the arguments in host memory in a note to an error about kinds of memory."""
     lines = []
     for name, leaf, declared in zip(plan.names, leaves, plan.shardings, strict=True):
-        kind = getattr(declared or getattr(leaf, "sharding", None), "memory_kind", None)
-        space = getattr(getattr(leaf, "aval", None), "memory_space", None)
-        if space is jax.memory.Space.Host or str(kind).endswith("host"):
+        if other_memory(declared) or memory_of(leaf):
             lines.append(array_line(name, leaf))
     if lines:
         head = "These arguments are in host memory, where nothing is computed:"

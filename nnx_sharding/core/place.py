@@ -29,6 +29,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .. import _compat
 from ..specs.fitting import unsummed
 from ..specs.types import AnyArray, Arrays
+from .memory import copied, main_memory
 
 # The beginning and end of one device's part of an array, in each dimension.
 _Bounds: TypeAlias = tuple[tuple[int, int], ...]
@@ -131,8 +132,8 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
             move.advance(assembled(move.array, move.goal))
     # XLA reshards only in the default memory of devices.
     programs = [move for move in moves if _needs_program(move.array, move.goal)]
-    _put([(move, _in_main_memory(move.array.sharding)) for move in programs])
-    _reshard([(move, _in_main_memory(move.goal)) for move in programs])
+    _put([(move, main_memory(move.array.sharding)) for move in programs])
+    _reshard([(move, main_memory(move.goal)) for move in programs])
     _put([(move, move.goal) for move in moves], alias=alias)
     _reshard(last)
 
@@ -187,7 +188,7 @@ def _put(steps: _Steps, alias: bool = True) -> None:
     """Copies arrays from device to device if they are misplaced or must not be shared."""
     for move, goal in steps:
         if not (alias or move.is_ours) and _is_placed(move.array, goal) and _is_keys(move.array):
-            move.advance(move.array.copy())  # device_put refuses keys of several processes
+            move.advance(copied(move.array))  # device_put refuses keys of several processes
     pending = [
         (move, goal)
         for move, goal in steps
@@ -213,7 +214,7 @@ def _differ_on_devices(current: Any, goal: NamedSharding, ndim: int) -> bool:
     """Whether two shardings of the same devices divide an array differently."""
     if current.device_set != goal.device_set:
         return False
-    before, after = _in_main_memory(current), _in_main_memory(goal)
+    before, after = main_memory(current), main_memory(goal)
     if _compat.device_assignment(current) != _compat.device_assignment(goal):
         return _compat.in_order_of(before, goal) is not None
     return not before.is_equivalent_to(after, ndim)
@@ -251,11 +252,6 @@ def _reordered(array: AnyArray, goal: NamedSharding, devices: object) -> Any:
     return jax.make_array_from_single_device_arrays(
         array.shape, sharding, ordered, dtype=array.dtype
     )
-
-
-def _in_main_memory(sharding: Any) -> Any:
-    main = next(iter(sharding.device_set)).default_memory().kind
-    return sharding if sharding.memory_kind == main else sharding.with_memory_kind(main)
 
 
 def _needs_host(array: AnyArray, goal: Sharding | Format, alias: bool) -> bool:

@@ -29,14 +29,9 @@ from ..specs.fitting import (
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyArray, AnyMesh, Arrays, Objects, Spec
 from .arguments import Specs, check_specs, split_argument
-from .constrain import (
-    given_mesh,
-    is_shardable,
-    mesh_here,
-    other_memory,
-    without_unconstrained,
-)
+from .constrain import given_mesh, is_shardable, mesh_here, without_unconstrained
 from .flatten import Flat
+from .memory import other_memory
 from .place import obstacle
 from .problems import no_mesh, several
 from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names

@@ -44,10 +44,11 @@ from ..checkpoint.tensor_layouts import Placement, boxes
 from ..checkpoint.tensor_matching import match_tensors
 from ..checkpoint.tensor_rules import Rule, read_rules
 from ..core.bounded import make_room
-from ..core.constrain import is_shardable, other_memory, sharding_of
+from ..core.constrain import is_shardable, sharding_of
 from ..core.flatten import Flat
 from ..core.guard.known_models import KnownModels
 from ..core.interrupts import signals_deferred
+from ..core.memory import other_memory
 from ..core.place import assembled, finish_on_cpu, obstacle, place_arrays
 from ..core.rebuild import rebuild
 from ..errors import raise_listed

@@ -15,6 +15,7 @@ from .. import _compat
 from ..core.constrain import apply_shardings, is_shardable
 from ..core.flatten import flatten
 from ..core.interrupts import signals_deferred
+from ..core.memory import copied
 from ..core.problems import check_options
 from ..core.rebuild import rebuild
 from ..core.spec_checks import assign_shardings
@@ -96,7 +97,7 @@ def place(
             return rebuild(flat, leaves, "place")
     # Arrays that are placed already are the same objects, which a copy must not share.
     copies = [
-        new.copy() if new is old and is_shardable(old) and hasattr(old, "copy") else new
+        copied(new) if new is old and is_shardable(old) and hasattr(old, "copy") else new
         for new, old in zip(leaves, flat.leaves, strict=True)
     ]
     return unflatten(flat.structure, copies).root

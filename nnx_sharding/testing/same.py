@@ -36,6 +36,7 @@ from ..core.unflatten import unflatten
 from ..errors import message
 from ..specs.fitting import axes_of_type, spec_axes
 from ..specs.paths import accessor, path_string
+from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
 
 Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
@@ -100,8 +101,10 @@ def assert_same(
     device = np.array(mesh.devices.flat[:1]).reshape([1] * mesh.devices.ndim)
     device_mesh = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
     options["in_shardings"] = shardings
-    run_on_device = _RecordedStep(step, device_mesh, options)
     run_on_mesh = _RecordedStep(step, mesh, options)
+    for name in {"in_shardings", "out_shardings"} & options.keys():
+        options[name] = jax.tree.map(lambda x: _on_device(x, device.flat[0]), options[name])
+    run_on_device = _RecordedStep(step, device_mesh, options)
     # Each run changes its own copy, which is its input in the next step.
     device_args, rounded_args, mesh_args = _copy(args), _copy(args, rounded=True), _copy(args)
     for count in range(1, steps + 1):
@@ -117,6 +120,22 @@ def assert_same(
             name = getattr(step, "__name__", "the step")
             head = f"call {count} of {name} is not the same on {mesh.size} devices:"
             raise AssertionError(message(head, lines))
+
+
+def _on_device(sharding: Any, device: jax.Device) -> Any:
+    """Returns the same sharding on a mesh of one device; specs have none."""
+    if isinstance(sharding, StateSharding):
+        shardings = [_on_device(x, device) for x in sharding.shardings]
+        return StateSharding(
+            zip(sharding.filters, shardings, strict=True),
+            on_indivisible=sharding.on_indivisible,
+            activations=sharding.activations,
+        )
+    if isinstance(sharding, NamedSharding):
+        axes = sharding.mesh.axis_names
+        mesh = Mesh(np.array(device).reshape([1] * len(axes)), axes, sharding.mesh.axis_types)
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return sharding
 
 
 # The values of a site on each device, in the order of the calls. Keys are the number of the site

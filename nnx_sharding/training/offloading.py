@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.flatten import flatten
+from ..core.memory import Memory, memory_of, move
 from ..partition.rules import override
 from ..partition.strategies import needed_mesh
 from ..partition.variables import from_paths, specs_by_path, variables
@@ -95,22 +96,26 @@ def fetched(*trees: Any) -> Iterator[None]:
       ...         optimizer.update(model, gradient)
       ...     return loss
     """
-    variables = [x for x in flatten(trees).objects if _compat.is_variable(x) and _is_on_host(x)]
-    _move(variables, jax.memory.Space.Device)
+    offloaded: list[tuple[Any, dict[Any, Memory]]] = []  # Variables, and the memory of their arrays
+    for variable in filter(_compat.is_variable, flatten(trees).objects):
+        arrays, _ = jax.tree_util.tree_flatten_with_path(_compat.get_value(variable))
+        memories = {path: memory_of(x) for path, x in arrays if isinstance(x, jax.Array)}
+        if any(memories.values()):
+            offloaded.append((variable, memories))
+    for variable, _ in offloaded:
+        _move(variable, {})
     try:
         yield
     finally:
-        _move(variables, jax.memory.Space.Host)
+        for variable, memories in offloaded:
+            _move(variable, memories)
 
 
-def _is_on_host(variable: Any) -> bool:
-    leaves = jax.tree.leaves(_compat.get_value(variable))
-    types = (jax.typeof(x) for x in leaves if isinstance(x, jax.Array))
-    return any(getattr(x, "memory_space", None) is jax.memory.Space.Host for x in types)
+def _move(variable: Any, memories: Mapping[Any, Memory]) -> None:
+    """Moves each array of a Variable to the memory of its path, by default to main memory."""
 
+    def moved(path: Any, x: Any) -> Any:
+        return move(x, memories.get(path)) if isinstance(x, jax.Array) else x
 
-def _move(variables: Iterable[Any], space: Any) -> None:
-    for variable in variables:
-        leaves, treedef = jax.tree.flatten(_compat.get_value(variable))
-        moved = [jax.device_put(x, space) if isinstance(x, jax.Array) else x for x in leaves]
-        _compat.set_value(variable, jax.tree.unflatten(treedef, moved))
+    value = jax.tree_util.tree_map_with_path(moved, _compat.get_value(variable))
+    _compat.set_value(variable, value)

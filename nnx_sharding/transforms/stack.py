@@ -27,6 +27,7 @@ from ..activations.schedules import SCHEDULE_USES
 from ..activations.variables import modules_in
 from ..core.constrain import apply_shardings, sharding_of, type_spec
 from ..core.flatten import Flat
+from ..core.memory import compute
 from ..core.structure import Location, NodeEntry, VariableEntry
 from ..core.unflatten import perform, update
 from ..errors import raise_listed
@@ -178,7 +179,7 @@ class Stack(nnx.Module):
         slots = stacked_slots(flat, self.shared)
         old = [flat.leaves[slot] for slot in slots]
         arrays = [
-            _gather_layers(x).at[number].set(new.leaves[slot])
+            compute(lambda x, layer: _gather_layers(x).at[number].set(layer), x, new.leaves[slot])
             for slot, x in zip(slots, old, strict=True)
         ]
         # On Explicit axes, each array gets back the sharding from which it was gathered.
@@ -330,9 +331,9 @@ def _gather_layers(x: jax.Array) -> jax.Array:
 
 
 def _apply(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Calls a function of arrays, which may be abstract."""
+    """Calls a function of arrays, which may be abstract; results stay in the first one's memory."""
     is_abstract = isinstance(arrays[0], jax.ShapeDtypeStruct)
-    return jax.eval_shape(function, *arrays) if is_abstract else function(*arrays)
+    return jax.eval_shape(function, *arrays) if is_abstract else compute(function, *arrays)
 
 
 def layer_dimensions(flat: Flat) -> dict[int, int]:

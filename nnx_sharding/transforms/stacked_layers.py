@@ -21,6 +21,7 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
+from ..core.memory import memory_of
 from ..core.signature import Signature
 from ..core.structure import Container, Location, VariableEntry
 from ..core.unflatten import unflatten
@@ -28,6 +29,7 @@ from ..diagnostics.differences import differences
 from ..errors import raise_listed
 from ..specs.filters import Paths
 from ..specs.paths import Path, accessor, path_key
+from ..specs.types import AnyArray
 from .carry_checks import type_changes
 from .in_trace import replace_slots, tree_text
 from .mapped_axes import Carry, StateAxes, change_names
@@ -102,7 +104,7 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
             changes = differences((signature, first.structure), (signature, flat.structure))
             lines += [f"  {name_of(number)}: {change}" for change in changes]
             continue
-        types, others = ([jax.typeof(x).str_short() for x in y.leaves] for y in (first, flat))
+        types, others = (list(map(_type_text, x.leaves)) for x in (first, flat))
         lines += [
             f"  {name_of(number)}: {accessor('layer', x.path)}: {types[slot]} → {others[slot]}"
             for x in locations_of(flat)
@@ -110,6 +112,14 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
             if types[slot] != others[slot]
         ]
     return lines
+
+
+def _type_text(x: AnyArray) -> str:
+    """Returns the type of an array, whatever memory it is in: layers may be offloaded."""
+    array_type = jax.typeof(x)
+    if memory_of(x):
+        array_type = array_type.update(memory_space=jax.memory.Space.Device)
+    return str(array_type.str_short())
 
 
 # JAX finds what it has traced before by the function, so equal options have to give the same one.

@@ -24,6 +24,7 @@ from nnx_sharding import StateSharding, jit
 from nnx_sharding.checkpoint import Checkpoints, contents, restore, save, save_safetensors
 from nnx_sharding.errors import CheckpointError
 from nnx_sharding.partition import abstract_init, sharded_init
+from nnx_sharding.training import fetched, offload
 
 KERNEL = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)  # 128 KiB
 RULES = StateSharding({nnx.PathContains("kernel"): P("data", "model"), ...: P()})
@@ -193,7 +194,8 @@ def train_step(model, optimizer, x):
         return jnp.mean((model(x) - x[:, :8]) ** 2)
 
     value, grads = nnx.value_and_grad(loss)(model)
-    optimizer.update(model, grads)
+    with fetched(optimizer):
+        optimizer.update(model, grads)
     return value
 
 
@@ -210,14 +212,21 @@ class Data:
         self.state = state
 
 
-def train(folder, killed_at=None):
-    """The step at which training begins, and the losses from there on."""
+def train(folder, killed_at=None, is_another_number=False):
+    """The step at which training begins, and the losses; the optimizer's state is offloaded.
+
+    Another number of processes than in the run before has no data state.
+    """
     mesh = mesh_of((2, 4))
     with jax.set_mesh(mesh), Checkpoints(folder) as checkpoints:
-        model, optimizer = sharded_init(make, RULES, mesh)
+        optimizer = nnx.eval_shape(make)[1]
+        rules = offload(RULES, optimizer, nnx.optimizer.OptState, mesh=mesh)
+        model, optimizer = sharded_init(make, rules, mesh)
         data = Data()
-        start = checkpoints.resume((model, optimizer), data=data) or 0
-        assert data.state == {"process": jax.process_index(), "step": start}, data.state
+        start = checkpoints.resume((model, optimizer), data=None if is_another_number else data)
+        start = start or 0
+        assert is_another_number or data.state == {"process": jax.process_index(), "step": start}
+        check_memories(model, optimizer)
         losses = []
         for step in range(start + 1, STEPS + 1):
             batch = np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
@@ -228,7 +237,15 @@ def train(folder, killed_at=None):
             checkpoints.save(step, (model, optimizer), data=data)
             if step == killed_at and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)  # while the checkpoint is written
+        check_memories(model, optimizer)
     return start, losses
+
+
+def check_memories(model, optimizer):
+    """Parameters and numbers are in device memory, moments in host memory."""
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(model))} == {"device"}
+    for x in jax.tree.leaves(nnx.state(optimizer)):
+        assert x.sharding.memory_kind == ("pinned_host" if x.ndim else "device"), x.sharding
 
 
 def show(found):

@@ -1,0 +1,74 @@
+"""In which memory an array is, and computing with what is not in the main memory of its devices.
+
+A device has a main memory, and often memories of its host: ``pinned_host``, ``unpinned_host``. JAX
+computes with arrays in main memory only. What computes with arrays that a user may have offloaded
+moves them there (:func:`fetch`), and results to where their origin was (:func:`move`).
+
+What says where an array is: the memory kind of its sharding, or, in a trace, the ``MemorySpace`` of
+its type. A trace does not tell ``unpinned_host`` from main memory, and computes with both.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from ..specs.types import AnyArray
+
+# A memory kind, or in a trace the ``MemorySpace`` of the host; None for main memory.
+Memory: TypeAlias = str | enum.Enum | None
+
+
+def main_memory(sharding: Sharding) -> Any:
+    """Returns the same sharding in the main memory of its devices."""
+    device: Any = next(iter(sharding.device_set))
+    main = device.default_memory().kind
+    return sharding if sharding.memory_kind == main else sharding.with_memory_kind(main)
+
+
+def other_memory(sharding: object) -> str | None:
+    """Returns the memory kind of a sharding; None for main memory, and without any."""
+    if not isinstance(sharding, Sharding):
+        return None
+    is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    if not is_abstract and main_memory(sharding) is sharding:
+        return None
+    return sharding.memory_kind
+
+
+def memory_of(x: AnyArray) -> Memory:
+    """Returns the memory of an array; None for what is no array."""
+    if isinstance(x, jax.core.Tracer):
+        space = getattr(jax.typeof(x), "memory_space", None)
+        return space if space is jax.memory.Space.Host else None
+    return other_memory(getattr(x, "sharding", None))
+
+
+def fetch(x: AnyArray) -> Any:
+    """Returns an array in the main memory of its devices."""
+    return move(x, None)
+
+
+def move(x: AnyArray, memory: Memory) -> Any:
+    """Returns an array in a memory of its devices, with the sharding that it has."""
+    if memory_of(x) == memory:
+        return x
+    if isinstance(memory, str) and not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, x.sharding.with_memory_kind(memory))
+    space = jax.memory.Space.Host if memory else jax.memory.Space.Device
+    return jax.device_put(x, space)
+
+
+def compute(function: Callable[..., Any], x: AnyArray, *others: AnyArray) -> Any:
+    """Calls a function of arrays in any memories; its result gets into that of the first one."""
+    return move(function(fetch(x), *map(fetch, others)), memory_of(x))
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """Returns a copy in the same memory, also of keys that several processes hold."""
+    copy: jax.Array = move(x.copy(), memory_of(x))  # `copy` moves what is in unpinned_host
+    return copy

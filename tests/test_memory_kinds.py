@@ -1,0 +1,110 @@
+"""Operations on arrays in the memories of devices and hosts: nothing leaves its memory."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import random
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import value_and_grad
+from nnx_sharding.cli.main import main
+from nnx_sharding.core.memory import memory_of, other_memory
+from nnx_sharding.partition import fsdp
+from nnx_sharding.testing import assert_same
+from nnx_sharding.training import fetched, offload
+from zoo import mesh_of
+
+WORKER = pathlib.Path(__file__).parent / "processes" / "memories.py"
+sys.path.append(str(WORKER.parent))
+
+import memories  # noqa: E402
+
+CASES = [*itertools.product(memories.KINDS, memories.SIZES, memories.SPECS)]
+
+
+@pytest.mark.parametrize("operation", memories.OPERATIONS.values(), ids=lambda x: x.__name__)
+def test_some(operation, tmp_path):
+    kind = random.choice(memories.KINDS[1:])
+    operation(memories.Case(kind, "large", "sharded", random.choice([*AxisType][:2])), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("operation", memories.OPERATIONS.values(), ids=lambda x: x.__name__)
+def test_all(operation, axis_type, tmp_path):
+    for words in CASES:
+        folder = tmp_path / "-".join(words)
+        folder.mkdir()
+        operation(memories.Case(*words, axis_type), folder)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path, capfd):
+    options = ["--processes", "2", "--devices-per-process", "4", "--timeout", "600"]
+    code = main(["launch", *options, str(WORKER), str(tmp_path)])
+    out, err = capfd.readouterr()
+    assert code == 0, out + err
+    assert "[1] ok" in out
+
+
+def test_what_tells_the_memory():
+    mesh = mesh_of((8,), ("data",))
+    for kind, expected in zip(memories.KINDS, (None, *memories.KINDS[1:]), strict=True):
+        sharding = NamedSharding(mesh, P("data"), memory_kind=kind)
+        assert other_memory(sharding) == expected
+        array = jax.device_put(jnp.ones(8), sharding)
+        assert memory_of(array) == expected
+        seen = []
+        jax.jit(lambda x: seen.append(memory_of(x)) or x)(array)
+        assert seen == [jax.memory.Space.Host if kind == "pinned_host" else None]
+        device = array.addressable_shards[0].data.sharding
+        assert other_memory(device) == expected
+    on_no_device = NamedSharding(mesh.abstract_mesh, P("data"), memory_kind="pinned_host")
+    assert other_memory(on_no_device) == "pinned_host"
+    assert memory_of(1) is memory_of(np.ones(2)) is other_memory(P()) is None
+
+
+class TestSame:
+    """``assert_same`` runs on one device what is declared with shardings on the mesh."""
+
+    @staticmethod
+    def step(model, optimizer, x):
+        value, gradient = value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        with fetched(optimizer):
+            optimizer.update(model, gradient)
+        return value
+
+    @pytest.mark.parametrize("kind", ["auto", "explicit"])
+    def test_offloaded_and_named(self, kind):
+        mesh = mesh_of((8,), ("data",), kind)
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        sharding = fsdp(model, mesh=mesh, optimizer=optimizer, min_size=0)
+        offloaded = offload(sharding, optimizer, mesh=mesh)
+        rows = NamedSharding(mesh, P("data"))
+        shardings, options = (
+            (sharding, offloaded, rows),
+            {"out_shardings": NamedSharding(mesh, P())},
+        )
+        assert_same(
+            self.step, model, optimizer, jnp.ones((8, 8)), shardings=shardings, mesh=mesh, **options
+        )
+
+    def test_prefixes_of_pytrees(self):
+        mesh, x = mesh_of((8,), ("data",)), jnp.arange(64.0).reshape(8, 8)
+        rows = NamedSharding(mesh, P("data"))
+
+        def step(x, y):
+            return x @ y[0] + y[1]
+
+        assert_same(step, x, [x, x], shardings={"x": rows, "y": [P("data"), None]}, mesh=mesh)
