@@ -120,12 +120,10 @@ types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-docs $(VENV)/.installed-tests  ## build the documentation into docs/_build/html
-	$(BIN)/python tests/transform_mistakes.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 	$(BIN)/python tools/check_site.py docs/_build/html
 
 links: $(VENV)/.installed-docs $(VENV)/.installed-tests  ## check the links to other sites
-	$(BIN)/python tests/transform_mistakes.py
 	$(BIN)/python -m sphinx -b linkcheck --quiet docs docs/_build/links
 
 package: $(VENV)/.installed-package  ## build sdist and wheel, and try them in an empty environment

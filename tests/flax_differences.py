@@ -1,6 +1,6 @@
 """Where Flax and we differ: programs that run with either, and what each returns or raises.
 
-``python tests/flax_differences.py`` writes the table of ``flax_differences.md``.
+``python tests/flax_differences.py`` writes ``docs/guides/flax_differences.md``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 
-PAGE = Path(__file__).with_name("flax_differences.md")
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "flax_differences.md"
 TREE = {"graph": False, "graph_updates": False}
 Library = Any
 PROGRAMS: dict[str, Callable[[Library], Any]] = {}
@@ -249,7 +249,9 @@ def row(title: str) -> str:
 
 def main() -> None:
     """Writes the page."""
-    head = "# Where Flax differs\n\n| | `flax.nnx` | `nnx_sharding` |\n| --- | --- | --- |\n"
+    head = "# Where Flax differs\n\n"
+    head += "Each row is a program that runs with either library, and what it returns or raises.\n\n"
+    head += "| | `flax.nnx` | `nnx_sharding` |\n| --- | --- | --- |\n"
     PAGE.write_text(head + "\n".join(map(row, PROGRAMS)) + "\n", encoding="utf-8")
 
 

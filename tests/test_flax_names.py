@@ -1,4 +1,4 @@
-"""``flax_names.md`` has all transforms of Flax and functions of models, and tests of each."""
+"""``flax_names.md`` lists all transforms of Flax and functions of models, and tests of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from libraries import OURS, Transforms, assert_same
 from test_transform_nesting import MESHES, MODES, NAMES
 
 TESTS = Path(__file__).parent
-TABLE = TESTS / "flax_names.md"
+TABLE = TESTS.parent / "docs" / "guides" / "flax_names.md"
 NESTED, FUNCTIONS = "test_transform_nesting.py", "test_flax_names.py::test_functions_of_flax"
 
 # Where Flax defines transforms and functions of models.

@@ -108,6 +108,15 @@ def dead_links(page: Path) -> Iterator[str]:
             yield target
 
 
+def test_pages_render_in_a_repository_as_on_the_site():
+    """Only Sphinx reads roles, directives, targets and links without a text."""
+    raw = re.compile(r"\{[a-z][\w:]*\}`|\[\]\(|^(?:```|:::+)\{|^\(.+\)=$", re.MULTILINE)
+    for_sphinx = {ROOT / "docs" / name for name in ("index.md", "api.md")}
+    read = [page for page in PAGES if page not in for_sphinx and page.parent.name != "reference"]
+    found = {str(page): raw.findall(page.read_text(encoding="utf-8")) for page in read}
+    assert {page: parts for page, parts in found.items() if parts} == {}
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of the headings of a page, as GitHub and MyST make them, and MyST's targets."""
     text = page.read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """More mistakes with transforms, whose messages say enough without a section of their own.
 
-``python tests/transform_mistakes.py`` writes them and Flax's into a part of ``docs/errors.md`` that
-``make docs`` makes anew.
+``python tests/transform_mistakes.py`` writes them and Flax's into ``docs/transform_mistakes.md``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import nnx_sharding
 from libraries import FULL, Transforms
 
 Library = Any
-PAGE = Path(__file__).parents[1] / "docs" / "_build" / "transform_mistakes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "transform_mistakes.md"
 TREE = {"graph": False, "graph_updates": False}
 # Mistakes with a section of their own, which are beside Flax's messages here, too.
 ALSO = ("not-divisible", "number-of-specs", "unknown-parameter", "no-mesh", "not-an-array")
@@ -367,8 +366,9 @@ def main() -> None:
         section(x, Transforms(nnx, **FULL), Transforms(nnx, **TREE)) for x in MISTAKES.values()
     ]
     sections += [section(case, nnx, nnx) for case in others]
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("# Mistakes with transforms\n\n" + "\n".join(sections), encoding="utf-8")
+    head = "# Mistakes with transforms\n\n"
+    head += "What our transforms say of a mistake, and what those of Flax say of it.\n\n"
+    PAGE.write_text(head + "\n".join(sections), encoding="utf-8")
 
 
 if __name__ == "__main__":

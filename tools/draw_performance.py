@@ -43,22 +43,6 @@ OTHERS = {
     "pure_python_1": "without it: one block",
     "pure_python_train": "without it: training step",
 }
-# Of the README: rows, and columns with the name of each way in them.
-README_ROWS = {
-    "forward32": "forward pass of 193 Variables",
-    "configured_dataclass": "the same, each block configured by a dataclass",
-    "train8": "training step of 147 arrays",
-    "shard_map_mlp": "`shard_map` at top level",
-}
-README_WAYS = {
-    "`nnx_sharding`": (OURS, OUR_SHARD_MAP),
-    "`nnx.jit`": ("nnx.jit", "nnx.jit(nnx.shard_map)"),
-    "`nnx.jit_partial`": (
-        "nnx.jit_partial(graph=False)",
-        "nnx.jit_partial(nnx.shard_map, graph=False)",
-    ),
-    "`equinox.filter_jit`": ("equinox.filter_jit", "equinox.filter_jit(jax.shard_map)"),
-}
 PEERS = {"forward32": "o", "forward1": "s", "train8": "D", "sharded32": "^"}
 GROWTH = {"forward1": 7, "forward32": 193, "deep_320_bare": 1921, "deep_1280_bare": 7681}
 # Legible on light and on dark pages.
@@ -142,41 +126,8 @@ def shard_maps(found: dict[str, Any]) -> str:
 
 
 def overhead(found: dict[str, Any]) -> str:
-    """The sentence about one call."""
-    loop, other = (
-        [milliseconds(found["rows"], row, way) for way in (OURS, FLOOR, "nnx.jit")]
-        for row in ("forward32_loop", "forward32")
-    )
-    now, later = "{}, bare `jax.jit` {}, `nnx.jit` {}".format(*loop), ", ".join(other)
-    return f"Host time of a call, 193 Variables: {now} (after other work {later})."
-
-
-def milliseconds(rows: dict[str, Any], row: str, way: str) -> str:
-    """A median with its unit."""
-    value = (median(rows, row, way) or 0) / 1000
-    return f"{value:.2g} ms" if value < 10 else f"{value:.0f} ms"
-
-
-def readme(found: dict[str, Any]) -> str:
-    """What each way adds to the floor."""
-    rows = found["rows"]
-    lines = [f"| µs added to `jax.jit` on flat arrays | {' | '.join(README_WAYS)} |"]
-    lines.append("|---" + "|---:" * len(README_WAYS) + "|")
-    for name, title in README_ROWS.items():
-        cells = []
-        for ways in README_WAYS.values():
-            way = ways[name == "shard_map_mlp"]
-            cells.append(" / ".join(added(rows, row, way) for row in (f"{name}_loop", name)))
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    machine = found["machine"]
-    note = f"(In a loop / after other work; {machine['date'][:10]}, {machine['cores']} cores"
-    return "\n".join([*lines, "", f"{note}{'' if machine['idle'] else ', which were not idle'}.)"])
-
-
-def added(rows: dict[str, Any], row: str, way: str) -> str:
-    """A median less that of the floor."""
-    value, floor = median(rows, row, way), median(rows, row, rows[row]["floor"])
-    return "–" if value is None or floor is None else number(value - floor)  # noqa: RUF001, a dash
+    """The one number of the first page: a call of 193 Variables, as a multiple of the floor."""
+    return f"{ratio(found['rows'], 'forward32_loop', OURS):.2f}"
 
 
 def median(rows: dict[str, Any], row: str, way: str) -> float | None:
@@ -230,7 +181,6 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "others": others,
     "shard_map": shard_maps,
     "overhead": overhead,
-    "readme": readme,
 }
 
 
