@@ -250,7 +250,9 @@ def row(title: str) -> str:
 def main() -> None:
     """Writes the page."""
     head = "# Where Flax differs\n\n"
-    head += "Each row is a program that runs with either library, and what it returns or raises.\n\n"
+    head += (
+        "Each row is a program that runs with either library, and what it returns or raises.\n\n"
+    )
     head += "| | `flax.nnx` | `nnx_sharding` |\n| --- | --- | --- |\n"
     PAGE.write_text(head + "\n".join(map(row, PROGRAMS)) + "\n", encoding="utf-8")
 
