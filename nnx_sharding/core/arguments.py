@@ -14,7 +14,6 @@ from ..errors import message, raise_listed, see
 from ..specs.fitting import suggested_spec, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
-from ..specs.types import Spec
 from .problems import show
 from .signature import ArgTree, Parameters, Signature, align_specs
 from .static_equality import Static
@@ -295,26 +294,37 @@ def with_static_values(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
-    """Returns a call in which non-arrays are static where their spec, as written, is None."""
+    """Makes arguments static that are no arrays and whose spec is None, as `jax.shard_map` does.
+
+    Args:
+      specs: those of the arguments, as the user wrote them.
+      option: their name in messages.
+      parameters: of the function.
+      signature: the roles of the arguments.
+      args: the positional arguments.
+      kwargs: those by keyword.
+
+    Returns:
+      The signature, with more static arguments, and the arguments, in which leaves of pytrees that
+      are static for the same reason are ``Static`` values.
+    """
     # An argument without a spec may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
     spec_of: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
-    # By position or by name, which cannot be equal.
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    unspecified = [which for which, spec in spec_of.items() if spec is None]
-    plain = {which for which in unspecified if isinstance(values[which], PLAIN)}
-    signature = signature._replace(
-        static=signature.static.union(plain.intersection(signature.dynamic)),
-        static_keywords=signature.static_keywords.union(plain.intersection(named)),
-    )
-    values |= {which: _fixed(spec_of[which], values[which]) for which in spec_of.keys() - plain}
-    return signature, tuple(map(values.get, range(len(args)))), {k: values[k] for k in kwargs}
+    unspecified = [key for key, spec in spec_of.items() if spec is None]
+    plain = {key for key in unspecified if isinstance(values[key], PLAIN)}
+    signature = signature._replace(static=signature.static | plain)
+    for key in spec_of.keys() - plain:
+        values[key] = _with_static_leaves(spec_of[key], values[key])
+    args = tuple(values[i] for i in range(len(args)))
+    return signature, args, {name: values[name] for name in kwargs}
 
 
-def _fixed(spec: Spec, value: object) -> Any:
-    """Returns a pytree in which non-arrays with the spec None are static."""
+def _with_static_leaves(spec: Any, value: object) -> Any:
+    """Returns a pytree in which non-arrays are marked as static where a prefix of specs is None."""
     if spec is None:
-        return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
+        return jax.tree_util.tree_map(_static_unless_array, value, is_leaf=_compat.is_graph_object)
     if is_spec(spec):
         return value
     specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
@@ -322,9 +332,10 @@ def _fixed(spec: Spec, value: object) -> Any:
         parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
     except ValueError:  # not a prefix; reported with all other problems
         return value
-    return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
+    return jax.tree_util.tree_unflatten(treedef, map(_with_static_leaves, specs, parts))
 
 
-def _if_no_array(x: object) -> Any:
+def _static_unless_array(x: object) -> Any:
+    """Returns a leaf as it is if it is an array or an object of a graph, else as a static value."""
     is_array = _compat.is_graph_object(x) or (not isinstance(x, PLAIN) and _compat.is_array_like(x))
     return x if is_array else Static.of(x)

@@ -1,4 +1,15 @@
-"""What every call does once its plan is known: place, execute, write back."""
+"""What every call does once its plan is known: place, execute, write back.
+
+The *plan* is what was computed once for arguments of this structure, and ``flat`` the arguments,
+flattened: their arrays (``leaves``) and objects. JAX's program returns *groups* of arrays and the
+*outcome* of its trace, which says what they mean for the objects (``outcome.py``).
+
+Nearly all calls change only the arrays of Variables: :class:`Update` is the fast way to write these
+back, and ``_write_back`` the general one. With donated arrays, no signal may come between the
+program, which deletes them, and the end of the write-back (``interrupts.py``). Signals are deferred
+in the first calls of a program. Later ones are *direct*: JAX then runs no Python code in which a
+signal could be handled before the results are stored.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +25,7 @@ import numpy as np
 
 from .. import _compat
 from ..errors import listed_error
-from . import unflatten as graph
+from ..specs.types import Arrays, Objects
 from .call_context import CALLER, Observer
 from .declared import place_as_declared
 from .failures import raise_explained
@@ -22,9 +33,11 @@ from .flatten import Flat
 from .interrupts import defer_signals, deferred_handlers, deliver_signals
 from .outcome import Outcome, OutputGroup
 from .plan import Plan
+from .rebuild import NodeChange, update_operations
 from .static_parts import Operation
 from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
 from .treedefs import has_builtin_containers
+from .unflatten import assemble, perform, picker, unflatten
 
 
 def run(
@@ -38,24 +51,32 @@ def run(
 ) -> Any:
     """Runs one call: place, execute, write back; nothing here waits for the device.
 
-    ``execute`` takes the arrays and returns the outputs: JAX's jitted function, which may trace
-    ``fun`` and then notifies the observer, or an executable. The caller's objects are not changed
-    before it has returned.
+    The caller's objects are not changed before ``execute`` has returned.
+
+    Args:
+      plan: the plan that serves the call.
+      flat: the arguments.
+      execute: takes the arrays and returns the outputs: JAX's jitted function, which may trace
+        ``fun``, or an executable.
+      fun: the user's function; None if it is not traced, for an executable.
+      observer: is notified of traces and compilations.
+      nested: whether the call is part of a trace.
     """
-    leaves: Sequence[Any] = flat.leaves
-    placed: Sequence[int] = ()
+    leaves: Arrays = flat.leaves
+    placed: Sequence[int] = ()  # the slots of arrays that were moved to their declared shardings
     if plan.placed_slots:
         leaves, placed = place_as_declared(plan, leaves)
-    compiles = None if nested or fun is None else plan
+    compiled_plan = None if nested or fun is None else plan
     defers = plan.donated and not nested
     is_direct = getattr(execute, DIRECT, False)
+    # A list, which is filled when the program was started, also if an error or a signal follows.
     results: list[Any] = []
     try:
         if defers and not is_direct:
             defer_signals()
         outer = CALLER.fields
         try:
-            CALLER.fields = (fun, flat.objects, observer, nested, compiles, leaves)
+            CALLER.fields = (fun, flat.objects, observer, nested, compiled_plan, leaves)
             # In C, so that no signal comes between the program and the storing of its results.
             results.extend(itertools.starmap(execute, (leaves,)))
         except Exception as error:
@@ -66,9 +87,8 @@ def run(
             CALLER.fields = outer
         outputs = results[0]
         output = finish(plan, flat, leaves, placed, results)
-        if deferred_handlers or (
-            defers and not is_direct
-        ):  # a process may have no handlers to hold
+        # The second condition is for a process that has no handlers to defer.
+        if deferred_handlers or (defers and not is_direct):
             mark_direct(execute, outputs)
     except BaseException:
         if results and defers:  # a signal, after the donated arrays were consumed
@@ -84,12 +104,15 @@ def run(
 
 
 def finish(
-    plan: Plan, flat: Flat, leaves: Sequence[Any], placed: Sequence[int], results: list[Any]
+    plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int], results: list[Any]
 ) -> Any:
-    """Updates the caller's objects, and returns the output; may be repeated if interrupted."""
+    """Updates the caller's objects, and returns the output; may be repeated if interrupted.
+
+    ``results`` has the outputs of the program, as its only item.
+    """
     *groups, outcome = results[0]
     update = outcome.update
-    if update is None:
+    if update is None:  # the first call with this outcome
         update = outcome.update = Update.of(outcome, len(flat.objects))
     if not update or placed or not flat.updatable:
         return _write_back(plan, flat, leaves, groups, outcome, placed, results.clear)
@@ -111,24 +134,26 @@ def is_bounded() -> bool:
     return is_virtual and jax.__version_info__ < (0, 12)
 
 
-class _Count(threading.local):
-    value = 0
+class _InFlight(threading.local):
+    """The number of programs that this thread has started and not waited for."""
+
+    count = 0
 
 
-_COUNT = _Count()
+_IN_FLIGHT = _InFlight()
 
 
 def wait_for_some(groups: Sequence[OutputGroup]) -> None:
     """Waits for every 16th program on several devices, which ends after all earlier ones."""
-    _COUNT.value += 1
-    if _COUNT.value >= MAX_IN_FLIGHT and wait(groups):
-        _COUNT.value = 0
+    _IN_FLIGHT.count += 1
+    if _IN_FLIGHT.count >= MAX_IN_FLIGHT and wait(groups):
+        _IN_FLIGHT.count = 0
 
 
 def wait(groups: Sequence[OutputGroup]) -> bool:
     """Waits for a program, if it runs on several devices; returns whether it does."""
+    # All results of a program are on the same devices, and ready at the same time.
     first: Any = next((group.arrays[0] for group in groups if group.arrays), None)
-    # All results of a program are on the same devices.
     if type(first) is not _compat.ArrayImpl or first.sharding.num_devices == 1:
         return False
     jax.block_until_ready(min((x for group in groups for x in group.arrays), key=jnp.size))
@@ -139,8 +164,12 @@ def wait(groups: Sequence[OutputGroup]) -> bool:
 DIRECT = "nnx_sharding_is_direct"
 
 
-def mark_direct(execute: Any, outputs: Sequence[Any]) -> None:
-    """Marks a function that JAX will call without Python code, as its first call has shown."""
+def mark_direct(execute: Callable[..., Any], outputs: Sequence[Any]) -> None:
+    """Marks a jitted function as direct, if its first call has shown that JAX runs no Python code.
+
+    That is so if all outputs are plain arrays, in containers that JAX builds itself, and the
+    program has no effects, such as callbacks. Otherwise the mark is removed.
+    """
     *groups, outcome = outputs
     arrays = (array for group in groups for array in group.arrays)
     is_array = (type(x) is _compat.ArrayImpl for x in arrays)
@@ -152,42 +181,45 @@ def mark_direct(execute: Any, outputs: Sequence[Any]) -> None:
         unmark_direct(execute)
 
 
-def unmark_direct(execute: Any) -> None:
-    """Forgets this, where JAX may have a program for arrays that it has not been called with."""
+def unmark_direct(execute: Callable[..., Any]) -> None:
+    """Removes the mark, where JAX may have to compile for arrays of other types."""
     vars(execute).pop(DIRECT, None)
 
 
 class Update(NamedTuple):
     """The fast way to write back: what to do after a call that only changed arrays of Variables.
 
-    Nearly all calls are of this kind, so it is computed once for each outcome. ``call.c`` does the
-    same from the first three fields; here it is for calls without it, and for results in containers
-    that Python code has to make. It takes a tenth of the time of the general way, which is
-    ``_write_back``: 30 µs for 147 Variables. Sources are those of `Outcome`.
+    It is computed once for each outcome. ``call.c`` does the same from the first three fields; here
+    it is for calls without it, and for results in containers that Python code has to make. It takes
+    a tenth of the time of the general way: 30 µs for 147 Variables.
+
+    A *source* is the number of an output group and the position in it; group -1 is the inputs.
     """
 
-    written: bytes  # Variables, each with the source of its array, as 32-bit integers
+    written: bytes  # rows of 32-bit integers: the index of a Variable, the source of its array
     returned: bytes | None  # the sources of the output; None if Python has to put it together
     unflatten: Callable[[Sequence[Any]], Any] | None  # makes its containers; None for one array
-    root: Child
+    root: Child  # the output, in terms of the structure after the call
     root_sources: Sequence[tuple[int, int]]
-    variables: Callable[[Sequence[Any]], Sequence[Any]]  # picks them from all objects
+    variables_in: Callable[[Objects], Objects]  # picks the written Variables from all objects
     sources: Sequence[tuple[int, int]]  # of their arrays
 
     @classmethod
-    def of(cls, outcome: Outcome, known: int) -> Update | Literal[False]:
+    def of(cls, outcome: Outcome, num_arguments: int) -> Update | Literal[False]:
         """Returns the update for an outcome, or False if the call changed more than arrays.
 
-        ``known`` is the number of the objects of the arguments.
+        ``num_arguments`` is the number of the objects of the arguments, which come first.
         """
         after, root = outcome.structure, outcome.structure.root
-        others = outcome.metadata, outcome.nodes, outcome.statics, outcome.replaced
-        written_to = [after.entries[index] for index in outcome.values]
-        if any(others) or len(after.entries) != known or not all(map(is_leaf_variable, written_to)):
+        if outcome.metadata or outcome.nodes or outcome.statics or outcome.replaced:
+            return False
+        has_new = len(after.entries) != num_arguments
+        if has_new or not all(is_leaf_variable(after.entries[index]) for index in outcome.values):
             return False
         sources = [outcome.sources[after.slots[index][0]] for index in outcome.values]
         written = [(index, *source) for index, source in zip(outcome.values, sources, strict=True)]
         root_sources = [outcome.sources[slot] for slot in after.root_slots]
+        # JAX builds these containers in C, where no signal is handled.
         is_builtin = root is LEAF or (
             isinstance(root, Container)
             and has_builtin_containers(root.treedef)
@@ -199,49 +231,56 @@ class Update(NamedTuple):
             unflatten=root.treedef.unflatten if isinstance(root, Container) else None,
             root=root,
             root_sources=root_sources,
-            variables=graph.picker(outcome.values),
+            variables_in=picker(outcome.values),
             sources=sources,
         )
 
-    def write_back(
-        self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]
-    ) -> Any:
+    def write_back(self, objects: Objects, leaves: Arrays, groups: Sequence[OutputGroup]) -> Any:
         """Sets the Variables, in one step that a signal cannot split, and returns the output."""
         outputs = [*(group.args[1] for group in groups), leaves]  # group -1: an input
         results = [outputs[group][i] for group, i in self.root_sources]
         # Before the step: containers of the user's may raise.
-        output = (
-            results[0] if self.root is LEAF else graph.assemble(self.root, iter(results), objects)
-        )
-        graph.perform(
-            [
-                (_compat.set_leaves, variable, (outputs[group][i],))
-                if _compat.is_concrete_hijax(variable)
-                else (_compat.set_value, variable, outputs[group][i])
-                for variable, (group, i) in zip(self.variables(objects), self.sources, strict=True)
-            ]
-        )
+        output = results[0] if self.root is LEAF else assemble(self.root, iter(results), objects)
+        operations: list[Operation] = []
+        variables = self.variables_in(objects)
+        for variable, (group, i) in zip(variables, self.sources, strict=True):
+            if _compat.is_concrete_hijax(variable):
+                operations.append((_compat.set_leaves, variable, (outputs[group][i],)))
+            else:
+                operations.append((_compat.set_value, variable, outputs[group][i]))
+        perform(operations)
         return output
 
 
 def _packed(rows: Sequence[tuple[int, ...]]) -> bytes:
-    """Rows of numbers, as the extension reads them."""
+    """Returns rows of numbers as the extension reads them."""
     return np.array(rows, np.int32).tobytes()
 
 
 def _write_back(
     plan: Plan,
     flat: Flat,
-    leaves: Sequence[Any],
+    leaves: Arrays,
     groups: Sequence[OutputGroup],
     outcome: Outcome,
     placed: Sequence[int],
-    done: Callable[[], None],
+    finished: Callable[[], None],
 ) -> Any:
-    """The general way: brings the caller's objects to their state after the call.
+    """Brings the caller's objects to their state after the call in the general way.
 
-    Returns the output. All new objects are made, and all checks done, before the first old one is
-    changed. ``done`` is called in the same step.
+    All new objects are made, and all checks done, before the first old one is changed.
+
+    Args:
+      plan: the plan of the call.
+      flat: the arguments, as the caller passed them.
+      leaves: their arrays, as they were placed.
+      groups: the outputs.
+      outcome: what they mean.
+      placed: the slots of the arrays that were placed.
+      finished: is called in the step that changes the objects.
+
+    Returns:
+      The output of the user's function.
     """
     objects = flat.objects
     if not flat.updatable:
@@ -251,23 +290,24 @@ def _write_back(
     existing = dict(enumerate(objects))
     for index in outcome.replaced:
         del existing[index]
-    built = graph.unflatten(after, arrays, existing)
+    built = unflatten(after, arrays, existing)
+    operations = _placing_operations(plan, flat, leaves, placed) if placed else []
     values = [*outcome.values, *outcome.metadata]
-    operations = _keep_placed(plan, flat, leaves, placed) if placed else []
-    operations += graph.update(
+    operations += update_operations(
         after, arrays, built.objects, values, outcome.metadata, outcome.nodes, outcome.statics
     )
-    graph.perform([*operations, (done,)])
+    perform([*operations, (finished,)])
     return built.root
 
 
-def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> None:
+def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
+    """Raises a ``TraceContextError`` for changed objects that belong to another trace."""
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
     lines, stale = [], []
     for index in changed:
         if not _compat.can_update(objects[index]):
-            kind = getattr(plan.structure.entries[index], "type", object).__name__
-            lines.append(f"  {plan.known[index][0] if index in plan.known else f'a {kind}'}")
+            type_name = getattr(plan.structure.entries[index], "type", object).__name__
+            lines.append(f"  {plan.known[index][0] if index in plan.known else f'a {type_name}'}")
             stale.append(objects[index])
     error = listed_error(
         _compat.TraceContextError,
@@ -281,10 +321,13 @@ def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> No
         raise error
 
 
-def _keep_placed(
-    plan: Plan, flat: Flat, leaves: Sequence[Any], placed: Sequence[int]
+def _placing_operations(
+    plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int]
 ) -> list[Operation]:
-    """Operations by which the caller's objects get the placed arrays, to be moved only once."""
+    """Returns the operations by which the caller's objects get the placed arrays.
+
+    So they are moved only once. ``placed`` has the slots of these arrays in ``leaves``.
+    """
     moved, structure = set(placed), plan.structure
     variables = [
         index
@@ -294,7 +337,8 @@ def _keep_placed(
     attributes = []
     for slot in moved.intersection(plan.attributes):
         index, key = plan.attributes[slot]
-        old = flat.leaves[slot]  # NumPy arrays stay, and so does what was assigned meanwhile
+        old = flat.leaves[slot]
+        # NumPy arrays stay, and so does what was assigned meanwhile.
         if isinstance(old, jax.Array) and vars(flat.objects[index]).get(str(key)) is old:
-            attributes.append(graph.NodeChange(index, ((key, LEAF, (slot,)),), ()))
-    return graph.update(structure, leaves, flat.objects, variables, nodes=attributes)
+            attributes.append(NodeChange(index, ((key, LEAF, (slot,)),), ()))
+    return update_operations(structure, leaves, flat.objects, variables, nodes=attributes)

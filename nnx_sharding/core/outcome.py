@@ -19,9 +19,9 @@ from .. import _compat
 from ..errors import raise_listed
 from ..specs.types import Arrays, Spec
 from .flatten import Flat
+from .rebuild import NodeChange, kept_places, node_changes
 from .structure import NodeEntry, RefEntry, StaticObject, Structure, VariableEntry
 from .trace_checks import check_donated
-from .unflatten import NodeChange, kept_places, node_changes
 
 if TYPE_CHECKING:
     from .plan import Plan

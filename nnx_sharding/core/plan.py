@@ -39,6 +39,7 @@ from .functions import name_of, weak_function
 from .problems import arguments_not_arrays
 from .pure import pure_function
 from .reach import Reach, values_in
+from .rebuild import parts_by_key
 from .resolve import (
     FilterUse,
     NamedLocation,
@@ -53,7 +54,7 @@ from .static_equality import Static
 from .static_places import check_static_places
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
 from .transform import Program, Sharded, Transform
-from .unflatten import parts, picker
+from .unflatten import picker
 
 # Programs of one plan, for functions that reach different things; the oldest are dropped.
 MAX_PROGRAMS = 16
@@ -151,7 +152,7 @@ class Plan:
         """What the trace depends on, besides the types of the arrays."""
         return (
             self.transform.trace_key,
-            self.signature._replace(donated=frozenset(), donated_keywords=frozenset()),
+            self.signature._replace(donated=frozenset()),
             self.structure,
             self.graph_arguments,
             tuple(self.object_specs.items()),
@@ -304,10 +305,9 @@ def _donated_slots(
     arguments: Sequence[Argument],
     locations: Sequence[NamedLocation],
 ) -> frozenset[int]:
-    are_donated = [i in signature.donated for i in signature.dynamic]
-    are_donated += [k in signature.donated_keywords for k in signature.dynamic_keywords]
-    pairs = zip(arguments, are_donated, strict=True)
-    names = {argument.name for argument, is_donated in pairs if is_donated}
+    """Returns the slots of the arrays in donated arguments."""
+    pairs = zip((*signature.dynamic, *signature.dynamic_keywords), arguments, strict=True)
+    names = {argument.name for key, argument in pairs if key in signature.donated}
     in_donated = (place.location.slots for place in locations if place.argument.name in names)
     # JAX refuses to donate references, which a program changes in place anyway.
     return frozenset(itertools.chain.from_iterable(in_donated)) - structure.slots_of(RefEntry)
@@ -320,7 +320,7 @@ def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, tuple[i
         for index, entry in enumerate(structure.entries)
         if isinstance(entry, NodeEntry) and structure.slots[index]
         if issubclass(entry.type, nnx.Pytree)
-        for key, (child, slots) in parts(structure, index).items()
+        for key, (child, slots) in parts_by_key(structure, index).items()
         if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct))
     }
 

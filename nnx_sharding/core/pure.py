@@ -33,6 +33,7 @@ from .interrupts import deliver_signals
 from .known_faults import dodge_faults
 from .outcome import pack
 from .problems import not_arrays
+from .rebuild import kept_places
 from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from .retyping import RetypedArrays
 from .signature import join_call
@@ -42,7 +43,7 @@ from .static_places import not_copied
 from .structure import NodeEntry, Structure
 from .trace_checks import check_captured, check_objects, check_output
 from .transform import Sharded
-from .unflatten import Built, assemble, kept_places, restore, unflatten
+from .unflatten import Built, assemble, restore, unflatten
 
 if TYPE_CHECKING:  # a plan makes its pure functions
     from .plan import Plan

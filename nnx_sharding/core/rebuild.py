@@ -1,14 +1,155 @@
-"""Puts other arrays into a flattened tree: its objects keep their identity, containers are new."""
+"""Changes existing objects of a graph: what differs, and the operations that bring it about.
+
+An *operation* is a function with its arguments. All are made before the first is run, and they run
+together (:func:`~.unflatten.perform`), so that an error or a signal changes everything or nothing.
+The words of a structure are those of ``structure.py``: an *index* is that of an object in its
+table, a *slot* the position of an array, and a *child* describes what an object has in one place.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Collection, Iterable, Sequence, Set
+from typing import Any, NamedTuple
 
 from .. import _compat
-from ..specs.types import Arrays
+from ..specs.types import Arrays, Objects
 from .flatten import Flat
-from .structure import NodeEntry, VariableEntry
-from .unflatten import assemble, node_changes, perform, update
+from .static_parts import Operation
+from .structure import (
+    LEAF,
+    Child,
+    NodeEntry,
+    RefEntry,
+    Structure,
+    VariableEntry,
+    atoms,
+    is_leaf_variable,
+)
+from .unflatten import assemble, assemble_attributes, assemble_metadata, assign_content, perform
+
+
+class NodeChange(NamedTuple):
+    """The attributes of one node that differ."""
+
+    node: int
+    changed: tuple[tuple[Any, Child, tuple[int, ...]], ...]  # key, child, and its slots
+    removed: tuple[Any, ...]  # keys
+
+
+class Part(NamedTuple):
+    """What an object has under one key: the child, and the slots of the arrays in it."""
+
+    child: Child
+    slots: tuple[int, ...]
+
+
+def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
+    """Returns the attributes of a module, by name; of a Variable or ref, its ``"value"``.
+
+    A structure has the slots of all arrays of an object in one tuple, in the order of its children.
+    So they are dealt out: to each child as many as there are leaves in it.
+    """
+    entry, slots = structure.entries[index], structure.slots[index]
+    if isinstance(entry, NodeEntry):
+        children: Iterable[tuple[Any, Child]] = zip(entry.keys, entry.children, strict=True)
+        if not slots:  # most modules hold Variables, and no arrays themselves
+            return {key: Part(child, ()) for key, child in children}
+    elif isinstance(entry, VariableEntry):
+        children = [("value", entry.value)]
+    else:
+        children = [("value", LEAF)] if isinstance(entry, RefEntry) else []
+    remaining, result = iter(slots), dict[Any, Part]()
+    for key, child in children:
+        num_leaves = sum(atom is LEAF for atom in atoms((child,)))
+        result[key] = Part(child, tuple(itertools.islice(remaining, num_leaves)))
+    return result
+
+
+def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[int, int]]:
+    """Returns the slots, after and before a call, of an object's arrays in the same places."""
+    if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
+        return [(after.slots[index][0], before.slots[index][0])]  # nearly all have no parts
+    old_parts = parts_by_key(before, index)
+    pairs: list[tuple[int, int]] = []
+    for key, part in parts_by_key(after, index).items():
+        old = old_parts.get(key)
+        if old is not None and part.child == old.child:
+            pairs += zip(part.slots, old.slots, strict=True)
+    return pairs
+
+
+def node_changes(
+    index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
+) -> NodeChange | None:
+    """Compares the attributes of a module with its earlier entry; returns None if none differs.
+
+    Without ``before``, all of them differ. The arrays in ``fresh`` slots are new, even if the entry
+    is the same.
+    """
+    old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
+    parts = parts_by_key(after, index)
+    changed = tuple(
+        (key, child, slots)
+        for key, (child, slots) in parts.items()
+        if key not in old or old[key] != child or not fresh.isdisjoint(slots)
+    )
+    removed = tuple(key for key in old if key not in parts)
+    return NodeChange(index, changed, removed) if changed or removed else None
+
+
+def _node_operations(
+    change: NodeChange, after: Structure, leaves: Arrays, objects: Objects
+) -> list[Operation]:
+    """Returns the operations that change the attributes of one module."""
+    entry: Any = after.entries[change.node]
+    attributes = [
+        (key, assemble(child, (leaves[slot] for slot in slots), objects))
+        for key, child, slots in change.changed
+    ]
+
+    def all_attributes() -> list[tuple[Any, Any]]:  # for node types that can only be rewritten
+        return assemble_attributes(
+            entry, (leaves[slot] for slot in after.slots[change.node]), objects
+        )
+
+    return _compat.node_operations(objects[change.node], attributes, change.removed, all_attributes)
+
+
+def update_operations(
+    after: Structure,
+    leaves: Arrays,
+    objects: Objects,
+    values: Iterable[int] = (),
+    metadata: Collection[int] = (),
+    nodes: Sequence[NodeChange] = (),
+    statics: Iterable[int] = (),
+) -> list[Operation]:
+    """Returns the operations that bring existing objects to a new state; none is run here.
+
+    Everything new that the objects will hold is made here, so that the operations cannot fail.
+
+    Args:
+      after: describes the new state.
+      leaves: the arrays of the new state, by slot.
+      objects: the existing objects, by index.
+      values: the indices of Variables that get their values.
+      metadata: the indices of those among them that get their metadata, too.
+      nodes: the changes of modules.
+      statics: the indices of static objects that get their content.
+    """
+    entries: Sequence[Any] = after.entries
+    operations: list[Operation] = []
+    for index in values:
+        arrays = (leaves[slot] for slot in after.slots[index])
+        value = assemble(entries[index].value, arrays, objects)
+        new_metadata = assemble_metadata(entries[index], objects) if index in metadata else None
+        operations += _compat.variable_operations(objects[index], value, new_metadata)
+    for change in nodes:
+        operations += _node_operations(change, after, leaves, objects)
+    for index in statics:
+        operations += assign_content(entries[index], objects[index], objects)
+    return operations
 
 
 def rebuild(
@@ -35,5 +176,5 @@ def rebuild(
     variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
     nodes = [node_changes(i, e, structure, fresh) for i, e in entries if isinstance(e, NodeEntry)]
     changes = [change for change in nodes if change is not None]
-    perform(update(structure, leaves, objects, variables, nodes=changes))
+    perform(update_operations(structure, leaves, objects, variables, nodes=changes))
     return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)

@@ -1,16 +1,24 @@
-"""The arguments of a call → which are static or donated, and which spec belongs to which."""
+"""The arguments of a call → which are static or donated, and which spec belongs to which.
+
+As in ``jax.jit``, a *static* argument is a part of the key of the compiled function, and all others
+are *dynamic*; the arrays of a *donated* one may be overwritten. An argument is known by its *key*:
+its position, or its name if it is passed by keyword. A *bound* parameter, such as ``self``, is
+filled by an object before the call; the user's positions and specs count without it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import message, raise_listed, see
 from ..specs.fitting import suggestion
+from ..specs.types import Spec
 
 ArgTree = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, keyword arguments
+ArgKey: TypeAlias = int | str
 
 
 class Roles(NamedTuple):
@@ -22,15 +30,16 @@ class Roles(NamedTuple):
     donate_argnames: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, *given: object) -> Roles:
+    def of(cls, *options: object) -> Roles:
         """Returns the roles that the options of ``jax.jit`` with these names declare."""
-        return cls(*map(_as_tuple, given))
+        return cls(*map(_as_tuple, options))
 
 
-def _as_tuple(given: Any) -> tuple[Any, ...] | None:
-    if given is None:
+def _as_tuple(option: Any) -> tuple[Any, ...] | None:
+    """Returns the positions or names of an option, of which the user may give one or several."""
+    if option is None:
         return None
-    several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    several = option if isinstance(option, Iterable) and not isinstance(option, str) else (option,)
     return tuple(x if isinstance(x, str) else operator.index(x) for x in several)
 
 
@@ -39,10 +48,8 @@ class Signature(NamedTuple):
 
     names: tuple[str, ...]  # of positional arguments, as in the signature (args[2] beyond it)
     keywords: tuple[str, ...]  # the keyword arguments, sorted
-    static: frozenset[int]  # positions that are static
-    static_keywords: frozenset[str]  # keyword arguments that are static
-    donated: frozenset[int]  # positions that are donated
-    donated_keywords: frozenset[str]  # keyword arguments that are donated
+    static: frozenset[ArgKey]
+    donated: frozenset[ArgKey]
 
     @property
     def dynamic(self) -> tuple[int, ...]:
@@ -50,28 +57,33 @@ class Signature(NamedTuple):
         return tuple(i for i in range(len(self.names)) if i not in self.static)
 
     @property
-    def static_order(self) -> list[int | str]:
-        """The positions and keywords of static arguments, in their order."""
-        return [*sorted(self.static), *sorted(self.static_keywords)]
+    def dynamic_keywords(self) -> tuple[str, ...]:
+        """The keyword arguments that are dynamic."""
+        return tuple(name for name in self.keywords if name not in self.static)
+
+    @property
+    def static_keys(self) -> list[ArgKey]:
+        """The static arguments in their order, positional ones first."""
+        return [key for key in (*range(len(self.names)), *self.keywords) if key in self.static]
 
     @property
     def static_names(self) -> list[str]:
         """The names of static arguments, in the same order."""
-        return [self.names[x] if isinstance(x, int) else x for x in self.static_order]
-
-    @property
-    def dynamic_keywords(self) -> tuple[str, ...]:
-        """Keyword arguments that are not static."""
-        return tuple(k for k in self.keywords if k not in self.static_keywords)
+        return [self.names[key] if isinstance(key, int) else key for key in self.static_keys]
 
 
 class Parameters:
     """The parameters of a function with the roles that the user gave them.
 
     If only one of ``argnums`` and ``argnames`` is given, the signature gives the other, as in
-    ``jax.jit``. The first ``bound`` parameters are filled by bound objects; positions count without
-    them. With ``from_call``, negative ones count from the end of a call, as in ``jax.checkpoint``,
-    not from that of the signature.
+    ``jax.jit``.
+
+    Args:
+      fun: the function.
+      roles: which parameters are static or donated.
+      bound: the number of leading parameters that are bound.
+      from_call: whether negative positions count from the end of a call, as in ``jax.checkpoint``,
+        not from that of the signature.
     """
 
     def __init__(
@@ -95,8 +107,10 @@ class Parameters:
         # The names of the parameters that positions may name; None for others.
         unbound = [p.name if p.kind is kinds.POSITIONAL_OR_KEYWORD else None for p in parameters]
         self._unbound = unbound[bound:]
+        # With ``*args``, only the call knows where the arguments end.
         self._from_call = from_call or self.var_positional is not None
         self._all_must_be_passed = from_call
+        # The declared positions and names of each role.
         self.static = self._complete(roles.static_argnums, roles.static_argnames)
         donated, names = self._complete(roles.donate_argnums, roles.donate_argnames)
         self.donated = tuple(i for i in donated if i >= 0), names  # as in JAX, after *args
@@ -120,36 +134,48 @@ class Parameters:
         return positions or (), frozenset(names or ())
 
     def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
-        """Returns the roles for a call with so many positional arguments, with bound ones."""
+        """Returns the roles of the arguments of a call.
+
+        Args:
+          num_positional: the number of its positional arguments, with bound ones.
+          keywords: the names of the others.
+        """
         key = (num_positional, keywords)
         signature = self._signatures.get(key)
         if signature is None:
-            rest, beyond = self.var_positional or "args", num_positional - len(self.positional)
+            num_beyond = num_positional - len(self.positional)
+            beyond = (f"{self.var_positional or 'args'}[{i}]" for i in range(num_beyond))
             signature = self._signatures[key] = Signature(
-                (*self.positional[:num_positional], *(f"{rest}[{i}]" for i in range(beyond))),
+                (*self.positional[:num_positional], *beyond),
                 tuple(sorted(keywords)),
-                self._positions("static_argnums", self.static[0], num_positional),
-                self.static[1].intersection(keywords),
-                self._positions("donate_argnums", self.donated[0], num_positional),
-                self.donated[1].intersection(keywords),
+                self._passed("static_argnums", self.static, num_positional, keywords),
+                self._passed("donate_argnums", self.donated, num_positional, keywords),
             )
         return signature
 
-    def _positions(
-        self, option: str, declared: tuple[int, ...], num_positional: int
-    ) -> frozenset[int]:
-        """Returns the positions in a call, without those that were not passed, as in JAX.
+    def _passed(
+        self,
+        option: str,
+        declared: tuple[tuple[int, ...], frozenset[str]],
+        num_positional: int,
+        keywords: tuple[str, ...],
+    ) -> frozenset[ArgKey]:
+        """Returns the keys of the arguments with a role, without those that were not passed.
 
-        `jax.checkpoint` refuses any negative one that was not passed, `jax.jit` if no position was.
+        `jax.checkpoint` refuses any negative position that was not passed, `jax.jit` only if none
+        of all positions was.
         """
+        positions, names = declared
         count = num_positional - self.bound
-        is_outside = [i + count < 0 for i in declared]
-        none_inside = count > 0 and not any(-count <= i < count for i in declared)
-        if any(is_outside) and (self._all_must_be_passed or none_inside):
-            line = f"  {option}={declared}, {count} positional arguments"
+        is_outside = any(i + count < 0 for i in positions)
+        none_inside = count > 0 and not any(-count <= i < count for i in positions)
+        if is_outside and (self._all_must_be_passed or none_inside):
+            line = f"  {option}={positions}, {count} positional arguments"
             raise ValueError(message("these negative positions are out of range:", [line]))
-        inside = (i if i >= 0 else i + count for i in declared)
-        return frozenset(i + self.bound for i in inside if 0 <= i < count)
+        inside = (i if i >= 0 else i + count for i in positions)
+        return frozenset(i + self.bound for i in inside if 0 <= i < count).union(
+            names.intersection(keywords)
+        )
 
 
 class SortedCall(NamedTuple):
@@ -162,13 +188,13 @@ class SortedCall(NamedTuple):
 
 def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
     """Sorts the arguments of a call by their roles, and checks the static ones."""
-    if not signature.static and not signature.static_keywords:
+    if not signature.static:
         return SortedCall(signature, (), (args, kwargs))
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    statics = tuple(values[which] for which in signature.static_order)
+    statics = tuple(values[key] for key in signature.static_keys)
     for name, value in zip(signature.static_names, statics, strict=True):
         _check_static(name, value)
-    keywords = {k: kwargs[k] for k in signature.dynamic_keywords}
+    keywords = {name: kwargs[name] for name in signature.dynamic_keywords}
     return SortedCall(signature, statics, (tuple(args[i] for i in signature.dynamic), keywords))
 
 
@@ -177,7 +203,7 @@ def join_call(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Inverts :func:`sort_call`: returns all arguments, with static ones in their places."""
     values: dict[Any, Any] = {**dict(zip(signature.dynamic, tree[0], strict=True)), **tree[1]}
-    values |= zip(signature.static_order, statics, strict=True)
+    values |= zip(signature.static_keys, statics, strict=True)
     args = [values.pop(i) for i in range(len(signature.names))]
     return args, values
 
@@ -200,81 +226,99 @@ def align_specs(
 ) -> ArgTree:
     """Returns the spec of each dynamic argument: positional ones, and by keyword.
 
-    ``specs`` is one spec for all arguments; a tuple or list with one for each positional parameter,
-    where static parameters are left out or have None; or a mapping from parameter names. What it
-    does not mention has the ``default``. ``option`` is its name in messages.
+    Args:
+      specs: one spec for all arguments; a tuple or list with one for each positional parameter,
+        where static parameters are left out or have None; or a mapping from parameter names.
+      parameters: of the function.
+      signature: the roles of the arguments of the call.
+      option: the name of the specs in messages.
+      default: the spec of arguments that ``specs`` does not mention.
     """
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
         spec_of = _specs_by_name(specs, parameters, option, default)
         return (
             tuple(spec_of(signature.names[i], i) for i in signature.dynamic),
-            {k: spec_of(k, None) for k in signature.dynamic_keywords},
+            {name: spec_of(name, None) for name in signature.dynamic_keywords},
         )
-    if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
+    if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):  # named tuples are trees
         return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
-    specs = [None] * parameters.bound + list(specs)  # the user counts without the bound object
-    by_name = {i for i, n in enumerate(parameters.positional) if n in signature.static_keywords}
-    # Including those that this call left out: entries are for parameters, not for arguments.
-    declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
-    static = signature.static | by_name | declared
-    names = max(signature.names, parameters.positional, key=len)
-    dynamic = [i for i in range(len(names)) if i not in static]
-    may_have_static = all(specs[i] is None for i in static if i < len(specs))
-    if len(specs) > len(dynamic) and may_have_static:
-        by_position = dict(enumerate(specs))
-    else:
-        by_position = dict(zip(dynamic, specs, strict=False))
-    missing = [signature.names[i] for i in signature.dynamic if i not in by_position]
-    is_open = parameters.var_positional is not None
-    if missing or len(specs) > len(names) or (len(by_position) < len(specs) and not is_open):
-        static_names = [names[i] for i in sorted(static) if i < len(names)]
-        count, given = len(specs) - parameters.bound, names[parameters.bound :]
-        lines = [
-            f"{count} {'entry' if count == 1 else 'entries'} for {len(given)} positional "
-            f"parameters: {', '.join(given)}",
-            *(f"{name}: static, needs no entry, or None" for name in static_names),
-            *(f"{name}: no entry" for name in missing),
-            f"Give one entry for each of ({', '.join(x for x in given if x not in static_names)}), "
-            "or a mapping from parameter names.",
-        ]
-        head = f"{option}: the number of entries does not match the parameters:"
-        raise see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
-    keywords = {
+    by_position = _specs_by_position(specs, parameters, signature, option)
+    by_name = {
         name: by_position.get(i, default)
         for i, name in enumerate(parameters.positional)
         if name in parameters.by_keyword
     }
     return (
         tuple(by_position[i] for i in signature.dynamic),
-        {k: keywords.get(k, default) for k in signature.dynamic_keywords},
+        {name: by_name.get(name, default) for name in signature.dynamic_keywords},
     )
+
+
+def _specs_by_position(
+    specs: Sequence[Any], parameters: Parameters, signature: Signature, option: str
+) -> dict[int, Any]:
+    """Returns specs for positional parameters, by position; an error if their number is wrong."""
+    specs = [None] * parameters.bound + list(specs)  # the user counts without the bound object
+    by_keyword = {i for i, name in enumerate(parameters.positional) if name in signature.static}
+    # Including those that this call left out: entries are for parameters, not for arguments.
+    declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
+    static = {i for i in signature.static if isinstance(i, int)} | by_keyword | declared
+    names = max(signature.names, parameters.positional, key=len)
+    dynamic = [i for i in range(len(names)) if i not in static]
+    # The user may leave out the entries of static parameters, or give None.
+    may_have_static = all(specs[i] is None for i in static if i < len(specs))
+    if len(specs) > len(dynamic) and may_have_static:
+        by_position = dict(enumerate(specs))
+    else:
+        by_position = dict(zip(dynamic, specs, strict=False))
+    missing = [signature.names[i] for i in signature.dynamic if i not in by_position]
+    has_surplus = len(by_position) < len(specs) and parameters.var_positional is None
+    if not missing and len(specs) <= len(names) and not has_surplus:
+        return by_position
+    static_names = [names[i] for i in sorted(static) if i < len(names)]
+    count, unbound = len(specs) - parameters.bound, names[parameters.bound :]
+    expected = ", ".join(name for name in unbound if name not in static_names)
+    lines = [
+        f"{count} {'entry' if count == 1 else 'entries'} for {len(unbound)} positional "
+        f"parameters: {', '.join(unbound)}",
+        *(f"{name}: static, needs no entry, or None" for name in static_names),
+        *(f"{name}: no entry" for name in missing),
+        f"Give one entry for each of ({expected}), or a mapping from parameter names.",
+    ]
+    head = f"{option}: the number of entries does not match the parameters:"
+    raise see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
 
 
 def _specs_by_name(
     specs: Mapping[str, Any], parameters: Parameters, option: str, default: object
-) -> Callable[[str, int | None], Any]:
-    """Returns a function that finds the spec of an argument by its name and position."""
+) -> Callable[[str, int | None], Spec]:
+    """Returns a function that finds the spec of an argument by its name and position.
+
+    The position is None for an argument by keyword. Raises a ``ValueError`` for unknown names.
+    """
     named = (*parameters.positional, *parameters.keyword_only)
-    rest = [n for n in (parameters.var_positional, parameters.var_keyword) if n is not None]
-    unknown = [name for name in specs if name not in named and name not in rest]
+    var_names = [x for x in (parameters.var_positional, parameters.var_keyword) if x is not None]
     if parameters.var_keyword is None:
-        known = (*named, *rest)
-        listed = f" (parameters: {', '.join(map(repr, known))})"
-        lines = [f"  {name!r}{suggestion(name, known)}{listed}" for name in unknown]
+        names = (*named, *var_names)
+        listed = f" (parameters: {', '.join(map(repr, names))})"
+        unknown = [name for name in specs if name not in names]
+        lines = [f"  {name!r}{suggestion(name, names)}{listed}" for name in unknown]
         head = f"{option}: these are not parameters of the function:"
         raise_listed(ValueError, head, lines, anchor="unknown-parameter")
 
     def spec_of(name: str, position: int | None) -> Any:
+        # The name of a positional-only parameter may also be a key of **kwargs.
         if position is not None or name in parameters.by_keyword or name not in named:
             if name in specs:
                 return specs[name]
             if name in named:
                 return default
+        # An argument in *args or **kwargs: one spec for all, or one for each.
         if position is None:
-            others = specs.get(parameters.var_keyword or "", default)
-            return others.get(name, default) if isinstance(others, Mapping) else others
-        others = specs.get(parameters.var_positional or "", default)
+            var_specs = specs.get(parameters.var_keyword or "", default)
+            return var_specs.get(name, default) if isinstance(var_specs, Mapping) else var_specs
+        var_specs = specs.get(parameters.var_positional or "", default)
         index = position - len(parameters.positional)
-        return others[index] if isinstance(others, tuple | list) else others
+        return var_specs[index] if isinstance(var_specs, tuple | list) else var_specs
 
     return spec_of

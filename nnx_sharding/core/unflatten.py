@@ -1,32 +1,39 @@
-"""A structure and flat arrays → a graph of NNX objects: new ones, or the caller's."""
+"""A structure and flat arrays → a graph of NNX objects: new ones, or the caller's.
+
+The words of a structure are those of ``structure.py``: an *entry* describes the object with an
+index; its *children* are indices of objects, ``LEAF`` for arrays, statics, and containers of these;
+arrays are in *slots*. Where children are put together, an iterator gives the arrays for the leaves.
+
+Existing objects are changed by *operations*, a function with its arguments each, as in
+``rebuild.py``.
+"""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _compat
-from ..specs.types import Arrays, Objects
+from ..specs.types import AnyArray, Arrays, Objects
 from .static_equality import Static, content_of
 from .static_parts import Operation, assign, is_builtin, make_empty, make_fixed
 from .structure import (
     LEAF,
     Child,
     Container,
+    Entry,
     Location,
     NodeEntry,
-    RefEntry,
     StaticObject,
     Structure,
     VariableEntry,
     atoms,
     holds_objects,
-    is_leaf_variable,
 )
 from .treedefs import with_aux
 
@@ -45,64 +52,73 @@ def unflatten(
     *,
     share: bool = False,
 ) -> Built:
-    """Builds the objects of ``structure`` around ``leaves``: for a ref, itself or its new value.
+    """Builds the objects of a structure around arrays.
 
-    ``existing`` objects are used unchanged. With ``share``, so are the flattened lists and other
-    static containers that are unchanged, instead of new ones.
+    Args:
+      structure: describes the objects.
+      leaves: the arrays, by slot; for a ``jax.Ref``, itself or its new value.
+      existing: objects that are used unchanged, by index, instead of new ones.
+      share: whether flattened lists and other static containers are used again, if unchanged.
     """
     existing = existing or {}
-    existing = {**existing, **_originals(structure, existing, share)}
-    plain: dict[int, dict[str, Any]] = {}  # static metadata, which many Variables share
+    existing = {**existing, **_unchanged_statics(structure, existing, share)}
+    # The metadata without links to objects, by the id of the entries' metadata: many share theirs.
+    plain_metadata: dict[int, dict[str, Any]] = {}
     trace_state = _compat.new_trace_state()
     # First all objects without content, since any may refer to any other.
     objects: list[Any] = [
         existing[index]
         if index in existing
-        else _new_object(entry, plain, trace_state, structure.slots[index], leaves)
+        else _new_object(entry, plain_metadata, trace_state, structure.slots[index], leaves)
         for index, entry in enumerate(structure.entries)
     ]
     # Then their content.
     for index, entry in enumerate(structure.entries):
         if index in existing:
             continue
-        slots = structure.slots[index]
-        arrays: Any = map(leaves.__getitem__, slots) if slots else iter(())
-        if isinstance(entry, VariableEntry) and _compat.is_variable(objects[index]):
-            known = plain[_compat.identity(entry.metadata)]
-            if len(known) < len(entry.metadata):  # some of it links to objects
-                _compat.set_metadata(objects[index], _metadata(entry, objects))
-            _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
+        slots, obj = structure.slots[index], objects[index]
+        arrays: Iterator[AnyArray] = map(leaves.__getitem__, slots) if slots else iter(())
+        if isinstance(entry, VariableEntry) and _compat.is_variable(obj):
+            has_links = len(plain_metadata[_compat.identity(entry.metadata)]) < len(entry.metadata)
+            if has_links:
+                _compat.set_metadata(obj, assemble_metadata(entry, objects))
+            _compat.set_value(obj, assemble(entry.value, arrays, objects))
         elif isinstance(entry, NodeEntry):
-            _compat.fill_node(objects[index], _attributes(entry, arrays, objects))
+            _compat.fill_node(obj, assemble_attributes(entry, arrays, objects))
         elif isinstance(entry, StaticObject):
-            perform(_assign(entry, objects[index], objects))
+            perform(assign_content(entry, obj, objects))
     root_leaves = (leaves[slot] for slot in structure.root_slots)
     return Built(assemble(structure.root, root_leaves, objects), objects)
 
 
 def _new_object(
-    entry: object,
-    plain: dict[int, dict[str, Any]],
+    entry: Entry | None,
+    plain_metadata: dict[int, dict[str, Any]],
     trace_state: object,
     slots: Sequence[int],
     leaves: Arrays,
 ) -> Any:
+    """Returns a new object for an entry: without content, unless that must be there from the start.
+
+    Those are hijax Variables and refs, made from the arrays in ``slots``. Adds the metadata of a
+    Variable without links to ``plain_metadata``; ``trace_state`` is that of new Variables.
+    """
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
     if isinstance(entry, VariableEntry):
-        settings = plain.get(_compat.identity(entry.metadata))
-        if settings is None:
+        metadata = plain_metadata.get(_compat.identity(entry.metadata))
+        if metadata is None:
             pairs = ((name, x.value) for name, x in entry.metadata if isinstance(x, Static))
-            settings = plain[_compat.identity(entry.metadata)] = dict(pairs)
+            metadata = plain_metadata[_compat.identity(entry.metadata)] = dict(pairs)
         # Within a trace, hijax Variables are plain ones.
-        if settings.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
+        if metadata.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
             value = assemble(entry.value, (leaves[slot] for slot in slots), ())
-            kind: Any = entry.type
-            return kind.from_metadata(value, settings)
-        return _compat.new_variable(entry.type, settings, trace_state)
+            variable_type: Any = entry.type
+            return variable_type.from_metadata(value, metadata)
+        return _compat.new_variable(entry.type, metadata, trace_state)
     if isinstance(entry, StaticObject):
         return make_empty(entry.kind)
-    if entry is None:
+    if entry is None:  # not described, as nothing refers to it
         return None
     leaf = leaves[slots[0]]
     # An abstract value stays abstract: there is nothing yet for a ref to refer to.
@@ -110,8 +126,8 @@ def _new_object(
     return leaf if is_abstract or _compat.is_ref(leaf) else jax.new_ref(leaf)
 
 
-def assemble(child: Child, leaves: Iterator[Any], objects: Objects) -> Any:
-    """Returns the value of a child; takes its arrays from ``leaves`` in order."""
+def assemble(child: Child, leaves: Iterator[AnyArray], objects: Objects) -> Any:
+    """Returns the value that a child describes; takes its arrays from ``leaves`` in order."""
     if child is LEAF:
         return next(leaves)
     if isinstance(child, int):
@@ -128,14 +144,18 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Objects) -> Any:
     return jax.tree_util.tree_unflatten(treedef, parts)
 
 
-def _attributes(entry: NodeEntry, leaves: Iterator[Any], objects: Objects) -> list[tuple[Any, Any]]:
+def assemble_attributes(
+    entry: NodeEntry, leaves: Iterator[AnyArray], objects: Objects
+) -> list[tuple[Any, Any]]:
+    """Returns the attributes of a module, as names and values."""
     return [
         (key, child.value if type(child) is Static else assemble(child, leaves, objects))
         for key, child in zip(entry.keys, entry.children, strict=True)
     ]
 
 
-def _metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
+def assemble_metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
+    """Returns the metadata of a Variable, with objects where they link to some."""
     return {name: assemble(setting, iter(()), objects) for name, setting in entry.metadata}
 
 
@@ -156,47 +176,50 @@ def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
 # Static objects
 
 
-def _assign(entry: StaticObject, value: object, objects: Objects) -> list[Operation]:
+def assign_content(entry: StaticObject, value: object, objects: Objects) -> list[Operation]:
     """Returns the operations that give an object the content of an entry."""
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
 
 def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> None:
     """Restores the content of static objects from their entries, where it has changed."""
-    known = dict(enumerate(objects))
+    by_index = dict(enumerate(objects))
     for index in indices:
         entry = structure.entries[index]
         # Writing equal content anew would be seen by other threads, and by guards.
-        if isinstance(entry, StaticObject) and not _has_content(entry, objects[index], known):
-            perform(_assign(entry, objects[index], objects))
+        if isinstance(entry, StaticObject) and not _shows(objects[index], entry, by_index):
+            perform(assign_content(entry, objects[index], objects))
 
 
-def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -> dict[int, Any]:
-    """Returns the flattened static objects that still have their content.
+def _unchanged_statics(
+    structure: Structure, existing: Mapping[int, Any], share: bool
+) -> dict[int, Any]:
+    """Returns the static objects that were flattened and still have their content, by index.
 
     Without ``share``, lists and other containers count only as a part of others: nearly all objects
     that a function creates while it runs are such containers.
     """
     entries: Sequence[Any] = structure.entries
-    originals = {i: value for i, value in structure.origins.items() if i not in existing}
+    unchanged = {i: value for i, value in structure.origins.items() if i not in existing}
     while True:  # an object that holds a changed one has changed as well
-        objects = {**existing, **originals}
-        changed = [i for i, x in originals.items() if not _has_content(entries[i], x, objects)]
+        objects = {**existing, **unchanged}
+        changed = [i for i, x in unchanged.items() if not _shows(x, entries[i], objects)]
         if not changed:
             break
         for index in changed:
-            del originals[index]
-    kept: dict[int, Any] = {}
-    pending = [i for i, value in originals.items() if share or not is_builtin(type(value))]
+            del unchanged[index]
+    shared: dict[int, Any] = {}
+    pending = [i for i, value in unchanged.items() if share or not is_builtin(type(value))]
     while pending:
         index = pending.pop()
-        if index in originals and index not in kept:
-            kept[index] = originals[index]
+        if index in unchanged and index not in shared:
+            shared[index] = unchanged[index]
             pending += (atom for atom in atoms(entries[index].children) if isinstance(atom, int))
-    return kept
+    return shared
 
 
-def _has_content(entry: StaticObject, value: object, objects: Mapping[int, Any]) -> bool:
+def _shows(value: object, entry: StaticObject, objects: Mapping[int, Any]) -> bool:
+    """Whether a static object has the content that its entry describes."""
     content = content_of(value)
     if content is None:
         return False
@@ -204,117 +227,17 @@ def _has_content(entry: StaticObject, value: object, objects: Mapping[int, Any])
     return (
         kind == entry.kind
         and len(parts_now) == len(entry.children)
-        and all(map(_has_value, entry.children, parts_now, itertools.repeat(objects)))
+        and all(map(_is_described_by, parts_now, entry.children, itertools.repeat(objects)))
     )
 
 
-def _has_value(child: Child, value: object, objects: Mapping[int, Any]) -> bool:
+def _is_described_by(value: object, child: Child, objects: Mapping[int, Any]) -> bool:
+    """Whether a value in a static object is the one that a child describes."""
     if isinstance(child, int):
         return child in objects and objects[child] is value
     if isinstance(child, StaticObject):
-        return _has_content(child, value, objects)
+        return _shows(value, child, objects)
     return Static.of(value) == child
-
-
-# Changes of existing objects
-
-
-class NodeChange(NamedTuple):
-    """The attributes of one node that differ."""
-
-    node: int
-    changed: tuple[tuple[Any, Child, tuple[int, ...]], ...]  # key, child, and its slots
-    removed: tuple[Any, ...]  # keys
-
-
-def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int, ...]]]:
-    """Returns the child of each attribute of an object, and the slots of the arrays in it."""
-    entry, slots = structure.entries[index], iter(structure.slots[index])
-    children: dict[Any, Child] = {}
-    if isinstance(entry, NodeEntry):
-        if not structure.slots[index]:  # most modules hold Variables, and no arrays themselves
-            return {key: (child, ()) for key, child in zip(entry.keys, entry.children, strict=True)}
-        children = dict(zip(entry.keys, entry.children, strict=True))
-    elif isinstance(entry, VariableEntry | RefEntry):  # a ref is one array
-        children = {"value": getattr(entry, "value", LEAF)}
-    # Slots are in the order of attributes, as many for each as it holds arrays.
-    counts = {key: sum(x is LEAF for x in atoms((child,))) for key, child in children.items()}
-    return {
-        key: (child, tuple(itertools.islice(slots, counts[key]))) for key, child in children.items()
-    }
-
-
-def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[int, int]]:
-    """Returns the slots, after and before a call, of an object's arrays in the same places."""
-    if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
-        return [(after.slots[index][0], before.slots[index][0])]  # nearly all have no parts
-    old = parts(before, index)
-    pairs: list[tuple[int, int]] = []
-    for key, (child, slots) in parts(after, index).items():
-        old_child, old_slots = old.get(key, (None, ()))
-        if child == old_child:
-            pairs += zip(slots, old_slots, strict=True)
-    return pairs
-
-
-def node_changes(
-    index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
-) -> NodeChange | None:
-    """Returns what differs in a node, in all attributes without ``before``; None if nothing.
-
-    The arrays in ``fresh`` slots are new, even if the entry is the same.
-    """
-    new = parts(after, index)
-    old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
-    changed = tuple(
-        (key, child, slots)
-        for key, (child, slots) in new.items()
-        if key not in old or old[key] != child or not fresh.isdisjoint(slots)
-    )
-    removed = tuple(key for key in old if key not in new)
-    return NodeChange(index, changed, removed) if changed or removed else None
-
-
-def _node_operations(
-    change: NodeChange, after: Structure, leaves: Arrays, objects: Objects
-) -> list[Operation]:
-    entry: Any = after.entries[change.node]
-    attributes = [
-        (key, assemble(child, (leaves[slot] for slot in slots), objects))
-        for key, child, slots in change.changed
-    ]
-
-    def complete() -> list[tuple[Any, Any]]:
-        return _attributes(entry, (leaves[slot] for slot in after.slots[change.node]), objects)
-
-    return _compat.node_operations(objects[change.node], attributes, change.removed, complete)
-
-
-def update(
-    after: Structure,
-    leaves: Arrays,
-    objects: Objects,
-    values: Iterable[int] = (),
-    metadata: Collection[int] = (),
-    nodes: Sequence[NodeChange] = (),
-    statics: Iterable[int] = (),
-) -> list[Operation]:
-    """Returns the operations that change existing objects; makes everything new in them.
-
-    ``after`` has the new content. Values are those of Variables; some get their metadata, too.
-    """
-    entries: Sequence[Any] = after.entries
-    operations: list[Operation] = []
-    for index in values:
-        arrays = (leaves[slot] for slot in after.slots[index])
-        value = assemble(entries[index].value, arrays, objects)
-        settings = _metadata(entries[index], objects) if index in metadata else None
-        operations += _compat.variable_operations(objects[index], value, settings)
-    for change in nodes:
-        operations += _node_operations(change, after, leaves, objects)
-    for index in statics:
-        operations += _assign(entries[index], objects[index], objects)
-    return operations
 
 
 def perform(operations: Iterable[Operation]) -> None:

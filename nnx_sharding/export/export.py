@@ -221,7 +221,7 @@ def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
     for index, (_, tree) in zip(signature.dynamic, positional["tuple"], strict=True):
         yield Argument(signature.names[index], False, index in signature.donated, tree)
     for (name,), tree in keywords["dict"]:
-        yield Argument(name, True, name in signature.donated_keywords, tree)
+        yield Argument(name, True, name in signature.donated, tree)
 
 
 def _statics(plan: Plan) -> dict[str, str]:

@@ -48,8 +48,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from ..activations.tracing import pass_tags
 from ..core.flatten import Flat
+from ..core.rebuild import update_operations
 from ..core.structure import VariableEntry
-from ..core.unflatten import perform, update
+from ..core.unflatten import perform
 from ..specs.fitting import axes_of, only_axes, spec_axes
 from ..specs.paths import Path
 from ..transforms.in_trace import replace_slots
@@ -362,4 +363,4 @@ def write_back(
         if not new.keys().isdisjoint(slots)
     ]
     leaves = replace_slots(flat.leaves, new, new.values())
-    perform(update(structure, leaves, flat.objects, written_to))
+    perform(update_operations(structure, leaves, flat.objects, written_to))

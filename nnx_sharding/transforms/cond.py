@@ -26,7 +26,7 @@ from ..core.arguments import named_parts
 from ..core.call_context import called_by, caller_here
 from ..core.outcome import Outcome, OutputGroup, union
 from ..core.plan import Plan
-from ..core.unflatten import kept_places
+from ..core.rebuild import kept_places
 from ..errors import raise_listed
 from .carry_checks import structure_changes
 from .functions import Functions, call_functions, scalar_value

@@ -15,8 +15,9 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import flatten
+from ..core.rebuild import node_changes, update_operations
 from ..core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
-from ..core.unflatten import node_changes, perform, pytree_of, unflatten, update, value_at
+from ..core.unflatten import perform, pytree_of, unflatten, value_at
 from ..errors import by_kind, raise_listed
 from ..specs.filters import subject_text, to_predicate
 from ..specs.paths import Path, path_string
@@ -132,7 +133,7 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
             changes += [change._replace(removed=removed)] if change else []
         else:
             variables.append(index)
-    perform(update(structure, leaves, built.objects, variables, variables, changes))
+    perform(update_operations(structure, leaves, built.objects, variables, variables, changes))
     return built.root
 
 

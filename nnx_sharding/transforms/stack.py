@@ -28,8 +28,9 @@ from ..activations.variables import modules_in
 from ..core.constrain import apply_shardings, sharding_of, type_spec
 from ..core.flatten import Flat
 from ..core.memory import compute
+from ..core.rebuild import update_operations
 from ..core.structure import Location, NodeEntry, VariableEntry
-from ..core.unflatten import perform, update
+from ..core.unflatten import perform
 from ..errors import raise_listed
 from ..specs.activation_sharding import checked_prefetch
 from ..specs.fitting import with_entries
@@ -187,7 +188,7 @@ class Stack(nnx.Module):
         leaves = replace_slots(flat.leaves, slots, apply_shardings(arrays, typed))
         entries = enumerate(flat.structure.entries)
         variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
-        perform(update(flat.structure, leaves, flat.objects, variables))
+        perform(update_operations(flat.structure, leaves, flat.objects, variables))
 
     def __iter__(self) -> Iterator[Any]:
         """The layers as separate modules; what they share stays shared."""

@@ -213,8 +213,8 @@ class Stage:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Adds bound objects, and the static arguments that were left out, to those of a call."""
         signature, bound = self._plan.signature, self._lifted._bound
-        statics: dict[Any, Any] = dict(zip(signature.static_order, self._statics, strict=True))
-        keywords = {name: statics.pop(name) for name in signature.static_keywords}
+        statics: dict[Any, Any] = dict(zip(signature.static_keys, self._statics, strict=True))
+        keywords = {key: statics.pop(key) for key in [*statics] if isinstance(key, str)}
         missing = [position for position in sorted(statics) if position >= len(bound)]
         args = (*bound, *args)
         # Left out are all or none: otherwise it is unclear which.

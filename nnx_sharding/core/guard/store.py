@@ -18,7 +18,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import count
 from typing import Any, TypeAlias
 
 from ... import _compat
@@ -51,11 +50,11 @@ _Key: TypeAlias = tuple[_Types, tuple[int, ...]]
 
 def recorder_of(call: SortedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
     """Returns what records how the arguments of a call are flattened."""
-    signature, keyword_position = call.signature, dict(zip(kwargs, count(len(args)), strict=False))
-    dynamic = [*signature.dynamic]
-    dynamic += [keyword_position[name] for name in sorted(signature.dynamic_keywords)]
-    static = sorted(signature.static)
-    static += [keyword_position[name] for name in sorted(signature.static_keywords)]
+    signature = call.signature
+    keys = (*range(len(args)), *kwargs)  # in the order of the stream
+    position = {key: i for i, key in enumerate(keys)}
+    dynamic = [position[key] for key in (*signature.dynamic, *signature.dynamic_keywords)]
+    static = [position[key] for key in signature.static_keys]
     return WalkRecorder((*args, *kwargs.values()), dynamic, static)
 
 
