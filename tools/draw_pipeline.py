@@ -48,7 +48,7 @@ SLOW_WAY = (
             "snapshot.py",
         ),
     ),
-    Stage("specs", ("arguments.py",)),
+    Stage("specs", ("arguments.py", "static_arguments.py")),
     Stage("resolve", ("resolve.py", "spec_checks.py")),
     Stage("plan", ("plan.py", "static_places.py", "transform.py", "retyping.py", "cache.py")),
     Stage(
@@ -73,8 +73,8 @@ LAST = (
 # Not on the way of a call of `jit`: what is reported when something is wrong, guards outside of
 # calls, and whether a trace of another transform is used again.
 BESIDE = (
-    *("bounded.py", "code_names.py", "convolutions.py", "failures.py", "guard/known_models.py"),
-    *("listing.py", "memory.py", "problems.py", "reach.py"),
+    *("bounded.py", "code_names.py", "compiled_misfits.py", "convolutions.py", "failures.py"),
+    *("guard/known_models.py", "listing.py", "memory.py", "problems.py", "reach.py"),
 )
 
 # Narrow enough for the text to be legible on a phone.

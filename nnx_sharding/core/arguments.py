@@ -1,4 +1,9 @@
-"""Prefix pytrees of specs → the parts of arguments and outputs, each with its spec."""
+"""Prefix pytrees of specs → the parts of arguments and outputs, each with its spec.
+
+A user gives specs as a *prefix* of an argument: a pytree that may end earlier, where one spec is
+for all that is below. A *part* is what has one spec: a module, a Variable or an array. A module in
+an argument is a leaf of its pytree; filters of a ``StateSharding`` choose specs for what is in it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,7 @@ from ..specs.fitting import suggested_spec, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
 from .problems import show
-from .signature import ArgTree, Parameters, Signature, align_specs
-from .static_equality import Static
+from .signature import ArgTree
 from .structure import Child, Container, Structure
 from .treedefs import PyTreeDef, container_keys, is_leaf_treedef
 
@@ -46,7 +50,7 @@ class PathFunction(StateSharding):
         return True
 
     def find(self, path: Path, variable: object) -> tuple[int | None, Any]:
-        """The function always has an answer, or raises an error of its own."""
+        """Returns an index and the sharding; the function may raise an error of its own."""
         is_known = path in self._by_path
         sharding = self._by_path[path] if is_known else self._function(path, variable)
         return next((i for i, s in enumerate(self.shardings) if s == sharding), 0), sharding
@@ -63,7 +67,10 @@ def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool]) -> dict[Path, A
 
 
 def _normalized(spec: Any) -> Any:
-    """Returns a spec in our own types, from those of Flax: StateSharding, prefixes, modules."""
+    """Returns a leaf of a prefix in our own types, from those of Flax.
+
+    These are its ``StateSharding``, what ``nnx.prefix`` returns, and modules that hold specs.
+    """
     if type(spec) is getattr(nnx, "StateSharding", None):
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
     if _compat.is_unspecified(spec):
@@ -82,10 +89,19 @@ def _normalized(spec: Any) -> Any:
 
 
 class Specs:
-    """A prefix of specs as the user wrote it, hashable."""
+    """A prefix of specs as the user wrote it, hashable.
 
-    def __init__(self, tree: Any):
-        # The place of what is not a spec in it, the value, and a suggestion.
+    Attributes:
+      tree: the prefix, in our own types.
+      rules: its leaves: specs, and mappings from filters to specs.
+      written: the specs among them, with those inside of mappings.
+      invalid: the place of each leaf that is no spec, the leaf, and a suggestion.
+      depend_on_values: whether shapes and dtypes matter, to a user's predicate.
+      has_partition_spec: whether any spec needs a mesh.
+      may_hold_none: whether arguments, or parts of them, can have None.
+    """
+
+    def __init__(self, tree: object):
         self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
@@ -94,17 +110,14 @@ class Specs:
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
         )
         self._key = (self.rules, treedef)
-        filtered = [x for x in self.rules if isinstance(x, StateSharding)]
-        # The same, with those inside a `StateSharding` instead of that.
         self.written: tuple[Any, ...] = tuple(
-            part
-            for spec in self.rules
-            for part in (spec.shardings if isinstance(spec, StateSharding) else (spec,))
+            spec
+            for rule in self.rules
+            for spec in (rule.shardings if isinstance(rule, StateSharding) else (rule,))
         )
-        # Whether shapes and dtypes matter, to a user's predicate.
-        self.depend_on_values = any(x.depends_on_values for x in filtered)
+        mappings = [rule for rule in self.rules if isinstance(rule, StateSharding)]
+        self.depend_on_values = any(mapping.depends_on_values for mapping in mappings)
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
-        # Whether arguments, or parts of them, can have None.
         self.may_hold_none = self.tree is not None and None in leaves
 
     def __eq__(self, other: object) -> bool:
@@ -118,12 +131,14 @@ class Specs:
 
 
 def _invalid_leaves(tree: object, path: Path) -> Iterator[tuple[str, Any, str]]:
+    """Yields the place of each leaf of a prefix that is no spec, the leaf, and a suggestion."""
     if is_spec(tree):
         return
-    meant = suggested_spec(tree) if path or not isinstance(tree, tuple | list) else ""
+    # A tuple such as ("data", None) was probably meant as one spec; at the top, as one for each.
+    hint = suggested_spec(tree) if path or not isinstance(tree, tuple | list) else ""
     parts, treedef = _one_level(tree)
-    if meant or is_leaf_treedef(treedef):
-        yield accessor("", path), tree, meant
+    if hint or is_leaf_treedef(treedef):
+        yield accessor("", path), tree, hint
         return
     for key, part in parts:
         yield from _invalid_leaves(part, (*path, *map(path_key, key)))
@@ -134,13 +149,16 @@ def _one_level(tree: object) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def check_specs(name: str, kinds: Any = object, **options: Specs) -> None:
-    """Raises a ``TypeError`` if a leaf of a prefix is no spec, or one of other types than these."""
+def check_specs(name: str, types: type | tuple[type, ...] = object, **options: Specs) -> None:
+    """Raises a ``TypeError`` if a leaf of a prefix is no spec, or one of other types than these.
+
+    ``name`` is that of the user's function, and each of the ``options`` has its prefix.
+    """
     lines = []
     for option, specs in options.items():
-        lines += [f"  {option}{place}: {show(x)}{meant}" for place, x, meant in specs.invalid]
-        others = (x for x in specs.written if x is not None and not isinstance(x, kinds))
-        lines += [f"  {option}: {show(x)}; write its PartitionSpec" for x in others]
+        lines += [f"  {option}{place}: {show(x)}{hint}" for place, x, hint in specs.invalid]
+        unusable = (x for x in specs.written if x is not None and not isinstance(x, types))
+        lines += [f"  {option}: {show(x)}; write its PartitionSpec" for x in unusable]
     remedy = "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None."
     head = f"{name}: expected a sharding spec, got:"
     raise_listed(TypeError, head, lines, remedy, anchor="not-a-spec")
@@ -175,7 +193,10 @@ def named_parts(arguments: Iterable[Argument]) -> list[tuple[str, Child]]:
 def split_arguments(
     structure: Structure, tree: ArgTree, specs: ArgTree, names: Sequence[str], caller: str = ""
 ) -> list[Argument]:
-    """Splits the dynamic arguments of a call, in the order of the structure's root."""
+    """Splits the dynamic arguments of a call, in the order of the structure's root.
+
+    ``tree`` has their values, ``specs`` a prefix for each, and ``names`` those of positional ones.
+    """
     assert isinstance(structure.root, Container)
     children = iter(structure.root.children)
     keywords = sorted(tree[1])
@@ -203,21 +224,27 @@ def split_argument(
 ) -> Argument:
     """Splits a pytree into parts, and broadcasts a prefix of specs over them.
 
-    ``child`` is where the pytree is in the structure, ``caller`` the function and the option that
-    the specs are from, in messages.
+    Args:
+      name: of the argument or output, in messages.
+      prefix: the specs.
+      value: the pytree.
+      child: the pytree, in terms of the structure.
+      caller: the function and the option that the specs are from, in messages.
     """
+    paths: Sequence[Path] = ((),)
+    children: Sequence[Child] = (child,)
     if isinstance(child, Container):
-        keys, children = container_keys(child.treedef), child.children
-    else:
-        keys, children = ((),), (child,)
+        paths, children = container_keys(child.treedef), child.children
     if is_single_spec(prefix) or isinstance(prefix, StateSharding):
         specs = [(prefix, 0)] * len(children)  # some pytrees cannot be rebuilt without arrays
     else:
-        skeleton = child.treedef.unflatten(range(len(keys))) if isinstance(child, Container) else 0
+        # The same pytree, with numbers as its leaves.
+        skeleton = child.treedef.unflatten(range(len(paths))) if isinstance(child, Container) else 0
         try:
             specs = list(_broadcast(prefix, skeleton, 0))
         except ValueError:
-            mismatches = [f"  {name}{x}: {why}" for x, why in _mismatches(prefix, skeleton, ())]
+            pairs = _mismatches(prefix, skeleton, ())
+            mismatches = [f"  {name}{place}: {reason}" for place, reason in pairs]
             if not mismatches:
                 raise
             head = (
@@ -229,16 +256,19 @@ def split_argument(
         name,
         tuple(
             Part(path, path[depth:], spec, part)
-            for path, part, (spec, depth) in zip(keys, children, specs, strict=True)
+            for path, part, (spec, depth) in zip(paths, children, specs, strict=True)
         ),
     )
 
 
 def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
-    """Yields the spec of each leaf of ``full``, and the number of keys that lead to the spec."""
-    if isinstance(prefix, dict) and (
-        isinstance(full, nnx.State) or jax.tree_util.all_leaves([full])
-    ):
+    """Yields the spec of each leaf of ``full``, and the number of keys that lead to the spec.
+
+    ``depth`` is the number of keys that lead to the prefix.
+    """
+    # A dict for a State, or for a module, has specs by path, as a State does.
+    is_leaf = jax.tree_util.all_leaves([full])
+    if isinstance(prefix, dict) and (isinstance(full, nnx.State) or is_leaf):
         prefix = nnx.State(prefix)
     over_module = isinstance(prefix, nnx.State) and not isinstance(full, nnx.State)
     if is_single_spec(prefix) or isinstance(prefix, StateSharding) or over_module:
@@ -249,8 +279,8 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
     if is_leaf_treedef(treedef):
         raise ValueError(f"expected a sharding spec, got {prefix!r}")
     subtrees: list[Any] = treedef.flatten_up_to(full)  # type: ignore[attr-defined]
-    for part, below in zip(parts, subtrees, strict=True):
-        yield from _broadcast(part, below, depth + 1)
+    for part, subtree in zip(parts, subtrees, strict=True):
+        yield from _broadcast(part, subtree, depth + 1)
 
 
 def _mismatches(prefix: object, full: object, path: Path) -> Iterator[tuple[str, str]]:
@@ -280,62 +310,3 @@ def _children(tree: object) -> dict[Any, Any]:
     """Returns the children of one level of a pytree by their keys."""
     parts, treedef = _one_level(tree)
     return {} if is_leaf_treedef(treedef) else {path_key(path[0]): part for path, part in parts}
-
-
-# What is static where its spec is None, as in `jax.shard_map`.
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
-def with_static_values(
-    specs: object,
-    option: str,
-    parameters: Parameters,
-    signature: Signature,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
-    """Makes arguments static that are no arrays and whose spec is None, as `jax.shard_map` does.
-
-    Args:
-      specs: those of the arguments, as the user wrote them.
-      option: their name in messages.
-      parameters: of the function.
-      signature: the roles of the arguments.
-      args: the positional arguments.
-      kwargs: those by keyword.
-
-    Returns:
-      The signature, with more static arguments, and the arguments, in which leaves of pytrees that
-      are static for the same reason are ``Static`` values.
-    """
-    # An argument without a spec may be a different number at each call, so it stays dynamic.
-    positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
-    spec_of: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
-    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    unspecified = [key for key, spec in spec_of.items() if spec is None]
-    plain = {key for key in unspecified if isinstance(values[key], PLAIN)}
-    signature = signature._replace(static=signature.static | plain)
-    for key in spec_of.keys() - plain:
-        values[key] = _with_static_leaves(spec_of[key], values[key])
-    args = tuple(values[i] for i in range(len(args)))
-    return signature, args, {name: values[name] for name in kwargs}
-
-
-def _with_static_leaves(spec: Any, value: object) -> Any:
-    """Returns a pytree in which non-arrays are marked as static where a prefix of specs is None."""
-    if spec is None:
-        return jax.tree_util.tree_map(_static_unless_array, value, is_leaf=_compat.is_graph_object)
-    if is_spec(spec):
-        return value
-    specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
-    try:
-        parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
-    except ValueError:  # not a prefix; reported with all other problems
-        return value
-    return jax.tree_util.tree_unflatten(treedef, map(_with_static_leaves, specs, parts))
-
-
-def _static_unless_array(x: object) -> Any:
-    """Returns a leaf as it is if it is an array or an object of a graph, else as a static value."""
-    is_array = _compat.is_graph_object(x) or (not isinstance(x, PLAIN) and _compat.is_array_like(x))
-    return x if is_array else Static.of(x)

@@ -2,6 +2,10 @@
 
 Nothing here runs before JAX has refused a call. If the arguments show the reason, the user gets an
 error that names them; otherwise JAX's error is kept, with a note if there is more to say.
+
+A *check* gets the plan of the call and its arrays, by slot, and returns the error for one kind of
+mistake, or None. Most are functions that yield a line for each wrong argument, which the decorator
+``lists`` makes a check.
 """
 
 from __future__ import annotations
@@ -13,12 +17,12 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
-from ..specs.types import AnyArray, Arrays, Axis, Spec
+from ..specs.types import AnyArray, Arrays, Axis
 from .constrain import shape_of
 from .declared import is_committed, note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
@@ -30,27 +34,16 @@ from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")
 
-# The error for what is wrong with the arguments, if that is what it checks.
-_Check: TypeAlias = Callable[..., Exception | None]
+Check: TypeAlias = Callable[..., Exception | None]
 
 
-def raise_explained(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any = None) -> None:
-    """Raises an error that says what is wrong with the arguments, if they show it.
+def raise_explained(plan: Plan, leaves: Arrays, error: Exception, fun: Any = None) -> None:
+    """Raises an error that says what is wrong with the arguments, if they show it; else returns.
 
     An error of the user's function, or of the program while it runs, is never replaced; at most it
-    gets a note.
+    gets a note. ``fun`` is the user's function; None for that of the plan.
     """
     raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
-
-
-def raise_misfit(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -> None:
-    """Raises an error that says how the arguments differ from those of a stage, if they do."""
-    if isinstance(error, ValueError | TypeError):
-        if str(error).startswith("Argument types differ"):
-            raise_instead(error, lambda: _check_compiled_types(plan, leaves, stage.in_avals[0]))
-        elif isinstance(error, ValueError) and hasattr(stage, "input_shardings"):
-            known = stage.input_shardings[0]
-            raise_instead(error, lambda: _check_compiled_shardings(plan, leaves, known))
 
 
 def explained(plan: Plan, leaves: Arrays, function: Callable[..., Any]) -> Any:
@@ -62,11 +55,14 @@ def explained(plan: Plan, leaves: Arrays, function: Callable[..., Any]) -> Any:
         raise
 
 
-def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> None:
-    """Raises what a function finds in place of an error; logs if it finds nothing but a fault."""
+def raise_instead(error: Exception, explain: Callable[[], Exception | None]) -> None:
+    """Raises the error that ``explain`` returns instead of another; returns if that is None.
+
+    If ``explain`` itself fails, that is logged, and the user sees the original error.
+    """
     try:
-        explanation = find()
-    except Exception:  # ours; the user should see the error that there was
+        explanation = explain()
+    except Exception:
         _LOGGER.warning("The following error cannot be explained:", exc_info=True)
         return
     if explanation is not None:
@@ -78,43 +74,48 @@ def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> Non
 def _explanation(
     plan: Plan, leaves: Arrays, error: Exception, fun: Callable[..., Any]
 ) -> Exception | None:
-    """Finds the first reason for an error that the arguments show; it may get a note as well."""
+    """Returns the error for the first reason that the arguments show; None if they show none.
+
+    Adds notes to the original error, on what the function captures and what is in host memory.
+    """
     if isinstance(error, _compat.TraceContextError):
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         note_captured_arrays(fun, plan.fun_name, error)
     if _compat.is_memory_error(error) and not hasattr(error, "anchor"):
         note_host_arrays(plan, leaves, error)
-    frames = traceback.walk_tb(error.__traceback__)
-    is_of_the_function = any(frame.f_code is call_and_pack.__code__ for frame, _ in frames)
     # An error of the user's function is about what it computes, whatever the arguments are.
-    if isinstance(error, NoMeshError) or is_of_the_function:
+    frames = traceback.walk_tb(error.__traceback__)
+    is_from_function = any(frame.f_code is call_and_pack.__code__ for frame, _ in frames)
+    if isinstance(error, NoMeshError) or is_from_function:
         return None
-    checks: Sequence[_Check] = ()
+    checks: Sequence[Check] = ()
     if isinstance(error, TypeError):
         checks = _check_arrays, _check_abstract
     elif isinstance(error, jax.errors.JaxRuntimeError):
         checks = (_check_deleted, _check_donated_twice) if _compat.is_deleted_error(error) else ()
     elif isinstance(error, ValueError | RuntimeError):
         checks = _CHECKS
-    # In this order: an array of the wrong rank, say, also has a wrong type.
+    # The first one counts: an array of the wrong rank, for example, also has a wrong type.
     reasons = (check(plan, leaves) for check in checks)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _check(
-    anchor: str, first: str, last: str, error: type[Exception] = ValueError
-) -> Callable[[Callable[..., Iterator[str]]], _Check]:
+def lists(
+    anchor: str, head: str, remedy: str, error: type[Exception] = ValueError
+) -> Callable[[Callable[..., Iterator[str]]], Check]:
     """Makes a check from a function that yields a line for each wrong argument.
 
-    ``first`` and ``last`` are the lines around them, ``anchor`` the section in docs/errors.md.
+    The error says ``head``, the lines and ``remedy``, and refers to the section ``anchor`` of
+    docs/errors.md. The texts are formats for the names of the transform, the function and the
+    option for the specs of inputs.
     """
 
-    def decorate(lines_of: Callable[..., Iterator[str]]) -> _Check:
+    def decorate(lines_of: Callable[..., Iterator[str]]) -> Check:
         def check(plan: Plan, *details: object) -> Exception | None:
-            head = first.format(name=plan.transform.name, fun_name=plan.fun_name)
-            remedy = last.format(in_name=plan.transform.in_name)
-            return listed_error(error, head, [*lines_of(plan, *details)], remedy, anchor)
+            first = head.format(name=plan.transform.name, fun_name=plan.fun_name)
+            last = remedy.format(in_name=plan.transform.in_name)
+            return listed_error(error, first, [*lines_of(plan, *details)], last, anchor)
 
         return check
 
@@ -122,11 +123,12 @@ def _check(
 
 
 def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
+    """Checks that all leaves are arrays; other transforms than those of shardings say so."""
     is_sharded = isinstance(plan.transform, Sharded)
     return arguments_not_arrays(plan.names, leaves) if is_sharded else None
 
 
-@_check(
+@lists(
     "abstract-arguments",
     "{name}: these arguments are abstract, without data:",
     "Pass them to lower or eval_shape. If nnx.eval_shape did not make them, a traced function has "
@@ -139,7 +141,7 @@ def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
             yield array_line(name, leaf)
 
 
-@_check(
+@lists(
     "used-after-donation",
     "these arguments are deleted, or were donated to an earlier call:",
     "Use what that call returned, or do not donate them (donate_argnums, donate_argnames).",
@@ -151,7 +153,7 @@ def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
             yield array_line(name, leaf)
 
 
-@_check(
+@lists(
     "donated-twice",
     "these arrays are donated, and passed once more in the same call:",
     "Pass each once, or donate a copy: x.copy() of an array, nnx_sharding.place(model, None, "
@@ -159,17 +161,17 @@ def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
     DonatedError,
 )
 def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    repeated: dict[int, list[int]] = {}
+    slots_of: dict[int, list[int]] = {}  # of each array, by its id
     for slot, leaf in enumerate(leaves):
         if _is_concrete(leaf):
-            repeated.setdefault(id(leaf), []).append(slot)
-    for slots in repeated.values():
+            slots_of.setdefault(id(leaf), []).append(slot)
+    for slots in slots_of.values():
         if len(slots) > 1 and not plan.donated.isdisjoint(slots):
             names = ", ".join(plan.names[slot] for slot in slots)
             yield f"  {jax.typeof(leaves[slots[0]]).str_short()}: {names}"
 
 
-@_check(
+@lists(
     "axes-that-arrays-do-not-have",
     "{name}: these arrays do not have the axis along which they are mapped:",
     "Give each in {in_name} an axis that it has, or None: in a module by StateAxes({{nnx.Param: 0, "
@@ -184,7 +186,7 @@ def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
 
 
 def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
-    # The plan was made for the shapes of an earlier call.
+    """Checks that the specs fit the shapes: the plan was made for those of an earlier call."""
     try:
         fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
     except ValueError as error:
@@ -192,24 +194,28 @@ def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
     return None
 
 
-@_check(
+@lists(
     "declared-otherwise-than-its-type",
     "{name}: on a mesh with Explicit axes the sharding is part of an array's type, and these "
     "specs differ from it:",
     "Without {in_name}, the types decide.",
 )
 def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    if not isinstance(plan.transform, Sharded):
+    """Yields the arrays whose types have another spec over Explicit axes than declared."""
+    transform = plan.transform
+    if not isinstance(transform, Sharded):
         return
-    by_option, context = plan.transform.passes_shardings, plan.transform.context
-    usable = plan.transform.usable_axes
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval, spec = jax.typeof(leaf), getattr(declared, "spec", declared)
         actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
         if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
             continue
-        mesh = actual.mesh if by_option or context is None else context
-        explicit = axes_of_type(mesh, AxisType.Explicit) & (usable or {*mesh.axis_names})
+        # JAX compares with the mesh of the option, or with the one that applies to the call.
+        by_option = transform.passes_shardings
+        mesh = actual.mesh if by_option or transform.context is None else transform.context
+        usable = transform.usable_axes or {*mesh.axis_names}
+        explicit = axes_of_type(mesh, AxisType.Explicit) & usable
+        # An uncommitted array has no sharding yet: JAX gives it the declared one.
         if actual.mesh.empty or not explicit or (by_option and not is_committed(leaf)):
             continue
         rank = len(aval.shape)
@@ -227,10 +233,11 @@ def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple
 
 
 def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
+    """Checks that committed arrays have the shardings that are declared for them."""
     return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
 
 
-@_check(
+@lists(
     "committed-to-another-sharding",
     "{name}: these references have a sharding other than declared, and a jax.Ref cannot be "
     "resharded:",
@@ -245,25 +252,28 @@ def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _other_shardings(
     plan: Plan, leaves: Arrays, is_wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the names of arrays with other shardings, these arrays, and the declared ones."""
-    for slot, leaf, declared in _with_option(plan, leaves):
+    """Yields arrays with other shardings than declared: their names, they, and what is declared.
+
+    ``is_wanted`` selects the arrays that are compared.
+    """
+    for slot, leaf, declared in passed_shardings(plan, leaves):
         if not is_wanted(leaf):
             continue
         # Arrays on other devices are left to _check_devices.
-        is_meant = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
-        if is_meant and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
+        is_compared = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
+        if is_compared and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
             yield plan.names[slot], leaf, declared
 
 
-def _with_option(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, Any, Any]]:
-    """Yields the slots, arrays and shardings where the transform gives JAX a sharding."""
+def passed_shardings(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, AnyArray, Sharding]]:
+    """Yields the slots and arrays for which JAX gets a sharding as an option, with that."""
     if isinstance(plan.transform, Sharded) and plan.transform.passes_shardings:
         for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
             if sharding is not None:
                 yield slot, leaf, sharding
 
 
-@_check(
+@lists(
     "numpy-arguments-across-processes",
     "{name}: NumPy arguments cannot be sharded across processes: each process holds its own copy:",
     "Make global arrays of them: with nnx_sharding.placement.shard_batches, or "
@@ -271,13 +281,13 @@ def _with_option(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, Any, Any]]:
     "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
 )
 def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    for slot, leaf, sharding in _with_option(plan, leaves):
+    for slot, leaf, sharding in passed_shardings(plan, leaves):
         is_local = sharding.is_fully_addressable or sharding.is_fully_replicated
         if isinstance(leaf, np.ndarray) and not is_local:
             yield f"  {plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
 
 
-@_check(
+@lists(
     "different-devices",
     "{name}: incompatible devices. A program runs on one set of devices in one order, but these "
     "are on, or declared for, different ones:",
@@ -285,59 +295,27 @@ def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
     "pass on_committed='move'.",
 )
 def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    pairs: list[tuple[Any, str]] = []
+    """Yields each set of devices with the arguments on it, if there are several."""
+    shardings: list[tuple[Any, str]] = []
     for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
-        pairs.append((sharding, name))
+        shardings.append((sharding, name))
         if _is_concrete_ref(leaf) or is_committed(leaf):
-            pairs.append((leaf.sharding, name))
-    pairs += [(spec, plan.transform.out_name) for spec in plan.out_specs]
-    groups: dict[tuple[jax.Device, ...], dict[str, None]] = {}  # unique names in order
-    for sharding, name in pairs:
+            shardings.append((leaf.sharding, name))
+    shardings += [(spec, plan.transform.out_name) for spec in plan.out_specs]
+    names_on: dict[tuple[jax.Device, ...], dict[str, None]] = {}  # unique names in order
+    for sharding, name in shardings:
         devices = _compat.device_assignment(sharding)
         if devices is not None:
-            groups.setdefault(devices, {})[name] = None
-    for devices, names in groups.items() if len(groups) > 1 else ():
+            names_on.setdefault(devices, {})[name] = None
+    for devices, names in names_on.items() if len(names_on) > 1 else ():
         ids = ", ".join(str(device.id) for device in devices)
         yield f"  {several([*names])}: {devices[0].platform} {ids}"
 
 
-_CHECKS: Sequence[_Check] = (
+_CHECKS: Sequence[Check] = (
     *(_check_axes, _check_deleted, _check_shapes, _check_types, _check_committed),
     *(_check_ref_shardings, _check_host_arrays, _check_devices, _check_donated_twice),
 )
-
-
-@_check(
-    "compiled-for-other-types",
-    "{fun_name} was compiled for other types than these arguments have:",
-    "Compile it for these too, as jit does, or pad them to the shapes that it was compiled for.",
-    TypeError,
-)
-def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> Iterator[str]:
-    for name, leaf, aval in zip(plan.names, leaves, avals, strict=True):
-        actual, compiled = jax.typeof(leaf).str_short(), aval.str_short()
-        if actual != compiled:
-            yield f"  {name}: is {actual}, compiled for {compiled}"
-
-
-@_check(
-    "compiled-for-other-shardings",
-    "{fun_name} was compiled for other shardings than these arguments have:",
-    "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: abstract "
-    "ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...).",
-)
-def _check_compiled_shardings(
-    plan: Plan, leaves: Arrays, shardings: Sequence[Spec]
-) -> Iterator[str]:
-    # Arrays with a declared spec are moved, or refused for that reason.
-    done = {*plan.placed_slots, *(slot for slot, *_ in _with_option(plan, leaves))}
-    for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
-        if slot in done or compiled is None or not is_committed(leaf):  # None: not used
-            continue
-        if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
-            actual, expected = describe_both(leaf.sharding, compiled)
-            line = array_line(plan.names[slot], leaf)
-            yield f"{line}: is {actual}, compiled for {expected}"
 
 
 def _is_concrete(leaf: AnyArray) -> bool:

@@ -66,11 +66,11 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Outcome:
-    """The static part of what a call did; objects are indices."""
+    """The static part of what a call did to its graph; objects are named by their indices."""
 
     # The graph after the call: first the input objects, and as its root the output of the function.
     structure: Structure
-    # Of each array of it: the group and position among the outputs, or -1 and the slot of an input.
+    # Where each of its arrays is: a group of outputs and the position in it; or INPUT and a slot.
     sources: tuple[tuple[int, int], ...]
     values: tuple[int, ...]  # input Variables whose arrays changed
     metadata: tuple[int, ...]  # those whose metadata or kind of value changed
@@ -104,26 +104,35 @@ def pack(
     specs: Sequence[Spec],
     names: Sequence[str],
 ) -> tuple[Any, ...]:
-    """Sorts the arrays after a call into outputs and unchanged ones, and notes what changed.
+    """Sorts the arrays after a call into outputs and unchanged ones, and compares the graphs.
 
-    Returns what the pure function returns: the groups of outputs, and last the outcome.
+    Args:
+      plan: the plan, with the graph before the call.
+      fun_name: the name of the user's function, in messages.
+      leaves: the arrays before the call, by slot.
+      after: the graph after the call.
+      specs: the final spec of each of its arrays.
+      names: the expression for each of them.
+
+    Returns:
+      What the pure function returns: the groups of outputs, and last the outcome.
     """
     changes, sources = _compare(plan, leaves, after, specs)
-    numbers = _group_numbers(plan, specs, names)
-    outputs: list[list[Any]] = [[] for _ in numbers]
-    labels: list[list[str]] = [[] for _ in numbers]
-    inputs = {_compat.identity(leaf): slot for slot, leaf in enumerate(leaves)}
-    refs = after.structure.slots_of(RefEntry)
+    group_of_spec = _group_numbers(plan, specs, names)
+    outputs: list[list[Any]] = [[] for _ in group_of_spec]  # by group
+    output_names: list[list[str]] = [[] for _ in group_of_spec]
+    input_slots = {_compat.identity(leaf): slot for slot, leaf in enumerate(leaves)}
+    ref_slots = after.structure.slots_of(RefEntry)
     for slot, leaf in enumerate(after.leaves):
-        is_ref = slot in refs and _compat.is_ref(leaf)
-        if is_ref and _compat.identity(leaf) in inputs:
-            sources[slot] = (INPUT, inputs[_compat.identity(leaf)])
+        is_ref = slot in ref_slots and _compat.is_ref(leaf)
+        if is_ref and _compat.identity(leaf) in input_slots:
+            sources[slot] = (INPUT, input_slots[_compat.identity(leaf)])
         elif slot not in sources:
-            number = numbers[specs[slot]]
-            sources[slot] = (number, len(outputs[number]))
+            group = group_of_spec[specs[slot]]
+            sources[slot] = (group, len(outputs[group]))
             # A ref cannot leave a trace; its value can, and becomes a new ref outside.
-            outputs[number].append(leaf[...] if is_ref else leaf)
-            labels[number].append(names[slot])
+            outputs[group].append(leaf[...] if is_ref else leaf)
+            output_names[group].append(names[slot])
     donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.must_be_used)}
     check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
     outcome = Outcome(
@@ -136,7 +145,7 @@ def pack(
         replaced=tuple(changes.replaced),
         has_effects=_compat.trace_has_effects(),
     )
-    return (*map(OutputGroup, map(tuple, labels), outputs), outcome)
+    return (*map(OutputGroup, map(tuple, output_names), outputs), outcome)
 
 
 @dataclasses.dataclass
@@ -153,7 +162,11 @@ class _Changes:
 def _compare(
     plan: Plan, leaves: Arrays, after: Flat, specs: Sequence[Spec]
 ) -> tuple[_Changes, dict[int, tuple[int, int]]]:
-    """Returns what changed of the input objects, and the sources of their unchanged arrays."""
+    """Returns what changed of the input objects, and the sources of their unchanged arrays.
+
+    ``leaves`` are the arrays before the call; ``after`` is the graph after it, and ``specs`` those
+    of its arrays.
+    """
     changes, sources = _Changes(), dict[int, tuple[int, int]]()
     for index, old in enumerate(plan.structure.entries):
         new, slots = after.structure.entries[index], after.structure.slots[index]
@@ -161,13 +174,14 @@ def _compare(
             changes.replaced.append(index)
         if not slots and new == old:
             continue
-        # A tracer that is still the same is an array that the function did not change.
+        # A tracer that is still the same is an array that the function did not change. It is an
+        # output all the same if its buffer is donated, or if it gets another sharding.
         unchanged = {
-            slot: (INPUT, before)
-            for slot, before in kept_places(plan.structure, after.structure, index)
-            if after.leaves[slot] is leaves[before]
-            and before not in plan.donated
-            and specs[slot] == plan.object_specs[before]
+            slot: (INPUT, old_slot)
+            for slot, old_slot in kept_places(plan.structure, after.structure, index)
+            if after.leaves[slot] is leaves[old_slot]
+            and old_slot not in plan.donated
+            and specs[slot] == plan.object_specs[old_slot]
         }
         sources |= unchanged
         fresh = {slot for slot in slots if slot not in unchanged}
@@ -188,36 +202,44 @@ def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> d
     numbers = {spec: number for number, spec in enumerate(plan.out_specs)}
     # JAX needs the specs before the trace, but the function in a prefix of `nnx.prefix` is asked
     # about new Variables only in it, and may return others.
-    unknown = [f"  {names[s]}: {spec!r}" for s, spec in enumerate(specs) if spec not in numbers]
+    lines = [f"  {names[s]}: {spec!r}" for s, spec in enumerate(specs) if spec not in numbers]
     raise_listed(
         ValueError,
         f"{plan.transform.name}: nnx.prefix cannot shard Variables that the function creates, "
         "because it only sees the arguments. These are new, and get specs that no argument has:",
-        unknown,
+        lines,
         "Give its filters as StateSharding, or in vmap and scan as StateAxes.",
     )
     return numbers
 
 
 def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of whichever of several functions runs; the structure after each is the same.
+    """Returns the outcome of whichever branch of a ``cond`` or ``switch`` runs.
 
-    Arrays that one of them changes are outputs of all, in one group, in the order of their slots.
+    The structure after each branch is the same. Arrays that one of them changes are outputs of all,
+    in one group, in the order of their slots. ``before`` is the structure of the arguments.
     """
     first, structure = outcomes[0], outcomes[0].structure
-    every = [*zip(*(outcome.sources for outcome in outcomes), strict=True)]
-    fresh = [slot for slot, sources in enumerate(every) if max(sources)[0] >= 0]
-    places = {slot: (0, position) for position, slot in enumerate(fresh)}
-    entries: Any = before.entries
-    nodes = sorted({change.node for outcome in outcomes for change in outcome.nodes})
-    changes = (node_changes(i, entries[i], structure, {*fresh}) for i in nodes)
+    # For each slot, the source of its array in each branch.
+    sources_by_slot = [*zip(*(outcome.sources for outcome in outcomes), strict=True)]
+    fresh = [
+        slot
+        for slot, sources in enumerate(sources_by_slot)
+        if any(group != INPUT for group, _ in sources)
+    ]
+    output_sources = {slot: (0, position) for position, slot in enumerate(fresh)}
+    entries: Sequence[Any] = before.entries
+    changed = sorted({change.node for outcome in outcomes for change in outcome.nodes})
+    nodes = (node_changes(index, entries[index], structure, {*fresh}) for index in changed)
     return Outcome(
-        structure,
-        tuple(places.get(slot, sources[0]) for slot, sources in enumerate(every)),
-        tuple(sorted({index for outcome in outcomes for index in outcome.values})),
-        first.metadata,
-        tuple(change for change in changes if change is not None),
-        first.statics,
-        first.replaced,
-        any(outcome.has_effects for outcome in outcomes),
+        structure=structure,
+        sources=tuple(
+            output_sources.get(slot, sources[0]) for slot, sources in enumerate(sources_by_slot)
+        ),
+        values=tuple(sorted({index for outcome in outcomes for index in outcome.values})),
+        metadata=first.metadata,
+        nodes=tuple(change for change in nodes if change is not None),
+        statics=first.statics,
+        replaced=first.replaced,
+        has_effects=any(outcome.has_effects for outcome in outcomes),
     )

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _compat
 from ..specs.fitting import OnIndivisible, first_axes, in_type
 from ..specs.state_sharding import StateSharding
-from ..specs.types import Arrays, Objects
+from ..specs.types import Arrays, AxisName, Objects
 from .arguments import Argument, named_parts, split_arguments
 from .bounded import make_room
 from .constrain import shape_of
@@ -40,14 +40,7 @@ from .problems import arguments_not_arrays
 from .pure import pure_function
 from .reach import Reach, values_in
 from .rebuild import parts_by_key
-from .resolve import (
-    FilterUse,
-    NamedLocation,
-    known_variables,
-    locate,
-    resolve,
-    slot_names,
-)
+from .resolve import FilterUse, NamedLocation, known_variables, locate, resolve, slot_names
 from .signature import Parameters, Signature, SortedCall, align_specs
 from .spec_checks import check_mesh, fit_specs
 from .static_equality import Static
@@ -62,7 +55,7 @@ MAX_PROGRAMS = 16
 NOT_ASKED = "not asked"
 
 # The pure functions that JAX has traced for one user's function, by what the traces depend on.
-Traced = MutableMapping[Hashable, Callable[..., Any]]
+TracedFunctions: TypeAlias = MutableMapping[Hashable, Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,7 +63,8 @@ class Plan:
     """All that a call needs to know before its function is traced.
 
     It holds no arrays, no modules, and the user's function only weakly. A slot is the position of
-    an array among those of the arguments, an index that of an object in their structure.
+    an array among those of the arguments, an index that of an object in their structure. A final
+    spec is in the form that the transform uses: for ``jit`` a sharding on the mesh that applies.
     """
 
     transform: Transform  # with the mesh that applies
@@ -99,12 +93,12 @@ class Plan:
     placed_slots: Sequence[int]
     placed_shardings: list[Sharding]
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks them from all arrays
-    # Arrays outside of objects without a declared sharding, if activations are sharded, and the
+    # If activations are sharded: arrays outside of objects without a declared sharding, and the
     # mesh axes over which the first dimension of any is sharded; in a trace also those in types.
     batch_slots: tuple[int, ...]
-    batch_axes: frozenset[Any]
+    batch_axes: frozenset[AxisName]
 
-    traced: Traced
+    traced: TracedFunctions
     # The programs that JAX made, by what the user's function can reach.
     programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
     # What JAX has reported about an unfinished compilation.
@@ -149,7 +143,7 @@ class Plan:
 
     @functools.cached_property
     def trace_key(self) -> Hashable:
-        """What the trace depends on, besides the types of the arrays."""
+        """All on which a trace depends, besides the types of the arrays: no compiler options."""
         return (
             self.transform.trace_key,
             self.signature._replace(donated=frozenset()),
@@ -184,8 +178,9 @@ class Plan:
         """All specs that outputs can have; there is a group of outputs for each."""
         transform = self.transform
         specs = [transform.spec_of(None), *transform.own_specs]
-        written = (part.spec for argument in self.graph_arguments for part in argument.parts)
-        for rule in (*transform.out_specs.rules, *written):
+        # What the function creates in an argument gets a spec by the rules for that argument.
+        in_rules = (part.spec for argument in self.graph_arguments for part in argument.parts)
+        for rule in (*transform.out_specs.rules, *in_rules):
             has_filters = isinstance(rule, StateSharding)
             for spec in map(transform.spec_of, rule.shardings if has_filters else [rule]):
                 option = rule.on_indivisible if has_filters else None
@@ -218,11 +213,11 @@ class Plan:
 def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
     """Returns all of a call on which its plan depends."""
     structure, leaves = flat.structure, flat.leaves
-    # Only arrays of JAX that are attributes of modules are placed.
-    others = {s for s, x in enumerate(leaves) if type(x) is not _compat.ArrayImpl}
-    others = others and others.intersection(structure.slots_of(NodeEntry))
-    others = {s for s in others if not isinstance(leaves[s], (jax.Array, jax.ShapeDtypeStruct))}
-    return call.signature, structure, transform.key(leaves), frozenset(others)
+    # Only arrays of JAX that are attributes of modules are placed; a structure does not show these.
+    not_jax = {s for s, x in enumerate(leaves) if type(x) is not _compat.ArrayImpl}
+    not_jax = not_jax and not_jax.intersection(structure.slots_of(NodeEntry))
+    not_jax = {s for s in not_jax if not isinstance(leaves[s], (jax.Array, jax.ShapeDtypeStruct))}
+    return call.signature, structure, transform.key(leaves), frozenset(not_jax)
 
 
 def make_plan(
@@ -231,7 +226,7 @@ def make_plan(
     parameters: Parameters,
     call: SortedCall,
     flat: Flat,
-    traced: Traced,
+    traced: TracedFunctions,
     *,
     graph: bool,
     updates: bool,
@@ -239,7 +234,8 @@ def make_plan(
     """Makes the plan for the structure of a call.
 
     Raises an error for all that is wrong with arguments and specs, except for what the function
-    returns. The plan finds functions that JAX has traced already in ``traced``.
+    returns. ``flat`` has the arguments of ``call``, ``traced`` the pure functions that JAX has
+    traced already, to which the plan adds its own. The others are attributes of the plan.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
@@ -256,8 +252,8 @@ def make_plan(
             raise error
         check_mesh(transform, locations, flat.objects, leaves)
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
-    shapes, wanted = [*map(shape_of, leaves)], transform.input_specs(resolved.slots, leaves)
-    specs = fit_specs(transform, names, shapes, wanted, resolved.on_indivisible)
+    shapes, declared = [*map(shape_of, leaves)], transform.input_specs(resolved.slots, leaves)
+    specs = fit_specs(transform, names, shapes, declared, resolved.on_indivisible)
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = _array_attributes(structure, leaves) if graph and updates else {}
     placed = _placed(transform, structure, shardings, attributes)
@@ -329,9 +325,9 @@ def _placed(
     transform: Transform,
     structure: Structure,
     shardings: Sequence[Sharding | None],
-    attributes: Mapping[int, Any],
+    attributes: Mapping[int, tuple[int, Any]],
 ) -> dict[int, Sharding]:
-    """Returns the shardings of the arrays that a call moves, by slot."""
+    """Returns those of the declared shardings to which a call moves arrays, by slot."""
     placed = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
     if isinstance(transform, Sharded) and transform.on_committed == "move":
         return placed
@@ -342,7 +338,7 @@ def _placed(
 
 def _shards_activations(transform: Transform, arguments: Sequence[Argument]) -> bool:
     """Whether shardings of activations are declared, for the call or for an argument."""
-    written = (part.spec for argument in arguments for part in argument.parts)
-    declared = [getattr(spec, "activations", None) for spec in written]
+    specs = (part.spec for argument in arguments for part in argument.parts)
+    declared = [getattr(spec, "activations", None) for spec in specs]
     declared.append(getattr(transform, "activation_shardings", None))
-    return any(x is not None for x in declared)
+    return any(activations is not None for activations in declared)

@@ -8,6 +8,10 @@ It takes the arrays of the arguments, by slot, and does in a trace, from the top
     find the spec of each array                             resolve.py
     return what changed                                     outcome.py
 
+The *plan* (``plan.py``) has what is known before the trace: the structure of the arguments, the
+names and specs of their arrays. The *caller* (``call_context.py``) is the call that is traced.
+An *index* is that of an object in a structure, a *slot* the position of an array.
+
 Outputs are as few as possible: an array that the function did not change is not an output, and the
 caller's object keeps it. What the outputs mean is known only after tracing and may depend on
 shapes, so it is the static part of what is returned, of which JAX keeps one for each trace.
@@ -63,15 +67,15 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
         assert caller is not None
         if caller.plan is not None:
             deliver_signals()  # nothing has run yet, and tracing may take long
-        forget = None
+        withdraw = None  # takes back what the observer was told
         if caller.observer is not None:
-            forget = caller.observer.traced(plan, caller.fun, leaves, nested=caller.nested)
+            withdraw = caller.observer.traced(plan, caller.fun, leaves, nested=caller.nested)
         try:
             with called_by(None):  # what the function calls makes traces of its own
                 return on_one_chunk(_trace, plan, caller, leaves)
         except BaseException:
-            if forget is not None:
-                forget()
+            if withdraw is not None:
+                withdraw()
             raise
 
     name_as(pure, fun, plan.names)
@@ -93,7 +97,11 @@ on_one_chunk.__code__ = on_one_chunk.__code__.replace(co_stacksize=1 << 14)
 
 
 def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
-    """Builds the graph around tracers, and restores the caller's own objects in it afterwards."""
+    """Builds the graph around tracers, and returns the outputs of the user's function on it.
+
+    Static objects that cannot be copied are the caller's own: what the function changes in them is
+    undone when the trace ends.
+    """
     arrays = plan.transform.retype_inputs(plan, leaves, nested=caller.nested)
     # Copies of all others, or another thread's changes would be taken for the function's.
     unique = {index: caller.objects[index] for index in not_copied(plan.structure)}
@@ -107,7 +115,10 @@ def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
 def call_and_pack(
     plan: Plan, caller: Caller, arrays: RetypedArrays, built: Built
 ) -> tuple[Any, ...]:
-    """Calls the user's function; returns its outputs by spec, and the outcome."""
+    """Calls the user's function; returns its outputs by spec, and the outcome.
+
+    Raises errors for what it must not return or change. ``arrays`` and ``built`` are the arguments.
+    """
     transform, fun_name = plan.transform, name_of(caller.fun)
     name, strict = transform.name, transform.strict
     output, before = _call_function(plan, caller, arrays, built)
@@ -134,13 +145,14 @@ def call_and_pack(
 def _call_function(
     plan: Plan, caller: Caller, arrays: RetypedArrays, built: Built
 ) -> tuple[Any, Snapshot]:
-    """Returns what the user's function returns, and the objects as they were before."""
+    """Returns what the user's function returns, and a snapshot of its arguments before the call."""
     statics = [assemble(child, iter(()), built.objects) for child in plan.structure.statics]
     args, kwargs = join_call(plan.signature, statics, built.root)
+    # In a trace, the types of arrays may say over which axes the rows of the batch are sharded.
     types = (getattr(jax.typeof(arrays.leaves[s]), "sharding", None) for s in plan.batch_slots)
     batch_axes = plan.batch_axes | first_axes(types, plan.transform.context)
-    in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
-    tracing = plan.transform.tracing(in_trace, caller, built, arrays.inside)
+    plan_in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
+    tracing = plan.transform.tracing(plan_in_trace, caller, built, arrays.inside)
     with arrays.context(), tracing as call:
         # Within the context: what it sets, such as tags of modules, is no change by the user.
         before = Snapshot(plan.structure, built.objects)
@@ -150,23 +162,28 @@ def _call_function(
 def _flatten_after(
     plan: Plan, output: object, built: Built, carried: Set[int], before: Snapshot
 ) -> Flat:
-    """Flattens the graph after the call, with the objects of the arguments first."""
+    """Flattens the graph after the call, with the objects of the arguments first.
+
+    Raises errors for what the function must not do to them. Without graph updates, the output must
+    not hold Variables of the arguments, except the ``carried`` ones.
+    """
     structure, updates, name = plan.structure, plan.updates, plan.transform.name
-    borrowed = {_compat.identity(static.value) for static in structure.identities()}
+    # JAX keeps the structure with the trace, which must not keep the caller's statics alive.
+    static_ids = {_compat.identity(static.value) for static in structure.identities()}
     nodes = {i for i, entry in enumerate(structure.entries) if isinstance(entry, NodeEntry)}
-    static_objects = {_compat.identity(built.objects[i]) for i in structure.static_indices()}
+    object_ids = {_compat.identity(built.objects[i]) for i in structure.static_indices()}
     after = flatten(
         output,
         graph=plan.graph,
         first_objects=built.objects,
         # Without updates the caller's modules stay as they are, and results are other ones.
         replaced=frozenset() if updates else nodes - carried,
-        held_weakly=borrowed | static_objects,
+        held_weakly=static_ids | object_ids,
         snapshot=before,
     )
     if not plan.graph:
         after.structure.check_tree()  # of the output; that of the arguments has been checked
-    check_objects(structure, after, plan.graph_arguments, borrowed, name=name, updates=updates)
+    check_objects(structure, after, plan.graph_arguments, static_ids, name=name, updates=updates)
     if not updates:
         check_output(after, plan.known, carried, name=name)
     return after
@@ -194,6 +211,7 @@ def _is_unchanged(before: Structure, after: Structure) -> bool:
 
 
 def _names_after(plan: Plan, after: Structure, locations: Sequence[NamedLocation]) -> list[str]:
+    """Returns the names of the arrays after the call: those of known Variables stay."""
     names = slot_names(after.num_leaves, locations)
     for index, (name, _) in plan.known.items():
         for slot in after.slots[index]:
@@ -208,7 +226,11 @@ def _output_specs(
     locations: Sequence[NamedLocation],
     names: Sequence[str],
 ) -> list[Any]:
-    """Returns the final spec of each array after the call."""
+    """Returns the final spec of each array after the call; raises errors for those that do not fit.
+
+    ``leaves`` are the arrays before the call. What was updated keeps its spec; ``locations`` are
+    those of what is new, whose specs the user's rules for inputs and outputs decide.
+    """
     transform = plan.transform
     resolved = resolve(
         locations,
@@ -219,35 +241,39 @@ def _output_specs(
         settled={argument.name for argument in plan.graph_arguments},
     )
     check_filters((*plan.uses, *resolved.uses), name=transform.name, strict=transform.strict)
-    before = _keep_specs(plan, leaves, after.structure, resolved)
-    open_spec, others = transform.spec_of(None), transform.written_specs(plan, after)
-    declared = (others.get(slot, spec) for slot, spec in enumerate(resolved.slots))
+    old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
+    open_spec, written = transform.spec_of(None), transform.written_specs(plan, after)
+    declared = (written.get(slot, spec) for slot, spec in enumerate(resolved.slots))
     specs = [open_spec if spec is None else spec for spec in declared]
     shapes = [shape_of(leaf) for leaf in after.leaves]
     return fit_specs(
-        transform, names, shapes, specs, resolved.on_indivisible, outputs=True, before=before
+        transform, names, shapes, specs, resolved.on_indivisible, outputs=True, before=old_shapes
     )
 
 
 def _keep_specs(
     plan: Plan, leaves: Arrays, after: Structure, resolved: Resolved
 ) -> dict[int, tuple[int, ...] | None]:
-    """Gives what was updated the specs that it had; returns the old shapes, by new slot."""
-    before: dict[int, tuple[int, ...] | None] = {}
+    """Gives what was updated the specs that it had, in ``resolved``.
+
+    Returns the old shapes of Variables, by new slot. ``leaves`` are the arrays before the call.
+    """
+    old_shapes: dict[int, tuple[int, ...] | None] = {}
     for index in plan.known:
         old_slots = plan.structure.slots[index]
         for position, slot in enumerate(after.slots[index]):
             resolved.slots[slot] = resolved.variables[index][1]
             if not old_slots:
                 continue
-            old = old_slots[min(position, len(old_slots) - 1)]
-            before[slot] = shape_of(leaves[old])
-            if old in plan.on_indivisible:
-                resolved.on_indivisible[slot] = plan.on_indivisible[old]
+            # A Variable may hold more arrays than before, in a larger pytree.
+            old_slot = old_slots[min(position, len(old_slots) - 1)]
+            old_shapes[slot] = shape_of(leaves[old_slot])
+            if old_slot in plan.on_indivisible:
+                resolved.on_indivisible[slot] = plan.on_indivisible[old_slot]
     for index, slots in enumerate(plan.structure.slots):
         if not slots or not isinstance(after.entries[index], NodeEntry):
             continue
-        for slot, old in kept_places(plan.structure, after, index):
+        for slot, old_slot in kept_places(plan.structure, after, index):
             if resolved.slots[slot] is None:  # an attribute, as what it replaces
-                resolved.slots[slot] = plan.object_specs[old]
-    return before
+                resolved.slots[slot] = plan.object_specs[old_slot]
+    return old_shapes

@@ -28,11 +28,11 @@ import jax
 
 from .. import _compat
 from ..activations.tracing import inherited, pass_paths, pass_tags
-from ..core.arguments import PLAIN
 from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat
 from ..core.plan import Plan
+from ..core.static_arguments import PLAIN_TYPES
 from ..core.static_equality import Static
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
@@ -103,7 +103,7 @@ def may_keep(static: StaticLeaves) -> bool:
     JAX finds a trace by the identity of its function, so keeping that saves a trace. But it must
     not keep the user's objects alive; numbers and strings are no such objects.
     """
-    return all(isinstance(leaf.value, PLAIN) for _, leaf in static)
+    return all(isinstance(leaf.value, PLAIN_TYPES) for _, leaf in static)
 
 
 def compile_at_top_level(

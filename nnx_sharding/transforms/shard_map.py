@@ -20,13 +20,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..activations.tracing import sharded_activations
-from ..core.arguments import Specs, check_specs, with_static_values
+from ..core.arguments import Specs, check_specs
 from ..core.call_context import Caller
 from ..core.constrain import mesh_here, type_as
 from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.problems import array_line, check_options
 from ..core.signature import Parameters, Roles, Signature, SortedCall
+from ..core.static_arguments import with_static_values
 from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..errors import raise_listed

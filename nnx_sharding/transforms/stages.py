@@ -24,7 +24,8 @@ from .. import _compat
 from ..activations.calls import Recorder
 from ..core.call import run
 from ..core.call_context import Caller, called_by
-from ..core.failures import explained, raise_misfit
+from ..core.compiled_misfits import raise_misfit
+from ..core.failures import explained
 from ..core.flatten import Flat
 from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards

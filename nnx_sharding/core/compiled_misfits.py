@@ -1,0 +1,63 @@
+"""Explains why a compiled program refuses arguments that differ from those it was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from ..specs.fitting import describe_both
+from ..specs.types import Arrays
+from .declared import is_committed
+from .failures import lists, passed_shardings, raise_instead
+from .plan import Plan
+from .problems import array_line
+
+
+def raise_misfit(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -> None:
+    """Raises an error that says how arguments differ from what a program was compiled for.
+
+    ``stage`` is JAX's ``Lowered`` or ``Compiled``, which has refused these arrays by ``error``.
+    """
+    if isinstance(error, ValueError | TypeError):
+        if str(error).startswith("Argument types differ"):
+            raise_instead(error, lambda: _check_compiled_types(plan, leaves, stage.in_avals[0]))
+        elif isinstance(error, ValueError) and hasattr(stage, "input_shardings"):
+            compiled = stage.input_shardings[0]
+            raise_instead(error, lambda: _check_compiled_shardings(plan, leaves, compiled))
+
+
+@lists(
+    "compiled-for-other-types",
+    "{fun_name} was compiled for other types than these arguments have:",
+    "Compile it for these too, as jit does, or pad them to the shapes that it was compiled for.",
+    TypeError,
+)
+def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> Iterator[str]:
+    for name, leaf, aval in zip(plan.names, leaves, avals, strict=True):
+        actual, compiled = jax.typeof(leaf).str_short(), aval.str_short()
+        if actual != compiled:
+            yield f"  {name}: is {actual}, compiled for {compiled}"
+
+
+@lists(
+    "compiled-for-other-shardings",
+    "{fun_name} was compiled for other shardings than these arguments have:",
+    "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: abstract "
+    "ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...).",
+)
+def _check_compiled_shardings(
+    plan: Plan, leaves: Arrays, shardings: Sequence[Sharding | None]
+) -> Iterator[str]:
+    """Yields arrays with other shardings than these, those that a program was compiled for."""
+    # Arrays with a declared spec are moved, or refused for that reason.
+    declared = {*plan.placed_slots, *(slot for slot, *_ in passed_shardings(plan, leaves))}
+    for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
+        if slot in declared or compiled is None or not is_committed(leaf):  # None: not used
+            continue
+        if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
+            actual, expected = describe_both(leaf.sharding, compiled)
+            line = array_line(plan.names[slot], leaf)
+            yield f"{line}: is {actual}, compiled for {expected}"

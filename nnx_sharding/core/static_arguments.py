@@ -1,0 +1,76 @@
+"""Arguments that are static because they are no arrays and their spec is None.
+
+``jax.shard_map`` passes such values to the function as they are; other transforms refuse them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .. import _compat
+from .arguments import is_spec
+from .signature import Parameters, Signature, align_specs
+from .static_equality import Static
+
+# What is static where its spec is None, as in `jax.shard_map`.
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+
+
+def with_static_values(
+    specs: object,
+    option: str,
+    parameters: Parameters,
+    signature: Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
+    """Makes arguments static that are no arrays and whose spec is None, as `jax.shard_map` does.
+
+    Args:
+      specs: those of the arguments, as the user wrote them.
+      option: their name in messages.
+      parameters: of the function.
+      signature: the roles of the arguments.
+      args: the positional arguments.
+      kwargs: those by keyword.
+
+    Returns:
+      The signature, with more static arguments, and the arguments, in which leaves of pytrees that
+      are static for the same reason are ``Static`` values.
+    """
+    # An argument without a spec may be a different number at each call, so it stays dynamic.
+    positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
+    spec_of: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    unspecified = [key for key, spec in spec_of.items() if spec is None]
+    plain = {key for key in unspecified if isinstance(values[key], PLAIN_TYPES)}
+    signature = signature._replace(static=signature.static | plain)
+    for key in spec_of.keys() - plain:
+        values[key] = _with_static_leaves(spec_of[key], values[key])
+    args = tuple(values[i] for i in range(len(args)))
+    return signature, args, {name: values[name] for name in kwargs}
+
+
+def _with_static_leaves(spec: Any, value: object) -> Any:
+    """Returns a pytree in which non-arrays are marked as static where a prefix of specs is None."""
+    if spec is None:
+        return jax.tree_util.tree_map(_static_unless_array, value, is_leaf=_compat.is_graph_object)
+    if is_spec(spec):
+        return value
+    specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
+    try:
+        parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
+    except ValueError:  # not a prefix; reported with all other problems
+        return value
+    return jax.tree_util.tree_unflatten(treedef, map(_with_static_leaves, specs, parts))
+
+
+def _static_unless_array(x: object) -> Any:
+    """Returns a leaf as it is if it is an array or an object of a graph, else as a static value."""
+    is_array = _compat.is_graph_object(x) or (
+        not isinstance(x, PLAIN_TYPES) and _compat.is_array_like(x)
+    )
+    return x if is_array else Static.of(x)
