@@ -139,7 +139,7 @@ class MistakesTest(parameterized.TestCase):
             self.assertEmpty([fact for fact in case.facts if fact not in explained[case.anchor]])
 
     def test_anchors_exist(self):
-        before = r'(?:@_check\(|\bsee\([^"]*?,|anchor ?=|\belse)'
+        before = r'(?:@lists\(|\bsee\([^"]*?,|anchor ?=|\belse)'
         used = set[str]()
         for path in pathlib.Path(nnx_sharding.__file__).parent.rglob("*.py"):
             text = path.read_text(encoding="utf-8")

@@ -1,4 +1,12 @@
-"""Nodes, Variables and modes of Flax."""
+"""Nodes, Variables and modes of Flax.
+
+A *node* is a module or another object that Flax registers as a part of graphs. Its attributes are
+its *items*: by *keys* in the order in which Flax flattens them, by *names* in its ``__dict__``. The
+*statuses* of a module say which of its attributes are data. What all nodes of one class with the
+same names and statuses have in common is their *form* (:class:`NodeForm`).
+
+Values are read and written past the hooks and checks of Flax, by the descriptors of its slots.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.extend
@@ -17,6 +25,11 @@ from flax.nnx import extract, graphlib, pytreelib, variablelib
 from flax.typing import HashableMapping as HashableMapping
 
 from .jax_names import ArrayImpl, private_name, trace_is_clean
+
+# A module, or an object of another class that Flax registers.
+Node: TypeAlias = Any
+# A function with its arguments, which changes an object when it is called.
+Operation: TypeAlias = tuple[Any, ...]
 
 _GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
@@ -37,12 +50,12 @@ class NodeForm(NamedTuple):
     metadata: Any  # hashable; everything else about the nodes
     names: tuple[str, ...]  # of the attributes, in the order of the ``__dict__``
     order: tuple[int, ...]  # by key: the position among the names
-    pick: Callable[[Sequence[Any]], Iterable[Any]]  # what is at these positions
-    statuses: Any = None  # which of the attributes are data, if equal in all these nodes
+    pick: Callable[[Sequence[Any]], Iterable[Any]]  # values by name → by key
+    statuses: Any = None  # those of all these nodes, one object, if they are equal
 
     @classmethod
     def of(cls, keys: tuple[Any, ...], is_data: tuple[bool | None, ...], *rest: Any) -> NodeForm:
-        """The form of nodes with these attributes."""
+        """Returns the form of nodes with these attributes; ``rest`` begins with the metadata."""
         is_static = tuple(x is False for x in is_data)
         others = tuple(i for i, static in enumerate(is_static) if not static)
         return cls(keys, is_data, is_static, others, *rest)
@@ -53,71 +66,77 @@ class NodeItems(NamedTuple):
 
     form: NodeForm
     values: Sequence[Any]  # by key
-    own: Sequence[Any] | None  # as they are in the ``__dict__``; None if that has others
+    in_dict: Sequence[Any] | None  # by name; None if the ``__dict__`` has other attributes
 
 
-def node_items(
-    node: Any, forms: dict[Any, NodeForm], no_tracers: set[type[Any]] | None
-) -> NodeItems:
-    """The attributes of a node; what is read with the same ``forms`` shares them.
+def node_items(node: Node, forms: dict[Any, NodeForm], no_tracers: set[type] | None) -> NodeItems:
+    """Returns the attributes of a node. Tracers of ended traces among them become abstract.
 
-    ``no_tracers`` are types that were found to be none, as to ask takes a third of a microsecond;
-    None in a trace.
+    Args:
+      node: the node. In a trace, traced arrays in its attributes are marked as data.
+      forms: those that were met in this walk; new ones are added.
+      no_tracers: types that were found to be none, since asking takes a third of a microsecond; new
+        ones are added. None in a trace.
     """
     if no_tracers is None:
         _adopt_tracers(node)
-        return _own_items(node, forms)
-    items = _own_items(node, forms)
+        return _items_by_form(node, forms)
+    items = _items_by_form(node, forms)
     for kind in {*map(type, items.values)} - no_tracers:
         if issubclass(kind, jax.core.Tracer):
-            left = [i for i, x in enumerate(items.values) if isinstance(x, jax.core.Tracer)]
-            return _abstracted(items, left)
+            leaked = [i for i, x in enumerate(items.values) if isinstance(x, jax.core.Tracer)]
+            return _abstracted(items, leaked)
         no_tracers.add(kind)
     return items
 
 
-def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
-    """Reads a node whose ``__dict__`` has all by a known form, which is many times as fast."""
-    has_own = is_plain_pytree(node)
-    own, statuses = get_dict(node) if has_own else {}, _untagged(getattr(node, STATUSES, {}))
+def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
+    """Reads a node by a known form, many times as fast as Flax; adds a form if there is none."""
+    is_plain = is_plain_pytree(node)
+    attributes = get_dict(node) if is_plain else {}
+    statuses = _untagged(getattr(node, STATUSES, {}))
     is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
-    names, in_own = (*own,), [*own.values()]
+    names, in_dict = (*attributes,), [*attributes.values()]
     marks = (*is_data.values(),)
-    key = (type(node), *names, None, *is_data, *marks, *{*map(type, marks)})  # 1 equals True
-    form = (forms.get(key) or _FORMS.get(key)) if has_own else None
+    # With the types of the marks, since 1 equals True.
+    key = (type(node), *names, None, *is_data, *marks, *{*map(type, marks)})
+    form = (forms.get(key) or _FORMS.get(key)) if is_plain else None
     if form is not None:
-        values = [*form.pick(in_own)]
+        values = [*form.pick(in_dict)]
         if form.statuses is not None:
             values[form.keys.index(STATUSES)] = form.statuses
-        return NodeItems(form, values, in_own)
-    is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
-    items = _read_items(node, names, in_own if has_own else None, statuses if is_plain else None)
-    if items.own is not None:
-        (_FORMS if is_plain and len(_FORMS) < _MAX_FORMS else forms)[key] = items.form
+        return NodeItems(form, values, in_dict)
+    has_flags = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
+    items = _read_items(node, names, in_dict if is_plain else None, statuses if has_flags else None)
+    if items.in_dict is not None:
+        (_FORMS if has_flags and len(_FORMS) < _MAX_FORMS else forms)[key] = items.form
     return items
 
 
 def _read_items(
-    node: Any, names: tuple[str, ...], in_own: list[Any] | None, statuses: Any
+    node: Node, names: tuple[str, ...], in_dict: list[Any] | None, statuses: object
 ) -> NodeItems:
-    """Reads a node as Flax flattens it, and notes where in its ``__dict__`` each value is.
+    """Reads a node as Flax flattens it, and finds where in its ``__dict__`` each value is.
 
-    ``in_own`` are the values there, None if the node may have others; ``statuses`` those of which
-    nodes of one form share one object, None if they do not.
+    Args:
+      node: the node.
+      names: of the attributes in its ``__dict__``.
+      in_dict: their values; None if the node may have other attributes.
+      statuses: the object that all nodes of its form share; None if they do not.
     """
     flattened, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
     pairs = [*flattened]
-    kinds = {graphlib.DataElem: True, graphlib.StaticElem: False}
+    data_of_wrapper = {graphlib.DataElem: True, graphlib.StaticElem: False}
     keys = tuple(key for key, _ in pairs)
-    values = [_untagged(x.value if type(x) in kinds else x) for _, x in pairs]
+    values = [_untagged(x.value if type(x) in data_of_wrapper else x) for _, x in pairs]
     places = {name: place for place, name in enumerate(names)}
     order = tuple(places.get(str(key[0] if type(key) is tuple else key), -1) for key in keys)
     # A class may add attributes to what Flax sees, or hide some.
     is_same = (
-        in_own is not None
+        in_dict is not None
         and sorted(order) == [*range(len(names))]
         and all(
-            _untagged(in_own[place]) == value if key == STATUSES else in_own[place] is value
+            _untagged(in_dict[place]) == value if key == STATUSES else in_dict[place] is value
             for key, place, value in zip(keys, order, values, strict=True)
         )
     )
@@ -126,9 +145,9 @@ def _read_items(
     # For one position, an itemgetter would not give a sequence.
     pick = operator.itemgetter(*order) if len(order) > 1 else list
     shared = statuses if STATUSES in keys else None
-    is_data = tuple(kinds.get(type(x)) for _, x in pairs)
+    is_data = tuple(data_of_wrapper.get(type(x)) for _, x in pairs)
     form = NodeForm.of(keys, is_data, metadata, names, order, pick, shared)
-    return NodeItems(form, values, in_own if is_same else None)
+    return NodeItems(form, values, in_dict if is_same else None)
 
 
 # Forms that hold nothing but names and flags. Flax keeps the classes of all nodes, too.
@@ -154,27 +173,33 @@ class _Tagged(HashableMapping[Any, Any]):
 
 
 def _untagged(x: Any) -> Any:
-    """Statuses as they were before :func:`tag_node`; any other value unchanged."""
+    """Returns statuses as they were before :func:`tag_node`; any other value unchanged."""
     return HashableMapping(x._mapping, copy=False) if type(x) is _Tagged else x
 
 
-def tag_node(node: Any, tag: Any) -> None:
-    """Attaches a tag to a node of the current trace, for :func:`tag_of`."""
+def tag_node(node: Node, tag: object) -> None:
+    """Attaches a tag to a node of the current trace, for :func:`tag_of`.
+
+    It is in the statuses, which Flax copies into the nodes that its transforms make of this one.
+    """
     statuses = vars(node).get(STATUSES)
     if is_plain_pytree(node) and type(statuses) is HashableMapping:
         object.__setattr__(node, STATUSES, _Tagged(statuses._mapping, tag))
 
 
-def tag_of(node: Any) -> Any:
-    """What :func:`tag_node` attached to a node, or to the one that Flax made it from."""
+def tag_of(node: Node) -> Any:
+    """Returns what :func:`tag_node` attached to a node, or to the one that Flax made it from."""
     return getattr(vars(node).get(STATUSES), "tag", None)
 
 
-def _abstracted(items: NodeItems, left: Sequence[int]) -> NodeItems:
-    """The items, with tracers of ended traces replaced by their shapes, as data."""
+def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
+    """Returns items with abstract arrays instead of tracers, as data; refs stay.
+
+    ``leaked`` has the indices of these tracers, which a function stored and whose trace is over.
+    """
     form, values, is_data = items.form, list(items.values), list(items.form.is_data)
     marks = {}
-    for index in left:
+    for index in leaked:
         if isinstance(values[index], jax.Array):  # not a jax.Ref
             values[index] = _shape_of(values[index])
             if is_data[index] is False:
@@ -185,50 +210,51 @@ def _abstracted(items: NodeItems, left: Sequence[int]) -> NodeItems:
     return NodeItems(NodeForm.of(form.keys, tuple(is_data), *form[4:]), values, None)
 
 
-def _shape_of(tracer: Any) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding of a tracer, as from ``jax.eval_shape``."""
-    aval = jax.typeof(tracer)
+def _shape_of(tracer: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of a tracer, as from ``jax.eval_shape``."""
+    aval: Any = jax.typeof(tracer)
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
-    """The items of one of Flax's hashable mappings, without its slow iterator."""
+    """Returns the items of one of Flax's hashable mappings, without its slow iterator."""
     return getattr(mapping, "_mapping", mapping).items()  # type: ignore[no-any-return]
 
 
-def _adopt_tracers(node: Any) -> None:
+def _adopt_tracers(node: Node) -> None:
     """Marks traced arrays in attributes as data, or Flax would keep and leak them as static."""
     statuses = getattr(node, STATUSES, None)
     if statuses is None or not is_pytree_type(type(node)):
         return
-    missed = {
+    unmarked = {
         name: True
         for name, value in vars(node).items()
         if isinstance(value, jax.core.Tracer) and not statuses.get(name, False)
     }
-    if missed:
-        object.__setattr__(node, STATUSES, statuses.update(missed))
+    if unmarked:  # past the ``__setattr__`` of modules, which would mark it as static
+        object.__setattr__(node, STATUSES, statuses.update(unmarked))
 
 
-def is_plain_pytree(node: Any) -> bool:
+def is_plain_pytree(node: object) -> bool:
     """Whether all content of a node is in its ``__dict__``, and nothing hides that."""
     kind = type(node)
     is_plain = _HAS_PLAIN_DICT.get(kind)
     if is_plain is None:
-        own = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), 0)
-        is_plain = nnx.Pytree in kind.__mro__ and isinstance(own, types.GetSetDescriptorType)
-        _HAS_PLAIN_DICT[kind] = is_plain
+        # A class may define ``__dict__`` itself, as a property for example.
+        descriptors = (vars(cls)["__dict__"] for cls in kind.__mro__ if "__dict__" in vars(cls))
+        is_default = isinstance(next(descriptors, None), types.GetSetDescriptorType)
+        is_plain = _HAS_PLAIN_DICT[kind] = nnx.Pytree in kind.__mro__ and is_default
     return is_plain and vars(node) is get_dict(node)
 
 
 _HAS_PLAIN_DICT: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
-def get_dict(node: Any) -> dict[str, Any]:
-    """The ``__dict__`` of a node, past any ``__getattribute__`` of its class."""
-    own: dict[str, Any] = object.__getattribute__(node, "__dict__")
-    return own
+def get_dict(node: object) -> dict[str, Any]:
+    """Returns the ``__dict__`` of a node, past any ``__getattribute__`` of its class."""
+    attributes: dict[str, Any] = object.__getattribute__(node, "__dict__")
+    return attributes
 
 
 def is_pytree_type(node_type: type) -> bool:
@@ -236,15 +262,15 @@ def is_pytree_type(node_type: type) -> bool:
     return bool(getattr(node_type, "_pytree__is_pytree", True))
 
 
-# The state of a Pytree while it is set up: a pytree without leaves, but not constant.
 # The attributes of a module class that Flax makes from its other ones.
 DERIVED_FROM_CLASS = ("_pytree__is_pytree", "_pytree__nodes")
+# The flags in the state of a node while it is set up: a pytree without leaves, but not constant.
 initializing: Any = private_name("flax.nnx.pytreelib", "PytreeState._initializing")
 is_setup: Any = private_name("flax.nnx.pytreelib", "PytreeState._is_setup")
 
 
 def node_flags_of(attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """The flags of the node state among some attributes."""
+    """Returns the flags of the node state among some attributes; none without a state."""
     state = attributes.get(STATE)
     return node_flags(state) if is_node_state(state) else ()
 
@@ -252,65 +278,74 @@ def node_flags_of(attributes: dict[str, Any]) -> tuple[Any, ...]:
 new_node_state: Callable[..., Any] = pytreelib.PytreeState
 
 
-def is_node_state(x: Any) -> bool:
+def is_node_state(x: object) -> bool:
     """Whether ``x`` is Flax's state of a Pytree while it is set up."""
     return type(x) is pytreelib.PytreeState
 
 
 def node_flags(state: Any) -> tuple[bool, bool]:
-    """The parts of a node state that are in its treedef: arguments of ``new_node_state``."""
+    """Returns the parts of a node state that are in its treedef, for ``new_node_state``."""
     return initializing.__get__(state), is_setup.__get__(state)
 
 
-def new_node(node_type: type, metadata: Any) -> Any:
-    """An object of ``node_type`` with no attributes yet."""
+def new_node(node_type: type, metadata: object) -> Node:
+    """Returns an object of ``node_type`` with no attributes yet."""
     return _GRAPH_NODE_TYPES[node_type].create_empty(metadata)
 
 
-def fill_node(node: Any, attributes: Iterable[tuple[Any, Any]]) -> None:
+def fill_node(node: Node, attributes: Iterable[tuple[Any, Any]]) -> None:
     """Gives a new, empty node its attributes."""
     _GRAPH_NODE_TYPES[type(node)].init(node, attributes)
 
 
 def node_operations(
-    node: Any,
+    node: Node,
     changed: Sequence[tuple[Any, Any]],
     removed: Sequence[Any],
-    attributes: Callable[[], list[tuple[Any, Any]]],
-) -> list[tuple[Any, ...]]:
-    """Functions with arguments that change a node; ``attributes`` makes all, to rewrite it."""
+    all_attributes: Callable[[], list[tuple[Any, Any]]],
+) -> list[Operation]:
+    """Returns the operations that change a node.
+
+    Args:
+      node: the node.
+      changed: the keys and values of its new or changed attributes.
+      removed: the keys of attributes to be removed.
+      all_attributes: makes all keys and values, for node types that can only be rewritten.
+    """
     if not isinstance(node, nnx.Pytree):
         impl = _GRAPH_NODE_TYPES[type(node)]
-        return [(impl.clear, node), (impl.init, node, attributes())]
-    own = vars(node)
-    operations: list[tuple[Any, ...]] = [(dict.pop, own, str(key), None) for key in removed]
-    new = {str(key): value for key, value in changed if key != STATE}  # belongs to the object
-    left = [key for key in new if isinstance(own.get(key), jax.core.Tracer)]
-    if left and STATUSES in own:  # see `node_items`
-        new.setdefault(STATUSES, own[STATUSES].update(dict.fromkeys(left, True)))
-    return [*operations, (dict.update, own, new)]
+        return [(impl.clear, node), (impl.init, node, all_attributes())]
+    attributes = vars(node)
+    operations: list[Operation] = [(dict.pop, attributes, str(key), None) for key in removed]
+    # The state, with the trace of the node, stays that of the object.
+    values = {str(key): value for key, value in changed if key != STATE}
+    leaked = [key for key in values if isinstance(attributes.get(key), jax.core.Tracer)]
+    if leaked and STATUSES in attributes:  # `node_items` has shown them as data
+        statuses = attributes[STATUSES].update(dict.fromkeys(leaked, True))
+        values.setdefault(STATUSES, statuses)
+    return [*operations, (dict.update, attributes, values)]
 
 
 # Without this, `nnx.cached_partial` has no cache.
 _graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
 
 
-def is_node(x: Any) -> bool:
+def is_node(x: object) -> bool:
     """Whether ``x`` is a module or another object registered as an NNX graph node."""
     return type(x) in _GRAPH_NODE_TYPES
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: object) -> TypeGuard[nnx.Variable[Any]]:
     """Whether ``x`` is a Variable whose value lives in the Python object, not a hijax one."""
     return nnx.Variable in type(x).__mro__
 
 
-def is_graph_object(x: Any) -> bool:
+def is_graph_object(x: object) -> bool:
     """Whether ``x`` has an identity that the graph keeps: a node or a Variable."""
     return type(x) in _GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__
 
 
-def holds_arrays(x: Any) -> bool:
+def holds_arrays(x: object) -> bool:
     """Whether a graph object is a Variable, or a node that holds Variables or arrays."""
     kinds = (nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
     return not is_node(x) or any(isinstance(part, kinds) for _, part in nnx.iter_graph(x))
@@ -323,24 +358,24 @@ def is_plain_array(x: Any) -> bool:
     return issubclass(type(x), jax.core.Tracer) and type(x.aval) is jax.core.ShapedArray
 
 
-def is_ref(x: Any) -> bool:
+def is_ref(x: object) -> bool:
     """Whether ``x`` is a ``jax.Ref``, concrete or traced."""
     return not is_plain_array(x) and variablelib.is_array_ref(x)
 
 
-def is_hijax_variable(x: Any) -> bool:
+def is_hijax_variable(x: object) -> bool:
     """Whether ``x`` is a Variable made with ``hijax=True``, concrete or traced."""
     is_traced = isinstance(x, jax.core.Tracer) and isinstance(x, variablelib.HijaxVariable)
     return is_concrete_hijax(x) or is_traced
 
 
-def is_concrete_hijax(x: Any) -> bool:
+def is_concrete_hijax(x: object) -> bool:
     """Whether ``x`` is a Variable made with ``hijax=True`` that is not traced."""
     return type(x) is variablelib.HijaxVariable
 
 
 def plain_variable(x: Any) -> Any:
-    """A Variable made with ``hijax=True`` as a plain one; any other Variable unchanged."""
+    """Returns a Variable made with ``hijax=True`` as a plain one; any other Variable unchanged."""
     if is_variable(x):
         return x
     if is_concrete_hijax(x):
@@ -351,19 +386,19 @@ def plain_variable(x: Any) -> Any:
 
 
 def variable_operations(
-    variable: Any, value: Any, metadata: dict[str, Any] | None
-) -> list[tuple[Any, ...]]:
-    """The calls that give a Variable a value, and metadata unless they are None.
+    variable: Any, value: object, metadata: dict[str, Any] | None
+) -> list[Operation]:
+    """Returns the operations that give a Variable a value, and metadata unless they are None.
 
     They run no Python code, except where the Variable is a traced one made with ``hijax=True``.
     """
     if is_concrete_hijax(variable):
         plain, treedef = plain_variable(variable), get_treedef(variable)
-        new = new_variable(type(plain), get_metadata(plain) if metadata is None else metadata)
-        set_value(new, value)
-        leaves, new_treedef = jax.tree.flatten(new)
-        operations: list[tuple[Any, ...]] = [(set_leaves, variable, tuple(leaves))]
-        if metadata is not None or new_treedef != treedef:  # a guard knows the old one
+        other = new_variable(type(plain), get_metadata(plain) if metadata is None else metadata)
+        set_value(other, value)
+        leaves, new_treedef = jax.tree.flatten(other)
+        operations: list[Operation] = [(set_leaves, variable, tuple(leaves))]
+        if metadata is not None or new_treedef != treedef:  # a guard knows the old one by identity
             operations.append((set_treedef, variable, new_treedef))
         return operations
     if is_variable(variable):
@@ -374,12 +409,12 @@ def variable_operations(
 
 
 def prefix_state(x: Any) -> tuple[Any, Any] | None:
-    """The function of (path, value) and the State of ``nnx.prefix(..., graph=True)``, or None."""
+    """Returns the function of (path, value) and the State of ``nnx.prefix(..., graph=True)``."""
     return (x.prefix_fn.value, x.state) if isinstance(x, extract.TreeState) else None
 
 
 def new_variable(variable_type: type, metadata: dict[str, Any], trace_state: Any = None) -> Any:
-    """A plain Variable without a value; several may share the state of their trace, for speed."""
+    """Returns a plain Variable without a value; several may share the state of their trace."""
     variable: Any = object.__new__(variable_type)
     _trace.__set__(variable, trace_state or new_trace_state())
     set_metadata(variable, dict(metadata))
@@ -440,14 +475,17 @@ def can_update(x: Any) -> bool:
     return state is None or bool(state.trace_state.is_valid())
 
 
-def get_mapping(state: Any) -> Any:
-    """The dict in which an ``nnx.State`` has its items; an error if it has other attributes."""
+def get_mapping(state: nnx.State[Any, Any]) -> Any:
+    """Returns the dict with the items of an ``nnx.State``; an error if it has more attributes."""
     (mapping,) = vars(state).values()
     return mapping
 
 
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
-    """The items of a pytree, a mapping or a sequence; None if its class decides on its children."""
+    """Returns the items of a pytree that is a mapping or sequence, as it keeps them.
+
+    None for other pytrees, and where a class decides itself on its children.
+    """
     level = jax.tree_util.default_registry.flatten_one_level(tree)
     if level is None:
         return None
@@ -456,13 +494,13 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
         return tree if _are_same(children, tree) else None
     if type(tree) is not dict and (type(tree) is not nnx.State or len(vars(tree)) != 1):
         return None
-    mapping = tree if type(tree) is dict else get_mapping(tree)
+    mapping: Any = tree if isinstance(tree, dict) else get_mapping(tree)
     if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
         return None  # other keys may be equal without being the same
     return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
 
 
-def has_aux(kind: type, aux: Any) -> bool:
+def has_aux(kind: type, aux: object) -> bool:
     """Whether a node of a treedef has auxiliary data other than plain keys."""
     return aux is not None and kind not in (dict, nnx.State)
 
@@ -472,7 +510,7 @@ def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:
-    """The two mode switches, with Flax's global flags for those left at None."""
+    """Returns the two mode switches, with Flax's global flags for those left at None."""
     if graph is None:
         graph = nnx.set_graph_mode.current_value()
     if graph_updates is None:
@@ -483,8 +521,8 @@ def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bo
 _axis_rules: Callable[[], Any] = private_name("flax.core.spmd", "get_logical_axis_rules")
 
 
-def logical_axis_rules() -> Any:
-    """Flax's rules for logical axes in context, by which new Variables are sharded; hashable."""
+def logical_axis_rules() -> tuple[str, ...]:
+    """Returns Flax's rules for logical axes in context, by which new Variables are sharded."""
     return tuple(map(repr, _axis_rules() or ()))
 
 

@@ -21,7 +21,7 @@ from .. import _compat
 from ..analysis.parameters import keys_inside
 from ..core.constrain import sharding_of
 from ..core.flatten import Flat
-from ..core.place import out_of_range
+from ..core.problems import out_of_range
 from ..core.rebuild import rebuild
 from ..core.structure import VariableEntry
 from ..errors import raise_listed, shortened

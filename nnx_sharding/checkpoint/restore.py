@@ -30,7 +30,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.memory import other_memory
-from ..core.place import finish_on_cpu, out_of_range, place_arrays
+from ..core.place import finish_on_cpu, place_arrays
+from ..core.problems import out_of_range
 from ..core.spec_checks import assign_shardings
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.fitting import fit_sharding, unsummed

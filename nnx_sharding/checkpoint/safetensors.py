@@ -30,7 +30,8 @@ from .. import _compat
 from ..core.constrain import sharding_of
 from ..core.flatten import flatten
 from ..core.interrupts import signals_deferred
-from ..core.place import out_of_range, place_arrays
+from ..core.place import place_arrays
+from ..core.problems import out_of_range
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import unsummed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
@@ -96,15 +95,19 @@ _CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
 
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
     """Returns the cache of a function; a new one gets a log of traces from ``make_log``."""
-    functions = fun.functions if isinstance(fun, Several) else (fun,)
-    methods = ((x.__func__, x.__self__) if inspect.ismethod(x) else (x,) for x in functions)
-    parts = [*itertools.chain.from_iterable(methods)]
+    parts: list[Any] = []
+    for function in fun.functions if isinstance(fun, Several) else (fun,):
+        if inspect.ismethod(function):
+            parts += function.__func__, function.__self__
+        else:
+            parts.append(function)
     key = (*map(id, parts),)
     entry = _CACHES.get(key)
     if entry is not None:
         return entry[0]
     cache = FunctionCache(make_log())
     try:
+        # When a part is collected, another object may get its id.
         references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
     except TypeError:  # an object without weak references
         return cache

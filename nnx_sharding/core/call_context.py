@@ -1,18 +1,24 @@
-"""The caller of a trace: what a trace needs of its call, and who observes it."""
+"""The caller of a trace: what a trace needs of its call, and who observes it.
+
+JAX calls a pure function when it traces, with arrays only. What else the trace needs, such as the
+user's function and objects, the call leaves here before, for its thread. JAX also reports the
+phases of each compilation here (``jax.monitoring``): they are attributed to the call, logged, and
+passed on to its observer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
 from .. import _compat
 from ..errors import ShardingWarning, warn_or_raise
-from ..specs.types import Arrays
+from ..specs.types import AnyMesh, Arrays, Objects
 from .interrupts import defer_signals
 
 if TYPE_CHECKING:  # a plan is made by what is imported here
@@ -42,12 +48,12 @@ class Caller(NamedTuple):
     own call.
     """
 
-    fun: Any  # the function
-    objects: Sequence[Any]  # the objects of its arguments
+    fun: Any  # the user's function
+    objects: Objects  # of its arguments, by index
     observer: Observer | None = None  # is notified of traces
     nested: bool = False  # whether the call is part of a trace
     plan: Plan | None = None  # the plan of what JAX may compile, for a call at top level; else None
-    leaves: Sequence[Any] = ()  # the arrays of a call at top level
+    leaves: Arrays = ()  # the arrays of a call at top level
 
 
 class _Current(threading.local):
@@ -61,7 +67,7 @@ CALLER = _Current()  # not a context variable, whose changes slow down others
 
 
 def caller_here() -> Caller | None:
-    """Returns the call to which a trace belongs."""
+    """Returns the call to which a trace belongs; None where nothing is traced for a call."""
     fields = CALLER.fields
     return None if fields is None else Caller(*fields)
 
@@ -81,12 +87,14 @@ _LOGGER = logging.getLogger("nnx_sharding")
 
 
 def _on_event(event: str, **_: object) -> None:
+    """Notes for the plan of the current call that its program was in JAX's persistent cache."""
     caller = caller_here() if event == _compat.CACHE_HIT else None
     if caller is not None and caller.plan is not None:
         caller.plan.reported[event] = 1
 
 
 def _on_duration(event: str, duration_secs: float, **details: object) -> None:
+    """Notes a phase of the compilation for the current call; after the last, logs and notifies."""
     if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
     caller = caller_here()
@@ -102,39 +110,39 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
     if event == _compat.COMPILATION:
         _warn_of_cache(plan, caller.leaves)
         if _LOGGER.isEnabledFor(logging.INFO):
-            _LOGGER.info("%s", _described(plan, caller.leaves))
+            _LOGGER.info("%s", _compilation_text(plan, caller.leaves))
         plan.reported.clear()
         if plan.donated and caller.fun is not None:
-            defer_signals()  # the program runs next
+            defer_signals()  # the program runs next, and consumes donated arrays
         if caller.observer is not None:
             caller.observer.compiled(plan, caller.leaves)
 
 
-def _described(plan: Plan, leaves: Arrays) -> str:
+def _compilation_text(plan: Plan, leaves: Arrays) -> str:
     """Returns what was compiled, for which devices, how long it took, and if it was on disk."""
     name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
     count, mesh = _devices_of(plan, leaves)
-    shape = {} if mesh is None else mesh.shape
-    axes = ", ".join(f"{axis!r}: {size}" for axis, size in shape.items())
-    axes = f" ({axes})" if axes else ""
+    devices = "1 device" if count == 1 else f"{count} devices"
+    if mesh is not None and mesh.shape:
+        devices += f" ({', '.join(f'{axis!r}: {size}' for axis, size in mesh.shape.items())})"
     phases = (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION)
     traced, lowered, compiled = (plan.reported.get(phase, 0.0) for phase in phases)
     cache = ", persistent cache: miss" if jax.config.jax_compilation_cache_dir else ""
     cache = ", persistent cache: hit" if _compat.CACHE_HIT in plan.reported else cache
     return (
-        f"{name} for {count} device{'s' * (count > 1)}{axes}: traced in {traced:.2f} s, "
-        f"lowered in {lowered:.2f} s, compiled in {compiled:.2f} s{cache}"
+        f"{name} for {devices}: traced in {traced:.2f} s, lowered in {lowered:.2f} s, "
+        f"compiled in {compiled:.2f} s{cache}"
     )
 
 
-def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, Any]:
+def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, AnyMesh | None]:
     """Returns the number of devices that a program is for, and their mesh, if there is one."""
-    known = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
-    meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in known)]
+    shardings = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
+    meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in shardings)]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     if mesh is not None:
         return mesh.size, mesh
-    return max((len(x.device_set) for x in known if x is not None), default=1), None
+    return max((len(x.device_set) for x in shardings if x is not None), default=1), None
 
 
 class CacheNotice:

@@ -33,6 +33,7 @@ from ..specs.fitting import (
     axes_of,
     axes_of_type,
     only_axes,
+    padded,
     spec_axes,
     with_entries,
     with_reduced,
@@ -136,14 +137,14 @@ def without_unconstrained(
     if PartitionSpec.UNCONSTRAINED not in spec.partitions:
         return spec
     present = sharding_of(leaf)
-    is_known = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
-    old = (*(present.spec.partitions if is_known else ()), *[None] * len(spec))
+    is_on_mesh = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
+    present_entries = padded(present.spec if is_on_mesh else PartitionSpec(), len(spec))
     entries, used = list(spec.partitions), set(spec_axes(spec))
     for dimension, entry in enumerate(entries):
         if entry is PartitionSpec.UNCONSTRAINED:
             # An axis can shard one dimension only, and the other entries were asked for.
-            is_free = used.isdisjoint(axes_of(old[dimension]))
-            entries[dimension] = old[dimension] if is_free else None
+            is_free = used.isdisjoint(axes_of(present_entries[dimension]))
+            entries[dimension] = present_entries[dimension] if is_free else None
     return with_entries(spec, entries)
 
 
@@ -194,23 +195,25 @@ def type_as(x: object, goal: NamedSharding) -> Any:
 def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
     """Gives an array the axis types of a mesh, and a spec over its Explicit axes.
 
-    Without ``spec``, an array keeps its own, and anything else is returned unchanged.
+    Without ``spec``, an array keeps its own over axes that stay Explicit. Returned unchanged is
+    then what has no mesh, or one with other axes.
     """
     present, wanted = type_mesh(x), mesh.abstract_mesh
     if spec is None:
         if present is None or present == wanted or present.axis_names != mesh.axis_names:
             return x
-        old, kept = jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
-        if not kept.issuperset(old.reduced):
+        present_spec = jax.typeof(x).sharding.spec
+        explicit = axes_of_type(mesh, AxisType.Explicit)
+        if not explicit.issuperset(present_spec.reduced):
             # JAX counts some gradients of what is reduced over Auto axes once per device, so the
             # array is no longer reduced over axes that become Auto.
-            plain = with_reduced(old, old.reduced & kept)
-            x = jax.sharding.reshard(x, NamedSharding(present, plain))
-        spec = only_axes(old, kept)
-    elif present == wanted:
-        padding = [None] * (x.ndim - len(spec))
-        if jax.typeof(x).sharding.spec == with_entries(spec, (*spec.partitions, *padding)):
-            return x
+            less_reduced = with_reduced(present_spec, present_spec.reduced & explicit)
+            x = jax.sharding.reshard(x, NamedSharding(present, less_reduced))
+        spec = only_axes(present_spec, explicit)
+    elif present == wanted and jax.typeof(x).sharding.spec == with_entries(
+        spec, padded(spec, x.ndim)
+    ):
+        return x  # it has this type already
     # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
     with jax.sharding.use_abstract_mesh(wanted):
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -12,7 +12,8 @@ output for the gradient of a kernel), with groups g, rows n, and channels i and 
     out[n, g, o, t] = sum over k of  lhs[n, g, i, t * stride + k * dilation] · rhs[g, o, i, k]
     out[.., t] for each t            = lhs[n, g, i, t * stride + all k * dilation] · rhs[g, o, i, k]
 
-Each term is a strided slice and one product, with the groups as a batch dimension.
+Each term is a strided slice and one product, with the groups as a batch dimension. The *window* is
+the spatial shape of the kernel, and its *span* the positions of the input from first to last.
 """
 
 from __future__ import annotations
@@ -25,57 +26,65 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import AxisType
 
 from ..specs.fitting import axes_of_type
+from ..specs.types import AxisName
 
 # More terms than these run in a loop, so that the program stays small.
 _MOST_UNROLLED = 64
 
 
 class Replacements:
-    """The equations that take the place of some with grouped convolutions, at any depth."""
+    """Replaces grouped convolutions in the equations of a trace, at any depth.
 
-    def __init__(self, axes: frozenset[Any]):
-        self._axes = axes  # those of the mesh that have several devices
+    ``axes`` are those of the mesh that have several devices.
+    """
+
+    def __init__(self, axes: frozenset[AxisName]):
+        self._axes = axes
         self._jaxprs: dict[int, tuple[Any, Any]] = {}  # by id, with the old one to keep it alive
 
-    def of(self, eqn: Any) -> tuple[Any, dict[str, Any]] | None:
-        """The primitive and parameters that replace those of an equation; None to keep them."""
+    def of(self, eqn: Any) -> tuple[Primitive, dict[str, Any]] | None:
+        """Returns the primitive and parameters that replace an equation's; None to keep them."""
         if is_grouped(eqn):
-            types = (eqn.invars[0].aval.sharding.mesh, eqn.ctx.cur_abstract_mesh)
-            manual = frozenset().union(*(axes_of_type(mesh, AxisType.Manual) for mesh in types))
+            meshes: Any = (eqn.invars[0].aval.sharding.mesh, eqn.ctx.cur_abstract_mesh)
+            manual = frozenset().union(*(axes_of_type(mesh, AxisType.Manual) for mesh in meshes))
+            # XLA does not partition over Manual axes.
             return _call_of_products(eqn) if self._axes - manual else None
-        new = {key: self._value(value) for key, value in eqn.params.items()}
-        same = all(value is eqn.params[key] for key, value in new.items())
-        return None if same else (eqn.primitive, new)
+        params = {key: self._in_parameter(value) for key, value in eqn.params.items()}
+        is_same = all(value is eqn.params[key] for key, value in params.items())
+        return None if is_same else (eqn.primitive, params)
 
-    def _value(self, value: object) -> Any:
-        """A parameter of an equation, with replacements in the jaxprs that it holds."""
+    def _in_parameter(self, value: object) -> Any:
+        """Returns a parameter of an equation, with replacements in the jaxprs that it holds."""
         if isinstance(value, tuple | list):
-            items = [self._value(item) for item in value]
-            same = all(new is old for new, old in zip(items, value, strict=True))
+            items = [self._in_parameter(item) for item in value]
+            is_same = all(item is old for item, old in zip(items, value, strict=True))
             is_plain = type(value) in (tuple, list)
-            return value if same or not is_plain else type(value)(items)
-        inner = getattr(value, "jaxpr", value)
-        if not hasattr(inner, "eqns"):
+            return value if is_same or not is_plain else type(value)(items)
+        jaxpr = getattr(value, "jaxpr", value)  # open, or in a ClosedJaxpr
+        if not hasattr(jaxpr, "eqns"):
             return value
         if id(value) not in self._jaxprs:
-            self._jaxprs[id(value)] = value, self._jaxpr(value, inner)
+            self._jaxprs[id(value)] = value, self._in_jaxpr(value, jaxpr)
         return self._jaxprs[id(value)][1]
 
-    def _jaxpr(self, value: Any, inner: Any) -> Any:
-        found = {i: new for i, eqn in enumerate(inner.eqns) if (new := self.of(eqn)) is not None}
-        if not found:
+    def _in_jaxpr(self, value: Any, jaxpr: Any) -> Any:
+        """Returns a jaxpr with replacements; ``value`` is the same, or what closes it."""
+        replacements = [self.of(eqn) for eqn in jaxpr.eqns]
+        if not any(replacements):
             return value
         eqns = [
-            eqn.replace(primitive=found[i][0], params=found[i][1]) if i in found else eqn
-            for i, eqn in enumerate(inner.eqns)
+            eqn if new is None else eqn.replace(primitive=new[0], params=new[1])
+            for eqn, new in zip(jaxpr.eqns, replacements, strict=True)
         ]
-        new = inner.replace(eqns=eqns)
-        return new if inner is value else value.replace(jaxpr=new)
+        replaced = jaxpr.replace(eqns=eqns)
+        return replaced if jaxpr is value else value.replace(jaxpr=replaced)
 
 
 def is_grouped(eqn: Any) -> bool:
@@ -86,7 +95,7 @@ def is_grouped(eqn: Any) -> bool:
 
 
 def _call_of_products(eqn: Any) -> tuple[Any, dict[str, Any]]:
-    """A call of ``as_products`` in the place of a convolution, as the primitive of ``jax.jit``."""
+    """Returns a call of ``as_products`` instead of a convolution, as a primitive and parameters."""
     out = eqn.outvars[0].aval.sharding
     products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
     if explicit := axes_of_type(out.mesh, AxisType.Explicit):
@@ -120,18 +129,19 @@ def as_products(
     **_: Any,
 ) -> jax.Array:
     """Computes what ``jax.lax.conv_general_dilated_p`` does with these parameters, by products."""
-    groups = feature_group_count * batch_group_count  # one of them is 1
+    groups = feature_group_count * batch_group_count  # JAX refuses two that are not 1
     x = lax.transpose(lhs, dimension_numbers.lhs_spec)  # (rows, channels, *spatial)
     x = _split_groups(x, 0 if batch_group_count > 1 else 1, groups)
+    # x: (groups, rows, channels, *spatial)
     edges = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + edges)
     kernel = lax.transpose(rhs, dimension_numbers.rhs_spec)  # (features, channels, *window)
-    kernel = _split_groups(kernel, 0, groups)
+    kernel = _split_groups(kernel, 0, groups)  # (groups, features, channels, *window)
 
     features, window = groups * kernel.shape[1], kernel.shape[3:]
     spans = map(_span, window, rhs_dilation)
     sizes = zip(x.shape[3:], spans, window_strides, strict=True)
-    # None for a kernel that is larger than its input.
+    # There are no outputs for a kernel that is larger than its input.
     outputs = tuple(max(0, (size - span) // stride + 1) for size, span, stride in sizes)
     out_type = preferred_element_type or jnp.result_type(x, kernel)
     # A convolution rounds once, not after each term.
@@ -158,13 +168,13 @@ class _Terms(NamedTuple):
 
     x: jax.Array  # (groups, rows, channels, *spatial), padded
     kernel: jax.Array  # (groups, features, channels, *window)
-    outputs: Sequence[int]
+    outputs: Sequence[int]  # the spatial shape of the result
     strides: Sequence[int]
     dilation: Sequence[int]
     product: Callable[..., jax.Array]
 
     def of_kernel_position(self, position: Sequence[Any]) -> jax.Array:
-        """What one position of the kernel adds to all outputs."""
+        """Returns what one position of the kernel adds to all outputs."""
         starts = [p * step for p, step in zip(position, self.dilation, strict=True)]
         part = _slice(self.x, starts, self.outputs, self.strides)
         # part: (groups, rows, channels, *outputs)
@@ -174,7 +184,7 @@ class _Terms(NamedTuple):
         return self.product(part, kernel, (((2,), (2,)), ((0,), (0,))))
 
     def of_output(self, position: Sequence[Any]) -> jax.Array:
-        """One output: all of a window times all of the kernel."""
+        """Returns one output: all of a window times all of the kernel."""
         starts = [p * step for p, step in zip(position, self.strides, strict=True)]
         part = _slice(self.x, starts, self.kernel.shape[3:], self.dilation)
         # part: (groups, rows, channels, *window); result: (groups, rows, features)
@@ -191,6 +201,7 @@ def _split_groups(x: jax.Array, dimension: int, groups: int) -> jax.Array:
 
 
 def _span(size: int, step: int) -> int:
+    """Returns the number of positions from the first to the last of ``size`` ones in steps."""
     return (size - 1) * step + 1
 
 
@@ -201,16 +212,14 @@ def _slice(
     spans = map(_span, sizes, steps)
     first = x.ndim - len(sizes)
     for d, (start, span, step) in enumerate(zip(starts, spans, steps, strict=True), start=first):
-        if isinstance(start, int):
-            x = lax.slice_in_dim(x, start, start + span, step, axis=d)
-        else:
-            part = lax.dynamic_slice_in_dim(x, start, span, axis=d)
-            x = lax.slice_in_dim(part, 0, span, step, axis=d)
+        if not isinstance(start, int):  # in a loop, where only the span is static
+            x, start = lax.dynamic_slice_in_dim(x, start, span, axis=d), 0
+        x = lax.slice_in_dim(x, start, start + span, step, axis=d)
     return x
 
 
 def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
-    """The sum of the terms of all positions."""
+    """Returns the sum of the terms of all positions; adds them in a loop if they are many."""
     if math.prod(sizes) <= _MOST_UNROLLED:
         terms = map(term, itertools.product(*map(range, sizes)))
         return functools.reduce(operator.add, terms)
@@ -224,7 +233,7 @@ def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> ja
 
 
 def _stacked(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
-    """The terms of all positions, in new last dimensions."""
+    """Returns the terms of all positions, in new last dimensions of these sizes."""
     if math.prod(sizes) <= _MOST_UNROLLED:
         terms = jnp.stack([*map(term, itertools.product(*map(range, sizes)))], -1)
     else:

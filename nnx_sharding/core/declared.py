@@ -52,7 +52,10 @@ def is_committed(leaf: AnyArray) -> bool:
 def decide(
     leaf: AnyArray, declared: Sharding, on_committed: OnCommitted
 ) -> Literal["keep", "move", "refuse"]:
-    """Returns what a call does with an array that has a declared sharding."""
+    """Returns what a call does with an array that has a declared sharding.
+
+    References and traced arrays cannot be moved; other values are refused elsewhere.
+    """
     is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
     if not is_data or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return "keep"
@@ -73,7 +76,10 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequence[int]]:
-    """Returns the arrays, with Variables as declared, and the slots of those that moved."""
+    """Returns the arrays, with Variables as declared, and the slots of those that moved.
+
+    Raises a ``ValueError`` for arrays that cannot be placed, or are committed elsewhere.
+    """
     try:
         # Lists compare by identity first, so this is all the work from the second call on.
         if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:
@@ -95,13 +101,16 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
     # A later call may have other shapes than the one for which the plan was made.
     fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
     goals: list[Any] = [plan.shardings[slot] for slot in slots]
-    reasons = (obstacle(leaves[slot], goal) for slot, goal in zip(slots, goals, strict=True))
-    lines = [f"  {name}: {why}" for name, why in zip(names, reasons, strict=True) if why]
+    obstacles = [obstacle(leaves[slot], goal) for slot, goal in zip(slots, goals, strict=True)]
+    lines = [f"  {name}: {reason}" for name, reason in zip(names, obstacles, strict=True) if reason]
     head = f"{transform.name}: these arrays cannot be placed as declared:"
     raise_listed(ValueError, head, lines)
-    refused = [slot for slot in slots if decisions[slot] == "refuse"]
-    places = ((plan.names[s], leaves[s], plan.shardings[s]) for s in refused)
-    if error := committed_elsewhere(transform.name, places):  # type: ignore[arg-type]
+    refused = [
+        (name, leaves[slot], goal)
+        for name, slot, goal in zip(names, slots, goals, strict=True)
+        if decisions[slot] == "refuse"
+    ]
+    if error := committed_elsewhere(transform.name, refused):
         raise error
     leaves = list(leaves)
     placed = place_arrays([leaves[slot] for slot in slots], goals)
@@ -121,10 +130,11 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
         return result
     placed = frozenset(plan.placed_slots)
     for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
-        is_typed = isinstance(leaf, jax.ShapeDtypeStruct) and (
+        # JAX itself gives the declared sharding to an abstract array that has none.
+        needs_type = isinstance(leaf, jax.ShapeDtypeStruct) and (
             leaf.sharding or not transform.passes_shardings
         )
-        if sharding is None or not (slot in placed or is_typed):
+        if sharding is None or not (slot in placed or needs_type):
             continue
         if decide(leaf, sharding, transform.on_committed) == "move":
             result[slot] = abstract(leaf, sharding)

@@ -49,6 +49,7 @@ def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Seque
 
 
 def _behind_partial(fun: Callable[..., Any]) -> Any:
+    """Returns the function of a ``functools.partial``; any other one as it is."""
     return _behind_partial(fun.func) if isinstance(fun, functools.partial) else fun
 
 
@@ -77,12 +78,15 @@ class _SlotParameter(inspect.Parameter):
 def captured_shards(
     fun: Callable[..., Any], constants: Iterable[Any] | None = None
 ) -> list[tuple[str, Any]]:
-    """Returns the sharded arrays that a function may capture, or its trace did, with names."""
-    arrays = [array for name, value in captured_values(fun) for array in _arrays(name, value)]
+    """Returns the sharded arrays that a function may capture, with the names that it has for them.
+
+    With ``constants``, these are the arrays that its trace did capture.
+    """
+    pairs = [pair for name, value in captured_values(fun) for pair in _named_arrays(name, value)]
     if constants is not None:
-        names = {id(array): name for name, array in reversed(arrays)}
-        arrays = [(names.get(id(x), "an array"), x) for x in constants]
-    return [(name, x) for name, x in arrays if _is_array(x) and not x.is_fully_replicated]
+        names = {id(array): name for name, array in reversed(pairs)}
+        pairs = [(names.get(id(array), "an array"), array) for array in constants]
+    return [(name, x) for name, x in pairs if _is_array(x) and not x.is_fully_replicated]
 
 
 def closure(fun: types.FunctionType) -> dict[str, Any]:
@@ -117,8 +121,12 @@ def _is_array(value: object) -> bool:
     return type(value) is _compat.ArrayImpl
 
 
-def _arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the arrays in a value: itself, those of a module, those directly in a container."""
+def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays in a value, with the expressions for them.
+
+    These are itself, those of a module, and those directly in a container: not those further below,
+    since a global may be a large registry.
+    """
     if _is_array(value):
         yield name, value
     elif _compat.is_graph_object(value):
@@ -129,7 +137,7 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value) in (tuple, list, dict):
         for key, part in value.items() if type(value) is dict else enumerate(value):
             if _is_array(part) or _compat.is_graph_object(part):
-                yield from _arrays(accessor(name, (key,)), part)
+                yield from _named_arrays(accessor(name, (key,)), part)
 
 
 def note_captured_arrays(fun: Callable[..., Any], fun_name: str, error: Exception) -> None:
@@ -145,20 +153,23 @@ def note_captured_arrays(fun: Callable[..., Any], fun_name: str, error: Exceptio
 
 
 def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exception) -> None:
-    """Names the captured object that a function tried to change, in the text of the error."""
+    """Names the captured object that a function tried to change, in the text of the error.
+
+    Changes the error, by whose text the user finds the object; it gets a reference to the docs.
+    """
     if isinstance(fun, Several):
         for function in fun.functions:
             note_captured_object(function, name_of(function), error)
         return
-    targets = _refused_objects(error)
-    for name, value in captured_values(fun) if targets else ():
+    refused_ids = _refused_objects(error)
+    for name, value in captured_values(fun) if refused_ids else ():
         for path, node in nnx.iter_graph(value) if _compat.is_graph_object(value) else ():
-            if id(node) in targets:
+            if id(node) in refused_ids:
                 text = (
                     f"This is {accessor(name, path)}, which {fun_name} captures. Pass what a "
                     "function changes as one of its arguments."
                 )
-                if text not in str(error):  # of an inner function
+                if text not in str(error):  # an inner function may have named it already
                     error.args = (f"{error}\n{text}", *error.args[1:])
                     see(error, anchor="changed-from-outside-its-trace")
                 return

@@ -17,6 +17,12 @@ def dodge_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: 
     """Replaces what XLA would compute wrong in the current trace, or warns about it.
 
     In a nested trace, too: a gradient around it would make convolutions with groups.
+
+    Args:
+      mesh: the mesh of the arrays; None if they are on none.
+      name: of the transform, in messages.
+      strict: whether a warning is an error.
+      nested: whether the trace is part of another, which warns.
     """
     if mesh is None:
         return
@@ -27,13 +33,13 @@ def dodge_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: 
         return
     auto = large & axes_of_type(mesh, AxisType.Auto)
     has_groups, lines = False, list[str]()
-    for eqns in _equations(_compat.trace_equations()):
-        has_groups |= is_grouped(eqns[-1])
-        is_product = eqns[-1].primitive.name == "dot_general"
-        if is_product and auto and any(map(_reduced, eqns[-1].invars)):
-            path = path_of(eqns)
-            what = f"{path}: {_REDUCED}" if path else _REDUCED
-            lines.append(f"  {what}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
+    for *outer, eqn in _equations(_compat.trace_equations()):
+        has_groups |= is_grouped(eqn)
+        is_product = eqn.primitive.name == "dot_general"
+        if is_product and auto and any(map(_reduced, eqn.invars)):
+            path = path_of([*outer, eqn])
+            place = f"{path}: {_REDUCED}" if path else _REDUCED
+            lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
     if has_groups:
         _compat.replace_equations(Replacements(large).of)
     if lines and not nested:  # the outer trace has these operations, too
@@ -47,6 +53,7 @@ _REMEDY = "Reshard it before, to a spec that is not reduced."
 
 
 def _reduced(x: Any) -> frozenset[Any]:
+    """Returns the axes over which a variable of a jaxpr is reduced, by its type."""
     return frozenset(x.aval.sharding.spec.reduced)
 
 

@@ -1,4 +1,10 @@
-"""Lists what a function can reach, depth first: see :mod:`~nnx_sharding.core.reach`."""
+"""Lists what a function can reach, depth first: see :mod:`~nnx_sharding.core.reach`.
+
+The list is one of *tokens*, which are hashable: two functions with equal lists reach the same. A
+token is a plain value, or the id of a code, class or object that the listing keeps alive or holds
+by a weak reference, or for what was met before the number under which it was. Whatever cannot be
+listed soundly raises :class:`NotListed`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +40,7 @@ _STATELESS = frozenset(
         *("thread", "warnings", "_pytest"),
     )
 )
-_STATEFUL_MODULES = frozenset(("numpy.random",))  # within these
+_STATEFUL_MODULES = frozenset(("numpy.random",))  # within these packages
 # Built-in functions that read what no list of names shows.
 _STATEFUL_BUILTINS = frozenset(
     ("__import__", "eval", "exec", "globals", "input", "locals", "open", "vars")
@@ -57,8 +63,8 @@ _DESCRIPTORS = (
     types.ClassMethodDescriptorType,
     types.MethodWrapperType,
 )
-# Compared by value, although they have attributes.
-_OF_LIBRARIES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
+# Objects of JAX and NumPy that are compared by value, although they have attributes.
+_LIBRARY_VALUES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
 # A function of more is traced anew: to list it would take as long.
 _LIMIT = 4000
 
@@ -86,32 +92,37 @@ def is_constant(value: object) -> bool:
 
 
 class Listing:
-    """What has been listed so far, depth first."""
+    """What has been listed so far, depth first.
+
+    Attributes:
+      tokens: the list.
+      codes: the codes whose ids are in it, kept alive.
+      weak: weak references to the classes and other objects whose ids are in it.
+      met: all objects that were listed, in their order, kept alive while listing goes on.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[Hashable] = []
         self.codes: list[types.CodeType] = []
         self.weak: list[weakref.ref[Any]] = []
-        self._order: dict[int, int] = {}  # of what was met, by id; kept alive by `met`
         self.met: list[Any] = []
+        self._number: dict[int, int] = {}  # of what was met, by id
         self._modules: list[types.ModuleType] = []
-        self._attributes: set[str] = set()  # that listed code reads
+        self._attributes: set[str] = set()  # the names of attributes that listed code reads
 
     def add(self, value: object) -> None:
         """Lists a value and all that can be reached from it."""
         kind = type(value)
-        if kind in _BY_VALUE:
+        if kind in _PLAIN_TYPES:
             self.tokens.append((kind, value))
             return
-        identity = id(value)
-        again = self._order.get(identity)
-        if again is not None:  # also ends cycles
-            self.tokens.append(again)
+        number = self._number.get(id(value))
+        if number is not None:  # also ends cycles
+            self.tokens.append(number)
             return
-        order = len(self.met)
-        if order > _LIMIT:
+        if len(self.met) > _LIMIT:
             raise NotListed
-        self._order[identity] = order
+        self._number[id(value)] = len(self.met)
         self.met.append(value)
         self.tokens.append(kind.__name__)
         lister = _LISTERS.get(kind)
@@ -123,17 +134,22 @@ class Listing:
             self._add_object(value)
 
     def add_module_attributes(self) -> None:
-        """Lists what listed code may read from modules: attributes of any name that it has."""
-        done = set[tuple[str, str]]()
+        """Lists what listed code may read from modules: attributes of any name that it has.
+
+        Which code reads which module is not known, so each name counts for all modules. What is
+        listed here may hold more code and modules, so this goes on until there is nothing new.
+        """
+        listed = set[tuple[str, str]]()
         while True:
             names = sorted(self._attributes)
-            pending = [(m, n) for m in self._modules for n in names if (m.__name__, n) not in done]
+            pairs = [(module, name) for module in self._modules for name in names]
+            pending = [(module, n) for module, n in pairs if (module.__name__, n) not in listed]
             if not pending:
                 return
-            if "getattr" in self._attributes:
+            if "getattr" in self._attributes:  # which may read any name
                 raise NotListed
             for module, name in pending:
-                done.add((module.__name__, name))
+                listed.add((module.__name__, name))
                 if name in vars(module):
                     self.tokens.append((module.__name__, name))
                     self.add(vars(module)[name])
@@ -143,10 +159,12 @@ class Listing:
             self.add(value)
 
     def _add_items(self, items: Mapping[str, Any]) -> None:
+        """Lists names and their values."""
         self.tokens.append((*items,))
         self._add_all(items.values())
 
     def _add_function(self, function: types.FunctionType) -> None:
+        """Lists the code of a function, and all that the code can read; of libraries, only code."""
         code = function.__code__
         self._add_code(code)
         # Of the module that defines it: `functools.wraps` changes the name, and `__module__`.
@@ -166,6 +184,7 @@ class Listing:
         self.codes.append(code)
 
     def _add_globals(self, function: types.FunctionType) -> None:
+        """Lists the globals that the code of a function names, and notes its other names."""
         names = names_of(function.__code__)
         self._attributes |= names.attributes
         if not all(map(_is_stateless, names.imports)):
@@ -174,6 +193,7 @@ class Listing:
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
+                # Read as an attribute of NumPy, which is not opened.
                 if scope[name] is np and "random" in names.attributes:
                     raise NotListed
             elif name in _STATEFUL_BUILTINS:
@@ -191,6 +211,7 @@ class Listing:
         self.add(content)
 
     def _add_class(self, kind: type) -> None:
+        """Lists a class, its bases, methods and other attributes; of libraries, only the class."""
         self.tokens.append(id(kind))
         if _is_stateless(kind.__module__):
             return
@@ -201,6 +222,7 @@ class Listing:
         self._add_items({k: x for k, x in vars(kind).items() if k not in _NOT_READ})
 
     def _add_module(self, module: types.ModuleType) -> None:
+        """Lists a module, of which ``add_module_attributes`` lists the content."""
         self.tokens.append(module.__name__)
         if module.__name__ in _STATEFUL_MODULES:
             raise NotListed
@@ -210,6 +232,7 @@ class Listing:
             self._modules.append(module)
 
     def _add_builtin(self, function: types.BuiltinFunctionType) -> None:
+        """Lists a function in C, or a method in C with the object that it is bound to."""
         owner = function.__self__
         self.tokens.append(function.__qualname__)
         if owner is None or isinstance(owner, types.ModuleType):
@@ -242,6 +265,7 @@ class Listing:
         self.add(variable.get(None))
 
     def _add_object(self, value: Any) -> None:
+        """Lists an object by its class and content, or else by its value or identity."""
         kind = type(value)
         if holds_values(value):
             raise NotListed
@@ -250,23 +274,24 @@ class Listing:
         elif isinstance(value, logging.Logger):  # on which no result depends
             self._add_identity(value)
         elif _is_wrapper(value):
-            # Of a library's wrapper (`jax.jit(f)`, say), the functions that the user gave it. Its
+            # Of a library's wrapper, such as `jax.jit(f)`, the functions that the user gave it. Its
             # options are those of the same object.
             self._add_identity(value)
             attributes = getattr(value, "__dict__", {}).values()
-            given = [x for x in attributes if isinstance(x, _FUNCTIONS)]
-            self._add_all([value.__wrapped__, *given])
-        elif issubclass(kind, _OF_LIBRARIES):
+            functions = [x for x in attributes if isinstance(x, _FUNCTIONS)]
+            self._add_all([value.__wrapped__, *functions])
+        elif issubclass(kind, _LIBRARY_VALUES):
             self._add_value(value)
         elif is_builtin(kind) or not has_hidden_state(kind):
             self.add(kind)
-            shape, parts = open_object(value)
-            self.tokens.append((shape.detail, shape.names))
+            static_kind, parts = open_object(value)
+            self.tokens.append((static_kind.detail, static_kind.names))
             self._add_all(parts)
         else:
             self._add_value(value)
 
     def _add_identity(self, value: object) -> None:
+        """Lists an object that only has to be the same one."""
         try:
             self.weak.append(weakref.ref(value))
         except TypeError:
@@ -296,7 +321,8 @@ def _is_wrapper(value: object) -> bool:
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_BY_VALUE = frozenset({bool, bytes, int, str, type(None), type(Ellipsis), type(NotImplemented)})
+_PLAIN_TYPES = frozenset({bool, bytes, int, str, type(None), type(Ellipsis), type(NotImplemented)})
+# How objects of exactly these types are listed; all others by `Listing._add_object`.
 _LISTERS: dict[type, Any] = {
     types.FunctionType: Listing._add_function,
     types.CodeType: Listing._add_code,

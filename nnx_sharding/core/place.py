@@ -8,6 +8,9 @@ There is no one way in JAX, so an array takes up to three steps, in :func:`_perf
 
 Everything goes in as few programs and transfers as possible, and each old array can be freed as
 soon as the new one is there. For what happens inside a trace, see ``constrain.py``.
+
+A *move* is one array on its way to its *goal*. The *bounds* of a part of an array say where it
+begins and ends in each dimension. An array is *unreduced* if it is the sum of those on the devices.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ def place_arrays(
     """
     alias = alias and not donate
     result = list(leaves)
-    moves: dict[tuple[int, Any], _Move] = {}
-    staying: set[int] = set()
+    moves: dict[tuple[int, Any], _Move] = {}  # by the id of the array, and the goal
+    staying: set[int] = set()  # the ids of arrays that are also returned unchanged
     for slot, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             result[slot] = leaf if sharding is None else leaf.update(sharding=sharding)
@@ -65,23 +68,23 @@ def place_arrays(
         else:
             # An array in several slots is moved once, so that it stays one array.
             moves.setdefault((id(leaf), sharding), _Move(leaf, sharding)).slots.append(slot)
-    goals = Counter(source for source, _ in moves)
-    for (source, _), move in moves.items():
-        is_free = source not in staying and goals[source] == 1
-        move.is_ours = donate and is_free and isinstance(move.array, jax.Array)
+    num_goals = Counter(array_id for array_id, _ in moves)
+    for (array_id, _), move in moves.items():
+        is_unused = array_id not in staying and num_goals[array_id] == 1
+        move.is_ours = donate and is_unused and isinstance(move.array, jax.Array)
     donated = [move.array for move in moves.values() if move.is_ours]
     _perform([*moves.values()], alias)
     for move in moves.values():
         for slot in move.slots:
             result[slot] = move.array
-    for source in donated:
-        if not source.is_deleted():
-            source.delete()
+    for array in donated:
+        if not array.is_deleted():  # the program that moved it may have reused its memory
+            array.delete()
     return result
 
 
 def obstacle(leaf: AnyArray, sharding: Sharding) -> str | None:
-    """Why a concrete array cannot get a sharding, whatever its shape; None if it can."""
+    """Returns why an array cannot get a sharding, whatever its shape; None if it can."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return "the mesh is abstract, without devices to place the array on"
     if not isinstance(leaf, jax.Array):
@@ -106,6 +109,7 @@ class _Move:
     slots: list[int] = dataclasses.field(default_factory=list)  # of the result
 
     def advance(self, array: AnyArray) -> None:
+        """Replaces the array by what it has become, which may be freed afterwards if it is new."""
         self.is_ours |= array is not self.array
         self.array = array
 
@@ -155,18 +159,6 @@ def _is_on_cpus(sharding: Any) -> bool:
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 
-def out_of_range(values: Any, dtype: Any) -> str:
-    """The range of integers if another dtype of integers cannot hold all of them, else nothing."""
-    is_integer = all(jnp.issubdtype(x, jnp.integer) for x in (values.dtype, dtype))
-    if dtype == values.dtype or not values.size or not is_integer:
-        return ""
-    low, high, info = int(values.min()), int(values.max()), _range_of(dtype)
-    return "" if info.min <= low and high <= info.max else f"{low} to {high}"
-
-
-_range_of: Any = jnp.iinfo
-
-
 def _is_placed(leaf: AnyArray, sharding: Sharding | Format) -> bool:
     """Whether an array is committed to exactly this sharding."""
     return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
@@ -177,11 +169,11 @@ def _is_keys(x: Any) -> bool:
 
 
 def _has_summands(summed: Any, other: object) -> bool:
-    """Whether the first of an array and a sharding is unreduced, and their devices differ."""
-    sharding, others = (getattr(x, "sharding", x) for x in (summed, other))
+    """Whether one of an array and a sharding is unreduced, and the other is on other devices."""
+    sharding, other_sharding = (getattr(x, "sharding", x) for x in (summed, other))
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return False
-    return _compat.device_assignment(sharding) != _compat.device_assignment(others)
+    return _compat.device_assignment(sharding) != _compat.device_assignment(other_sharding)
 
 
 def _put(steps: _Steps, alias: bool = True) -> None:
@@ -195,9 +187,10 @@ def _put(steps: _Steps, alias: bool = True) -> None:
         if not (_is_placed(move.array, goal) and (alias or move.is_ours))
     ]
     if pending:
+        # In one call, so that JAX makes all transfers together.
         arrays, goals = [move.array for move, _ in pending], [goal for _, goal in pending]
-        new = jax.device_put(arrays, goals, may_alias=None if alias else False)
-        for (move, _), array in zip(pending, new, strict=True):
+        copies = jax.device_put(arrays, goals, may_alias=None if alias else False)
+        for (move, _), array in zip(pending, copies, strict=True):
             move.advance(array)
 
 
@@ -225,15 +218,16 @@ def _reshard(steps: _Steps) -> None:
     for devices in dict.fromkeys(_compat.device_assignment(goal) for _, goal in steps):
         group = [step for step in steps if _compat.device_assignment(step[1]) == devices]
         group.sort(key=lambda step: step[0].is_ours)  # donated ones last, as `_join` returns them
-        old: tuple[list[Any], list[Any]] = ([], [])
+        kept, donated = list[Any](), list[Any]()
         for move, goal in group:
-            old[move.is_ours].append(_reordered(move.array, goal, devices))
+            arrays = donated if move.is_ours else kept
+            arrays.append(_reordered(move.array, goal, devices))
         program = jax.jit(_join, out_shardings=[goal for _, goal in group], donate_argnums=1)
         with warnings.catch_warnings():
             # Buffers whose size differs from the new ones cannot be reused; they are freed.
             warnings.filterwarnings("ignore", _compat.UNUSED_DONATION)
-            new = program(*old)
-        for (move, _), array in zip(group, new, strict=True):
+            resharded = program(kept, donated)
+        for (move, _), array in zip(group, resharded, strict=True):
             move.advance(array)
 
 
@@ -242,7 +236,7 @@ def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
 
 
 def _reordered(array: AnyArray, goal: NamedSharding, devices: object) -> Any:
-    """The same buffers as an array whose devices are listed in the order of the goal."""
+    """Returns an array of the same buffers whose devices are in the order of the goal."""
     if _compat.device_assignment(array.sharding) == devices:
         return array
     sharding = _compat.in_order_of(array.sharding, goal)
@@ -275,17 +269,20 @@ def _needs_host(array: AnyArray, goal: Sharding | Format, alias: bool) -> bool:
     device: Any = next(iter(current.device_set))
     if current.num_devices == 1 and device.platform != "cpu":  # JAX then slices on the device
         return not may_share and goal.shard_shape(array.shape) == array.shape
-    wanted, held = (x.devices_indices_map(array.shape).values() for x in (goal, current))
-    parts = {_bounds(index, array.shape) for index in held}
-    return not may_share or any(_bounds(index, array.shape) not in parts for index in wanted)
+    present, wanted = (
+        {_bounds(index, array.shape) for index in x.devices_indices_map(array.shape).values()}
+        for x in (current, goal)
+    )
+    return not may_share or not wanted <= present
 
 
 def _bounds(index: Sequence[slice], shape: Sequence[int]) -> _Bounds:
+    """Returns the bounds of the part of an array that an index selects."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def assembled(array: AnyArray, goal: Sharding, *, alias: bool = False) -> Any:
-    """An array made of the parts that the devices of this process hold.
+    """Returns an array with a sharding, made from the parts that this process holds.
 
     With ``alias``, CPU devices may adopt memory of a ``jax.Array``, as by ``jax.device_put``.
     """
@@ -295,40 +292,48 @@ def assembled(array: AnyArray, goal: Sharding, *, alias: bool = False) -> Any:
     if _is_keys(array):  # which have no form in NumPy
         words = assembled(jax.random.key_data(array), goal, alias=alias)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
-    part = array.__getitem__
-    held = {tuple((0, size) for size in shape): array}
+    get_part = array.__getitem__
+    parts = {tuple((0, size) for size in shape): array}
     if isinstance(array, jax.Array):
-        held = {_bounds(shard.index, shape): shard.data for shard in array.addressable_shards}
-    # A CPU device may alias the memory that it is given.
+        parts = {_bounds(shard.index, shape): shard.data for shard in array.addressable_shards}
+    # A CPU device may alias the memory that it is given, so NumPy arrays are copied for it.
     if isinstance(array, jax.Array) or any(device.platform == "cpu" for device in devices):
         alias = alias and isinstance(array, jax.Array)
-        part = functools.partial(_part, held, shape, dtype, alias)
+        get_part = functools.partial(_part_at, parts, shape, dtype, alias)
     # Without x64, 64-bit types become 32-bit ones, as everywhere in JAX.
     dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.make_array_from_callback(shape, goal, part, dtype=dtype)
+    return jax.make_array_from_callback(shape, goal, get_part, dtype=dtype)
 
 
-def _part(
-    held: Mapping[_Bounds, Any], shape: Sequence[int], dtype: Any, alias: bool, index: Any
-) -> Any:
-    """A part of an array from the parts that are held; in new memory, or with ``alias`` in one."""
+def _part_at(
+    parts: Mapping[_Bounds, AnyArray],
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    alias: bool,
+    index: tuple[slice, ...],
+) -> np.ndarray[Any, Any]:
+    """Returns the part of an array at an index, put together from other parts.
+
+    It is in new memory; with ``alias``, in that of a part which contains all of it, if one does.
+    """
     wanted = _bounds(index, shape)
-    lengths = [end - start for start, end in wanted]
     if alias:
-        for bounds, data in held.items():
+        for bounds, part in parts.items():
             if all(c <= a and b <= d for (a, b), (c, d) in zip(wanted, bounds, strict=True)):
-                return np.asarray(data)[_within(wanted, bounds)]
+                return np.asarray(part)[_within(wanted, bounds)]
+    lengths = [end - start for start, end in wanted]
+    # A CPU device adopts memory only if it is aligned; otherwise XLA would copy it once more.
     memory = np.empty(math.prod(lengths) * dtype.itemsize + _ALIGNMENT, np.uint8)
     offset = -memory.ctypes.data % _ALIGNMENT
-    new = memory[offset : len(memory) - _ALIGNMENT + offset].view(dtype).reshape(lengths)
-    for bounds, data in held.items():
+    result = memory[offset : len(memory) - _ALIGNMENT + offset].view(dtype).reshape(lengths)
+    for bounds, part in parts.items():
         pairs = zip(wanted, bounds, strict=True)
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
         if all(start < end for start, end in common):
-            new[_within(common, wanted)] = np.asarray(data)[_within(common, bounds)]
-    return new
+            result[_within(common, wanted)] = np.asarray(part)[_within(common, bounds)]
+    return result
 
 
 def _within(part: _Bounds, outer: _Bounds) -> tuple[slice, ...]:
-    """The indices of a part of an array in a larger one."""
+    """Returns the index of a part of an array in a larger part."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, outer, strict=True))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from .. import _compat
@@ -97,6 +99,16 @@ def committed_elsewhere(name: str, arrays: Iterable[tuple[str, Any, Sharding]]) 
         "on_committed='move'.",
         anchor="committed-to-another-sharding",
     )
+
+
+def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any]) -> str:
+    """Returns the range of integers as text if another dtype cannot hold it; else nothing."""
+    are_integers = all(jnp.issubdtype(x, jnp.integer) for x in (values.dtype, dtype))
+    if dtype == values.dtype or not values.size or not are_integers:
+        return ""
+    low, high = int(values.min()), int(values.max())
+    limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
+    return "" if limits.min <= low and high <= limits.max else f"{low} to {high}"
 
 
 def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:

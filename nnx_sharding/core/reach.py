@@ -35,12 +35,18 @@ from typing import Any
 from .. import _compat
 from .listing import Listing, NotListed, is_constant
 from .static_equality import Static
-from .structure import Container, StaticObject, Structure, children_of
+from .structure import Child, Container, StaticObject, Structure, children_of
 from .treedefs import node_types
 
 
 class Reach:
-    """A key that is equal as long as all that was listed is the same."""
+    """A key that is equal as long as all that was listed is the same.
+
+    Args:
+      tokens: the list (``listing.py``).
+      codes: the codes whose ids are in it.
+      weak: weak references to the other objects whose ids are in it.
+    """
 
     __slots__ = ("_codes", "_hash", "_tokens", "_weak")
 
@@ -95,7 +101,7 @@ def values_in(structure: Structure) -> list[Any]:
     the same for all equal structures, such as numbers and the classes of Flax.
     """
     values: dict[int, Any] = {}  # by id: values need no hash, and each counts once
-    children = [structure.root, *structure.statics]
+    children: list[Child] = [structure.root, *structure.statics]
     for entry in structure.entries:
         if entry is not None:
             values[id(entry.type)] = entry.type
@@ -106,8 +112,8 @@ def values_in(structure: Structure) -> list[Any]:
             values[id(child)] = child
         elif isinstance(child, Container | StaticObject):
             children += (*child.children, *getattr(child, "aux", ()))
-            kinds = {child.type} if isinstance(child, StaticObject) else node_types(child.treedef)
-            values |= {id(kind): kind for kind in kinds}
+            classes = {child.type} if isinstance(child, StaticObject) else node_types(child.treedef)
+            values |= {id(cls): cls for cls in classes}
     return [value for value in values.values() if not _is_constant(value)]
 
 

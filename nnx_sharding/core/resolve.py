@@ -4,12 +4,14 @@ A Variable may be in several arguments, or in one under several paths, and all o
 spec. They have to agree, since there is one array; a path without a spec leaves it to the others.
 A :class:`~nnx_sharding.StateSharding` decides by its first filter that matches. What each filter
 decided is noted (:class:`FilterUse`), to warn about those that are misspelt or come too late.
+
+A *location* is where a Variable or array is in a structure; a *subject* is that Variable or array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from flax import nnx
 
@@ -30,8 +32,8 @@ from .arguments import Argument, Part
 from .problems import several
 from .structure import Location, Structure
 
-SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
-Conflict = tuple[str, Any, str, Any]  # two expressions for one Variable, each with its spec
+SpecOf: TypeAlias = Callable[[Any], Any]  # a spec as the user wrote it → its final form
+Conflict: TypeAlias = tuple[str, Any, str, Any]  # two expressions for one Variable, with its specs
 
 
 class NamedLocation(NamedTuple):
@@ -58,17 +60,16 @@ def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLoc
 
     The arrays that they hold outside of objects must be those of the structure's root.
     """
-    slots = iter(structure.root_slots)
+    root_slots = iter(structure.root_slots)  # which each part takes its own from
     locations = []
     for argument in arguments:
         for part in argument.parts:
             aliases: Mapping[Any, Sequence[Path]] = structure.aliases(part.child)
             prefix = accessor(argument.name, part.keys)
-            for location in structure.walk(part.child, slots):
-                others = aliases.get(location.entry, ())
-                paths = tuple(dict.fromkeys((location.path, *others)))
+            for location in structure.walk(part.child, root_slots):
+                paths = dict.fromkeys((location.path, *aliases.get(location.entry, ())))
                 name = accessor(prefix, location.path)
-                locations.append(NamedLocation(argument, part, location, name, paths))
+                locations.append(NamedLocation(argument, part, location, name, (*paths,)))
     return locations
 
 
@@ -101,14 +102,23 @@ def resolve(
 ) -> Resolved:
     """Resolves the spec of the array at every location.
 
-    ``known`` Variables already have their spec: their names and specs. Arguments whose names are
-    ``settled`` do not decide about them. ``spec_of`` makes the final form of a spec.
+    Args:
+      locations: those in arguments or outputs, with the user's specs for these.
+      objects: by index.
+      leaves: the arrays, by slot.
+      spec_of: makes the final form of a spec.
+      known: the names and final specs of Variables that already have them, by index.
+      settled: the names of arguments that do not decide about known Variables.
+
+    Raises:
+      ValueError: no filter matches, or one array has several specs.
     """
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
-    attributes: dict[int, tuple[str, Any]] = {}
+    # The name and spec of each array outside of Variables, by slot; Variables are in the result.
+    arrays: dict[int, tuple[str, Any]] = {}
     uses: dict[int, FilterUse] = {}
     conflicts: list[Conflict] = []
-    is_inside = False
+    is_inside = False  # whether a path without its first key would have matched
     for place in locations:
         spec, index, slots = place.part.spec, place.location.entry, place.location.slots
         if place.argument.name in settled and known and index in known:
@@ -117,22 +127,23 @@ def resolve(
             # By identity, as comparing filters takes long; uses of equal rules are joined later.
             use = uses.setdefault(id(spec), FilterUse(spec))
             subject = place.subject(objects, leaves)
-            which, spec = use.decide(place, subject, spec_of, conflicts)
-            if which is None and needs_filter(slots, subject):
+            filter_index, spec = use.decide(place, subject, spec_of, conflicts)
+            if filter_index is None and needs_filter(slots, subject):
                 use.unmatched.append((place.name, subject))
                 is_inside |= use.is_inside(place.paths[0])
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
         spec = None if spec is None else spec_of(spec)
-        decided, key = (attributes, slots[0]) if index is None else (result.variables, index)
-        name, first = decided.get(key, ("", None))
-        if first is None:
-            decided[key] = (place.name, spec)
-        elif spec is not None and spec != first:
-            conflicts.append((name, first, place.name, spec))
+        # The first path with a spec decides; the others have to agree, or to have none.
+        decisions, key = (arrays, slots[0]) if index is None else (result.variables, index)
+        name, first_spec = decisions.get(key, ("", None))
+        if first_spec is None:
+            decisions[key] = (place.name, spec)
+        elif spec is not None and spec != first_spec:
+            conflicts.append((name, first_spec, place.name, spec))
         for slot in slots:
-            result.slots[slot] = decided[key][1]
+            result.slots[slot] = decisions[key][1]
     _check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
     _check_conflicts(conflicts)
     result.uses.extend(uses.values())
@@ -140,7 +151,7 @@ def resolve(
 
 
 def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
-    """Raises an error for Variables with several specs, in the words of the transform."""
+    """Raises an error for Variables with several specs: axes, or shardings."""
     specs = "axes" if conflicts and isinstance(conflicts[0][1], Axis) else "shardings"
     lines = []
     for path, spec, other_path, other in conflicts:
@@ -159,7 +170,10 @@ def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
 def known_variables(
     locations: Sequence[NamedLocation], specs: Sequence[Spec], open_spec: Spec, resolved: Resolved
 ) -> dict[int, tuple[str, Any]]:
-    """Returns the first name and the spec of each Variable; without an array, the declared spec."""
+    """Returns the first name and the final spec of each Variable or ref, by index.
+
+    ``specs`` are those of the arrays, by slot; a Variable without an array has the declared one.
+    """
     known: dict[int, tuple[str, Any]] = {}
     for place in locations:
         index, slots = place.location.entry, place.location.slots
@@ -171,6 +185,10 @@ def known_variables(
 
 
 def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
+    """Raises an error for the locations that no filter matches, of these uses.
+
+    With ``is_inside``, the filters are for a module in a tuple or dict, and were used for that.
+    """
     if not uses:
         return
     subjects = [subject for use in uses for _, subject in use.unmatched]
@@ -201,11 +219,11 @@ class FilterUse:
 
     def __init__(self, rules: StateSharding):
         self.rules = rules
-        self.unmatched: list[tuple[str, Any]] = []
-        self._matched: set[int | None] = set()
+        self.unmatched: list[tuple[str, Any]] = []  # names and subjects
+        self._matched: set[int | None] = set()  # filters that decided, by index; None for no filter
         self._shadowed: set[int] = set()  # filters that match what an earlier one matched
-        self._keys: dict[Any, None] = {}
-        self._arguments: dict[str, None] = {}
+        self._keys: dict[Any, None] = {}  # all keys in paths, in their order
+        self._arguments: dict[str, None] = {}  # the names of the arguments, likewise
 
     def decide(
         self,
@@ -217,22 +235,24 @@ class FilterUse:
         """Returns the index of the filter that decides about a location, and its spec.
 
         All paths of a shared Variable are tried: a filter that names one of them has priority over
-        those that do not depend on paths.
+        those that do not depend on paths. Adds disagreements between paths to ``conflicts``.
         """
-        decisions = []
+        decisions: list[tuple[Path, int | None, Any]] = []
         for path in place.paths:
-            counts, index, spec = self.rules.find_below(place.part.below, path, subject)
-            self._note(index, counts, subject, place.argument.name)
+            matched_path, index, spec = self.rules.find_below(place.part.below, path, subject)
+            self._record(index, matched_path, subject, place.argument.name)
             decisions.append((path, index, spec))
-        named = [d for d in decisions if self._names_paths(d[1])] if len(decisions) > 1 else []
-        for path, _, spec in named[1:]:
-            if spec_of(spec) != spec_of(named[0][2]):
-                first = place.name_of(named[0][0])
-                conflicts.append((first, named[0][2], place.name_of(path), spec))
-        return (named or decisions)[0][1:]
+        by_path = [d for d in decisions if self._names_paths(d[1])] if len(decisions) > 1 else []
+        if by_path:
+            (first_path, _, first_spec), *others = by_path
+            for path, _, spec in others:
+                if spec_of(spec) != spec_of(first_spec):
+                    first = place.name_of(first_path)
+                    conflicts.append((first, first_spec, place.name_of(path), spec))
+        return (by_path or decisions)[0][1:]
 
-    def _note(self, index: int | None, path: Path, subject: object, argument: str) -> None:
-        """Notes which filter decided, and which later ones match what it decided about."""
+    def _record(self, index: int | None, path: Path, subject: object, argument: str) -> None:
+        """Records which filter decided, and which later ones match what it decided about."""
         self._matched.add(index)
         for later in range(0 if index is None else index + 1, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
@@ -250,6 +270,7 @@ class FilterUse:
         return any(other[1:] == path for other in paths)
 
     def _names_paths(self, index: int | None) -> bool:
+        """Whether the filter with an index depends on paths."""
         filters = self.rules.filters
         in_range = index is not None and index < len(filters)
         return in_range and names_paths(to_predicate(filters[index]))  # type: ignore[index]

@@ -27,7 +27,7 @@ from ..specs.fitting import (
     spec_axes,
 )
 from ..specs.state_sharding import StateSharding
-from ..specs.types import AnyArray, AnyMesh, Arrays, Objects, Spec
+from ..specs.types import AnyArray, AnyMesh, Arrays, AxisName, Objects, Spec
 from .arguments import Specs, check_specs, split_argument
 from .constrain import given_mesh, is_shardable, mesh_here, without_unconstrained
 from .flatten import Flat
@@ -45,8 +45,8 @@ def check_mesh(
 
     The locations of the inputs, the objects and the arrays there say where a spec is used.
     """
-    faults: dict[Any, list[str]] = {}
-    sizes: dict[Any, int] = {}  # of the axes of meshes, for the message
+    faults: dict[Any, list[str]] = {}  # the reasons why each spec does not fit
+    sizes: dict[AxisName, int] = {}  # of the axes of meshes, for the message
     for spec in (*transform.in_specs.written, *transform.out_specs.written):
         pair = spec_and_mesh(spec, transform.context)
         if pair is not None and (reasons := _mesh_faults(transform, spec, pair[1])):
@@ -64,9 +64,9 @@ def check_mesh(
         )
     sizes.update({} if transform.context is None else transform.context.shape)
     axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    first = next(iter(faults.values()))[0]
-    anchor = "axis-used-twice" if " is used " in first else ""
-    anchor = "unknown-axis" if "has no axis" in first else anchor
+    first_reason = next(iter(faults.values()))[0]
+    anchor = "axis-used-twice" if " is used " in first_reason else ""
+    anchor = "unknown-axis" if "has no axis" in first_reason else anchor
     head = f"{transform.name}: these specs do not fit the mesh:"
     raise_listed(ValueError, head, lines, f"The mesh has the axes {axes}.", anchor)
 
@@ -109,8 +109,8 @@ def fit_specs(
 ) -> list[Any]:
     """Returns specs that fit arrays of these shapes: the given ones, corrected where requested.
 
-    ``on_indivisible`` has options, by slot, with priority over that of the transform; ``before``
-    the previous shapes of outputs that are updates.
+    Names, shapes (None for what is no array) and specs are by slot. ``on_indivisible`` has options
+    with priority over that of the transform; ``before`` the old shapes of outputs that are updates.
     """
     result = list(specs)
     if not isinstance(transform, Sharded):
@@ -251,11 +251,12 @@ class _Fitter:
         self._explicit, self._places = explicit, places
         self._whole, self._lenient = whole, lenient
         self._default_action: OnIndivisible = "drop" if lenient else on_indivisible
-        self._actions = resolved.on_indivisible
+        self._actions = resolved.on_indivisible  # by slot
         self._moves = places and _compat.trace_is_clean()  # inside a trace, nothing is moved
+        # Cached, since the many arrays of a model have few different shapes and specs.
         options: Any = {"unconstrained": not (explicit or whole), "lenient": lenient}
         self._fit_once = functools.cache(functools.partial(fit_sharding, **options))
-        # Lines of messages.
+        # The lines of messages.
         self.corrected: list[str] = []
         self._refused: list[str] = []
         self._not_arrays: list[str] = []
@@ -296,7 +297,7 @@ class _Fitter:
     def _fit_array(
         self, slot: int, leaf: AnyArray, sharding: Spec, pair: tuple[PartitionSpec, Any] | None
     ) -> tuple[Fit, Any]:
-        """Returns how a sharding, with its spec and mesh if it has them, fits, and the mesh."""
+        """Returns how an array's sharding fits, and its mesh; ``pair`` is its spec and mesh."""
         mesh: Any = self._mesh if pair is None else pair[1]
         if pair is not None and self._places:
             mesh = mesh_here(mesh)
@@ -327,11 +328,12 @@ class _Fitter:
 
 
 def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    others = [axis for axis in spec_axes(spec) if kinds[axis] != AxisType.Explicit]
-    if not others:
+    """Returns what is wrong with a spec that may only name Explicit axes; None if nothing is."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    wrong = [axis for axis in spec_axes(spec) if types[axis] != AxisType.Explicit]
+    if not wrong:
         return None
-    listed = ", ".join(f"{axis!r} is of type {kinds[axis].name}" for axis in others)
+    listed = ", ".join(f"{axis!r} is of type {types[axis].name}" for axis in wrong)
     return f"{listed}; only Explicit axes are part of a type"
 
 

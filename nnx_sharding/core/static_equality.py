@@ -54,8 +54,8 @@ from .treedefs import aux_of
 # By value
 
 _PLAIN_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
-# Their own subclasses add caches only; those of the user may hold more.
-_VALUES_OF_LIBRARIES = (
+# Subclasses that these libraries define add caches only; those of the user may hold more.
+_LIBRARY_VALUES = (
     *(np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec),
     pathlib.PurePath,
 )
@@ -77,19 +77,21 @@ def value_key(value: Any) -> Hashable | None:
         return kind, value.hex()
     if kind is complex:
         return kind, value.real.hex(), value.imag.hex()
-    return _rarer_key(kind, value)
+    return _key_of_rare_type(kind, value)
 
 
-def _rarer_key(kind: type, value: Any) -> Hashable | None:
+def _key_of_rare_type(kind: type, value: Any) -> Hashable | None:
+    """Returns the key of a value of another type than those of most settings; None by content."""
     if issubclass(kind, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
     if issubclass(kind, enum.Enum | type):
-        return kind, _compat.identity(value)  # whoever holds the key also holds the value
+        # An id is enough: whoever holds the key also holds the value, so no other gets the id.
+        return kind, _compat.identity(value)
     if issubclass(kind, jax.Array):
         return _array_key(kind, value)
     if kind is _compat.HashableMapping:
         return _mapping_key(kind, value)
-    if issubclass(kind, _VALUES_OF_LIBRARIES) and kind.__module__.split(".")[0] in _LIBRARIES:
+    if issubclass(kind, _LIBRARY_VALUES) and kind.__module__.split(".")[0] in _LIBRARIES:
         return _library_key(kind, value)
     if kind is PyTreeDef:  # which compares the data of its nodes by `==`
         return _key_of_all(kind, aux_of(value), value)
@@ -105,12 +107,14 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
     return _key_as_pickled(kind, value)
 
 
-def _key_of_all(kind: type, parts: Iterable[object], *others: Hashable) -> Hashable | None:
+def _key_of_all(kind: type, parts: Iterable[object], *more: Hashable) -> Hashable | None:
+    """Returns the key of a value by those of its parts; None if any has none."""
     keys = tuple(map(value_key, parts))
-    return None if None in keys else (kind, *keys, *others)
+    return None if None in keys else (kind, *keys, *more)
 
 
 def _array_key(kind: type, value: jax.Array) -> Hashable | None:
+    """Returns the key of an array, with a copy of its data; None if it cannot be read."""
     if value.is_deleted() or not value.is_fully_addressable:
         return None
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
@@ -119,14 +123,16 @@ def _array_key(kind: type, value: jax.Array) -> Hashable | None:
 
 
 def _mapping_key(kind: type, value: object) -> Hashable | None:
-    mapping = _compat.mapping_items(value)
-    if all(type(part) is bool for _, part in mapping):  # which attributes are data
-        return kind, bool, frozenset(mapping)
-    items = [(key, value_key(part)) for key, part in mapping]
-    return None if any(key is None for _, key in items) else (kind, frozenset(items))
+    """Returns the key of one of Flax's hashable mappings, in which the order does not matter."""
+    items = _compat.mapping_items(value)
+    if all(type(part) is bool for _, part in items):  # which attributes are data: each module's
+        return kind, bool, frozenset(items)
+    keys = [(name, value_key(part)) for name, part in items]
+    return None if any(key is None for _, key in keys) else (kind, frozenset(keys))
 
 
 def _library_key(kind: type, value: Any) -> Hashable | None:
+    """Returns the key of a value that its library compares right, with two exceptions."""
     if issubclass(kind, pathlib.PurePath):
         return kind, str(value)  # as == ignores the case of paths of Windows
     if issubclass(kind, np.dtype) and value.metadata:  # which == ignores
@@ -152,26 +158,36 @@ def _key_as_pickled(kind: type, value: object) -> Hashable | None:
     """
     with contextlib.suppress(Exception):  # no hash, so it may change
         hash(value)
-        reduced: Any
+        reduced: Any  # the function by which pickle makes the object, its arguments, and a state
         if kind in copyreg.dispatch_table:
             reduced = copyreg.dispatch_table[kind](value)
         elif any(name in vars(base) for base in kind.__mro__[:-1] for name in _REDUCERS):
             reduced = value.__reduce_ex__(4)
         else:
             return kind, value
-        return kind, _held_key(reduced[1:])
+        return kind, _nested_key(reduced[1:])
     return None
 
 
 _REDUCERS = ("__reduce__", "__reduce_ex__")
 
 
-def _held_key(part: object) -> Hashable:
-    return tuple(map(_held_key, part)) if type(part) is tuple else Static.of(part)
+def _nested_key(part: object) -> Hashable:
+    """Returns a key for nested tuples of any values."""
+    return tuple(map(_nested_key, part)) if type(part) is tuple else Static.of(part)
 
 
 class Static:
-    """A static value that cannot change: one compared by value, or by identity alone."""
+    """A static value that cannot change: one compared by value, or by identity alone.
+
+    Args:
+      value: the value.
+      hold: whether it keeps alive an object that is compared by identity.
+
+    Attributes:
+      by_identity: whether it is compared by identity.
+      note: for diagnostics, a description of an object compared by identity.
+    """
 
     __slots__ = ("_key", "_ref", "_value", "by_identity", "note")
 
@@ -180,7 +196,7 @@ class Static:
         self.by_identity = key is None
         self._key = _compat.identity(value) if key is None else key
         self._value, self._ref = value, None
-        self.note: Any = None  # for diagnostics: a description of an object compared by identity
+        self.note: Any = None
         if self.by_identity and not hold:
             with contextlib.suppress(TypeError):  # not every object has weak references
                 self._ref, self._value = weakref.ref(value), None
@@ -223,7 +239,10 @@ _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
 def strict(value: object) -> Any:
-    """Returns a value that is equal only where Python's ``==`` and this rule agree, for options."""
+    """Returns a key for an option of a transform, equal only where ``==`` and this rule agree.
+
+    What the rule would compare by content or identity, such as a ``StateSharding``, is its own key.
+    """
     if type(value) is tuple:
         return tuple(map(strict, value))
     if type(value) is Static:
@@ -261,17 +280,17 @@ def opened(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
 
 
 def static_paths(kind: StaticKind, children: Sequence[object]) -> list[Path]:
-    """Returns the path from a static object to each of its parts."""
-    cls, count = kind.type, len(children) - len(kind.names)
-    items: Iterable[Path] = [(index,) for index in range(count)]
-    if issubclass(cls, dict):
+    """Returns the path from a static object to each of its parts: items, then attributes."""
+    cls, num_items = kind.type, len(children) - len(kind.names)
+    paths: Iterable[Path] = [(index,) for index in range(num_items)]
+    if issubclass(cls, dict):  # its items are keys and values in turns
         keys = [part.value if isinstance(part, Static) else repr(part) for part in children]
-        keys = [Item(key) if type(key) is str else key for key in keys[:count:2]]
-        items = [path for key in keys for path in ((key, "key"), (key,))]
+        keys = [Item(key) if type(key) is str else key for key in keys[:num_items:2]]
+        paths = [path for key in keys for path in ((key, "key"), (key,))]
     elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        items = [(name,) for name in cls._fields]
+        paths = [(name,) for name in cls._fields]
     elif issubclass(cls, functools.partial):
-        items = [("func",), *(("args", index) for index in range(count - 1))]
+        paths = [("func",), *(("args", index) for index in range(num_items - 1))]
     elif issubclass(cls, types.MethodType):
-        items = [("__func__",), ("__self__",)]
-    return [*items, *((name,) for name in kind.names)]
+        paths = [("__func__",), ("__self__",)]
+    return [*paths, *((name,) for name in kind.names)]

@@ -1,7 +1,9 @@
 """Static objects to kinds and parts, and back.
 
-The parts of an object are its items as the built-in class that it derives from, then the values of
-its attributes. Its kind is everything else, and is hashable.
+The *parts* of an object are its *items* as the built-in class that it derives from (its *base*),
+then the values of its *attributes*, in its ``__dict__`` or in slots. Its *kind* is everything else:
+its class, the *detail* that the base keeps besides items, and the names of the attributes. A kind
+is hashable. An object is *fixed* if it is immutable itself, whatever it holds.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class _Builtin(NamedTuple):
     """How objects of a built-in class are opened, and made or assigned to.
 
     Immutable objects are made with all their items. Others are made empty, by ``empty`` or by
-    ``__new__``, and then assigned to.
+    ``__new__``, and then assigned to, by operations that run no Python code.
     """
 
     open: Callable[[Any], tuple[Hashable, Sequence[Any]]]  # object to detail and items
@@ -85,6 +87,7 @@ def _empty_array(kind: type, detail: Any) -> Any:
 
 
 def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
+    """Returns the operation that copies content into a NumPy array of the same shape and dtype."""
     dtype, shape, *data = detail
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else x
     if plain.shape != shape or plain.dtype != dtype:
@@ -183,7 +186,7 @@ _BUILTINS: dict[type, _Builtin] = {
 
 
 def _base_of(kind: type) -> type:
-    """The class in the table that a class derives from; ``object`` by default."""
+    """Returns the class in the table that a class derives from; ``object`` by default."""
     return next(base for base in kind.__mro__ if base in _BUILTINS)
 
 
@@ -216,7 +219,7 @@ def can_be_made(kind: StaticKind) -> bool:
 
 
 def fixed_parts(value: object) -> Sequence[Any] | None:
-    """The items of an object that has nothing else, and always the same; None for others."""
+    """Returns the items of an object that has nothing else, and always the same; else None."""
     base = _base_of(type(value))
     builtin = _BUILTINS[base]
     if builtin.make is None or base is types.MappingProxyType or has_state(type(value)):
@@ -225,7 +228,7 @@ def fixed_parts(value: object) -> Sequence[Any] | None:
 
 
 def open_object(value: object) -> tuple[StaticKind, list[Any]]:
-    """The kind and the parts of an object."""
+    """Returns the kind and the parts of an object."""
     cls = type(value)
     detail, items = _BUILTINS[_base_of(cls)].open(value)
     attributes = attributes_of(value)
@@ -235,13 +238,13 @@ def open_object(value: object) -> tuple[StaticKind, list[Any]]:
 
 
 def make_fixed(kind: StaticKind, parts: Sequence[object]) -> Any:
-    """A new object of an immutable kind."""
+    """Returns a new object of an immutable kind."""
     make: Any = _BUILTINS[_base_of(kind.type)].make
     return make(kind.type, kind.detail, parts)
 
 
 def make_empty(kind: StaticKind) -> Any:
-    """A new object without its parts."""
+    """Returns a new object without its parts; a ``TypeError`` if a fixed one has attributes."""
     base: Any = _base_of(kind.type)
     builtin = _BUILTINS[base]
     if builtin.make is not None:
@@ -255,12 +258,16 @@ _MADE_BY_CLASS = 1 << 9  # CPython's flag of types that are made at run time, Py
 
 
 def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Operation]:
-    """The operations that give an existing object this kind and these parts."""
+    """Returns the operations that give an existing object this kind and these parts.
+
+    Raises a ``TypeError`` if it has another class, or is fixed.
+    """
     if type(value) is not kind.type or is_fixed(kind):
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
     count = len(parts) - len(kind.names)
     operations = _BUILTINS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
     attributes = dict(zip(kind.names, parts[count:], strict=True))
+    # Past any ``__setattr__`` of the class, which may be the user's, or refuse.
     for name in slots_of(kind.type):
         if name in attributes:
             operations.append((object.__setattr__, value, name, attributes.pop(name)))
@@ -296,7 +303,7 @@ def has_hidden_state(kind: type) -> bool:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """The ``__dict__`` of an object, past any ``__getattribute__`` of its class."""
+    """Returns the ``__dict__`` of an object, past any ``__getattribute__`` of its class."""
     if not type(value).__dictoffset__:
         return {}
     content: dict[str, Any] = object.__getattribute__(value, "__dict__")
@@ -322,21 +329,22 @@ def forget_cached(value: object, kept: Collection[str]) -> None:
             del attributes[name]
 
 
-# ``default_factory`` of a defaultdict is such a descriptor, too.
-# Weak, since a program may make classes all the time.
+# By class; weak, since a program may make classes all the time.
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def slots_of(kind: type) -> tuple[str, ...]:
-    """The names of the slots that classes written in Python add to a built-in one."""
+    """Returns the names of the slots that classes written in Python add to a built-in one."""
     names = _SLOTS.get(kind)
     if names is None:
-        added = itertools.takewhile(lambda base: base is not _base_of(kind), kind.__mro__)
+        builtin = _base_of(kind)
+        derived = itertools.takewhile(lambda cls: cls is not builtin, kind.__mro__)
         names = _SLOTS[kind] = tuple(
             name
-            for base in added
-            if "__slots__" in vars(base) or base is collections.defaultdict
-            for name, member in vars(base).items()
+            for cls in derived
+            # A defaultdict, in C, has its ``default_factory`` in such a descriptor, too.
+            if "__slots__" in vars(cls) or cls is collections.defaultdict
+            for name, member in vars(cls).items()
             if isinstance(member, types.MemberDescriptorType)
         )
     return names

@@ -4,6 +4,9 @@ A trace gets copies of static objects, which it may change. An object that is eq
 cannot be copied, and what it holds is the caller's own as well. A module or Variable there would
 be the caller's, whose arrays would become constants of the program: later changes would be missed.
 The same holds for Variables, and modules with arrays, that only static values refer to.
+
+A static object is an entry of the structure (``structure.py``), known by its *index*, or, if it
+cannot change, a part of the entry that holds it; the *slots* of an entry are those of its arrays.
 """
 
 from __future__ import annotations
@@ -59,18 +62,18 @@ def check_static_places(
       arguments: the dynamic arguments and their parts, with the expressions for them.
       statics: the names of the static arguments.
     """
-    callers = not_copied(structure)
-    is_hidden = map(_is_hidden, structure.identities())
-    has_arrays = (structure.slots[index] for index in callers)
-    named = zip(statics, structure.statics, strict=True)
-    starts = [(name, child, True) for name, child in named]
-    if any(is_hidden) or any(has_arrays):
+    callers_own = not_copied(structure)
+    has_hidden = any(map(_is_hidden, structure.identities()))
+    has_arrays = any(structure.slots[index] for index in callers_own)
+    static_arguments = zip(statics, structure.statics, strict=True)
+    starts = [(name, child, True) for name, child in static_arguments]
+    if has_hidden or has_arrays:  # rarely; only then, the dynamic arguments are searched as well
         starts += [(name, child, False) for name, child in arguments]
     raise_listed(
         ValueError,
         "static values must not hold Variables or arrays, which would become constants of the "
         "program:",
-        [f"  {place}: {what}" for place, what in _misplaced(structure, starts, callers)],
+        [f"  {place}: {what}" for place, what in _misplaced(structure, starts, callers_own)],
         "Pass them as ordinary arguments, or keep them in attributes of modules: what is static in "
         "a module is part of the key of the compiled function in any case.",
         anchor="static-argument-with-arrays",
@@ -85,23 +88,24 @@ def _is_hidden(static: Static) -> bool:
 
 
 def _misplaced(
-    structure: Structure, starts: list[tuple[str, Child, bool]], callers: Set[int]
+    structure: Structure, starts: list[tuple[str, Child, bool]], callers_own: Set[int]
 ) -> Iterator[tuple[str, str]]:
     """Yields the expression for each Variable or array in a static place, and what it is.
 
-    Each of the ``starts`` is a name, a child, and whether it is a static argument. ``callers`` has
-    the objects that a trace does not copy.
+    Each of the ``starts`` is a name, a child, and whether it is a static argument. ``callers_own``
+    has the indices of objects that a trace does not copy.
     """
     seen: set[tuple[int, bool]] = set()
+    # The last item of each is whether the child is in an object that is not copied.
     stack = [(place, child, is_argument, False) for place, child, is_argument in starts]
     while stack:  # no recursion: statics may be nested deeply
-        place, child, is_argument, is_in_callers = stack.pop()
-        x: Any = child
+        place, child, is_argument, is_in_callers_own = stack.pop()
+        holder: Any = child  # the entry or child that holds further parts
         if isinstance(child, int):
-            x = structure.entries[child]
-            if is_in_callers and not isinstance(x, StaticObject):
+            holder = structure.entries[child]
+            if is_in_callers_own and not isinstance(holder, StaticObject):
                 if any(structure.slots[i] for i in _reachable(structure, [child])):
-                    yield place, f"{x.type.__name__} with arrays"
+                    yield place, f"{holder.type.__name__} with arrays"
                 continue
             if (child, is_argument) in seen:
                 continue
@@ -111,18 +115,19 @@ def _misplaced(
                 yield place, f"{type(child.value).__name__} with arrays"
             elif is_argument:
                 yield from _arrays_in(place, child.value)
-        is_callers = isinstance(x, StaticObject) and (
-            is_in_callers if child is x else child in callers  # what is no entry is part of one
-        )
-        for path, part in reversed(parts_of(x).items()):
+        is_static_object = isinstance(holder, StaticObject)
+        is_own = child in callers_own if isinstance(child, int) else is_in_callers_own
+        for path, part in reversed(parts_of(holder).items()):
             # What a cached_property stores follows from the rest, and is dropped after a trace.
-            is_cached = isinstance(x, StaticObject) and is_cache(x.type, path[-1])
+            is_cached = is_static_object and is_cache(holder.type, path[-1])
             if not is_cached or not isinstance(part, Static):
-                stack.append((accessor(place, path), part, is_argument, is_callers))
+                stack.append(
+                    (accessor(place, path), part, is_argument, is_static_object and is_own)
+                )
 
 
 def _arrays_in(place: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yields the arrays in what is compared by value."""
+    """Yields the arrays in what is compared by value: their expressions, and what they are."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
         yield place, f"an array, {jax.typeof(value).str_short()}"

@@ -1,9 +1,10 @@
 """The hashable description of a graph of NNX objects.
 
 A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``, mutable
-static object) is one entry, and whatever refers to it holds its index: two children with the same
-index are the same object, so sharing and cycles need no special case. Arrays are in a flat list,
-whose positions are called slots; in the table ``LEAF`` marks where they belong.
+static object) is one *entry*, and whatever refers to it holds its *index*: two *children* with the
+same index are the same object, so sharing and cycles need no special case. Arrays are in a flat
+list, whose positions are called *slots*; in the table ``LEAF`` marks where they belong. The *root*
+is the pytree that was flattened, as a child.
 """
 
 from __future__ import annotations
@@ -144,9 +145,11 @@ class Structure:
         """Returns the static values that are compared by identity alone."""
         if self._unique is not None:
             return self._unique
-        # Variables share their metadata, and nodes of one kind most of their children.
+        # Variables share their metadata, and nodes of one kind most of their children: each is
+        # searched once, by its id.
         entries = {
-            _compat.identity(x.metadata if is_leaf_variable(x) else x): x for x in self.entries
+            _compat.identity(entry.metadata if is_leaf_variable(entry) else entry): entry
+            for entry in self.entries
         }
         groups = ((self.root, *self.statics), *map(children_of, entries.values()))
         unique = {_compat.identity(x): x for x in chain(*groups) if type(x) is not int}
@@ -160,7 +163,8 @@ class Structure:
         under its first path. ``slots`` are those of the leaves of ``child`` outside of any entry.
         """
         seen: set[int] = set()
-        # No recursion: models may be nested deeply. The last item is the Variable of a leaf.
+        # No recursion: models may be nested deeply. Each item has the slots of the leaves in it,
+        # and last the index of the Variable that it is in.
         stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
         while stack:
             path, child, slots, variable = stack.pop()
@@ -177,7 +181,7 @@ class Structure:
                     pairs = zip(entry.keys, entry.children, strict=True)
                     parts = [((key,), part) for key, part in pairs if type(part) is not Static]
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
-                    seen.add(value)
+                    seen.add(value)  # the Variable stands for the ref in it
                     yield Location(path, child, self.slots[value])
                 elif isinstance(entry, VariableEntry) and holds_objects(entry):
                     variable, parts = child, [((), entry.value)]
@@ -209,7 +213,7 @@ class Structure:
         # Breadth first, so that short paths come first.
         queue = deque((path, child, frozenset[int]()) for path, child in starts)
         while queue:
-            path, child, above = queue.popleft()
+            path, child, above = queue.popleft()  # above: the objects that the path passes through
             parts: dict[Path, Child] = {}
             if isinstance(child, Container | StaticObject):
                 parts = parts_of(child)

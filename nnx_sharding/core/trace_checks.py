@@ -26,6 +26,7 @@ from .static_equality import Static
 from .structure import (
     Child,
     Container,
+    Entry,
     NodeEntry,
     StaticObject,
     Structure,
@@ -37,9 +38,9 @@ from .structure import (
 
 
 class _Misuse(NamedTuple):
-    """A change that has no meaning outside of the trace."""
+    """A kind of change that has no meaning outside of the trace, and the error for it."""
 
-    head: str
+    head: str  # what is wrong
     remedy: str
     error: type[Exception] = ValueError
 
@@ -69,23 +70,30 @@ def check_objects(
     before: Structure,
     after: Flat,
     arguments: Sequence[Argument],
-    borrowed: Set[int],
+    static_ids: Set[int],
     *,
     name: str,
     updates: bool,
 ) -> None:
     """Raises an error for what cannot be written back to the caller's objects.
 
-    ``borrowed`` has the ids of the earlier static values that are compared by identity.
+    Args:
+      before: the structure of the arguments.
+      after: the graph after the call, with the same objects first.
+      arguments: those of the call, by whose names the user knows objects.
+      static_ids: the ids of earlier static values that are compared by identity.
+      name: of the transform, in messages.
+      updates: whether changes of structure are written back.
     """
-    structure, count = after.structure, len(before.entries)
+    structure, num_before = after.structure, len(before.entries)
     kinds = _TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED
+    # The objects with each misuse, by index, and the path from the object to what is wrong.
     places: dict[_Misuse, list[tuple[int, Path]]] = {misuse: [] for misuse in kinds}
     for index, entry in enumerate(structure.entries):
-        old = before.entries[index] if index < count else None
+        old = before.entries[index] if index < num_before else None
         if old is entry and old is not None:  # most entries, by the snapshot
             continue
-        places[_TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, borrowed))
+        places[_TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, static_ids))
         if isinstance(entry, NodeEntry | VariableEntry):
             if old is None and not _compat.can_update(after.objects[index]):
                 places[_CAPTURED_OBJECT].append((index, ()))
@@ -94,7 +102,7 @@ def check_objects(
         elif isinstance(entry, StaticObject) and not updates and old not in (None, entry):
             places[_STATIC_CHANGED].append((index, ()))
     # One kind of misuse at a time: the others may follow from it.
-    misuse = next((misuse for misuse, places_of in places.items() if places_of), None)
+    misuse = next((misuse for misuse in kinds if places[misuse]), None)
     if misuse is None:
         return
     starts = named_parts(arguments)
@@ -112,7 +120,11 @@ def check_output(
 ) -> None:
     """Checks that, without graph updates, no output is an input or captured Variable.
 
-    Those in ``carried`` may be.
+    Args:
+      after: the graph after the call.
+      known: the names and specs of the Variables of the arguments, by index.
+      carried: the indices of objects that may be outputs all the same.
+      name: of the transform, in messages.
     """
     lines = []
     structure = after.structure
@@ -137,14 +149,18 @@ def check_output(
 def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict: bool) -> None:
     """Warns about captured sharded arrays, which become replicated constants, not arguments.
 
-    ``leaves`` are the arrays of the arguments, which for JAX's checkify are constants as well.
-
     On Explicit axes an array may be indexed: its type shards what is read.
+
+    Args:
+      fun: the user's function.
+      leaves: the arrays of the arguments.
+      name: of the transform, in messages.
+      strict: whether to raise an error instead.
     """
     # By type: isinstance loads the target of a lazy proxy.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
-    given = set(map(id, leaves))
-    sharded = [x for x in constants if not x.is_fully_replicated and id(x) not in given]
+    arguments = set(map(id, leaves))  # which JAX's checkify makes constants as well
+    sharded = [x for x in constants if not x.is_fully_replicated and id(x) not in arguments]
     if not sharded:
         return
     operations = _compat.operations_on_constants()
@@ -168,10 +184,10 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
 _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 
 
-def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
-    """The paths to Variables and traced arrays among the static values of an entry.
+def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
+    """Yields the paths to Variables and traced arrays among the static values of an entry.
 
-    Without borrowed ones.
+    Those with these ids were there before, and are left out.
     """
     if not any(map(_is_traced, identities_in(children_of(entry)))):
         return
@@ -182,11 +198,12 @@ def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
             stack += [(path, aux) for aux in child.aux]
         elif isinstance(child, StaticObject):
             stack += [(path + key, part) for key, part in parts_of(child).items()]
-        elif _is_traced(child) and _compat.identity(_value_of(child)) not in borrowed:
+        elif _is_traced(child) and _compat.identity(_value_of(child)) not in static_ids:
             yield path
 
 
 def _is_traced(child: Child) -> bool:
+    """Whether a child is a static value that is a traced array, a Variable or a module."""
     value = _value_of(child)
     return isinstance(value, jax.core.Tracer) or _compat.is_graph_object(value)
 
@@ -198,7 +215,10 @@ def _value_of(child: Child) -> Any:
 def check_donated(
     donated: Mapping[int, tuple[str, Any]], outputs: Iterable[AnyArray], *, name: str, fun: str
 ) -> None:
-    """Checks that every donated array has an output of its type, which can reuse its buffer."""
+    """Checks that every donated array has an output of its type, which can reuse its buffer.
+
+    ``donated`` has the names and arrays, by slot; ``fun`` is the name of the user's function.
+    """
     if not donated:
         return
     # XLA reuses a donated buffer for any one output of its shape and dtype.

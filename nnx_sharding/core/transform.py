@@ -1,4 +1,9 @@
-"""What a transform decides: the base class of all, and that of ``jit`` and ``shard_map``."""
+"""What a transform decides: the base class of all, and that of ``jit`` and ``shard_map``.
+
+A *spec* says how an array enters or leaves: for ``jit`` it is a sharding, for ``vmap`` an axis. The
+user writes specs as a prefix of arguments or outputs (``Specs``); their *final* form is what the
+transform gives JAX. A *plan* (``plan.py``) is what follows from them for a structure of arguments.
+"""
 
 from __future__ import annotations
 
@@ -262,9 +267,10 @@ class Sharded(Transform):
         JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
         whose types have no mesh get them.
         """
-        goals = dict(plan.typed)
+        goals = dict(plan.typed)  # by slot
         is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
         if is_auto and not nested:
+            # An array may come from another mesh with Explicit axes, which would stay in its type.
             auto = NamedSharding(self.context, PartitionSpec())  # type: ignore[arg-type]
             goals = dict.fromkeys(plan.structure.root_slots, auto)
         typed = [*leaves]
@@ -288,10 +294,11 @@ class Sharded(Transform):
         """
 
         def checked(*leaves: object) -> Any:
-            on_mesh = from_arrays and any(
+            """Calls it with these arrays; a ``NoMeshError`` if neither they nor a mesh decide."""
+            have_devices = from_arrays and any(
                 isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
             )
-            if not on_mesh and not isinstance(_compat.context_mesh(), Mesh):
+            if not have_devices and not isinstance(_compat.context_mesh(), Mesh):
                 head = f"{self.name}: cannot run on an abstract mesh, which has no devices:"
                 remedy = (
                     "Pass a jax.sharding.Mesh, or call within `with jax.set_mesh(mesh):`. Without "

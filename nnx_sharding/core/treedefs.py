@@ -23,12 +23,14 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
         return ()
     if is_leaf_treedef(treedef):
         return ((),)
-    kind, data = treedef.node_data()
-    if kind in (tuple, list, dict):  # for which JAX would make and flatten a tree
+    node_type, data = treedef.node_data()
+    if node_type in (tuple, list, dict):  # quicker than the general way below
         children = treedef.children()
+        # The data of a dict are its keys.
         keys = map(path_key, map(jax.tree_util.DictKey, data)) if data else range(len(children))
         pairs = zip(keys, map(container_keys, children), strict=True)
         return tuple((key, *path) for key, paths in pairs for path in paths)
+    # JAX shows the keys of other node types only for a tree, which is made with other leaves.
     try:
         tree = jax.tree_util.tree_unflatten(treedef, [...] * count)
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)

@@ -21,8 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..core.arguments import Specs
 from ..core.flatten import flatten
-from ..core.place import out_of_range
-from ..core.problems import show
+from ..core.problems import out_of_range, show
 from ..core.spec_checks import assign_shardings
 from ..core.treedefs import PyTreeDef
 from ..errors import raise_listed
