@@ -118,10 +118,11 @@ def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
         blocks = [*map(_wrapped, merged(texts))]
     if sum(map(len, blocks)) > most:
         ends = itertools.accumulate(map(len, blocks))
+        # Whole items as long as they fit, the last of them cut if even the first is too long.
         kept = max(1, sum(end < most for end in ends))
         indent = " " * (len(texts[0]) - len(texts[0].lstrip()))
-        rest = [f"{indent}… and {len(blocks) - kept} more"] if kept < len(blocks) else ["…"]
-        blocks = [*blocks[: kept - 1], blocks[kept - 1][: most - 1], rest]
+        more = [f"{indent}… and {len(blocks) - kept} more"] if kept < len(blocks) else ["…"]
+        blocks = [*blocks[: kept - 1], blocks[kept - 1][: most - 1], more]
     return [*itertools.chain.from_iterable(blocks)]
 
 
@@ -134,10 +135,10 @@ def by_kind(kinds: Mapping[str, Sequence[str]]) -> list[str]:
 
 def merged(texts: Iterable[str]) -> list[str]:
     """Merges texts that differ only in the numbers in their paths into the first, with a count."""
-    alike: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}  # by the text, with the same number everywhere in its path
     for text in texts:
-        path, rest = _PATH.match(text).groups()  # type: ignore[union-attr]
-        alike.setdefault(re.sub(r"\d+", "0", path) + rest, []).append(text)
+        path, details = _PATH.match(text).groups()  # type: ignore[union-attr]
+        alike.setdefault(re.sub(r"\d+", "0", path) + details, []).append(text)
     result = []
     for first, *others in alike.values():
         line, *below = first.split("\n")

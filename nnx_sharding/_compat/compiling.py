@@ -1,4 +1,8 @@
-"""Compiling in another process what JAX has lowered in this one."""
+"""Compiling in another process what JAX has lowered in this one.
+
+A *stage* of JAX is compiled by its backend. ``compile_elsewhere`` gives it another backend for that
+time, which passes the module on, and returns an object that has the figures of the executable.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +52,14 @@ def without_compiler_warnings() -> Iterator[None]:
         # XLA has no function that returns the level: that of the user's option, or of the variable
         # of the environment, to which JAX gives the default.
         option = jax.config.jax_logging_level
+        variable = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1")
+        default = int(variable) if variable.isdigit() else 1
         levels = {"DEBUG": 0, "INFO": 0, "WARN": 1, "WARNING": 1, "ERROR": 2}
-        given = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1")
-        level = int(given) if given.isdigit() else 1
-        _set_log_level(level if option is None else levels.get(str(option).upper(), 3))
+        _set_log_level(default if option is None else levels.get(str(option).upper(), 3))
 
 
 def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:
-    """Like ``stage.compile(options)`` of a JAX stage; the result has figures but cannot run."""
+    """Returns what ``stage.compile(options)`` does, compiled elsewhere: it cannot run."""
     arguments = stage._lowering.compile_args
     backend = arguments["backend"]
     arguments["backend"] = _Backend(backend, compile)
@@ -66,7 +70,7 @@ def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Co
 
 
 def used_equations(jaxpr: Any) -> Any:
-    """The equations of a traced program, without those whose results are not used."""
+    """Returns the equations of a traced program, without those whose results are not used."""
     from jax.interpreters import partial_eval
 
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -81,9 +85,9 @@ def without_cache(stage: Any) -> Iterator[None]:
     """
     arguments = stage._lowering.compile_args
     backend = arguments["backend"]
-    arguments["backend"] = _Uncached(backend)
+    arguments["backend"] = _Uncached(backend)  # whose keys no cached program has
     try:
-        with _min_compile_time(math.inf):
+        with _min_compile_time(math.inf):  # nothing takes long enough to be written
             yield
     finally:
         arguments["backend"] = backend
@@ -136,16 +140,23 @@ class _Backend(_Client):
 
 
 def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
-    """What JAX takes for an executable: functions that return the parts."""
+    """Returns what JAX takes for an executable: an object whose methods return the parts."""
     values = {**parts, "get_compiled_memory_stats": types.SimpleNamespace(**parts["memory"])}
-    found: dict[str, Any] = {name: lambda value=value: value for name, value in values.items()}
-    return types.SimpleNamespace(**found, serialize=lambda: pickle.dumps(parts))
+    methods: dict[str, Any] = {name: lambda value=value: value for name, value in values.items()}
+    return types.SimpleNamespace(**methods, serialize=lambda: pickle.dumps(parts))
 
 
 def compile_module(
     devices: Mapping[int, jax.Device], module: bytes, options: bytes, ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Compiles for some of these devices, and returns what is read from the executable."""
+    """Compiles for some of these devices, and returns what is read from the executable.
+
+    Args:
+      devices: by id.
+      module: the program, as bytecode of MLIR.
+      options: those of the compiler, serialized.
+      ids: of the devices to compile for, in their order.
+    """
     chosen = [devices[i] for i in ids]
     client: Any = chosen[0].client
     only_compiles = isinstance(client, _CompileOnlyClient)
@@ -158,7 +169,7 @@ def compile_module(
     parts = {name: getattr(executable, name)() for name in _READ}
     memory = executable.get_compiled_memory_stats()
     sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("in_bytes")}
-    if hasattr(executable, "get_hlo_text"):
+    if hasattr(executable, "get_hlo_text"):  # not of what only compiles
         text = executable.get_hlo_text()
     else:
         text = "\n\n".join(module.to_string() for module in executable.hlo_modules())

@@ -1,4 +1,4 @@
-"""Messages, contexts and processes of JAX."""
+"""Messages, contexts, traces and processes of JAX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ identity: Callable[[Any], int] = object.__hash__
 
 
 def private_name(module: str, name: str, *, optional: bool = False) -> Any:
-    """A private name; None for an optional one that is not in the installed release."""
+    """Imports a private name; returns None for an optional one that this release does not have.
+
+    Raises an ``ImportError`` that names the releases if a required one is missing.
+    """
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
@@ -97,19 +100,19 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def compiled_count(jitted: Any) -> int:
-    """How many programs JAX has compiled for calls of what ``jax.jit`` returned."""
+    """Returns how many programs JAX has compiled for calls of what ``jax.jit`` returned."""
     return int(jitted._cache_size())
 
 
 def spec_of_constraint(error: BaseException) -> str | None:
-    """The spec of a ``with_sharding_constraint`` that JAX refuses for Explicit axes in it."""
-    found = re.search(
+    """Returns the spec of a constraint that JAX refuses for Explicit axes in it; else None."""
+    match = re.search(
         r"can only refer to Auto axes of the mesh\. Got spec=(.*?) and mesh", str(error)
     )
-    return found and found[1]
+    return match and match[1]
 
 
-def is_array_like(x: Any) -> bool:
+def is_array_like(x: object) -> bool:
     """Whether JAX accepts ``x`` as an array, or as another value of one of its own types."""
     if type(x) is ArrayImpl or isinstance(x, (jax.Array, int, float, complex)):
         return True
@@ -125,13 +128,13 @@ def is_array_like(x: Any) -> bool:
 _UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 
 
-def is_unspecified(x: Any) -> bool:
+def is_unspecified(x: object) -> bool:
     """Whether ``x`` is JAX's default for ``in_shardings``."""
     return x is _UNSPECIFIED
 
 
 def context_mesh() -> Mesh | AbstractMesh | None:
-    """The mesh of ``jax.set_mesh``, else of the legacy ``with mesh:``, else None."""
+    """Returns the mesh of ``jax.set_mesh``, else of the legacy ``with mesh:``, else None."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         if trace_is_clean():  # in a trace, JAX does not give the mesh with devices
@@ -149,8 +152,8 @@ def context_mesh() -> Mesh | AbstractMesh | None:
 _convert_element_type: Any = private_name("jax._src.lax.lax", "_convert_element_type")
 
 
-def converted(x: Any, dtype: Any, weak_type: bool) -> jax.Array:
-    """An array of another dtype; ``jax.lax`` cannot make a weakly typed one."""
+def converted(x: jax.Array, dtype: np.dtype[Any], weak_type: bool) -> jax.Array:
+    """Returns an array of another dtype; ``jax.lax`` cannot make a weakly typed one."""
     array: jax.Array = _convert_element_type(x, dtype, weak_type=weak_type)
     return array
 
@@ -162,12 +165,12 @@ _CONTEXT_LABELS = {
 }
 
 
-# The same as one value.
+# JAX's configuration and contexts on which a trace depends, as one value.
 context_key: Callable[[], Any] = _trace_context
 
 
 def trace_context() -> dict[str, Any]:
-    """The parts of JAX's configuration and contexts on which a trace depends, by name."""
+    """Returns the parts of JAX's configuration and contexts on which a trace depends, by name."""
     labels = (_CONTEXT_LABELS.get(name, name) for name in _trace_context_names())
     return dict(zip(labels, _trace_context(), strict=True))
 
@@ -176,28 +179,28 @@ _axis_env: Any = private_name("jax._src.core", "get_axis_env")
 
 
 def spmd_axes() -> frozenset[Any]:
-    """The ``spmd_axis_name`` of surrounding ``vmap``, over which a ``shard_map`` is manual, too."""
+    """Returns the ``spmd_axis_name`` of surrounding ``vmap``: a ``shard_map`` is manual over it."""
     axes: frozenset[Any] = _axis_env().spmd_axis_names
     return axes
 
 
 def mapped_axes() -> frozenset[Any]:
-    """The mesh axes of surrounding ``vmap``: JAX puts them in front of all specs in these.
+    """Returns the mesh axes of surrounding ``vmap``: JAX puts them in front of all specs in these.
 
     These are the ``spmd_axis_name`` and the Explicit axes over which mapped arrays are sharded.
     """
-    here = _axis_env()
-    axes: frozenset[Any] = here.spmd_axis_names | here.explicit_mesh_axis_names
+    env = _axis_env()
+    axes: frozenset[Any] = env.spmd_axis_names | env.explicit_mesh_axis_names
     return axes
 
 
-def is_eager_tracer(x: Any) -> bool:
+def is_eager_tracer(x: object) -> bool:
     """Whether ``x`` has the shards of an array while a ``shard_map`` runs uncompiled."""
     return isinstance(x, _ShardMapTracer)
 
 
 def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
-    """The devices of a sharding in their order; None if it has none, or does not show them."""
+    """Returns the devices of a sharding in their order; None if it has or shows none."""
     is_named = isinstance(sharding, jax.sharding.NamedSharding)
     if is_named and not isinstance(sharding.mesh, Mesh):
         return None
@@ -206,9 +209,13 @@ def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
 
 
 def in_order_of(
-    sharding: Any, other: jax.sharding.NamedSharding
+    sharding: jax.sharding.Sharding, other: jax.sharding.NamedSharding
 ) -> jax.sharding.NamedSharding | None:
-    """A sharding with its devices in the order of another one; None if JAX cannot express it."""
+    """Returns a sharding with its devices in the order of another; None if JAX cannot express it.
+
+    The result puts the same parts on the same devices: its mesh has the devices in the other order,
+    and private ids say which part each of them has.
+    """
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
     order = {device: i for i, device in enumerate(other.mesh.devices.flat)}
@@ -227,30 +234,34 @@ def in_order_of(
 
 
 def _frame() -> Any:
-    """What JAX keeps of the current trace, as far as a release shows it."""
+    """Returns what JAX keeps of the current trace; None where a release does not show it."""
     return getattr(getattr(_trace_ctx, "trace", None), "frame", None)
 
 
 def trace_constants() -> list[Any]:
-    """The arrays that the current trace has captured."""
+    """Returns the arrays that the current trace has captured."""
     return [*getattr(_frame(), "constvar_to_val", {}).values()]
 
 
 def operations_on_constants() -> dict[int, set[str]]:
-    """The operations on each array, resharded or not, that the trace has captured, by its id."""
-    frame, found = _frame(), dict[int, set[str]]()
+    """Returns the names of the operations on each array that the trace has captured, by its id.
+
+    What is done with a resharded array counts as done with the array itself.
+    """
+    frame, operations = _frame(), dict[int, set[str]]()
     for variable, value in getattr(frame, "constvar_to_val", {}).items():
-        same = {id(variable)}
+        ids = {id(variable)}  # of the variables that are this array, resharded or not
         for entry in getattr(frame, "tracing_eqns", ()):
+            # JAX may hold equations without effects weakly.
             equation: Any = entry() if isinstance(entry, weakref.ref) else entry
             inputs = getattr(equation, "in_tracers", ())
-            if same.isdisjoint(id(getattr(tracer, "val", None)) for tracer in inputs):
+            if ids.isdisjoint(id(getattr(tracer, "val", None)) for tracer in inputs):
                 continue
             if str(equation.primitive) == "reshard":
-                same |= set(map(id, equation.outvars))
+                ids |= set(map(id, equation.outvars))
             else:
-                found.setdefault(id(value), set()).add(str(equation.primitive))
-    return found
+                operations.setdefault(id(value), set()).add(str(equation.primitive))
+    return operations
 
 
 def trace_has_effects() -> bool:
@@ -261,24 +272,31 @@ def trace_has_effects() -> bool:
 
 
 def trace_equations() -> list[Any]:
-    """The equations of the current trace so far."""
+    """Returns the equations of the current trace so far."""
     get = getattr(_frame(), "get_eqns", None)
     return [] if get is None else get()
 
 
-def replace_equations(new: Callable[[Any], tuple[Any, dict[str, Any]] | None]) -> None:
-    """Gives equations of the current trace the primitives and parameters that ``new`` returns."""
+def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None]) -> None:
+    """Gives equations of the current trace other primitives and parameters.
+
+    ``replace`` returns them for an equation; None to leave it as it is.
+    """
     entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
     for number, entry in enumerate(entries):
         equation: Any = entry() if isinstance(entry, weakref.ref) else entry
         if equation is None:
             continue
+        # Some equations are those of a jaxpr already; others change until the trace ends.
         is_final = not hasattr(equation, "in_tracers")
-        found = new(equation if is_final else _Equation(equation))
-        if found is not None and is_final:
-            entries[number] = equation.replace(primitive=found[0], params=found[1])
-        elif found is not None:
-            equation.primitive, equation.params = found
+        replacement = replace(equation if is_final else _Equation(equation))
+        if replacement is None:
+            continue
+        primitive, params = replacement
+        if is_final:
+            entries[number] = equation.replace(primitive=primitive, params=params)
+        else:
+            equation.primitive, equation.params = primitive, params
 
 
 class _Equation:
@@ -299,37 +317,39 @@ def varies_in_vmap(x: Any) -> bool:
 
 
 def direct_form(stage: Any) -> Any:
-    """The function in C that a compiled stage has after its first call; before, the stage."""
+    """Returns the function in C that a compiled stage has after its first call; else the stage."""
     return getattr(stage, "_call", None) or stage
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mesh axes along which a value in ``shard_map`` may differ; none if JAX shows none."""
+    """Returns the mesh axes along which a value in ``shard_map`` may differ; none if unknown."""
     aval = jax.typeof(x)
-    kind = getattr(aval, "mat", None)
-    found: frozenset[Any] = getattr(kind, "vur", getattr(aval, "vma", frozenset()))
-    return found
+    # Newer releases have them in the manual axis type, `mat`.
+    axes: frozenset[Any] = getattr(
+        getattr(aval, "mat", None), "vur", getattr(aval, "vma", frozenset())
+    )
+    return axes
 
 
 def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The shardings of a program's inputs and outputs, on abstract meshes; None for open ones."""
+    """Returns the shardings of inputs and outputs, on abstract meshes; None for open ones."""
     no_mesh: Any = None  # keeps the meshes unchanged; JAX does not document it
     return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
 
 
 def no_source_locations() -> contextlib.AbstractContextManager[Any]:
-    """A context in which programs are lowered without the files and lines of their sources."""
+    """Returns a context in which programs are lowered without files and lines of their sources."""
     return contextlib.nullcontext() if _frames_in_locations is None else _frames_in_locations(0)
 
 
 def process_id() -> int:
-    """The index of this process; unlike ``jax.process_index()`` it initializes no backend."""
+    """Returns the index of this process; unlike JAX's own function, initializes no backend."""
     return getattr(_distributed, "process_id", None) or 0
 
 
 @functools.lru_cache(maxsize=8)
 def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
-    """CPU devices in addition to ``jax.devices()``; None if a release of JAX cannot make them."""
+    """Returns CPU devices in addition to ``jax.devices()``; None if JAX cannot make them."""
     if _make_cpu_client is None:
         return None
     try:

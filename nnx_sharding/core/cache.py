@@ -1,4 +1,8 @@
-"""The plans and traces that are kept for a function, shared by all transforms of it."""
+"""The plans and traces that are kept for a function, shared by all transforms of it.
+
+A plan (``plan.py``) is what was computed for one structure of arguments; a guard (``guard/``) finds
+it again without that structure. The *options* of a transform are all on which its plans depend.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,10 @@ def flatten(
 def _flatten_once(
     flattener: Flattener, tree: object, statics: Sequence[object], *, is_input: bool
 ) -> Structure:
-    """Walks through a tree and static arguments, and returns what the flattener has described."""
+    """Returns the structure of a tree and static arguments, as the flattener describes it.
+
+    ``is_input`` is whether the tree is the input of a function.
+    """
     recorder, num_first = flattener.recorder, len(flattener.objects)
     root_slots: list[int] = []
     # JAX itself refuses a ref that is passed twice; results may share one.

@@ -1,4 +1,8 @@
-"""What is known of a function: its name, and the arrays and objects that it captures."""
+"""What is known of a function: its name, and the arrays and objects that it captures.
+
+Captured is what a function uses besides its arguments: what it is bound to, the variables of the
+functions around it, and globals. Arrays among these become constants of the program.
+"""
 
 from __future__ import annotations
 

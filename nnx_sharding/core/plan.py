@@ -143,7 +143,10 @@ class Plan:
 
     @functools.cached_property
     def trace_key(self) -> Hashable:
-        """All on which a trace depends, besides the types of the arrays: no compiler options."""
+        """Everything on which a trace depends, besides the types of the arrays.
+
+        Plans that differ only in what is left out here, such as compiler options, share a trace.
+        """
         return (
             self.transform.trace_key,
             self.signature._replace(donated=frozenset()),
@@ -152,8 +155,8 @@ class Plan:
             tuple(self.object_specs.items()),
             tuple(spec for _, spec in self.known.values()),
             tuple(self.on_indivisible.items()),
-            self.donated.intersection(self.object_specs),
-            self.must_be_used,
+            self.donated.intersection(self.object_specs),  # which are always outputs
+            self.must_be_used,  # which the trace checks
             self.graph,
             self.updates,
             self.batch_axes,
@@ -175,7 +178,7 @@ class Plan:
 
     @functools.cached_property
     def out_specs(self) -> tuple[Any, ...]:
-        """All specs that outputs can have; there is a group of outputs for each."""
+        """All final specs that outputs can have; there is a group of outputs for each."""
         transform = self.transform
         specs = [transform.spec_of(None), *transform.own_specs]
         # What the function creates in an argument gets a spec by the rules for that argument.

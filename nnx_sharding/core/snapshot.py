@@ -37,7 +37,7 @@ class Snapshot:
     def entry_of(self, index: int, obj: object) -> NodeEntry | VariableEntry | None:
         """Returns the entry of an object that is unchanged but for a Variable's array, or None."""
         before = self._contents[index] if index < len(self._contents) else None
-        if before is None:
+        if before is None:  # a new object, or one that does not show all changes
             return None
         content = _content(obj)
         is_same = len(content) == len(before) and all(map(operator.is_, content, before))

@@ -266,6 +266,7 @@ class _Fitter:
     def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
         """Returns the sharding of one array; None to change nothing, also if something is wrong."""
         spec = self._adapt(spec, leaf)
+        # `place` (`whole`) makes arrays of numbers; for others they stay as they are.
         is_number = isinstance(leaf, bool | int | float | complex)
         if not is_shardable(leaf) and not (self._whole and is_number):
             if self._whole and spec is not None:
@@ -285,7 +286,7 @@ class _Fitter:
             return None
         if fit.corrections:
             self.corrected.append(fit.line(name))
-        if pair is None or sharding is not spec:
+        if pair is None or sharding is not spec:  # not a spec, or a Format, which has a layout
             return spec
         # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
         is_supported = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in mesh.axis_types

@@ -149,13 +149,8 @@ def check_output(
 def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict: bool) -> None:
     """Warns about captured sharded arrays, which become replicated constants, not arguments.
 
-    On Explicit axes an array may be indexed: its type shards what is read.
-
-    Args:
-      fun: the user's function.
-      leaves: the arrays of the arguments.
-      name: of the transform, in messages.
-      strict: whether to raise an error instead.
+    On Explicit axes an array may be indexed: its type shards what is read. ``leaves`` are the
+    arrays of the arguments; with ``strict``, the warning is an error.
     """
     # By type: isinstance loads the target of a lazy proxy.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
@@ -164,16 +159,11 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
     if not sharded:
         return
     operations = _compat.operations_on_constants()
-    indexed = {
-        id(x)
-        for x in sharded
-        if type_spec(x) is not None and set() < operations.get(id(x), set()) <= _INDEXING
-    }
-    lines = [
-        f"{array_line(path, x)}, {describe(x.sharding)}"
-        for path, x in captured_shards(fun, sharded)
-        if id(x) not in indexed
-    ]
+    lines = []
+    for path, x in captured_shards(fun, sharded):
+        names = operations.get(id(x), set())
+        is_indexed = type_spec(x) is not None and bool(names) and names <= _INDEXING
+        lines += [] if is_indexed else [f"{array_line(path, x)}, {describe(x.sharding)}"]
     if lines:
         head = f"{name}: the function captures sharded arrays, which become constants of the"
         remedy = "Pass them as arguments."

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .filters import Predicate, filter_pairs, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
+from .types import AxisName
 
 if TYPE_CHECKING:
     from ..activations.calls import Tag
@@ -102,6 +103,7 @@ class InOutSharding:
     _leaves: tuple[Any, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Raises a ``TypeError`` for what cannot be a declaration."""
         if self.axis_types not in (None, AxisType.Auto, AxisType.Explicit):
             raise TypeError(
                 "InOutSharding: axis_types must be AxisType.Auto, AxisType.Explicit or None, got "
@@ -187,8 +189,8 @@ class ActivationSharding:
         filters: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
         /,
         *,
-        gather: Any = (),
-        kept: Any = (),
+        gather: AxisName | tuple[AxisName, ...] | bool | None = (),
+        kept: AxisName | tuple[AxisName, ...] | None = (),
         infer: bool = False,
         strict: bool = True,
         prefetch: int = 0,

@@ -202,8 +202,10 @@ class PathGlob(PathPattern):
     """
 
     def _regex(self) -> str:
+        """Returns the regular expression for the pattern, made key by key."""
         if not isinstance(self.pattern, str):
             raise TypeError(f"PathGlob takes a string, not {self.pattern!r}.")
+        # A slash separates keys; there is none before the first, and ``**`` matches its own.
         regex, slash = "", ""
         for key in self.pattern.removesuffix("$").split("/"):
             if key == "**":
@@ -226,8 +228,9 @@ _GLOB_PART = re.compile(r"(\*)|\?|\[(!?)(\]?[^\]]*)\]|(.)", re.DOTALL)
 
 
 def _part_regex(part: re.Match[str]) -> str:
+    """Returns the regular expression for one part of a key, as ``_GLOB_PART`` matches it."""
     any_number, negated, inside, literal = part.groups()
-    if inside is not None:
+    if inside is not None:  # between brackets, where these have a meaning in regular expressions
         inside = re.sub(r"([\\\[\]^&|~])", r"\\\1", inside)
         return f"(?!/)[{'^' if negated else ''}{inside}]"
     if literal == "[":

@@ -80,7 +80,7 @@ def fit_sharding(
     shape: Sequence[int] | None = None,
     *,
     on_indivisible: OnIndivisible = "error",
-    usable: Collection[Any] | None = None,
+    usable: Collection[AxisName] | None = None,
     unconstrained: bool = True,
     lenient: bool = False,
 ) -> Fit:
@@ -101,7 +101,8 @@ def fit_sharding(
     pair = spec_and_mesh(sharding, mesh)
     if pair is None:
         return _fit_without_spec(sharding, shape)
-    (spec, mesh), corrections = pair, list[Misfit]()
+    spec, mesh = pair
+    corrections: list[Misfit] = []
     if lenient and shape is not None:
         if any(map(axes_of, spec.partitions[len(shape) :])):
             corrections.append(_too_long(spec, shape))
@@ -149,26 +150,30 @@ def _unconstrained(spec: PartitionSpec) -> Iterator[Misfit]:
             yield Misfit(f"dimension {dimension} {remedy}")
 
 
-def _unusable(spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None) -> Iterator[Misfit]:
+def _unusable(
+    spec: PartitionSpec, mesh: AnyMesh, usable: Collection[AxisName] | None
+) -> Iterator[Misfit]:
     """Yields the axes that a spec cannot use."""
+    # Within a `shard_map`, the Manual axes are those that the function is mapped over.
     mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
     auto = axes_of_type(mesh, AxisType.Auto)
+    reduced = spec.unreduced | spec.reduced
     for axis, times in Counter(spec_axes(spec)).items():
-        why, summed = None, spec.unreduced | spec.reduced
+        reason = None
         if axis not in mesh.axis_names:
-            why = f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}"
+            reason = f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}"
         elif usable is not None and axis not in usable:
-            why = f"the function is not mapped over {axis!r}, which stays automatic"
+            reason = f"the function is not mapped over {axis!r}, which stays automatic"
         elif axis in mapped:
-            why = f"the function is mapped over {axis!r}, which already shards its arrays"
-        elif axis in auto & summed:
-            kind = "unreduced" if axis in spec.unreduced else "reduced"
-            why = f"only axes of type Explicit can be {kind}; {axis!r} is of type Auto"
-        if why is not None:
-            yield Misfit(why, "axis", (axis,))
+            reason = f"the function is mapped over {axis!r}, which already shards its arrays"
+        elif axis in auto & reduced:
+            word = "unreduced" if axis in spec.unreduced else "reduced"
+            reason = f"only axes of type Explicit can be {word}; {axis!r} is of type Auto"
+        if reason is not None:
+            yield Misfit(reason, "axis", (axis,))
         if times > 1:
-            why = f"{axis!r} is used {times} times; an axis can shard only one dimension"
-            yield Misfit(why, "repeated", (axis,))
+            reason = f"{axis!r} is used {times} times; an axis can shard only one dimension"
+            yield Misfit(reason, "repeated", (axis,))
 
 
 def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Misfit:
@@ -179,19 +184,19 @@ def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Misfit:
 
 
 def _indivisible(
-    spec: PartitionSpec, sizes: Mapping[Any, int], shape: Sequence[int]
+    spec: PartitionSpec, sizes: Mapping[AxisName, int], shape: Sequence[int]
 ) -> Iterator[Misfit]:
-    """The dimensions that their axes do not divide."""
+    """Yields the dimensions that their axes do not divide."""
     for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
         axes, parts = axes_of(entry), _parts(entry, sizes)
         if size % parts:
             product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
             total = f" = {parts}" if len(axes) > 1 else ""
-            why = f"dimension {dimension} of size {size} is not divisible by {product}{total}"
-            yield Misfit(why, "indivisible")
+            reason = f"dimension {dimension} of size {size} is not divisible by {product}{total}"
+            yield Misfit(reason, "indivisible")
 
 
-def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[Any, int]) -> Iterator[Any]:
+def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[AxisName, int]) -> Iterator[Any]:
     """Yields the entries of a spec without the axes that do not divide their dimensions."""
     for size, entry in pairs:
         yield next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
@@ -213,11 +218,13 @@ def _prefixes(entry: object) -> list[Any]:
     return [entry, *(_entry(axes[:count]) for count in reversed(range(len(axes))))]
 
 
-def _parts(entry: object, sizes: Mapping[Any, int]) -> int:
+def _parts(entry: object, sizes: Mapping[AxisName, int]) -> int:
+    """Returns into how many parts an entry of a spec divides a dimension."""
     return math.prod(sizes[axis] for axis in axes_of(entry))
 
 
-def _entry(axes: tuple[Any, ...]) -> Any:
+def _entry(axes: tuple[AxisName, ...]) -> Any:
+    """Returns the entry of a spec that names these axes."""
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
@@ -234,13 +241,13 @@ def spec_axes(spec: PartitionSpec) -> Iterable[Any]:
     yield from sorted(spec.unreduced | spec.reduced, key=str)
 
 
-def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
+def axes_of_type(mesh: AnyMesh, axis_type: AxisType) -> frozenset[Any]:
     """Returns the axes of a mesh that have this type."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, its_kind in kinds if its_kind == kind)
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(axis for axis, own_type in pairs if own_type == axis_type)
 
 
-def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
+def only_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
     """Returns a spec with only some of the axes that it names; UNCONSTRAINED stays."""
     entries = tuple(
         entry

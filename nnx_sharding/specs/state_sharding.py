@@ -182,12 +182,12 @@ def filter_remedy(rules: StateSharding, subjects: Iterable[object]) -> str:
     """Returns what to do about Variables or arrays that no filter matches."""
     if not any(isinstance(x, Paths) for x in rules.filters):
         has_axes = any(isinstance(x, Axis) for x in rules.shardings)
-        rest = "None" if has_axes else "PartitionSpec()"
-        return f"Add one for these, or a last entry `...: {rest}`."
-    kinds = dict.fromkeys(map(type, subjects))
+        default = "None" if has_axes else "PartitionSpec()"
+        return f"Add one for these, or a last entry `...: {default}`."
+    types = dict.fromkeys(map(type, subjects))
     # A filter for parameters would replace the shardings of all others.
-    is_safe = all(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in kinds)
-    entries = ", ".join(f"{kind.__name__}: P()" for kind in kinds)
+    is_safe = all(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in types)
+    entries = ", ".join(f"{variable_type.__name__}: P()" for variable_type in types)
     override = f", or add nnx_sharding.partition.override(sharding, {{{entries}}})"
     return (
         "The sharding lists the paths of another model, or of an earlier structure of this one: "
@@ -217,14 +217,14 @@ def is_single_spec(x: object) -> bool:
 def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
     """Returns pairs of filters and what they choose; of a state, one for all equal choices."""
     is_state = isinstance(given, nnx.State)
-    is_mapping = isinstance(given, Mapping) and not is_state
-    if is_mapping:  # nested dicts are like a State
+    if isinstance(given, Mapping) and not is_state:  # nested dicts are like a State
         is_nested = any(isinstance(value, Mapping) for value in given.values())
-        is_state = is_nested and all(isinstance(key, str | int) for key in given)
-    if is_state:
-        paths: dict[Any, list[Any]] = {}
-        for path, leaf in nnx.to_flat_state(nnx.State(given) if is_mapping else given):
-            chosen = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-            paths.setdefault(chosen, []).append(path)
-        return [(nnx.filterlib.PathIn(*group), chosen) for chosen, group in paths.items()]
-    return filter_pairs(name, given)
+        if is_nested and all(isinstance(key, str | int) for key in given):
+            given, is_state = nnx.State(given), True
+    if not is_state:
+        return filter_pairs(name, given)
+    paths: dict[Any, list[Path]] = {}
+    for path, leaf in nnx.to_flat_state(given):
+        chosen = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        paths.setdefault(chosen, []).append(path)
+    return [(nnx.filterlib.PathIn(*group), chosen) for chosen, group in paths.items()]

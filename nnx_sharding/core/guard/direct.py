@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ... import _compat
+from ...specs.types import Arrays, Objects
 from ..call import DIRECT, MAX_IN_FLIGHT, finish, is_bounded, mark_direct, wait
 from ..call_context import CALLER
 from ..failures import raise_explained
@@ -45,21 +46,29 @@ def guarded(function: F) -> F:
 
 
 def _is_ready() -> bool:
-    """Whether a guarded call may start."""
+    """Whether a guarded call may start: not within a trace. Discards what Flax left for a call."""
     _compat.leave_static_cache()
     return _compat.trace_is_clean()
 
 
-def _settle(execute: Any, outputs: Sequence[Any]) -> None:
-    """Ends what was begun when a program was compiled in a guarded call."""
+def _settle(execute: Callable[..., Any], outputs: Sequence[Any]) -> None:
+    """Delivers the signals that were deferred when a program was compiled in a guarded call."""
     mark_direct(execute, outputs)
     deliver_signals()
 
 
 def _complete(
-    plan: Plan, execute: Any, objects: Sequence[Any], leaves: Sequence[Any], outputs: Sequence[Any]
+    plan: Plan,
+    execute: Callable[..., Any],
+    objects: Objects,
+    leaves: Arrays,
+    outputs: Sequence[Any],
 ) -> Any:
-    """What follows on the program of a guarded call that needs more than writing arrays back."""
+    """Writes back what a guarded call has changed, and returns its output.
+
+    The extension calls this where it cannot do it: where more than arrays of Variables changed, or
+    where Python has to put the output together.
+    """
     try:
         flat = Flat(plan.structure, leaves, objects, updatable=True)
         output = finish(plan, flat, leaves, (), [outputs])
@@ -70,8 +79,8 @@ def _complete(
         deliver_signals()
 
 
-def failed(plan: Plan, leaves: Sequence[Any], error: BaseException) -> None:
-    """Explains what a guarded call raised."""
+def failed(plan: Plan, leaves: Arrays, error: BaseException) -> None:
+    """Raises an error that explains that of a guarded call, if the arguments do; else returns."""
     deliver_signals()
     if isinstance(error, Exception):
         raise_explained(plan, leaves, error)

@@ -14,7 +14,11 @@ from .walk import PythonWalk, Walk, open_tree, same_value
 
 
 def _load_walk() -> type[Walk]:
-    """Returns the walk of the extension; that in Python if it is missing or not wanted."""
+    """Returns the walk of the extension; that in Python if it is missing or not wanted.
+
+    Passes the extension what it calls and reads. Raises a ``RuntimeError`` for one that was
+    compiled from another version, whose fields may be others.
+    """
     is_pure = bool(os.environ.get("NNX_SHARDING_PURE_PYTHON"))
     try:
         _native = importlib.import_module("._native", __package__)
@@ -28,9 +32,10 @@ def _load_walk() -> type[Walk]:
                 "" if is_missing else f" for this Python ({error})",
             )
         return PythonWalk
-    tuples = {own.__name__: own._fields for own in (Step, Recipe, Guard)}
-    shared = {"Opcode": tuple(Opcode.__members__), **tuples}
-    fields = " ".join(word for name, own in shared.items() for word in (name, *own))
+    # Both sides know the fields of these by their positions.
+    tuples = {cls.__name__: cls._fields for cls in (Step, Recipe, Guard)}
+    names = {"Opcode": tuple(Opcode.__members__), **tuples}
+    fields = " ".join(word for name, parts in names.items() for word in (name, *parts))
     if getattr(_native, "FIELDS", None) != fields:
         raise RuntimeError(
             f"{_native.__file__} was compiled from another version of nnx_sharding. Install it "
