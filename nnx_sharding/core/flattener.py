@@ -83,7 +83,7 @@ class Flattener:
         self.left_out: set[int] = set()  # the ids of modules that static places do not link to
         self._pending: list[int] = []  # linked, but not yet described
         self._current = -1  # the index of the object that is described; -1 for none
-        self._parents: dict[int, int] = {}  # in tree mode, to tell a cycle from a repeat
+        self._parents: dict[int, int] = {}  # tells a cycle from a repeat, in tree mode
         # Types that hold no tracers; None within a trace, where the answer may be another one.
         self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
         # By id, with the value to keep it alive, so that no other object gets its id.
@@ -93,8 +93,6 @@ class Flattener:
         self._nodes: dict[int, _Described] = {}  # by the id of the form
         self._metadata: dict[tuple[Any, ...], _Described] = {}  # by names and ids of values
 
-    # Objects: links and entries
-
     def link_object(self, obj: object, position: int = UNRECORDED) -> int:
         """Returns the index of an object; the first link adds it to those to be described."""
         index = self.index_of.get(_compat.identity(obj))
@@ -103,12 +101,11 @@ class Flattener:
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
-            if not self.graph:
-                self._parents[index] = self._current
+            self._parents[index] = self._current
         return self.link_index(index, position)
 
     def _is_copy(self, index: int) -> bool:
-        """Whether tree mode copies an object where it is met again: a module, unless in a cycle."""
+        """Whether tree mode copies an object that is met again: a module, unless in a cycle."""
         obj, above = self.objects[index], self._current
         while above >= 0 and self.objects[above] is not obj:
             above = self._parents.get(above, -1)
@@ -234,8 +231,6 @@ class Flattener:
             self.recorder.pin_object(index, obj)
         return StaticObject(kind, self._static_parts(obj, kind, parts, position), identity)
 
-    # Children: what an entry holds in one place
-
     def _attribute_child(
         self, value: object, is_data: bool | None, slots: list[int], position: int
     ) -> Child:
@@ -254,9 +249,9 @@ class Flattener:
 
     def static_child(self, value: object, position: int = UNRECORDED) -> Child:
         """Returns the child for a static value: a static, or the index of an object."""
-        kind = type(value)
-        if kind is str or kind is int or kind is bool or value is None:
-            child: Static | StaticObject = Static.of(value)
+        child: Static | StaticObject
+        if value is None or type(value) in (str, int, bool):  # nearly all, so tried first
+            child = Static.of(value)
         elif (known := self._statics.get(_compat.identity(value))) is not None:
             child = known[0]
             self.has_repeats |= isinstance(child, StaticObject)  # which may hold links
@@ -265,10 +260,15 @@ class Flattener:
         else:
             child = Static.of(value, hold=self.is_kept_alive(value))
             content = content_of(value) if child.by_identity else None
-            if self._links_static(value) if content is None else not is_fixed(content[0]):
+            if content is None:
+                is_object = self._links_static(value)
+            else:
+                kind, parts = content
+                is_object = not is_fixed(kind)  # what can change has an entry of its own
+            if is_object:
                 return self.link_object(value, position)
             if content is not None:
-                child = StaticObject(content[0], self._static_parts(value, *content, position))
+                child = StaticObject(kind, self._static_parts(value, kind, parts, position))
             # A recorder has to open an immutable object in each place, so that is not kept.
             if content is None or position == UNRECORDED:
                 self._statics[_compat.identity(value)] = child, value

@@ -52,6 +52,7 @@ def _record(
     treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
     arrays = (flattener.leaves[slot] for slot in slots)
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
+    # What was read from the copy has to be what a guard reads from the original.
     values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
     if [*map(id, values)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
         return False

@@ -38,7 +38,7 @@ from .flatten import Flat
 from .functions import name_of, weak_function
 from .problems import arguments_not_arrays
 from .pure import pure_function
-from .reach import Reach, values_in
+from .reach import values_in
 from .rebuild import parts_by_key
 from .resolve import FilterUse, NamedLocation, known_variables, locate, resolve, slot_names
 from .signature import Parameters, Signature, SortedCall, align_specs
@@ -107,39 +107,33 @@ class Plan:
     @property
     def program(self) -> Program:
         """The program of ``jit`` at top level, which keeps what its first trace has captured."""
-        return self._kept_program(NOT_ASKED)
+        return self.program_for(NOT_ASKED)
 
-    def program_for(self, reach: Reach | None) -> Program:
-        """Returns the program for what the function can reach; a new one if that is not listed."""
-        return self._compile(None) if reach is None else self._kept_program(reach)
-
-    def _kept_program(self, reach: Hashable) -> Program:
-        program = self.programs.get(reach)
+    def program_for(self, reach: Hashable | None) -> Program:
+        """Returns the program for what the function can reach; a new one if that is None."""
+        program = None if reach is None else self.programs.get(reach)
         if program is None:
-            program = self.programs.setdefault(reach, self._compile(reach))
-            make_room(self.programs, MAX_PROGRAMS)
+            function, donated = self.pure_function(reach), tuple(sorted(self.donated))
+            program = self.transform.compile(self, function, self.specs, self.out_specs, donated)
+            if reach is not None:
+                program = self.programs.setdefault(reach, program)  # another thread's, if there is
+                make_room(self.programs, MAX_PROGRAMS)
         return program
-
-    def _compile(self, reach: Hashable | None) -> Program:
-        function, donated = self.pure_function(reach), tuple(sorted(self.donated))
-        return self.transform.compile(self, function, self.specs, self.out_specs, donated)
 
     def pure_function(self, reach: Hashable | None) -> Callable[..., Any]:
         """Returns the function that JAX traces; a new one if the reach is None.
 
         Plans that differ only in what no trace depends on, such as compiler options, share it.
         """
-        if reach is None:
-            return self._new_pure_function()
         key = self.trace_key, reach
-        function = self.traced.get(key)
+        function = None if reach is None else self.traced.get(key)
         if function is None:
-            function = self.traced.setdefault(key, self._new_pure_function())
+            # Logs of traces hold the plan of a pure function, but must not keep its programs.
+            plan = dataclasses.replace(self, programs={}, reported={})
+            function = pure_function(plan, self.fun())
+            if reach is not None:
+                function = self.traced.setdefault(key, function)
         return function
-
-    def _new_pure_function(self) -> Callable[..., Any]:
-        # Logs of traces hold the plan of a pure function: they must not keep its programs alive.
-        return pure_function(dataclasses.replace(self, programs={}, reported={}), self.fun())
 
     @functools.cached_property
     def trace_key(self) -> Hashable:
