@@ -27,7 +27,9 @@ Predicate = Callable[[tuple[Any, ...], Any], bool]
 def to_predicate(filter_: Any) -> Predicate:
     """Returns the predicate ``(path, value) -> bool`` for a filter."""
     try:
-        predicate: Predicate = nnx.filterlib.to_predicate(filter_)
+        predicate: Predicate = nnx.filterlib.to_predicate(
+            filter_
+        )
     except (TypeError, ValueError):  # Flax fails while it formats its message
         raise TypeError(
             f"{filter_!r} is not an NNX filter. Use a Variable type, a tag, `...`, a predicate "
@@ -55,6 +57,7 @@ def module_predicate(filter_: object) -> Predicate:
 def misspelt(filter_: object, keys: Iterable[object]) -> str:
     """Returns what is probably wrong with a filter that matches no path with these keys."""
     names, words = list(map(str, keys)), _words(filter_)
+    # A glob is a valid regular expression nearly always, but matches other paths.
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
         return f".{hint.removesuffix('.')}"
     near = next(filter(None, (suggestion(x, names) for x in words if x not in names)), "")
@@ -76,7 +79,11 @@ def _words(filter_: object) -> list[str]:
 
 
 def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Returns the filters that never match first, each with the earlier ones that do."""
+    """Returns the filters that never match first, each with the earlier ones that do.
+
+    ``matches`` has, for each Variable or module, the numbers of the filters that match it.
+    """
+    # For each filter, those that decide where it matches.
     deciding: dict[int, set[int]] = {number: set() for number in range(count)}
     for numbers in matches:
         for number in numbers:

@@ -104,6 +104,7 @@ def fit_sharding(
     spec, mesh = pair
     corrections: list[Misfit] = []
     if lenient and shape is not None:
+        # Entries beyond the rank that name no axis say nothing, and are left out without a word.
         if any(map(axes_of, spec.partitions[len(shape) :])):
             corrections.append(_too_long(spec, shape))
         spec = with_entries(spec, padded(spec, len(shape)))
@@ -199,6 +200,7 @@ def _indivisible(
 def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[AxisName, int]) -> Iterator[Any]:
     """Yields the entries of a spec without the axes that do not divide their dimensions."""
     for size, entry in pairs:
+        # The last prefix is None, which divides every size.
         yield next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
 
 
@@ -209,7 +211,7 @@ def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
     if action == "replicate":
         return [with_entries(spec, ())]
     choices = itertools.product(*map(_prefixes, spec.partitions))
-    return [with_entries(spec, entries) for entries in choices][1:]
+    return [with_entries(spec, entries) for entries in choices][1:]  # the first is the spec itself
 
 
 def _prefixes(entry: object) -> list[Any]:
@@ -302,7 +304,7 @@ def first_axes(shardings: Iterable[Spec], mesh: AnyMesh | None) -> frozenset[Any
 
 def unsummed(sharding: Any) -> Any:
     """Returns a sharding without the unreduced and reduced axes of its spec."""
-    spec = getattr(sharding, "spec", PartitionSpec())
+    spec = getattr(sharding, "spec", PartitionSpec())  # not all shardings have one
     if not (spec.unreduced or spec.reduced):
         return sharding
     return sharding.update(spec=PartitionSpec(*spec.partitions))
@@ -325,12 +327,14 @@ def _typed(sharding: Spec, ndim: int) -> Any:
     part = in_type(sharding)
     if part is None:
         return None
+    # P("a") and P(("a",)) are the same, and so are specs with None at the end.
     entries = tuple(map(axes_of, padded(part.spec, ndim)))
     return part.mesh.abstract_mesh, entries, part.spec.unreduced, part.spec.reduced
 
 
 def suggestion(name: object, names: Iterable[object]) -> str:
     """Returns ``; did you mean 'model'?`` for a name that nearly equals one of the others."""
+    # The names of axes need not be strings.
     near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -369,6 +373,7 @@ def describe_both(sharding: Any, other: object) -> tuple[str, str]:
     if isinstance(sharding, NamedSharding) and isinstance(other, NamedSharding):
         if sharding.mesh != other.mesh:
             meshes = describe_mesh(sharding.mesh), describe_mesh(other.mesh)
+            # Meshes of one shape may have other devices, which the long text shows.
             meshes = meshes if meshes[0] != meshes[1] else (str(sharding.mesh), str(other.mesh))
             return f"{short[0]} on mesh {meshes[0]}", f"{short[1]} on mesh {meshes[1]}"
         return f"{short[0]} in {sharding.memory_kind}", f"{short[1]} in {other.memory_kind}"

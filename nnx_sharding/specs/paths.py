@@ -1,4 +1,8 @@
-"""Paths from the root of a model to its Variables and other parts, in the keys that NNX uses."""
+"""Paths from the root of a model to its Variables and other parts, in the keys that NNX uses.
+
+A path is a tuple of keys: the names of attributes, indices, and the keys of dicts. It is written
+``blocks/3/up/kernel`` for filters, and ``model.blocks[3].up.kernel`` in messages.
+"""
 
 from __future__ import annotations
 

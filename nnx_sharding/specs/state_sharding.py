@@ -138,6 +138,7 @@ class StateSharding:
         """Returns the index of the first filter that matches, and its sharding; else Nones."""
         name = path_string(path)
         for index, (predicate, search) in enumerate(self._tests):
+            # A pattern is searched in the text of the path, which is made once for all of them.
             if predicate(path, variable) if search is None else search(name):
                 return index, self.shardings[index]
         return None, None
@@ -148,7 +149,7 @@ class StateSharding:
             index, sharding = self.find(candidate, variable)
             if index is not None:
                 break
-        return candidate, index, sharding
+        return candidate, index, sharding  # of the last one, if none matches
 
     def __repr__(self) -> str:
         pairs = zip(self.names, self.shardings, strict=True)
