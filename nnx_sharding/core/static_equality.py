@@ -95,11 +95,11 @@ def _key_of_rare_type(kind: type, value: Any) -> Hashable | None:
         return _library_key(kind, value)
     if kind is PyTreeDef:  # which compares the data of its nodes by `==`
         return _key_of_all(kind, aux_of(value), value)
-    if has_state(kind):
+    if has_state(kind):  # attributes may change, except the fields of frozen dataclasses
         return _fields_key(kind, value)
     if issubclass(kind, np.generic) and not issubclass(kind, np.void):
         return kind, value.dtype, value.tobytes()
-    parts = fixed_parts(value)
+    parts = fixed_parts(value)  # of tuples and the like, whose items may still be anything
     if parts is not None:
         return _key_of_all(kind, parts)
     if is_builtin(kind) or kind.__eq__ is object.__eq__:
