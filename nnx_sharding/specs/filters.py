@@ -27,9 +27,7 @@ Predicate = Callable[[tuple[Any, ...], Any], bool]
 def to_predicate(filter_: Any) -> Predicate:
     """Returns the predicate ``(path, value) -> bool`` for a filter."""
     try:
-        predicate: Predicate = nnx.filterlib.to_predicate(
-            filter_
-        )
+        predicate: Predicate = nnx.filterlib.to_predicate(filter_)
     except (TypeError, ValueError):  # Flax fails while it formats its message
         raise TypeError(
             f"{filter_!r} is not an NNX filter. Use a Variable type, a tag, `...`, a predicate "
