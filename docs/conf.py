@@ -7,6 +7,7 @@ from pathlib import Path
 
 from docutils import nodes
 from pygments.formatters import HtmlFormatter
+from sphinx import addnodes
 from sphinx.highlighting import PygmentsBridge
 from sphinx.pycode import ModuleAnalyzer
 
@@ -102,6 +103,32 @@ def add_names(app, docname, source):
         source[0] = headings.sub(with_names, source[0])
 
 
+def public_names(reference):
+    """The full names by the last part, of those that cannot be a word or a name of JAX."""
+    pages = (Path(reference, f"{page}.md") for page in ("shardings", "partition", "transforms"))
+    ordered = [*pages, *sorted(Path(reference).glob("*.md"))]
+    found = [name for page in ordered for name in names.documented(page.read_text("utf-8"))]
+    by_word = {name.rpartition(".")[2]: name for name in reversed(found)}
+    return {word: name for word, name in by_word.items() if not re.fullmatch("[a-z]+", word)}
+
+
+def link_names(app, doctree):
+    """Links the first mention of a public name on a page.
+
+    In the sources it is plain code, which a repository shows as well.
+    """
+    targets = public_names(Path(app.srcdir, "reference"))
+    for literal in list(doctree.findall(nodes.literal)):
+        name = targets.pop(literal.astext().removesuffix("()"), None)
+        if name and not isinstance(
+            literal.parent, (nodes.reference, nodes.title, addnodes.pending_xref)
+        ):
+            options = {"refdomain": "py", "reftype": "obj", "reftarget": name}
+            link = addnodes.pending_xref("", refdoc=app.env.docname, **options)
+            literal.replace_self(link)
+            link += literal
+
+
 def setup(app):
     """Has functions shown by the signature with their defaults, not by those for type checkers."""
     analyze = ModuleAnalyzer.analyze
@@ -114,4 +141,5 @@ def setup(app):
     PygmentsBridge.html_formatter = Lines
     app.connect("html-page-context", add_description)
     app.connect("source-read", add_names)
+    app.connect("doctree-read", link_names)
     return {"parallel_read_safe": True}
