@@ -154,18 +154,12 @@ def ring_attention(
     mesh = given_mesh("ring_attention", mesh)
     size = 1 if mesh is None else mesh.shape.get(axis, 0)
     arrays = {"query": query, "key": key, "value": value}
-    unsupported = {
-        "bias: not supported": bias is not None,
-        "dropout of weights: not supported": dropout_rate and not deterministic,
-        "sowing weights: not supported, they are never in memory": module is not None,
-        f"window={window!r}: expected at least 1": window is not None and window < 1,
-    }
     # These compare the place of a query with that of a key, so both have to be of one sequence.
     is_self = is_causal or bool(window) or input_positions is not None or segment_ids is not None
     problems = [
         *_wrong_shapes(arrays, mask, input_positions, segment_ids),
         *_wrong_lengths(arrays, size, axis, is_self=is_self),
-        *(text for text, is_given in unsupported.items() if is_given),
+        *_unsupported(bias, dropout_rate, deterministic, module, window),
         *_wrong_mesh(mesh, axis),
     ]
     raise_listed(ValueError, "ring_attention:", [f"  {line}" for line in problems])
@@ -245,6 +239,24 @@ def _order_of(
         and np.array_equal(positions, balanced_order(length, size))
     )
     return _Order(jnp.asarray(positions, jnp.int32), moves, is_even)
+
+
+def _unsupported(
+    bias: object,
+    dropout_rate: float,
+    deterministic: bool,
+    module: object,
+    window: int | None,
+) -> Iterator[str]:
+    """Says which options of Flax's function are asked for that a ring does not have."""
+    if bias is not None:
+        yield "bias: not supported"
+    if dropout_rate and not deterministic:
+        yield "dropout of weights: not supported"
+    if module is not None:
+        yield "sowing weights: not supported, they are never in memory"
+    if window is not None and window < 1:
+        yield f"window={window!r}: expected at least 1"
 
 
 def _wrong_shapes(
