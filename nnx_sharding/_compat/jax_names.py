@@ -246,12 +246,13 @@ def trace_constants() -> list[Any]:
 def operations_on_constants() -> dict[int, set[str]]:
     """Returns the names of the operations on each array that the trace has captured, by its id.
 
-    What is done with a resharded array counts as done with the array itself.
+    So an error about a captured array can say what was computed with it. What is done with a
+    resharded array counts as done with the array itself; JAX inserts such operations.
     """
     frame, operations = _frame(), dict[int, set[str]]()
     for variable, value in getattr(frame, "constvar_to_val", {}).items():
         ids = {id(variable)}  # of the variables that are this array, resharded or not
-        for entry in getattr(frame, "tracing_eqns", ()):
+        for entry in getattr(frame, "tracing_eqns", ()):  # in the order of tracing: once is enough
             # JAX may hold equations without effects weakly.
             equation: Any = entry() if isinstance(entry, weakref.ref) else entry
             inputs = getattr(equation, "in_tracers", ())

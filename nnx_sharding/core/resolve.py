@@ -106,9 +106,11 @@ def resolve(
       locations: those in arguments or outputs, with the user's specs for these.
       objects: by index.
       leaves: the arrays, by slot.
-      spec_of: makes the final form of a spec.
-      known: the names and final specs of Variables that already have them, by index.
-      settled: the names of arguments that do not decide about known Variables.
+      spec_of: returns the final form of a spec that a user wrote, such as that of a dimension that
+        ``vmap`` maps.
+      known: the names and final specs of Variables that already have them, by index: when outputs
+        are resolved, of those that were in the arguments.
+      settled: the names of arguments whose specs ``known`` is from, which are not asked again.
 
     Raises:
       ValueError: no filter matches, or one array has several specs.
@@ -118,7 +120,9 @@ def resolve(
     arrays: dict[int, tuple[str, Any]] = {}
     uses: dict[int, FilterUse] = {}
     conflicts: list[Conflict] = []
-    is_inside = False  # whether a path without its first key would have matched
+    # Whether a filter for unmatched paths is there, with another key in front: the user wrote rules
+    # for a tuple of modules, and used them for one. Only the error speaks of it.
+    is_inside = False
     for place in locations:
         spec, index, slots = place.part.spec, place.location.entry, place.location.slots
         if place.argument.name in settled and known and index in known:
@@ -134,6 +138,7 @@ def resolve(
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
+        # Rules, too, return specs as the user wrote them.
         spec = None if spec is None else spec_of(spec)
         # The first path with a spec decides; the others have to agree, or to have none.
         decisions, key = (arrays, slots[0]) if index is None else (result.variables, index)

@@ -152,20 +152,22 @@ def _fields_key(kind: type, value: object) -> Hashable | None:
 
 
 def _key_as_pickled(kind: type, value: object) -> Hashable | None:
-    """Returns the key of a value whose content is in C: what pickle would make it from.
+    """Returns the key of a value that keeps its content in C, where attributes do not show it.
 
-    Types of which pickle knows nothing have their own ``==``.
+    It is what pickle would make a copy from; or the value itself, with its own ``==``, if its class
+    does not say how to pickle it. None if the value has no hash, since it may change then, or if it
+    cannot be pickled: such values are the same only as the same object.
     """
-    with contextlib.suppress(Exception):  # no hash, so it may change
+    with contextlib.suppress(Exception):
         hash(value)
-        reduced: Any  # the function by which pickle makes the object, its arguments, and a state
+        reduced: Any  # (function that makes the copy, its arguments, its state…)
         if kind in copyreg.dispatch_table:
             reduced = copyreg.dispatch_table[kind](value)
         elif any(name in vars(base) for base in kind.__mro__[:-1] for name in _REDUCERS):
             reduced = value.__reduce_ex__(4)
         else:
             return kind, value
-        return kind, _nested_key(reduced[1:])
+        return kind, _nested_key(reduced[1:])  # the function is the same for all of a class
     return None
 
 

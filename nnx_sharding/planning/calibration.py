@@ -91,7 +91,7 @@ def calibrate(
 
 
 def _seconds(fun: Callable[..., Any], *args: Any) -> float:
-    """The median time of a call among others in flight, after one that compiles."""
+    """Returns the median seconds of a call among others in flight, after one that compiles."""
     jax.block_until_ready(fun(*args))
     times = []
     for _ in range(_REPEATS):
@@ -104,11 +104,13 @@ def _seconds(fun: Callable[..., Any], *args: Any) -> float:
 
 
 def _on_all(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Ones, each device with an array of this shape."""
+    """Returns ones, (devices, *shape): each device has an array of this shape."""
     return jnp.ones((mesh.size, *shape), dtype, device=NamedSharding(mesh, P("device")))
 
 
 def _flops(mesh: Mesh, side: int, dtype: Any) -> float:
+    """Returns the flops per second that each device reaches in products of square matrices."""
+
     def chain(x: jax.Array) -> jax.Array:
         y = x
         for _ in range(_CHAIN):
@@ -119,23 +121,30 @@ def _flops(mesh: Mesh, side: int, dtype: Any) -> float:
 
 
 def _interconnect(mesh: Mesh, side: int) -> tuple[float | None, float]:
-    """The latency of an all-gather in seconds, and the bytes per second that a device sends."""
-    # An all-gather and nothing else.
-    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    """Fits ``seconds = latency + bytes / bandwidth`` to all-gathers of seven sizes.
+
+    The largest gathers 4 ``side`` ** 2 numbers on each device.
+
+    Returns:
+      The latency in seconds, None if noise hides it, and the bytes per second that a device sends.
+    """
+    all_gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))  # nothing else
     rows = []
     for length in np.geomspace(64, 4 * side**2 // mesh.size, 7).astype(int).tolist():
-        seconds = _seconds(gather, _on_all(mesh, (length,), jnp.float32))
-        rows.append((1 / seconds, (mesh.size - 1) * length * 4 / seconds))  # relative errors
+        seconds = _seconds(all_gather, _on_all(mesh, (length,), jnp.float32))
+        sent = (mesh.size - 1) * length * 4  # bytes: each device sends its part to all others
+        # Both sides divided by the seconds: so relative errors count, and small sizes too.
+        rows.append((1 / seconds, sent / seconds))
     latency, per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)))[0].tolist()
     if per_byte <= 0:
         raise ValueError(
             f"calibrate: side={side} is too small: larger all-gathers take no more time than small."
         )
-    return latency if latency > 0 else None, 1 / per_byte  # noise may give a negative intercept
+    return latency if latency > 0 else None, 1 / per_byte
 
 
 def _steps(mesh: Mesh, side: int, dtype: Any, measured: Hardware) -> Iterator[tuple[float, float]]:
-    """Measured and estimated seconds of training steps, data parallel and sharded."""
+    """Yields the measured and the estimated seconds of training steps, replicated and sharded."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         return jnp.square(jax.nn.relu(x @ weights[0]) @ weights[1]).mean(dtype=jnp.float32)
