@@ -6,14 +6,16 @@ its shape are layers:
 
     nnx.Linear(256, 1024)   kernel (256, 8, 1024)   bias (8, 1024)   → dimension 1, dimension 0
 
-Equal sizes leave several candidates. All Variables of a class get the same axis from one ``vmap``,
-counted from the front or from the back, so of the candidates below a module those remain that all
-known Variables of the class have in common. Other Variables, of a user's own modules, follow the
-known ones beside them. A name in the metadata that a known dimension of layers has, or ``layers``,
-which Flax's users declare as ``nnx.PARTITION_NAME``, decides before all sizes.
+Equal sizes leave several *candidates*, each a tuple of dimensions: one for each transform around
+the layer. All Variables of a class get the same axis from one ``vmap``, counted from the front or
+from the back, so of the candidates below a module those remain that all known Variables of the
+class have in common. Other Variables, of a user's own modules, follow the known ones beside them. A
+name in the metadata that a known dimension of layers has, or ``layers``, which Flax's users declare
+as ``nnx.PARTITION_NAME``, decides before all sizes.
 
 What is then still one of several is `Stacked.is_ambiguous`, and none of the candidates is sharded.
-A model without any of these signs counts as not stacked.
+A model without any of these signs counts as not stacked. A *slot* is the position of an array in
+the flattened model (``Flat``).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.flatten import Flat
 from ..specs.paths import Path, plain_key
-from ..transforms.stack import layer_dimensions
+from ..transforms.stack import count_layer_dimensions
 
 Shape: TypeAlias = tuple[int, ...]
 # What Flax's guides and MaxText call the dimension of layers.
@@ -41,8 +43,8 @@ class Stacked(NamedTuple):
     is_ambiguous: bool = False  # some of them are not
 
     @classmethod
-    def of(cls, candidates: Set[tuple[int, ...]]) -> Stacked:
-        """One of several tuples of dimensions."""
+    def from_candidates(cls, candidates: Set[tuple[int, ...]]) -> Stacked:
+        """Returns the union of the dimensions that may be those of layers."""
         union = {d for candidate in candidates for d in candidate}
         return cls(tuple(sorted(union)), len(candidates) > 1)
 
@@ -54,15 +56,16 @@ class _Axes(NamedTuple):
     sizes: tuple[int, ...]
 
     def dimensions(self, shape: Shape) -> tuple[int, ...] | None:
-        """The dimensions of a shape along these axes; None if it has others there."""
-        found = tuple(axis if axis >= 0 else axis + len(shape) for axis in self.axes)
-        fits = all(0 <= d < len(shape) for d in found) and len({*found}) == len(found)
-        same = fits and tuple(shape[d] for d in found) == self.sizes
-        return tuple(sorted(found)) if same else None
+        """Returns the dimensions of a shape along these axes; None if other sizes are there."""
+        places = tuple(axis if axis >= 0 else axis + len(shape) for axis in self.axes)
+        exist = all(0 <= d < len(shape) for d in places) and len({*places}) == len(places)
+        if not exist or tuple(shape[d] for d in places) != self.sizes:
+            return None
+        return tuple(sorted(places))
 
 
-class _Known(NamedTuple):
-    """A parameter of a layer of Flax, with the tuples of dimensions that may be those of layers."""
+class _KnownVariable(NamedTuple):
+    """A parameter of a layer of Flax, whose shape for one layer is known."""
 
     path: Path
     variable: nnx.Variable[Any]
@@ -70,9 +73,10 @@ class _Known(NamedTuple):
     candidates: Set[tuple[int, ...]]
 
     def axes(self, count: int) -> set[_Axes]:
-        """The axes of ``count`` transforms that are possible."""
+        """Returns the axes that ``count`` nested transforms may have given to the Variable."""
         chosen = {c for x in self.candidates for c in itertools.combinations(x, count)}
-        ends = (0, len(self.shape))  # of two nested transforms, one may count from each
+        # One transform may count from the front, and another one from the back.
+        ends = (0, len(self.shape))
         return {
             _Axes(axes, tuple(self.shape[d] for d in dimensions))
             for dimensions in chosen
@@ -84,55 +88,65 @@ class LayerDimensions:
     """The dimensions of layers in all arrays of a flattened model."""
 
     def __init__(self, flat: Flat):
-        self._counts = layer_dimensions(flat)  # those of a Stack, by slot
+        self._stack_counts = count_layer_dimensions(flat)
         self._slots = {
             id(x): flat.structure.slots[i]
             for i, x in enumerate(flat.objects)
             if isinstance(x, nnx.Variable)
         }
         self._norms: set[int] = set()  # by id, the Variables of normalization layers
-        known = [*self._known(flat)]
-        self._axes: dict[Path, dict[type, set[_Axes]]] = {}
-        self._names = {_COMMON_NAME}
-        self._resolved: dict[int, Stacked] = {}
-        if any(len(c) > 0 for x in known for c in x.candidates):
-            self._compare(known)
+        known = [*self._known_variables(flat)]
+        # By the path of a module and a class of Variables: the axes that all known ones of this
+        # class below the module may have.
+        self._common_axes: dict[Path, dict[type, set[_Axes]]] = {}
+        self._names = {_COMMON_NAME}  # what names in the metadata call a dimension of layers
+        self._resolved: dict[int, Stacked] = {}  # by id, the known Variables
+        if any(candidate for x in known for candidate in x.candidates):
+            self._find_common_axes(known)
             for x in known:
-                self._resolved[id(x.variable)] = stacked = Stacked.of(self._remaining(x))
+                self._resolved[id(x.variable)] = stacked = self._resolve(x)
                 if not stacked.is_ambiguous:
                     names = _names(x.variable, len(x.shape))
                     self._names.update(names[d] for d in stacked.dimensions if names)
         self._names.discard(None)
 
-    def is_norm(self, subject: Any) -> bool:
+    def is_norm(self, subject: object) -> bool:
         """Whether a Variable is a parameter or a statistic of a normalization layer."""
         return id(subject) in self._norms
 
-    def of(self, path: Path, subject: Any, slots: Sequence[int], shape: Shape) -> Stacked:
-        """Finds the dimensions of layers of a Variable or array at a path.
+    def find(self, path: Path, subject: object, slots: Sequence[int], shape: Shape) -> Stacked:
+        """Finds the dimensions of layers of a Variable or bare array.
 
-        The first that tells them decides: a declared name of an axis, the shapes that the layer
-        itself knows, an equal Variable beside it (for what optimizers keep), the `Stack` around it.
+        The first that tells them decides: names in its metadata, the shape that its layer of Flax
+        knows, known Variables in the closest module around it, the `Stack` around it.
+
+        Args:
+          path: its path.
+          subject: the Variable or array.
+          slots: the slots of its arrays.
+          shape: their shape.
         """
-        stack = Stacked(tuple(range(self._counts.get(slots[0], 0))))
+        stack = Stacked(tuple(range(self._stack_counts.get(slots[0], 0))))
         names = _names(subject, len(shape))
         named = tuple(d for d, name in enumerate(names) if name in self._names)
         if named:
             return Stacked(tuple(sorted({*named, *stack.dimensions})))
         if id(subject) in self._resolved:
             return self._resolved[id(subject)]
-        for prefix in (path[:count] for count in range(len(path) - 1, -1, -1)):
-            if prefix in self._axes:
-                beside = self._beside(self._axes[prefix], subject, shape)
-                return beside if len(beside.dimensions) > len(stack.dimensions) else stack
+        for length in reversed(range(len(path))):
+            if path[:length] in self._common_axes:
+                neighbors = self._follow_neighbors(self._common_axes[path[:length]], subject, shape)
+                # A `vmap` around the stack adds to its dimensions; less than these is no answer.
+                return neighbors if len(neighbors.dimensions) > len(stack.dimensions) else stack
         return stack
 
-    def _known(self, flat: Flat) -> Iterator[_Known]:
+    def _known_variables(self, flat: Flat) -> Iterator[_KnownVariable]:
+        """Yields the parameters of layers of Flax; notes those of normalization layers."""
         layers = {i: x for i, x in enumerate(flat.objects) if _shapes(x)}
         paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if layers else {}
         for index, layer in layers.items():
             path = tuple(map(plain_key, paths[index][0]))
-            for name, inner in _shapes(layer).items():
+            for name, layer_shape in _shapes(layer).items():
                 variable = getattr(layer, name, None)
                 value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
                 shape = getattr(value, "shape", None)
@@ -140,65 +154,76 @@ class LayerDimensions:
                     self._norms.add(id(variable))
                 if isinstance(variable, nnx.Variable) and shape is not None:
                     slots = self._slots.get(id(variable), ())
-                    count = self._counts.get(slots[0], 0) if slots else 0
-                    yield _Known((*path, name), variable, shape, _beyond(shape, inner, count))
+                    stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
+                    candidates = _candidates(shape, layer_shape, stack_count)
+                    yield _KnownVariable((*path, name), variable, shape, candidates)
 
-    def _compare(self, known: Sequence[_Known]) -> None:
-        """Notes, for each module and class of Variables, the axes that all of them may have."""
-        groups: dict[tuple[Path, type], list[_Known]] = {}
+    def _find_common_axes(self, known: Sequence[_KnownVariable]) -> None:
+        """Fills ``_common_axes``."""
+        groups: dict[tuple[Path, type], list[_KnownVariable]] = {}
         for x in known:
-            for count in range(len(x.path)):
-                groups.setdefault((x.path[:count], type(x.variable)), []).append(x)
+            for length in range(len(x.path)):
+                groups.setdefault((x.path[:length], type(x.variable)), []).append(x)
         for (prefix, kind), members in groups.items():
             # Below the outer one of nested stacks, some have more dimensions of layers.
-            count = min(len(c) for x in members for c in x.candidates)
+            count = min(len(candidate) for x in members for candidate in x.candidates)
             common = set.intersection(*(x.axes(count) for x in members))
-            self._axes.setdefault(prefix, {})[kind] = common
+            self._common_axes.setdefault(prefix, {})[kind] = common
 
-    def _remaining(self, x: _Known) -> Set[tuple[int, ...]]:
-        """The candidates that agree with what surrounding modules have in common."""
+    def _resolve(self, x: _KnownVariable) -> Stacked:
+        """Returns the candidates that agree with those of other Variables, or with names."""
         remaining = x.candidates
-        for count in range(len(x.path)):
-            common = self._axes[x.path[:count]][type(x.variable)]
-            places = (axes.dimensions(x.shape) for axes in common)
-            allowed = [set(place) for place in places if place is not None]
-            agreeing = {c for c in remaining if any(place <= set(c) for place in allowed)}
+        for length in range(len(x.path)):
+            common = self._common_axes[x.path[:length]][type(x.variable)]
+            allowed = [{*d} for axes in common if (d := axes.dimensions(x.shape)) is not None]
+            agreeing = {c for c in remaining if any(d <= {*c} for d in allowed)}
+            # None agrees in a module that was put together from layers stacked in different ways.
             remaining = agreeing or remaining
         names = _names(x.variable, len(x.shape))
         named = {c for c in remaining if c and all(names and names[d] in self._names for d in c)}
-        return named or remaining
+        return Stacked.from_candidates(named or remaining)
 
-    def _beside(self, axes: Mapping[type, Set[_Axes]], subject: Any, shape: Shape) -> Stacked:
-        """The dimensions of a Variable whose own shape is not known."""
+    def _follow_neighbors(
+        self, common_axes: Mapping[type, Set[_Axes]], subject: object, shape: Shape
+    ) -> Stacked:
+        """Returns the dimensions of what is beside known Variables, at the axes of these."""
         kind = type(subject)
-        chosen = axes[kind] if kind in axes else set().union(*axes.values())
-        found = {place for x in chosen if (place := x.dimensions(shape)) is not None}
-        if kind not in axes:  # a transform may have other axes for other classes
-            sizes = {x.sizes for x in chosen}
-            found |= {tuple(range(len(size))) for size in sizes if shape[: len(size)] == size}
-        return Stacked.of(found)
+        axes = common_axes[kind] if kind in common_axes else set().union(*common_axes.values())
+        candidates = {d for x in axes if (d := x.dimensions(shape)) is not None}
+        if kind not in common_axes:
+            # A transform may have other axes for other classes: mostly the first.
+            sizes = {x.sizes for x in axes}
+            candidates |= {tuple(range(len(size))) for size in sizes if shape[: len(size)] == size}
+        return Stacked.from_candidates(candidates)
 
 
-def _beyond(shape: Shape, inner: Sequence[int | None], count: int) -> Set[tuple[int, ...]]:
-    """The dimensions that a shape may have beyond an inner one, of which None is any size.
+def _candidates(
+    shape: Shape, layer_shape: Sequence[int | None], stack_count: int
+) -> Set[tuple[int, ...]]:
+    """Returns the dimensions that may be those of layers: without them, the layer's shape remains.
 
-    The first ``count`` are known to be.
+    Args:
+      shape: the shape of a parameter.
+      layer_shape: that for one layer, in which None is any size.
+      stack_count: how many first dimensions are those of a `Stack`.
     """
-    extra = len(shape) - len(inner)
+    extra = len(shape) - len(layer_shape)
     if extra <= 0:
         return {()}
 
-    def fits(removed: tuple[int, ...]) -> bool:
+    def leaves_layer_shape(removed: tuple[int, ...]) -> bool:
         rest = (size for d, size in enumerate(shape) if d not in removed)
-        pairs = zip(rest, inner, strict=True)
-        return all(size in (None, own) for own, size in pairs) and {*range(count)} <= {*removed}
+        pairs = zip(rest, layer_shape, strict=True)
+        fits = all(expected in (None, size) for size, expected in pairs)
+        return fits and {*range(stack_count)} <= {*removed}
 
-    found = set(filter(fits, itertools.combinations(range(len(shape)), extra)))
-    return found or {tuple(range(extra))}  # a subclass with a shape of its own
+    candidates = itertools.combinations(range(len(shape)), extra)
+    # None fits in a subclass whose parameters have another shape; then the first ones are meant.
+    return set(filter(leaves_layer_shape, candidates)) or {tuple(range(extra))}
 
 
-def _names(subject: Any, rank: int) -> tuple[Any, ...]:
-    """The names that the metadata of a Variable give its dimensions; none unless to all."""
+def _names(subject: object, rank: int) -> tuple[Any, ...]:
+    """Returns the names that metadata give the dimensions; ``()`` unless each has an entry."""
     metadata = subject.get_metadata() if isinstance(subject, nnx.Variable) else {}
     names = metadata.get("out_sharding")
     names = names.partitions if isinstance(names, PartitionSpec) else names
@@ -209,39 +234,39 @@ _NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMS
 
 
 def _shapes(layer: Any) -> Mapping[str, Sequence[int | None]]:
-    """The shapes of the parameters of a known layer, by attribute; None is any size."""
+    """Returns the shapes of the parameters of a layer of Flax, by attribute; None is any size."""
     kind = next((kind for kind in type(layer).__mro__ if kind in _SHAPES), None)
     return {} if kind is None else _SHAPES[kind](layer)
 
 
-def _of_norm(layer: Any) -> dict[str, Any]:
+def _norm_shapes(layer: Any) -> dict[str, Any]:
     is_grouped = isinstance(layer, nnx.GroupNorm)  # which does not keep their number
     features = layer.num_groups * layer.group_size if is_grouped else layer.num_features
     return dict.fromkeys(("scale", "bias", "mean", "var"), (features,))
 
 
-def _of_linear_general(layer: Any) -> dict[str, Any]:
+def _linear_general_shapes(layer: Any) -> dict[str, Any]:
     batch = tuple(layer.batch_axis.values())
     outputs = (*batch, *layer.out_features)
     return {"kernel": (*batch, *layer.in_features, *layer.out_features), "bias": outputs}
 
 
-def _of_einsum(layer: Any) -> dict[str, Any]:
+def _einsum_shapes(layer: Any) -> dict[str, Any]:
     bias = {} if layer.bias_shape is None else {"bias": layer.bias_shape}
     return {"kernel": layer.kernel_shape, **bias}
 
 
-def _of_convolution(layer: Any) -> dict[str, Any]:
+def _convolution_shapes(layer: Any) -> dict[str, Any]:
     return {"kernel": layer.kernel_shape, "bias": (layer.out_features,)}
 
 
 _SHAPES: dict[type, Callable[[Any], Mapping[str, Any]]] = {
-    **dict.fromkeys(_NORMS, _of_norm),
+    **dict.fromkeys(_NORMS, _norm_shapes),
     nnx.Linear: lambda x: {"kernel": (x.in_features, x.out_features), "bias": (x.out_features,)},
-    nnx.LinearGeneral: _of_linear_general,
-    nnx.Einsum: _of_einsum,
+    nnx.LinearGeneral: _linear_general_shapes,
+    nnx.Einsum: _einsum_shapes,
     nnx.Embed: lambda x: {"embedding": (x.num_embeddings, x.features)},
     nnx.LoRA: lambda x: {"lora_a": (x.in_features, None), "lora_b": (None, x.out_features)},
-    nnx.Conv: _of_convolution,
-    nnx.ConvTranspose: _of_convolution,
+    nnx.Conv: _convolution_shapes,
+    nnx.ConvTranspose: _convolution_shapes,
 }

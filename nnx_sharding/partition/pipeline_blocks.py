@@ -27,14 +27,14 @@ from ..transforms.stacked_layers import flatten_layer
 
 
 class _BlockCall(NamedTuple):
-    """A call of a block that runs later, and the block as it was."""
+    """A call of a block that runs later, and the block as it was at the call."""
 
     block: nnx.Module
     flat: Flat
-    hidden: dict[int, Any]  # the values of Variables that the block may write, by index
+    hidden: dict[int, Any]  # the values of Variables that are hidden, by index in ``flat``
 
     def hide(self, pending: PendingOutput) -> None:
-        """Puts something in place of these values, which refuses to be read."""
+        """Replaces the values of Variables that the block may write by what refuses to be read."""
         for index, variable in enumerate(self.flat.objects):
             if _compat.is_variable(variable) and not isinstance(variable, nnx.Param):
                 self.hidden[index] = _compat.get_value(variable)
@@ -55,7 +55,7 @@ class BlockCalls:
     """The calls of the blocks of one list, so far.
 
     Attributes:
-      tag: what is known of the list.
+      tag: the argument and the path of the list.
       x: what the first block got.
     """
 
@@ -68,7 +68,11 @@ class BlockCalls:
         return len(self._calls)
 
     def add(self, tag: Tag, block: nnx.Module, further: Any) -> PendingOutput | None:
-        """Adds a call of the next block; returns what it returns, None if all are called."""
+        """Adds a call of the next block, and hides its Variables.
+
+        Returns:
+          What the call returns to the model; None if it is the last one, which runs all.
+        """
         if not _is_same(self._further, further):
             raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets other further arguments"))
         call = _BlockCall(block, flatten_layer(block), {})
@@ -79,7 +83,7 @@ class BlockCalls:
         return PendingOutput(self, len(self))
 
     def finish(self) -> nnx.List[Any]:
-        """Returns the blocks, which have to be as they were when they were called."""
+        """Returns the blocks with their values, unless one has changed since it was called."""
         for number, call in enumerate(self._calls):
             if not call.unhide():
                 raise ValueError(_HOW_TO_CALL.format(f"{self.tag.accessor}[{number}]", _CHANGED))
@@ -109,7 +113,7 @@ class PendingOutput:
             self._refuse()
 
     def _refuse(self, *_: object) -> Any:
-        return self.used  # an attribute that there is not
+        return self.used  # there is no such attribute, so `__getattr__` raises the error
 
 
 # Python looks for these in the class, not by `__getattr__`.
@@ -133,7 +137,7 @@ def calls_before(tag: Tag, list_path: Path, number: int, x: Any) -> BlockCalls:
     """Finds the calls that the call of a block continues.
 
     Args:
-      tag: what is known of the block.
+      tag: the argument and the path of the block.
       list_path: the path of its list.
       number: its index in that.
       x: what it gets, which has to be what the block before returned.
@@ -146,13 +150,13 @@ def calls_before(tag: Tag, list_path: Path, number: int, x: Any) -> BlockCalls:
     raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets something else"))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether further arguments are the same: equal values, or the same arrays."""
-    treedef: Any = jax.tree.structure(one)
+def _is_same(further: Any, other: Any) -> bool:
+    """Whether further arguments of two calls are the same: equal values, or the same arrays."""
+    treedef: Any = jax.tree.structure(further)
     if treedef != jax.tree.structure(other):
         return False
     # Arrays are traced, so that their values cannot be compared.
     return all(
         x is y or (type(x) is type(y) and not isinstance(x, jax.Array) and np.array_equal(x, y))
-        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        for x, y in zip(jax.tree.leaves(further), jax.tree.leaves(other), strict=True)
     )

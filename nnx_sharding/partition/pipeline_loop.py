@@ -27,6 +27,10 @@ is one program for all stages: each has a buffer, though only that of the first 
 without an item (``.``) computes as well, with rows of the batch; what it returns is never stored,
 and what it writes to Variables is discarded.
 
+*Further arguments* are what all layers get besides the rows ``x``. A *slot* is the position of an
+array in the flattened layers (``Flat``); what ``sow`` collects has slots, too, but in no fixed
+number. Whoever changes Variables of a copy of the layers writes that back (:func:`write_back`).
+
 The schedule is that of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
 Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473); its form as one program is that of GSPMD (Xu
 et al., 2021, arXiv:2105.04663, section 3.3).
@@ -36,14 +40,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.tracing import pass_tags
@@ -53,6 +56,7 @@ from ..core.structure import VariableEntry
 from ..core.unflatten import perform
 from ..specs.fitting import axes_of, only_axes, spec_axes
 from ..specs.paths import Path
+from ..specs.types import AnyMesh
 from ..transforms.in_trace import replace_slots
 from ..transforms.mapped_axes import Carry, captures
 from ..transforms.remat import remat
@@ -69,6 +73,9 @@ from ..transforms.stacked_layers import (
     with_arrays,
 )
 from ..transforms.vmap import vmap
+
+# The further arguments of layers: positional and keyword ones.
+Further: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +104,7 @@ class PipelineLoop:
     Args:
       sizes: the sizes of the pipeline; S·R divides the number of layers.
       stack: the layers.
-      further: what all layers get besides ``x``: positional and keyword arguments.
+      further: the further arguments of the layers.
       mesh: the mesh of the call, whose axes are Auto.
       row_axes: the mesh axes that shard the rows.
       block_specs: the specs of the arrays of one layer, by path, that shard it over the stages in
@@ -108,13 +115,13 @@ class PipelineLoop:
         self,
         sizes: PipelineSizes,
         stack: Stack,
-        further: tuple[tuple[Any, ...], dict[str, Any]],
-        mesh: Mesh | AbstractMesh,
+        further: Further,
+        mesh: AnyMesh,
         row_axes: tuple[str, ...],
         block_specs: Mapping[Path, PartitionSpec],
     ):
         self._sizes, self._stack, self._further, self._mesh = sizes, stack, further, mesh
-        self._row_entry = [row_axes] if row_axes else []
+        self._row_entry = [row_axes] if row_axes else []  # of specs, for a dimension of rows
         self._depth = stack.length // (sizes.stages * sizes.repeats)
         self._flat = flatten_layer(stack.layers)
         self._slots = stacked_slots(self._flat, stack.shared)
@@ -161,39 +168,43 @@ class PipelineLoop:
           The new carry.
         """
         buffer, inputs = carry
-        numbers = jnp.arange(self._sizes.stages)
+        stages = jnp.arange(self._sizes.stages)
         inputs = jax.tree.map(functools.partial(self._feed_first_stage, tick), buffer, inputs)
-        outputs = self._call_stages(layers, inputs, numbers, tick)
+        outputs = self._call_stages(layers, inputs, stages, tick)
         sent = jax.tree.map(self._send_to_next, outputs)
         return jax.tree.map(functools.partial(self._store_last_stage, tick), buffer, sent), sent
 
-    def call_stage(self, layers: Any, x: Any, number: jax.Array, tick: jax.Array) -> Any:
-        """Calls the layers of one stage, within a ``vmap`` over all.
+    def call_stage(self, layers: Any, x: Any, stage: jax.Array, tick: jax.Array) -> Any:
+        """Calls the layers of one stage, within a ``vmap`` over all, and updates their Variables.
 
         Args:
           layers: the layers of this stage, whose arrays are (R, D, …).
           x: a pytree of arrays of one microbatch, (rows, …).
-          number: of the stage.
+          stage: the number of the stage.
           tick: the tick.
+
+        Returns:
+          What the last layer of the stage returns; of no meaning if the stage has no item.
         """
-        item = tick - number
+        item = tick - stage
         repeat = jnp.clip(item // self._sizes.microbatches, 0, self._sizes.repeats - 1)
         flat = flatten_layer(layers)
-        own = {slot: _take(flat.leaves[slot], repeat, axis=0) for slot in self._slots}  # (D, …)
-        group = _copy(flat, own, self._stack, nnx.spmd.remove_axis)
+        before = {slot: _take(flat.leaves[slot], repeat, axis=0) for slot in self._slots}  # (D, …)
+        group = _copy(flat, before, self._stack, nnx.spmd.remove_axis)
         out = self._call_group(group, x, *self._further)
         has_item = (item >= 0) & (item < self._sizes.items)
 
         def put_into_repeat(slot: int, new: jax.Array) -> jax.Array:
-            return _put(flat.leaves[slot], jnp.where(has_item, new, own[slot]), repeat, axis=0)
+            kept = jnp.where(has_item, new, before[slot])
+            return _put(flat.leaves[slot], kept, repeat, axis=0)
 
-        write_back(flat, flatten_layer(group), own, put_into_repeat)
+        write_back(flat, flatten_layer(group), before, put_into_repeat)
         return out
 
     def _feed_first_stage(self, tick: jax.Array, buffer: jax.Array, x: jax.Array) -> jax.Array:
         """Gives the first stage a microbatch: (S, M, rows, …) and (S, rows, …) → (S, rows, …)."""
-        numbers = jnp.arange(self._sizes.stages)
-        is_first = numbers.reshape(-1, *[1] * (x.ndim - 1)) == 0
+        stages = jnp.arange(self._sizes.stages)
+        is_first = stages.reshape(-1, *[1] * (x.ndim - 1)) == 0  # (S, 1, …)
         microbatch = _take(buffer, tick % self._sizes.microbatches, axis=1)
         return self._constrain(jnp.where(is_first, microbatch, x), *self._row_entry)
 
@@ -237,7 +248,8 @@ class PipelineLoop:
         axes = {*spec_axes(spec)}
         if axis not in axes:
             return self._constrain(groups)
-        # Each stage has a part of all layers, in this dimension of a layer; it gets all of its own.
+        # A block of a list: each stage has a part of all layers, in this dimension of a layer, and
+        # gets all of its own layers.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
         others = only_axes(spec, axes - {axis})
         move: Callable[[jax.Array], jax.Array] = jax.shard_map(
@@ -272,18 +284,15 @@ class PipelineLoop:
                 "Sow a value for each row, or return it from layer to layer: "
                 "x, loss = blocks((x, loss))."
             )
-        stages, count, repeats = (
-            self._sizes.stages,
-            self._sizes.microbatches,
-            self._sizes.repeats,
-        )
+        sizes = self._sizes
         # Stage s has items in the R·M ticks from s on.
-        own_ticks = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=self._sizes.items)
-        items = jax.vmap(own_ticks, in_axes=(1, 0))(leaf, jnp.arange(stages))
-        items = items.reshape(stages, repeats, count, *items.shape[2:])  # (S, R, M, D, rows, …)
-        layers = jnp.moveaxis(items, (1, 0, 3, 4, 2), range(5))  # (R, S, D, rows, M, …)
-        layers = layers.reshape(self._stack.length, rows * count, *layers.shape[5:])
-        return self._constrain(layers)
+        take_items = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=sizes.items)
+        items = jax.vmap(take_items, in_axes=(1, 0))(leaf, jnp.arange(sizes.stages))
+        items = items.reshape(sizes.stages, sizes.repeats, sizes.microbatches, *items.shape[2:])
+        # (S, R, M, D, rows, …) → (R, S, D, rows, M, …)
+        layers = jnp.moveaxis(items, (1, 0, 3, 4, 2), range(5))
+        batch = rows * sizes.microbatches
+        return self._constrain(layers.reshape(self._stack.length, batch, *layers.shape[5:]))
 
     def _constrain(self, x: jax.Array, *entries: Any) -> jax.Array:
         """Shards the first dimension over the stages, and the next ones as these entries say."""
@@ -300,8 +309,7 @@ def _join_rows(buffer: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    taken = jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
-    return cast(jax.Array, taken)
+    return cast(jax.Array, jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False))
 
 
 def _put(x: jax.Array, part: jax.Array, index: jax.Array, axis: int) -> jax.Array:
@@ -336,7 +344,7 @@ def write_back(
       flat: the layers.
       after: the copy, as it is now.
       before: the arrays that the copy had, by slot.
-      in_form: what to write for a slot, and the array of the copy.
+      in_form: returns what to write, from the slot and the new array of the copy.
 
     Raises:
       ValueError: the copy has Variables that the layers have not.
@@ -347,10 +355,11 @@ def write_back(
             "pipeline: layers may not make Variables while they run in a pipeline, as by sow. "
             "Return the values, with a dimension for the rows: x, loss = blocks((x, loss))."
         )
-    # What layers sow has other slots in the copy, so slots are found by the object.
-    own = {*range(len(structure.slots))}.difference(captures(structure))
-    pairs = (zip(structure.slots[i], after.structure.slots[i], strict=True) for i in own)
-    leaves_after = {slot: after.leaves[other] for slot, other in itertools.chain(*pairs)}
+    # What layers sow has another number of arrays in the copy, so slots are found by the object.
+    leaves_after = dict[int, Any]()
+    for index in {*range(len(structure.slots))}.difference(captures(structure)):
+        pairs = zip(structure.slots[index], after.structure.slots[index], strict=True)
+        leaves_after |= {slot: after.leaves[slot_after] for slot, slot_after in pairs}
     new = {
         slot: in_form(slot, leaves_after[slot])
         for slot, old in before.items()

@@ -1,8 +1,10 @@
 """How a call of a ``Stack``, or of the blocks of a list, becomes a pipeline while it is traced.
 
-The strategy gives a :class:`Schedule` to the modules of a pipeline, and tracing asks it for each of
-their calls. It checks the call, and runs the loop of ``pipeline_loop.py`` in its place; blocks of a
-list are gathered first (``pipeline_blocks.py``), and run as a ``Stack`` that is made for the call.
+The strategy gives a :class:`Schedule` to the modules of a pipeline: a ``Stack``, or each block of a
+list. Tracing knows these modules by their *tag* (the argument and the path), and asks the schedule
+for each of their calls. It checks the call, and runs the loop of ``pipeline_loop.py`` in its place;
+calls of blocks are gathered first (``pipeline_blocks.py``), and run as a ``Stack`` that is made for
+the call. *Further arguments* are what all layers get besides the rows ``x``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .. import _compat
 from ..activations.calls import Tag
@@ -27,11 +29,12 @@ from ..core.constrain import mesh_here
 from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor, path_key
+from ..specs.types import AnyMesh
 from ..transforms.mapped_axes import captures
 from ..transforms.stack import Stack, stack
 from ..transforms.stacked_layers import flatten_layer, locations_of
 from .pipeline_blocks import BlockCalls, calls_before
-from .pipeline_loop import PipelineLoop, PipelineSizes, write_back
+from .pipeline_loop import Further, PipelineLoop, PipelineSizes, write_back
 
 NO_PREFETCH = (
     "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
@@ -54,9 +57,13 @@ class Schedule(PipelineSizes):
         return _RUNNING.get()
 
     def redirect(
-        self, tag: Tag, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tag, Any, Any]:
-        """Returns what to call for a stack or a block: no module before the last block is."""
+        self, tag: Tag, module: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tag, nnx.Module | None, Any]:
+        """Returns what to call in place of a stack or a block: the tag, module and arguments.
+
+        Before the last block of a list is called there is no module to call, and in place of the
+        arguments the pending output of this block.
+        """
         if not self.blocks:
             return tag, module, args
         list_path, number = tag.path[:-1], tag.path[-1]
@@ -100,12 +107,7 @@ class Schedule(PipelineSizes):
         return run_stages
 
     def _run_stack(
-        self,
-        layers: Stack,
-        x: Any,
-        further: tuple[tuple[Any, ...], dict[str, Any]],
-        mesh: Mesh | AbstractMesh,
-        row_axes: tuple[str, ...],
+        self, layers: Stack, x: Any, further: Further, mesh: AnyMesh, row_axes: tuple[str, ...]
     ) -> Any:
         """Calls a ``Stack`` in stages."""
         return PipelineLoop(self, layers, further, mesh, row_axes, dict(self.specs)).run(x)
@@ -114,13 +116,14 @@ class Schedule(PipelineSizes):
         self,
         blocks: nnx.List[Any],
         x: Any,
-        further: tuple[tuple[Any, ...], dict[str, Any]],
-        mesh: Mesh | AbstractMesh,
+        further: Further,
+        mesh: AnyMesh,
         row_axes: tuple[str, ...],
     ) -> Any:
         """Calls the blocks of a list in stages, as a ``Stack``; writes back what changes in it."""
         layers = stack([*blocks])
         flat = flatten_layer(layers.layers)
+        # Modules in the stack are new; those of the first block say how activations are sharded.
         pass_tags(flatten_layer(blocks[0]), flat)
         before = dict(enumerate(flat.leaves))
         out = self._run_stack(layers, x, further, mesh, row_axes)
@@ -137,7 +140,7 @@ class Schedule(PipelineSizes):
             write_block(number, block)
         return out
 
-    def _on_mesh(self, mesh: Mesh | AbstractMesh, layers: int) -> Schedule:
+    def _on_mesh(self, mesh: AnyMesh, layers: int) -> Schedule:
         """Returns the schedule on the mesh of a call, which may have another size than the specs'.
 
         So a step is compared with one device by the same specs.
@@ -153,7 +156,7 @@ class Schedule(PipelineSizes):
             )
         return dataclasses.replace(self, stages=stages)
 
-    def _check_inputs(self, layers: nnx.Module, x: Any, further: tuple[Any, Any]) -> None:
+    def _check_inputs(self, layers: nnx.Module, x: Any, further: Further) -> None:
         """Refuses what cannot be split into microbatches."""
         count = self.microbatches
         if self.repeats > 1 and count < self.stages:
@@ -226,11 +229,13 @@ class Schedule(PipelineSizes):
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of the arrays in a pytree, apart from those in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [x.shape for x in leaves if _compat.is_plain_array(x)]
 
 
-def _check_axis_types(mesh: Mesh | AbstractMesh) -> None:
+def _check_axis_types(mesh: AnyMesh) -> None:
+    """Refuses Explicit axes, of which the constraints of the loop cannot speak."""
     if axes_of_type(mesh, AxisType.Explicit):
         raise ValueError(
             "pipeline: a Stack that is declared to run with Explicit axes cannot be a pipeline. "
@@ -240,8 +245,8 @@ def _check_axis_types(mesh: Mesh | AbstractMesh) -> None:
 
 def _check_captures(layers: nnx.Module) -> None:
     """Refuses a ``nnx.capture`` that has collected something already, and perturbations."""
-    of_modules = (getattr(module, _compat.CAPTURES, ()) for _, module in modules_in(layers))
-    sown = itertools.chain(*of_modules)
+    captured = (getattr(module, _compat.CAPTURES, ()) for _, module in modules_in(layers))
+    sown = itertools.chain.from_iterable(captured)
     if any(isinstance(x, nnx.Perturbation) or _compat.get_value(x) for x in sown):
         raise ValueError(
             "pipeline: nnx.capture collects what layers sow in one call of the Stack, and no "

@@ -30,7 +30,8 @@ from .pipeline_schedule import NO_PREFETCH, Schedule
 from .strategies import activations_of, base_specs, mesh_and_axis, shard_largest
 from .variables import NamedVariable, variables
 
-# The modules whose layers run in stages, by path.
+# The modules whose layers run in stages, by path. A Stack has all layers in its module ``layers``,
+# whose arrays have a first dimension for them; a list has a module for each, a block.
 _Stacks: TypeAlias = "Mapping[Path, Stack | nnx.List[Any]]"
 
 
@@ -167,7 +168,7 @@ def _shard_layers(
     axis: str,
     mesh: Mesh | AbstractMesh,
 ) -> dict[Path, dict[Path, PartitionSpec]]:
-    """Adds the axis of the stages to the specs of all layers.
+    """Adds the axis of the stages to the specs of all layers, in ``specs``.
 
     A ``Stack`` is sharded in its dimension of layers. The blocks of a list have none: each of their
     Variables is sharded in its largest dimension, and moved to the stage that needs it.
@@ -207,19 +208,21 @@ def layers_of(model: Any) -> tuple[dict[Path, Any], list[str]]:
     Returns:
       These by path, and lines that say why other lists are none.
     """
-    modules, found, lines = dict(modules_in(model)), dict[Path, Any](), list[str]()
+    modules = dict(modules_in(model))
+    stacks, differences = dict[Path, Any](), list[str]()
     for path, module in modules.items():
-        if isinstance(module, Stack) and not _is_inside(path, found):
-            found[path] = module
-    if found:
-        return found, lines
+        if isinstance(module, Stack) and not _is_inside(path, stacks):
+            stacks[path] = module
+    if stacks:
+        return stacks, []
     for path, module in modules.items():
-        blocks = [] if _is_inside(path, found) else _blocks_of(module)
+        blocks = [] if _is_inside(path, stacks) else _blocks_of(module)
         if len(blocks) > 1:
-            differences = _differences(path, blocks)
-            found |= {} if differences else {path: module}
-            lines += differences
-    return found, lines
+            if lines := _differences(path, blocks):
+                differences += lines
+            else:
+                stacks[path] = module
+    return stacks, differences
 
 
 def _is_inside(path: Path, others: Mapping[Path, Any] | Sequence[Path]) -> bool:
@@ -241,13 +244,13 @@ def _differences(path: Path, blocks: Sequence[Any]) -> list[str]:
 
 def _find_stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
     """Finds what forms a pipeline, and checks that its layers can be divided over the stages."""
-    found, lines = layers_of(model)
-    if not found:
+    stacks, differences = layers_of(model)
+    if not stacks:
         head = "pipeline: the model has neither a Stack nor an nnx.List of equal blocks"
         raise ValueError(
             message(
-                f"{head}; compared with the first one:" if lines else f"{head}.",
-                lines,
+                f"{head}; compared with the first one:" if differences else f"{head}.",
+                differences,
                 "Make a Stack of its equal blocks: stack(blocks), or stack(Block, 24, rngs=rngs).",
             )
         )
@@ -258,7 +261,7 @@ def _find_stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
         "repeats do not divide the number of layers:",
         [
             f"  {accessor('model', path)}: {len(layers)} layers"
-            for path, layers in found.items()
+            for path, layers in stacks.items()
             if len(layers) % groups
         ],
         "Choose a number of layers that they divide, or another mesh.",
@@ -266,10 +269,10 @@ def _find_stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
     raise_listed(
         ValueError,
         "pipeline: layers share these Variables, which would be on several stages:",
-        [f"  {x.name}" for x in _shared_variables(model, found)],
+        [f"  {x.name}" for x in _shared_variables(model, stacks)],
         "Give each layer its own, or pass their values as an argument of the layers.",
     )
-    return found
+    return stacks
 
 
 def _shared_variables(model: Any, stacks: _Stacks) -> Iterator[NamedVariable]:
@@ -285,11 +288,11 @@ def _shared_variables(model: Any, stacks: _Stacks) -> Iterator[NamedVariable]:
 
 def _warn_of_left_out(model: Any, stacks: _Stacks, schedule: Schedule) -> None:
     """Warns of lists of at least as many blocks as stages that are in no pipeline."""
-    inside, lines = [*stacks], list[str]()
+    done, lines = [*stacks], list[str]()
     for path, module in modules_in(model):
-        blocks = [] if _is_inside(path, inside) else _blocks_of(module)
+        blocks = [] if _is_inside(path, done) else _blocks_of(module)
         if len(blocks) >= max(schedule.stages, 2):
-            inside.append(path)
+            done.append(path)  # lists in its blocks need no warning of their own
             equal = [f"  {accessor('model', path)}: equal blocks next to a Stack"]
             lines += _differences(path, blocks) or equal
     if lines:
@@ -304,16 +307,18 @@ def _warn_of_left_out(model: Any, stacks: _Stacks, schedule: Schedule) -> None:
 class _Place(NamedTuple):
     """Where a Variable is in the layers of a stack, or in one block of a list."""
 
-    stack: Path
-    path: Path  # in a layer
+    stack: Path  # of the Stack or list in the model
+    path: Path  # of the Variable in a layer
     is_shared: bool  # whether all layers have the same one
 
 
 def _place_in(stacks: _Stacks, path: Path) -> _Place | None:
-    """Finds the stack in whose layers a path is; None if it is in none."""
-    for outer, module in stacks.items():
-        key, rest = path[len(outer) :][:1], path[len(outer) + 1 :]
-        is_of_layers = isinstance(module, nnx.List) or key == ("layers",)
-        if path[: len(outer)] == outer and is_of_layers:
-            return _Place(outer, rest, rest in getattr(module, "shared", ()))
+    """Finds where in the layers of a stack or list a path is; None if it is in none."""
+    for stack_path, module in stacks.items():
+        # The key after the stack's path is "layers" in a Stack, the number of a block in a list.
+        depth = len(stack_path)
+        key, layer_path = path[depth : depth + 1], path[depth + 1 :]
+        is_in_layers = isinstance(module, nnx.List) or key == ("layers",)
+        if path[:depth] == stack_path and is_in_layers:
+            return _Place(stack_path, layer_path, layer_path in getattr(module, "shared", ()))
     return None

@@ -30,7 +30,7 @@ from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_a
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, AxisName, Spec
-from ..transforms.stack import layer_dimensions
+from ..transforms.stack import count_layer_dimensions
 from .mesh import axes_across_slices
 from .optimizer import optimizer_specs, optimizer_variables, union, with_optimizer
 from .variables import FOLLOWING, NamedVariable, SpecsByPath, from_paths, variables
@@ -124,7 +124,7 @@ def fsdp(
     This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     mesh, axes = mesh_and_axes("fsdp", mesh, axis, across_slices=across_slices)
-    if checked_prefetch("fsdp", prefetch) and not layer_dimensions(flatten(((model,), {}))):
+    if checked_prefetch("fsdp", prefetch) and not count_layer_dimensions(flatten(((model,), {}))):
         raise ValueError(
             "fsdp: prefetch=1 gathers the parameters of the next layer of a Stack, and the model "
             "has none. Make one of its layers: stack(blocks)."

@@ -1,4 +1,14 @@
-"""Tensor parallelism: how each kind of layer is sharded over the model axis."""
+"""Tensor parallelism: how each kind of layer is sharded over the model axis.
+
+A *style* is one way to shard a layer: its outputs (a *column* of the kernel on each device) or its
+inputs (a *row*). A *rule* gives the styles of a kind of layer, best first; the first one whose
+dimension the axes divide is used:
+
+    COLUMN   kernel (in, out/n)   bias (out/n)   outputs are sharded
+    ROW      kernel (in/n, out)   bias (out)     inputs are sharded, outputs summed over n devices
+
+A column layer and then a row layer, such as the two of an MLP, need one sum for both.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -16,6 +26,7 @@ from ..specs.filters import Paths
 from ..specs.fitting import axes_of
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
+from ..specs.types import AnyMesh, AxisName
 from .optimizer import with_optimizer
 from .strategies import (
     activations_of,
@@ -24,30 +35,34 @@ from .strategies import (
     mesh_and_axes,
     shard_dimension,
 )
-from .variables import NamedVariable, Shape, variables
+from .variables import NamedVariable, Shape, SpecsByPath, variables
 
-# The sharded dimension of each parameter of one layer, counted from the end; None for none. The
-# first parameter decides whether the style can be used.
+# The sharded dimension of each parameter of one layer, by the path in the layer; counted from the
+# end, None for none. The first parameter decides whether the style can be used.
 Style: TypeAlias = Mapping[str, "int | None"]
+
+# What tells inputs and outputs apart: their number, or those of their dimensions and features.
+_Size = TypeVar("_Size", int, tuple[int, int])
 
 # The styles for a layer, best first, or a function of a layer and its name that returns them.
 Rule: TypeAlias = "Sequence[Style] | Callable[[Any, str], Sequence[Style]]"
 
 
-def _each(layers: str, **dimensions: int | None) -> dict[str, int | None]:
+def _style_of(layers: str, **dimensions: int | None) -> dict[str, int | None]:
+    """Returns a style with these dimensions of parameters in each of several inner layers."""
     return {f"{layer}/{name}": d for layer in layers.split() for name, d in dimensions.items()}
 
 
 COLUMN: Style = {"kernel": -1, "bias": -1}
 ROW: Style = {"kernel": -2, "bias": None}
 HEADS: Style = {
-    **_each("query key value", kernel=-2, bias=-2),
-    **_each("out", kernel=-3, bias=None),
+    **_style_of("query key value", kernel=-2, bias=-2),
+    **_style_of("out", kernel=-3, bias=None),
     "cached_key": -2,
     "cached_value": -2,
 }
-GATES: Style = _each("hi hf hg ho ii if_ ig io", kernel=-1, bias=-1)
-FUSED_GATES: Style = _each("dense_h dense_i", kernel=-1, bias=-1)
+GATES: Style = _style_of("hi hf hg ho ii if_ ig io", kernel=-1, bias=-1)
+FUSED_GATES: Style = _style_of("dense_h dense_i", kernel=-1, bias=-1)
 
 # The names of layers whose outputs are sharded, and of those whose inputs are.
 _COLUMN_NAMES = """up gate in fc1 wi wi_0 wi_1 w1 w3 linear1 dense1 c_fc fc_in up_proj gate_proj
@@ -60,94 +75,113 @@ _SQUARE_ROW_NAMES = frozenset({"proj", "output"})  # of attention; others may be
 _COLUMNS, _ROWS = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())
 
 
-def _ordered(
-    name: str, inputs: Any, outputs: Any, columns: Sequence[Style], rows: Sequence[Style]
+def _order_styles(
+    name: str, inputs: _Size, outputs: _Size, columns: Sequence[Style], rows: Sequence[Style]
 ) -> list[Style]:
-    """Columns first or rows first: by the name of the layer, else by the number of its features."""
+    """Returns columns first or rows first: by the layer's name, else by its numbers of features."""
     is_row = outputs < inputs or (outputs == inputs and name in _SQUARE_ROW_NAMES)
     rows_first = name in _ROWS or (is_row and name not in _COLUMNS)
     return [*rows, *columns] if rows_first else [*columns, *rows]
 
 
 def _linear(layer: Any, name: str) -> list[Style]:
-    return _ordered(name, layer.in_features, layer.out_features, [COLUMN], [ROW])
+    return _order_styles(name, layer.in_features, layer.out_features, [COLUMN], [ROW])
 
 
 def _lora(layer: Any, name: str) -> list[Style]:
-    """Like the adapted layer: the factor with its sharded features is sharded."""
+    """Shards the factor that has the sharded features of the adapted layer."""
     columns: list[Style] = [{"lora_b": -1, "lora_a": None}]
     rows: list[Style] = [{"lora_a": -2, "lora_b": None}]
-    return _ordered(name, layer.in_features, layer.out_features, columns, rows)
+    return _order_styles(name, layer.in_features, layer.out_features, columns, rows)
 
 
 def _linear_general(layer: Any, name: str) -> list[Style]:
-    """The first output or input dimension that can be sharded: heads before features."""
-    inputs, outputs = layer.in_features, layer.out_features
-    both = len(inputs) + len(outputs)
+    """Offers each output or input dimension: heads, which come first, before features."""
+    inputs, outputs = layer.in_features, layer.out_features  # kernel: (*inputs, *outputs)
+    rank = len(inputs) + len(outputs)
     columns: list[Style] = [{"kernel": d, "bias": d} for d in range(-len(outputs), 0)]
     if len(outputs) > 1 and _HEAD_NAMES.fullmatch(name):
         return columns[:1]
-    rows: list[Style] = [{"kernel": d, "bias": None} for d in range(-both, -len(outputs))]
-    return _ordered(name, math.prod(inputs), math.prod(outputs), columns, rows)
+    rows: list[Style] = [{"kernel": d, "bias": None} for d in range(-rank, -len(outputs))]
+    return _order_styles(name, math.prod(inputs), math.prod(outputs), columns, rows)
 
 
 def _einsum(layer: Any, name: str) -> list[Style]:
-    return _product(layer.einsum_str or "", "kernel", layer.kernel_shape, name)
+    return _einsum_styles(layer.einsum_str or "", "kernel", layer.kernel_shape, name)
 
 
-def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -> list[Style]:
-    """Columns are the letters of the second operand in the result, rows those summed over."""
+def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: str) -> list[Style]:
+    """Returns the styles of an einsum of inputs and a kernel, as in ``btd,dnh->btnh``.
+
+    Columns are the letters of the kernel in the result (n, h), rows those summed over (d).
+
+    Args:
+      subscripts: those of the einsum.
+      parameter: the name of the kernel.
+      shape: its shape.
+      name: the name of the layer.
+    """
     operands, _, result = subscripts.replace(" ", "").partition("->")
-    inputs, _, letters = operands.partition(",")
+    inputs, _, kernel = operands.partition(",")
     rank = len(shape)
-    if len(letters) != rank or "." in letters:
+    if len(kernel) != rank or "." in kernel:  # nothing is known of the dimensions
         return [{parameter: d, "bias": None} for d in range(-1, -rank - 1, -1)]
-    at = {letter: d - rank for d, letter in enumerate(letters)}
-    summed = [letter for letter in letters if letter not in result]
-    kept = [letter for letter in result if letter in at]
-    batch = min((i for i, letter in enumerate(result) if letter in inputs), default=0)
+    dimensions = {letter: d - rank for d, letter in enumerate(kernel)}
+    summed = [letter for letter in kernel if letter not in result]
+    kept = [letter for letter in result if letter in dimensions]  # in the bias, too
+    # Letters that only the kernel has come first: others are batches of the inputs. Of those, what
+    # the result has in front of the inputs, such as the 3 of a fused q, k and v, comes last.
+    first_input = min((i for i, letter in enumerate(result) if letter in inputs), default=0)
     columns: list[Style] = [
-        {parameter: at[letter], "bias": kept.index(letter) - len(kept)}
-        for letter in sorted(kept, key=lambda x: (x in inputs, result.index(x) < batch))
+        {parameter: dimensions[letter], "bias": kept.index(letter) - len(kept)}
+        for letter in sorted(kept, key=lambda x: (x in inputs, result.index(x) < first_input))
     ]
     if len(columns) > 1 and _HEAD_NAMES.fullmatch(name):
         return columns[:1]
-    rows: list[Style] = [{parameter: at[letter], "bias": None} for letter in summed]
+    rows: list[Style] = [{parameter: dimensions[letter], "bias": None} for letter in summed]
     added = [letter for letter in kept if letter not in inputs]
-    inside, outside = ((len(x), math.prod(shape[at[y]] for y in x)) for x in (summed, added))
-    return _ordered(name, inside, outside, columns, rows)  # heads to features are rows
+
+    def size(letters: Sequence[str]) -> int:
+        return math.prod(shape[dimensions[letter]] for letter in letters)
+
+    # More letters count before more features: heads to features are rows.
+    inner, outer = (len(summed), size(summed)), (len(added), size(added))
+    return _order_styles(name, inner, outer, columns, rows)
 
 
-def _own_rule(layer: Any, known: Mapping[Any, NamedVariable]) -> Rule | None:
-    """The rule for a user's class: an einsum with one parameter, or matrices into and out of."""
+def _rule_of_user_class(layer: object, known: Mapping[Any, NamedVariable]) -> Rule | None:
+    """Finds a rule for a user's class: an einsum of one parameter, or matrices into and out of."""
     attributes = vars(layer) if isinstance(layer, nnx.Module) else {}
     shapes = {
         key: known[id(x)].layer_shape
         for key, x in attributes.items()
         if isinstance(x, nnx.Param) and id(x) in known
     }
-    return _own_einsum(attributes, shapes) or _own_pairs(shapes)
+    return _rule_of_einsum(attributes, shapes) or _rule_of_pairs(shapes)
 
 
-def _own_einsum(attributes: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Rule | None:
-    """The rule for a user's class that has the subscripts of an einsum and one parameter."""
-    matches = (_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str))
-    texts = [(match[0], match["kernel"]) for match in matches if match]
-    kernels = [
-        (key, shape)
-        for key, shape in shapes.items()
-        if texts and not isinstance(attributes[key], nnx.LoRAParam)
-        if len(shape) >= len(texts[0][1])
-    ]
-    if len(texts) != 1 or len(kernels) != 1:
+def _rule_of_einsum(attributes: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Rule | None:
+    """Finds a rule for a class that has the subscripts of one einsum and one kernel for it."""
+    matches = [_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str)]
+    einsums = [(match[0], len(match["kernel"])) for match in matches if match]
+    if len(einsums) != 1:
         return None
-    [(text, letters)], [(key, shape)] = texts, kernels
+    [(subscripts, rank)] = einsums
+    kernels = [
+        (name, shape)
+        for name, shape in shapes.items()
+        if len(shape) >= rank and not isinstance(attributes[name], nnx.LoRAParam)
+    ]
+    if len(kernels) != 1:
+        return None
+    [(parameter, shape)] = kernels
     # A stack of layers that is not known to be one has them in front.
-    return lambda _, name: _product(text, key, shape[len(shape) - len(letters) :], name)
+    inner_shape = shape[len(shape) - rank :]
+    return lambda _, name: _einsum_styles(subscripts, parameter, inner_shape, name)
 
 
-def _own_pairs(shapes: Mapping[str, Shape]) -> Rule:
-    """The rule for a user's class with matrices into hidden features, and back."""
+def _rule_of_pairs(shapes: Mapping[str, Shape]) -> Rule:
+    """Finds a rule for a class with matrices into hidden features and back: (a, b) and (b, a)."""
     style = {}
     for name, (*stack, rows, columns) in ((k, x) for k, x in shapes.items() if len(x) > 1):
         if rows != columns and (*stack, columns, rows) in shapes.values():
@@ -193,7 +227,7 @@ def tensor_parallel(
     mesh: Mesh | AbstractMesh | None = None,
     optimizer: Any = None,
     base: StateSharding | None = None,
-    axis: Any = "model",
+    axis: AxisName | tuple[AxisName, ...] = "model",
     sequence: bool = False,
     across_slices: bool = False,
 ) -> StateSharding:
@@ -252,70 +286,86 @@ def tensor_parallel(
     """
     mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis, across_slices=across_slices)
     before = base_specs("tensor_parallel", model, base, mesh)
-    known = {_identity(each): each for each in variables(model)}
-    specs, rows, covered = dict(before), list[Path](), set[Path]()
+    known = {_identity(variable): variable for variable in variables(model)}
+    specs = dict(before)
+    row_layers = list[Path]()  # whose outputs are sums over the axes
+    covered = set[Path]()  # the parameters of all layers that have a rule
+    # From the inside, so that the rule of attention replaces those of its linear layers.
     for path, layer, name, rule in _layers(model, known):
         parameters = {
-            each.name: known[_identity(each, path)]
-            for each in variables(layer)
-            if _identity(each, path) in known
+            variable.name: known[_identity(variable, path)]
+            for variable in variables(layer)
+            if _identity(variable, path) in known
         }
         styles = rule(layer, name) if callable(rule) else rule
-        styled, style = _styled(styles, parameters, before, axes, mesh)
+        styled, style = _apply_first_style(styles, parameters, before, axes, mesh)
         specs.update(styled)
-        covered.update(each.path for each in parameters.values())
-        summed = (name for name, d in style.items() if name.endswith("bias") and d is None)
-        rows += [(*path, *name.split("/")[:-1]) for name in summed]
+        covered.update(variable.path for variable in parameters.values())
+        # A bias is added once to a sum, so in such layers it is not sharded.
+        biases = (name for name, d in style.items() if name.endswith("bias") and d is None)
+        row_layers += [(*path, *name.split("/")[:-1]) for name in biases]
     activations = activations_of(base)
     if sequence:
         if isinstance(optimizer, nnx.ModelAndOptimizer):
-            rows += [("model", *row) for row in rows]
+            row_layers += [("model", *path) for path in row_layers]
         entry, rest = axes if len(axes) > 1 else axes[0], PartitionSpec.UNCONSTRAINED
-        activations = activations.extended({Paths(rows): PartitionSpec(rest, entry, rest)})
+        # The outputs: (batch, positions, features).
+        activations = activations.extended({Paths(row_layers): PartitionSpec(rest, entry, rest)})
     notes = _notes(known.values(), specs, covered, axes)
     return with_optimizer(specs, model, optimizer, activations, notes)
 
 
 def _notes(
     parameters: Iterable[NamedVariable],
-    specs: Mapping[Path, Any],
+    specs: SpecsByPath,
     covered: Set[Path],
-    axes: Sequence[Any],
+    axes: Sequence[AxisName],
 ) -> dict[Path, str]:
-    """Why parameters stay replicated, by path."""
+    """Says why parameters stay replicated, by path, for ``check_sharding``.
+
+    Args:
+      parameters: all parameters of the model.
+      specs: their specs.
+      covered: the paths of those in layers that have a rule.
+      axes: the axes of the strategy.
+    """
     notes = {}
-    for each in parameters:
-        spec = specs[each.path]
+    for x in parameters:
+        spec = specs[x.path]
         if isinstance(spec, PartitionSpec) and not any(map(axes_of, spec.partitions)):
             names = ", ".join(map(repr, axes))
-            if each.layers.is_ambiguous:
-                notes[each.path] = ambiguous_layers(each)
-            elif each.is_norm:
-                notes[each.path] = "of a normalization layer"
-            elif each.path in covered:
-                notes[each.path] = f"added to sums over {names}, or not divided by it in its layer"
+            if x.layers.is_ambiguous:
+                notes[x.path] = ambiguous_layers(x)
+            elif x.is_norm:
+                notes[x.path] = "of a normalization layer"
+            elif x.path in covered:
+                notes[x.path] = f"added to sums over {names}, or not divided by it in its layer"
             else:
-                notes[each.path] = f"of no layer that tensor_parallel knows. {_REMEDY}"
+                remedy = "Give it a spec by override(...)."
+                notes[x.path] = f"of no layer that tensor_parallel knows. {remedy}"
     return notes
 
 
-_REMEDY = "Give it a spec by override(...)."
+def _identity(variable: NamedVariable, start: Path = ()) -> int | Path:
+    """Returns what identifies a parameter in the model and in a layer at the path ``start``.
 
-
-def _identity(each: NamedVariable, start: Path = ()) -> Any:
-    """What identifies a parameter of a layer: its Variable, or the path to a bare array."""
-    is_variable = isinstance(each.variable, nnx.Variable)
-    return id(each.variable) if is_variable else (*start, *each.path)
+    A layer shares its Variables with the model; a bare array is known by its path only.
+    """
+    is_variable = isinstance(variable.variable, nnx.Variable)
+    return id(variable.variable) if is_variable else (*start, *variable.path)
 
 
 def _layers(
     model: Any, known: Mapping[Any, NamedVariable]
 ) -> Iterator[tuple[Path, Any, str, Rule]]:
-    """The layers that have a rule, inner ones first, each with the attribute that holds it."""
+    """Yields the path, the layer, its name and its rule for all layers that have one.
+
+    Inner layers come first. The name is that of the attribute that holds the layer.
+    """
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
-        found = (RULES[kind] for kind in type(node).__mro__ if kind in RULES)
-        rule = next(found, None) or _own_rule(node, known)
+        rules = (RULES[kind] for kind in type(node).__mro__ if kind in RULES)
+        rule = next(rules, None) or _rule_of_user_class(node, known)
         if rule:
             layers.append((path, node, rule))
     for path, node, rule in sorted(layers, key=lambda layer: -len(layer[0])):
@@ -323,25 +373,38 @@ def _layers(
         yield path, node, next(names, ""), rule
 
 
-def _styled(
+def _apply_first_style(
     styles: Sequence[Style],
     parameters: Mapping[str, NamedVariable],
-    before: Mapping[Path, Any],
-    axes: Sequence[Any],
-    mesh: Any,
-) -> tuple[dict[Path, Any], Style]:
-    """The specs of a layer's parameters in the first usable style, else their previous ones."""
+    before: SpecsByPath,
+    axes: Sequence[AxisName],
+    mesh: AnyMesh,
+) -> tuple[SpecsByPath, Style]:
+    """Shards the parameters of a layer in the first style that fits its first parameter.
+
+    Args:
+      styles: the styles, best first.
+      parameters: the parameters of the layer, by the path in it.
+      before: the specs of the model that are added to.
+      axes: the mesh axes; if no style takes all, the last ones are left out one by one.
+      mesh: the mesh.
+
+    Returns:
+      The specs by the path in the model, and the style. If none fits, the specs of ``before``,
+      which replace those that a rule for a layer inside of this one has chosen, and an empty style.
+    """
+
+    def shard(x: NamedVariable, index: int | None, axes: Sequence[AxisName]) -> Any:
+        dimension = None if index is None else x.dimension(index)
+        if dimension is None:
+            return None
+        return shard_dimension(before[x.path], x.shape, dimension, axes, mesh)
+
     usable = [style for style in styles if next(iter(style)) in parameters]
     for count, style in itertools.product(range(len(axes), 0, -1), usable):
-        specs = {
-            name: None
-            if (dimension := each.dimension(index)) is None
-            else shard_dimension(before[each.path], each.shape, dimension, axes[:count], mesh)
-            for name, each in parameters.items()
-            if (index := style.get(name)) is not None
-        }
+        styled = {name: x for name, x in parameters.items() if name in style}
+        specs = {name: shard(x, style[name], axes[:count]) for name, x in styled.items()}
         if specs[next(iter(style))] is not None:
-            named = [(name, each.path) for name, each in parameters.items() if name in style]
-            return {path: specs.get(name) or before[path] for name, path in named}, style
+            return {x.path: specs[name] or before[x.path] for name, x in styled.items()}, style
     names = {name for style in usable for name in style} & parameters.keys()
     return {parameters[name].path: before[parameters[name].path] for name in names}, {}

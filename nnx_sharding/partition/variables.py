@@ -101,7 +101,7 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
             is_buffer = is_array and parameters.isdisjoint(location.slots)
             path = tuple(map(plain_key, location.path))
             shape = tuple(getattr(arrays[0], "shape", ()))
-            stacked = layers.of(path, subject, location.slots, shape)
+            stacked = layers.find(path, subject, location.slots, shape)
             is_norm = layers.is_norm(subject)
             yield NamedVariable(path, subject, arrays, is_buffer, stacked, is_norm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.experimental import checkify as jax_checkify
 
 from .. import _compat
 from ..core.signature import Roles
-from .in_trace import Inner, InnerTransform, is_traced, restrict_to_slots
+from .in_trace import Inner, InnerTransform, call_on_slots, traced_slots
 from .lifted import P, R, lift
 
 
@@ -75,11 +76,8 @@ class _Checked(Inner[P, R]):
         inline, errors = self._program(plan, flat).inline, list[Any]()
 
         def execute(*leaves: object) -> Any:
-            # Flags stay as they are.
-            slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
-            function = restrict_to_slots(inline, slots, leaves)
-            checked = jax_checkify.checkify(function, self._transform.errors)
-            error, outputs = checked(*(leaves[slot] for slot in slots))
+            checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)
+            error, outputs = call_on_slots(checks, inline, traced_slots(leaves), leaves)
             errors.append(error)  # `run` wants the outputs only
             return outputs
 

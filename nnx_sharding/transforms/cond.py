@@ -1,10 +1,13 @@
 """``cond`` and ``switch`` for functions of NNX objects.
 
-Each branch is the pure function of all operands, with another function of the user in it. A branch
-returns the array in each slot of the graph after the call, changed or not, so that all branches
-return the same arrays; JAX makes no output of those that no branch changes. What the call did is
-the union of what the branches did (:func:`~.outcome.union`): an array that one of them changes is
-written back, and is the old one where another branch ran.
+Each branch is the same *pure function* of all leaves of the operands (arrays, numbers, flags; a
+*slot* is the position of one), traced with another function of the user in it. That returns arrays
+and an *outcome*: what the call did to objects, and their *structure* after it, without arrays.
+
+A branch returns the array in each slot after the call, changed or not, so that all branches return
+the same arrays; JAX makes no output of those that no branch changes. What the call did is the union
+of what the branches did (:func:`~.outcome.union`): an array that one of them changes is written
+back, and is the old one where another branch ran.
 
 All branches have to leave the same structure: which of them runs is known only to the program, and
 the caller's objects can change in one way only.
@@ -133,15 +136,23 @@ def switch(
 
 def _call_branches(
     name: str,
-    which: Any,
+    selector: Any,
     branches: Mapping[str, Callable[..., object]],
     operands: tuple[object, ...],
     modes: tuple[bool | None, bool | None],
 ) -> Any:
-    """Calls ``cond`` or ``switch``; ``branches`` are by their labels in messages."""
-    functions = Functions(name, branches, ("which", "branches"), len(operands))
+    """Calls ``cond`` or ``switch``.
+
+    Args:
+      name: which of them.
+      selector: the condition, or the number of the branch: a scalar.
+      branches: the branches, by their labels in messages.
+      operands: their arguments.
+      modes: the options ``graph`` and ``graph_updates``.
+    """
+    functions = Functions(name, branches, ("selector", "branches"), len(operands))
     transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
-    args = jnp.asarray(which), functions.objects, *operands
+    args = jnp.asarray(selector), functions.objects, *operands
     return call_functions(functions, transform, modes, *args)
 
 
@@ -160,31 +171,27 @@ class _Switch(InnerTransform):
     labels: tuple[str, ...]
     bound: tuple[tuple[int, ...], ...]
 
-    def jax_transform(
-        self,
-        plan: Plan,
-        function: Function,
-        in_specs: Sequence[object],
-        out_specs: Sequence[object],
-    ) -> Function:
+    def jax_transform(self, plan: Plan, function: Function) -> Function:
         """Makes a function that calls ``jax.lax.cond`` or ``switch``, with all arrays as operands.
 
         The outputs are those of the branch that runs, in one group; see :class:`_Branches`.
         """
 
-        # JAX finds the traces of branches by the identity of the functions, so they are kept.
+        # JAX finds the traces of branches by the identity of the functions, so they are kept. Types
+        # and context are part of the key because `_Branches` notes what its last traces did.
         @functools.lru_cache(maxsize=64)
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
             return _Branches(self, plan, function, static)
 
         def call(*leaves: Any) -> Any:
-            static, operands = static_leaves(leaves), [*filter(is_traced, leaves)]
+            static = static_leaves(leaves)
+            operands = [*filter(is_traced, leaves)]
             if may_keep(static) and not any(map(_compat.is_ref, operands)):
                 types = tuple(map(jax.typeof, operands))
                 branches = kept_branches(static, types, _compat.context_key())
             else:
                 branches = _Branches(self, plan, function, static)
-            # The first operand is the condition or the number, which no branch reads.
+            # The first operand is the selector, which no branch reads.
             if self.name == "cond":
                 results = jax.lax.cond(operands[0], *branches.functions, operands)
             else:
@@ -210,32 +217,26 @@ class _Branches:
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
         self._types: dict[int, list[tuple[str, jax.core.AbstractValue | None]]] = {}
-        identities = map(id, caller_here().fun.functions)  # type: ignore[union-attr]
-        pairs = [*zip(identities, transform.bound, strict=True)]
+        caller = caller_here()
+        assert caller is not None  # branches are made in calls
         # An expert per branch is often one method of several objects, so objects count, too.
-        distinct = {pair: self._branch(pairs.index(pair)) for pair in {*pairs}}
-        self.functions = [distinct[pair] for pair in pairs]
+        keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
+        distinct = {key: functools.partial(self._trace, keys.index(key)) for key in {*keys}}
+        self.functions = [distinct[key] for key in keys]
 
-    def _branch(self, number: int) -> Function:
-        return lambda operands: self._run(number, operands)
+    def _trace(self, number: int, operands: Sequence[Any]) -> list[Any]:
+        """Traces one branch; returns the array in each slot after it, None for what is no array.
 
-    def _run(self, number: int, operands: Sequence[Any]) -> list[Any]:
-        """Traces one branch: from the arrays that are operands to the array in each slot."""
+        Notes what it does, and raises an error if another branch does something else: JAX would
+        only see another number of results.
+        """
         leaves = self._leaves(operands)
-        *groups, outcome = self._trace(number, leaves)
+        *groups, outcome = self._call_branch(number, leaves)
         self._outcomes[number] = outcome
-        # Before JAX compares the results, of which it would only see a number.
         self._check_structures(number)
         results = outcome.arrays(leaves, groups)
         self._keep_shardings(outcome, leaves, results)
-        # JAX cannot pass on refs, nor values of a hijax type, so branches return none of them.
-        not_plain = [x for x in operands if not _compat.is_plain_array(x)]
-        results = [
-            None
-            if not is_traced(x) or _compat.is_ref(x) or any(x is other for other in not_plain)
-            else x
-            for x in results
-        ]
+        results = self._plain_results(results, operands)
         names = [*(group.names for group in groups), self._plan.names]  # group -1: the operands
         self._types[number] = [
             (names[group][position], None if x is None else jax.typeof(x))
@@ -244,19 +245,27 @@ class _Branches:
         self._check_types(number)
         return results
 
+    def _plain_results(self, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """Replaces by None what JAX cannot pass on: refs, values of hijax types, flags."""
+        not_plain = {id(x) for x in operands if not _compat.is_plain_array(x)}
+        return [
+            x if is_traced(x) and not _compat.is_ref(x) and id(x) not in not_plain else None
+            for x in results
+        ]
+
     def _leaves(self, operands: Sequence[object]) -> list[Any]:
-        """All arguments of the pure function, by slot."""
+        """Returns all leaves for the pure function, by slot, from those that are operands."""
         arrays, count = iter(operands), len(self._plan.names)
         static = self._static
         return [static[slot].value if slot in static else next(arrays) for slot in range(count)]
 
-    def _trace(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
+    def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
         """Calls the pure function with one branch as the user's function."""
         caller = caller_here()
         assert caller is not None
         branch = caller.fun.bind(number)
 
-        def noted_branch(which: object, *args: Any) -> Any:
+        def noted_branch(selector: object, *args: Any) -> Any:
             returned = branch(*args)
             self._returned[number] = tree_text(returned)
             return returned
@@ -268,12 +277,13 @@ class _Branches:
         """Gives arrays that were written to objects the shardings of the old ones, in place."""
         before, after = self._plan.structure, outcome.structure
         for index, slots in enumerate(before.slots):
+            # An object without arrays has none to keep; most of a model's objects are modules.
             for slot, old in kept_places(before, after, index) if slots else ():
                 if is_traced(leaves[old]) and not _compat.is_ref(leaves[old]):
                     results[slot] = resharded(results[slot], leaves[old])
 
     def outputs(self, results: Sequence[Any]) -> tuple[OutputGroup, Outcome]:
-        """What the chosen branch did: the arrays that some branch changes, and the outcome."""
+        """Returns what the pure function does: the arrays that some branch changes, an outcome."""
         outcome = union(self._plan.structure, [*self._outcomes.values()])
         # Group -1 is what no branch changes, so that the caller keeps it.
         slots = [slot for slot, (group, _) in enumerate(outcome.sources) if group >= 0]

@@ -1,13 +1,17 @@
 """``custom_vjp`` and ``custom_jvp``: functions of NNX objects with the user's derivatives.
 
-A function and its rules are three functions of the same arrays, and what each of them does to the
-caller's objects has to be the same: JAX runs `fwd` instead of the function where it differentiates.
-So each call of the wrapper makes one :class:`_Call`, which traces whatever JAX asks for, function
-or rule, as the user's function of the same pure function, and compares their outcomes.
+The *pure function* of a call takes the leaves of the arguments (arrays, numbers, flags) by *slot*,
+calls the user's function, and returns the arrays of the results in groups, and an *outcome*: what
+was done to objects. A function and its rules are three functions of the same arguments, and their
+outcomes have to be the same: JAX runs `fwd` instead of the function where it differentiates. So
+each call of the wrapper makes one :class:`_Call`, which traces whatever JAX asks for, function or
+rule, as the user's function of the same pure function, and compares their outcomes.
 
 The rules take and return modules. What the pure function does with arguments and results, they do
 with tangents (:class:`~.tangents.TangentForm`): the arrays of an argument that is differentiated
-become a module of cotangents, or with graph updates a state, as Flax has it.
+become a module of cotangents, or with graph updates a state, as Flax has it. What a rule returns
+besides the output (residuals, tangents) is noted in a list while the pure function runs, since that
+returns the output only.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from .lifted import P, R, lift, unbind
 from .stages import user_tree
 from .tangents import TangentForm, slots_by_path, without_tangent
 
-# The arrays of each group of outputs.
+# An array for each output, in the groups that the pure function returns.
 GroupArrays: TypeAlias = list[list[Any]]
 
 
@@ -208,7 +212,7 @@ class _CustomFunction(Inner[P, R]):
     def _positional_arguments(
         self, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """All arguments of a call by position, as rules get them, with the defaults."""
+        """Returns all arguments of a call by position, as rules get them, with the defaults."""
         name, fun_name = self._transform.name, name_of(self._fun)
         if not self._rules:
             how = "defvjp(fwd, bwd)" if name == "custom_vjp" else "defjvp(rule)"
@@ -283,13 +287,7 @@ class _Custom(InnerTransform):
     filters: tuple[tuple[int, Any], ...] = ()
     has_states: bool = False
 
-    def jax_transform(
-        self,
-        plan: Plan,
-        function: Function,
-        in_specs: Sequence[object],
-        out_specs: Sequence[object],
-    ) -> Function:
+    def jax_transform(self, plan: Plan, function: Function) -> Function:
         kind = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
         return lambda *leaves: kind(self, plan, function, leaves).run()
 
@@ -312,38 +310,36 @@ class _Rules(Several):
 class _Call:
     """One call: JAX may trace the function and its rules later, and several times.
 
-    The arrays of the arguments are in two parts. Those in ``slots`` are arguments of the function
-    of JAX; the others are fixed: flags, and what is not differentiated and not traced.
+    Attributes:
+      rules: the function, and its rules.
+      slots: the slots of the arrays that are arguments of JAX's function. All other leaves are
+        fixed: flags, and what is not differentiated and not traced.
     """
 
     def __init__(
         self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[object]
     ):
         caller = caller_here()
-        assert caller is not None
+        assert caller is not None  # a call is made in the trace of one
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
         self.rules: tuple[Callable[..., Any], ...] = caller.fun.functions
-        # The paths of what is differentiated, in the arguments that are, with their slots.
+        # What is differentiated: paths, which start with the position among the arguments that
+        # are, and their slots.
         self._places: dict[Path, tuple[int, ...]] = {}
-        fixed = set[int]()
+        fixed = {slot for slot, leaf in enumerate(leaves) if not is_traced(leaf)}
         structure = plan.structure
         for location in structure.walk(structure.root, iter(structure.root_slots)):
             # The tree is (positional arguments, keyword arguments).
             _, number, *path = location.path
-            is_nondiff = number in transform.nondiff
-            fixed |= {
-                slot
-                for slot in location.slots
-                if not is_traced(leaves[slot])
-                or (is_nondiff and not isinstance(leaves[slot], jax.core.Tracer))
-            }
-            if not is_nondiff and self._matches_filter(number, path, location):
-                # Rules count the other arguments only.
+            if number in transform.nondiff:
+                slots = location.slots
+                fixed |= {s for s in slots if not isinstance(leaves[s], jax.core.Tracer)}
+            elif self._matches_filter(number, path, location):
                 position = number - sum(i < number for i in transform.nondiff)
                 self._places[position, *path] = location.slots
         self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
         self._arrays = [leaves[slot] for slot in self.slots]
-        self._leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
+        self._fixed_leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
         self._types = {slot: _abstract(leaves[slot]) for slot in self.slots}
         self._outcomes: dict[Callable[..., Any], Outcome] = {}  # by function and rule
 
@@ -361,7 +357,8 @@ class _Call:
     def run(self) -> tuple[Any, ...]:
         """Calls the function of JAX; returns groups of outputs, and the outcome."""
         results = self.differentiable()(self._arrays)
-        # JAX may keep the rules, but not these.
+        # JAX may keep the rules, and with them this call; it must not keep the user's modules and
+        # arrays alive. Static objects are needed to trace a rule later.
         statics = {*self.plan.structure.static_indices()}
         objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
         self._caller, self._arrays = self._caller._replace(objects=objects), []
@@ -387,26 +384,26 @@ class _Call:
           rule: the rule that ``fun`` wraps, if it is one.
 
         Returns:
-          What the function does, which has to be the same for all of them, and the outputs.
+          What the function does, and the outputs.
+
+        Raises:
+          ValueError: it does something else than what was traced before.
         """
         with called_by(self._caller._replace(fun=fun)):
-            *groups, outcome = self._function(*replace_slots(self._leaves, self.slots, arrays))
-        first = next(iter(self._outcomes.values()), outcome)
-        if (first.structure, first.sources) != (outcome.structure, outcome.sources):
-            self._refuse(next(iter(self._outcomes)), first, rule or fun, outcome)
+            leaves = replace_slots(self._fixed_leaves, self.slots, arrays)
+            *groups, outcome = self._function(*leaves)
+        for traced, known in self._outcomes.items():
+            if (known.structure, known.sources) != (outcome.structure, outcome.sources):
+                self._refuse_difference((traced, rule or fun), (known, outcome))
         self._outcomes[rule or fun] = outcome
         return outcome, [list(group.arrays) for group in groups]
 
-    def _refuse(
-        self,
-        one: Callable[..., Any],
-        first: Outcome,
-        other: Callable[..., Any],
-        second: Outcome,
+    def _refuse_difference(
+        self, functions: Sequence[Callable[..., Any]], outcomes: Sequence[Outcome]
     ) -> NoReturn:
         """Raises an error for two functions that do different things."""
-        names = [name_of(one), name_of(other)]
-        changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in (first, second)]
+        names = [*map(name_of, functions)]
+        changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in outcomes]
         lines = [
             f"  {self.plan.known[i][0] if i in self.plan.known else 'an object'}: changed by "
             f"{names[1] if i in changed[1] else names[0]} only"
@@ -427,13 +424,13 @@ class _Call:
         return [args[i] for i in nondiff], others
 
     def _zero_tangent(self, slot: int) -> Any:
-        """The zero tangent of an argument."""
+        """Returns the zero tangent of the leaf in a slot."""
         if slot not in self._types:
-            return without_tangent(self._leaves[slot])
-        like = self._types[slot]
-        if not jnp.issubdtype(like.dtype, jnp.inexact):
-            return np.zeros(like.shape, jax.dtypes.float0)
-        return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding)
+            return without_tangent(self._fixed_leaves[slot])
+        aval = self._types[slot]
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            return np.zeros(aval.shape, jax.dtypes.float0)
+        return jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)
 
     def tangents_after(self, outcome: Outcome, tangents: GroupArrays) -> list[Any]:
         """Sorts tangents of outputs by the slots after the call; what is unchanged has zeros."""
@@ -442,13 +439,14 @@ class _Call:
             for group, i in outcome.sources
         ]
 
-    def cotangent_form(self, inputs: Flat) -> TangentForm:
+    def cotangent_form(self, arguments: Flat) -> TangentForm:
         """Makes the form of the cotangents of the arguments, from the arguments in a trace."""
-        types = replace_slots(self._leaves, self.slots, self._types.values())
-        return TangentForm(inputs._replace(leaves=types, objects=()), self._places)
+        types = replace_slots(self._fixed_leaves, self.slots, self._types.values())
+        return TangentForm(arguments._replace(leaves=types, objects=()), self._places)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array; with a sharding only if its type has one."""
     aval: Any = jax.typeof(leaf)
     sharding = None if type_spec(leaf) is None else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
@@ -459,8 +457,8 @@ class _Residuals:
 
     def __init__(self, nondiff: Sequence[object], residuals: object):
         flat = flatten((nondiff, residuals))
-        is_array = [isinstance(x, jax.Array | np.ndarray) for x in flat.leaves]
-        self._slots = [slot for slot, is_kept in enumerate(is_array) if is_kept]
+        leaves = enumerate(flat.leaves)
+        self._slots = [slot for slot, x in leaves if isinstance(x, jax.Array | np.ndarray)]
         self._arrays = [flat.leaves[slot] for slot in self._slots]
         # Without tracers, which JAX would keep with the rules.
         self._leaves = replace_slots(flat.leaves, self._slots, [None] * len(self._slots))
@@ -472,7 +470,7 @@ class _Residuals:
         return arrays
 
     def build(self, arrays: Sequence[object]) -> tuple[Sequence[Any], Any]:
-        """The arguments that are not differentiated, and the residuals, with these arrays."""
+        """Returns the arguments that are not differentiated, and the residuals, of these arrays."""
         leaves = replace_slots(self._leaves, self._slots, arrays)
         return unflatten(self._structure, leaves).root  # type: ignore[no-any-return]
 
@@ -487,24 +485,31 @@ class _CallWithVjp(_Call):
         return function  # type: ignore[no-any-return]
 
     def _forward(self, arrays: Sequence[object]) -> tuple[GroupArrays, Function]:
-        """Runs the forward rule; returns the outputs, and the backward pass, a pytree."""
-        rule = self.rules[1]
-        noted: list[tuple[Flat, _Residuals]] = []
+        """Runs the forward rule.
 
-        @functools.wraps(rule, updated=())
-        def noting_rule(*args: Any) -> Any:
-            inputs = flatten((args, {}))
-            pair = rule(*args)
-            check_pair(f"custom_vjp: {name_of(rule)} must return a pair (output, residuals)", pair)
+        Returns:
+          The outputs, and the backward pass: a function of their cotangents, and for JAX, which
+          keeps it, a pytree of the residual arrays.
+        """
+        forward_rule = self.rules[1]
+        notes: list[tuple[Flat, _Residuals]] = []
+
+        @functools.wraps(forward_rule, updated=())
+        def output_of_rule(*args: Any) -> Any:
+            arguments = flatten((args, {}))  # before the rule, which may change them
+            pair = forward_rule(*args)
+            expected = f"{name_of(forward_rule)} must return a pair (output, residuals)"
+            check_pair(f"custom_vjp: {expected}", pair)
+            output, residuals = pair
             nondiff, _ = self.split(args)
-            noted.append((inputs, _Residuals(nondiff, pair[1])))
-            return pair[0]
+            notes.append((arguments, _Residuals(nondiff, residuals)))
+            return output
 
-        outcome, results = self.trace(noting_rule, arrays, rule)
-        inputs, residuals = noted[-1]  # of this trace
-        form, held = self.cotangent_form(inputs), residuals.take_arrays()
-        backward = functools.partial(self._backward, outcome, inputs.structure, form, residuals)
-        return results, jax.tree_util.Partial(backward, held)
+        outcome, outputs = self.trace(output_of_rule, arrays, forward_rule)
+        arguments, residuals = notes[-1]
+        form = self.cotangent_form(arguments)
+        backward = functools.partial(self._backward, outcome, arguments.structure, form, residuals)
+        return outputs, jax.tree_util.Partial(backward, residuals.take_arrays())
 
     def _backward(
         self,
@@ -512,54 +517,60 @@ class _CallWithVjp(_Call):
         before: Structure,
         form: TangentForm,
         residuals: _Residuals,
-        held: Sequence[object],
+        residual_arrays: Sequence[object],
         cotangents: GroupArrays,
     ) -> tuple[list[Any]]:
         """Runs the backward rule.
 
         Args:
           outcome: what the forward rule did.
-          before: the structure of the arguments.
+          before: the structure of the arguments before it.
           form: the form of their cotangents.
           residuals: what the forward rule left.
-          held: the arrays of that.
+          residual_arrays: the arrays in that.
           cotangents: those of the outputs.
 
         Returns:
-          The cotangents of the arrays in ``slots``.
+          The cotangents of the arrays in ``slots``; None for zeros.
         """
-        rule = self.rules[2]
-        nondiff, left = residuals.build(held)
-        # A last one, of which -1 is the slot: of what the call could not change.
+        backward_rule = self.rules[2]
+        nondiff, user_residuals = residuals.build(residual_arrays)
+        # By slot after the call. The last one, in slot -1, is for what the call could not change.
         values = [*self.tangents_after(outcome, cotangents), None]
         arguments = _arguments_after(before, outcome)
         options: dict[str, Any] = {}
-        # Flax's two contracts, by the mode.
+        # Flax's two contracts, by the mode; `custom_vjp` describes them.
         if self.transform.has_states:
-            given = self._cotangents_in_states(outcome, arguments, values)
+            cotangent = self._cotangents_in_states(outcome, arguments, values)
         else:
-            given = unflatten(outcome.structure, values).root
-            if "updates_g" in inspect.signature(rule).parameters:
+            cotangent = unflatten(outcome.structure, values).root
+            if "updates_g" in inspect.signature(backward_rule).parameters:
                 unchanged = _unchanged_variables(arguments, outcome)
                 options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
-        found = rule(*nondiff, left, given, **options)
-        name = f"custom_vjp: {name_of(rule)}: cotangents"
-        arrays = form.tangents_in(name, found, may_omit=True)
+        results = backward_rule(*nondiff, user_residuals, cotangent, **options)
+        name = f"custom_vjp: {name_of(backward_rule)}: cotangents"
+        arrays = form.tangents_in(name, results, may_omit=True)
         by_slot = dict(zip(form.slots, arrays, strict=True))
         return ([by_slot.get(slot) for slot in self.slots],)
 
     def _cotangents_in_states(
         self, outcome: Outcome, arguments: Structure, values: Sequence[object]
     ) -> Any:
-        """The cotangents as Flax has them: of the arguments after the call, and of the output."""
+        """Returns the cotangents of the arguments after the call, and of the output, as Flax does.
+
+        Both hold states of Variables; what is in the output and in an argument is one Variable.
+        """
         objects = unflatten(arguments, values).objects
         args, _ = user_tree(arguments, values, lambda slots: -1 not in slots, objects)
-        of_output = user_tree(outcome.structure, values, objects=objects)
-        return tuple(self.split(args)[1]), of_output
+        output = user_tree(outcome.structure, values, objects=objects)
+        return tuple(self.split(args)[1]), output
 
 
 def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
-    """The arguments after a call; arrays outside of Variables, which it cannot change, have -1."""
+    """Returns the structure of the arguments after a call, in slots of the outcome's structure.
+
+    Arrays outside of Variables, which the call cannot change, have slot -1.
+    """
     entries, slots = [*outcome.structure.entries], [*outcome.structure.slots]
     for index, entry in enumerate(before.entries):
         if entries[index] is None:
@@ -569,7 +580,7 @@ def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
 
 
 def _unchanged_variables(arguments: Structure, outcome: Outcome) -> Mapping[int, None]:
-    """The Variables that a call did not change, each with None in its place."""
+    """Returns None for each Variable that a call did not change, by index."""
     changed = {*outcome.values, *outcome.metadata}
     return {
         index: None
@@ -587,33 +598,38 @@ class _CallWithJvp(_Call):
         return function  # type: ignore[no-any-return]
 
     def _push_forward(self, primals: Any, tangents: Any) -> tuple[GroupArrays, GroupArrays]:
-        """Runs the rule; returns the outputs and their tangents."""
+        """Runs the rule; returns the outputs and their tangents.
+
+        ``primals`` and ``tangents`` have one item each, the arrays in ``slots``.
+        """
         rule = self.rules[1]
-        noted: list[tuple[Any, Any]] = []  # the tangents of the output and of the arguments
         [arrays], [directions] = primals, tangents
+        notes: list[tuple[Any, Any]] = []  # the tangents of the output and of the arguments
 
         @functools.wraps(rule, updated=())
-        def noting_rule(*args: Any) -> Any:
-            inputs = flatten((args, {}))
-            rest = [without_tangent(x) for x in inputs.leaves]
-            leaves = replace_slots(rest, self.slots, directions)
-            given = unflatten(inputs.structure, leaves).root[0]
-            nondiff, values = self.split(args)
-            pair = rule(*nondiff, tuple(values), tuple(self.split(given)[1]))
+        def output_of_rule(*args: Any) -> Any:
+            arguments = flatten((args, {}))
+            zeros = [without_tangent(x) for x in arguments.leaves]
+            leaves = replace_slots(zeros, self.slots, directions)
+            d_args = unflatten(arguments.structure, leaves).root[0]
+            nondiff, args_of_rule = self.split(args)
+            pair = rule(*nondiff, tuple(args_of_rule), tuple(self.split(d_args)[1]))
             check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
-            noted.append((pair[1], given))
-            return pair[0]
+            output, d_output = pair
+            notes.append((d_output, d_args))
+            return output
 
-        outcome, outputs = self.trace(noting_rule, arrays, rule)
-        d_output, d_arguments = noted[-1]
+        outcome, outputs = self.trace(output_of_rule, arrays, rule)
+        d_output, d_args = notes[-1]
+        # By slot after the call: zeros, then what the rule returned, then what it left in `d_args`.
         after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
-        leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
         structure = outcome.structure
         # What is returned unchanged is no output of JAX's function, and has no tangent here.
+        leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"
         after = replace_slots(after, form.slots, form.tangents_in(name, d_output))
-        self._take_tangents_of_changes(outcome, d_arguments, after)
+        self._take_tangents_of_changes(outcome, d_args, after)
         by_source = dict(zip(outcome.sources, after, strict=True))
         d_outputs = [
             [by_source[group, i] for i in range(len(arrays))]
@@ -621,18 +637,17 @@ class _CallWithJvp(_Call):
         ]
         return outputs, d_outputs
 
-    def _take_tangents_of_changes(
-        self, outcome: Outcome, d_arguments: object, after: list[Any]
-    ) -> None:
-        """Puts the tangents of changed Variables, which are in those of the arguments, in place."""
-        state = flatten(d_arguments)
-        places = slots_by_path(state.structure)
+    def _take_tangents_of_changes(self, outcome: Outcome, d_args: object, after: list[Any]) -> None:
+        """Puts what the rule left in the tangents of its arguments into ``after``, by slot."""
+        flat = flatten(d_args)
+        slots_of_tangents = slots_by_path(flat.structure)
         arguments = _arguments_after(self.plan.structure, outcome)
         for path, slots in slots_by_path(arguments).items():
             # Without the 0 for the positional arguments.
-            for slot, position in zip(slots, places.get(path[1:], ()), strict=False):
+            pairs = zip(slots, slots_of_tangents.get(path[1:], ()), strict=False)
+            for slot, tangent_slot in pairs:
                 if slot >= 0:
-                    after[slot] = state.leaves[position]
+                    after[slot] = flat.leaves[tangent_slot]
 
 
 def _zero_like(x: Any) -> Any:

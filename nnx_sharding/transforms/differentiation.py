@@ -1,9 +1,10 @@
 """The base of ``grad``, ``vjp``, ``jvp`` and ``linearize``: differentiates at some arrays.
 
-A pure function returns groups of outputs that the call writes back, and its derivative is that of a
-part of them. So JAX differentiates a function that returns the arrays of that part, and everything
-else as auxiliary data (:meth:`Differentiable.differentiate`): the call changes the caller's objects
-like any other, and returns the derivative besides.
+The pure function of a call takes all arrays of its arguments, by slot, and returns all arrays that
+the call returns or writes back. What is differentiated is a part of both. So JAX differentiates a
+function of the arrays in some slots that returns the arrays of the output, and everything else as
+auxiliary data (:meth:`Differentiable.differentiate`): the call changes the caller's objects like
+any other, and returns the derivative besides.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class Differentiable(Inner[P, R]):
           plan: the plan of the call.
           flat: its arguments.
           slots: the slots.
-          differentiate: differentiates a function of these arrays at them. The function returns the
-            arrays of the output, without those of auxiliary data, and everything else that the call
-            returns; ``differentiate`` returns the derivative, and the latter.
+          differentiate: differentiates a function at these arrays. The function returns the arrays
+            of the output, without those of the user's auxiliary data, and everything that the call
+            returns; ``differentiate`` returns the derivative of the former, and the latter.
 
         Returns:
           What the user's function returns, and the derivative.
@@ -90,11 +91,11 @@ class Differentiable(Inner[P, R]):
 
         def execute(*leaves: Any) -> Any:
             def function(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-                every = replace_slots(leaves, slots, arrays)
-                *groups, outcome = outputs = inline(*every)
-                results = outcome.arrays(every, groups)
-                chosen = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
-                return [results[slot] for slot in chosen], outputs
+                all_leaves = replace_slots(leaves, slots, arrays)
+                *groups, outcome = outputs = inline(*all_leaves)
+                results = outcome.arrays(all_leaves, groups)
+                output = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
+                return [results[slot] for slot in output], outputs
 
             derivative, outputs = differentiate(function, [leaves[slot] for slot in slots])
             derivatives.append(derivative)  # `run` wants the outputs only
@@ -105,10 +106,10 @@ class Differentiable(Inner[P, R]):
 
 
 def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:
-    """The slots of what is differentiated in what a function returned."""
+    """Returns the slots of the arrays in the output, without those of auxiliary data."""
     child: Any = structure.root
     if has_aux:
-        # The root is a pair: its children are the leaves of the output, then those of the aux.
+        # The root is a pair: its children are the leaves of the output, then those of the data.
         output = child.treedef.children()[0]
         children = child.children[: output.num_leaves]
         child = children[0] if is_leaf_treedef(output) else Container(output, children)

@@ -2,16 +2,26 @@
 
 `jit` and `shard_map` make a program. All other transforms (`grad`, `vmap`, `scan`, `cond`, …) are
 called while another function is traced, or at top level. A call of them goes the same way, to one
-pure function of flat arrays, but without stages, shardings and donation:
+pure function, but without stages, shardings and donation:
 
     Inner.__call__                  flattens the arguments, and finds the plan for their structure
       InnerTransform.compile        once for each plan
         jax_transform(plan, …)      what JAX makes of the pure function: the one thing to override
-      run                           calls it with the arrays, and writes back what changed
+      run                           calls it with the leaves, and writes back what changed
 
 Subclasses of :class:`InnerTransform` say what JAX does with a pure function, and what happens
 around the user's function in its trace (:meth:`InnerTransform.user_function`). Those that have to
 return more than the function, such as a derivative, subclass :class:`Inner` as well.
+
+Words of all transforms:
+
+    leaf           an array or a number in the arguments; or a flag, which JAX does not trace
+    slot           the position of a leaf among those of all arguments
+    plan           what is known of all calls whose arguments differ only in their leaves
+    pure function  the user's function as one of leaves: returns the arrays of the results, in one
+                   group for each spec, and last the outcome
+    spec           how a leaf enters or leaves: an axis, in these transforms
+    outcome        what a call did to the objects of its arguments, without arrays
 """
 
 from __future__ import annotations
@@ -36,6 +46,7 @@ from ..core.static_arguments import PLAIN_TYPES
 from ..core.static_equality import Static
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
+from ..specs.types import Axis
 from .by_content import compiled_by_content
 from .lifted import LiftedFunction, P, R
 from .partial_sums import PARTIAL_SUMS, PartialSums
@@ -85,15 +96,30 @@ def replace_slots(
     return [new.get(slot, leaf) for slot, leaf in enumerate(leaves)]
 
 
-def restrict_to_slots(
-    function: Function, slots: Sequence[int], leaves: Sequence[object]
-) -> Function:
-    """Makes a function of the arrays in some slots only; the other leaves are fixed."""
-    return lambda *arrays: function(*replace_slots(leaves, slots, arrays))
+def traced_slots(leaves: Sequence[object]) -> list[int]:
+    """Returns the slots of the leaves that JAX traces."""
+    return [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
+
+
+def call_on_slots(
+    transform: Callable[[Function], Function],
+    function: Function,
+    slots: Sequence[int],
+    leaves: Sequence[object],
+) -> Any:
+    """Transforms a function of leaves as one of those in some slots, and calls it with these.
+
+    The other leaves are fixed, so ``transform``, such as ``jax.vmap``, need not know what they are.
+    """
+
+    def restricted(*arrays: object) -> Any:
+        return function(*replace_slots(leaves, slots, arrays))
+
+    return transform(restricted)(*(leaves[slot] for slot in slots))
 
 
 def static_leaves(leaves: Sequence[object]) -> StaticLeaves:
-    """The leaves that are not traced."""
+    """Returns the leaves that JAX does not trace."""
     return tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
 
 
@@ -107,27 +133,20 @@ def may_keep(static: StaticLeaves) -> bool:
 
 
 def compile_at_top_level(
-    call: Function, compiled: Callable[[Function], Function] = jax.jit
+    call: Function, compile_with: Callable[[Function], Function] = jax.jit
 ) -> Function:
-    """Makes a function that is compiled when it is called outside of any trace.
+    """Makes a function of the same leaves that is compiled if it is called outside of any trace.
 
     There JAX would trace, and for loops compile, it again at each call.
-
-    Args:
-      call: the function of flat arrays.
-      compiled: what compiles it.
-
-    Returns:
-      A function of the same arguments.
     """
 
     # One program for each set of flags and settings; JAX itself tells types of arrays apart.
     @functools.lru_cache(maxsize=64)
     def program(static: StaticLeaves, count: int) -> Function:
-        known = {slot: leaf.value for slot, leaf in static}
-        slots = [slot for slot in range(count) if slot not in known]
-        leaves = [known.get(slot) for slot in range(count)]
-        return compiled(restrict_to_slots(call, slots, leaves))
+        fixed = {slot: leaf.value for slot, leaf in static}
+        slots = [slot for slot in range(count) if slot not in fixed]
+        leaves = [fixed.get(slot) for slot in range(count)]
+        return compile_with(lambda *arrays: call(*replace_slots(leaves, slots, arrays)))
 
     def call_or_run(*leaves: object) -> Any:
         if not _compat.trace_is_clean():
@@ -152,16 +171,8 @@ class InnerTransform(Transform):
 
     compiles_at_top_level: ClassVar[bool] = False
 
-    def jax_transform(
-        self, plan: Plan, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
-    ) -> Function:
-        """Transforms a pure function; the arguments are those of :meth:`compile`.
-
-        Args:
-          plan: what is known of the function.
-          function: the function. It takes all arrays, and returns groups of outputs and an outcome.
-          in_specs: the final spec of each argument.
-          out_specs: the spec of each group of outputs.
+    def jax_transform(self, plan: Plan, function: Function) -> Function:
+        """Transforms a pure function, which takes leaves with ``plan.specs``.
 
         Returns:
           A function that takes and returns the same.
@@ -169,7 +180,7 @@ class InnerTransform(Transform):
         return function
 
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
-        """What the trace calls for the user's function, with the objects of the trace."""
+        """Returns what the trace calls for the user's function, with the objects of the trace."""
         fun: Function = caller.fun
         return fun
 
@@ -189,59 +200,53 @@ class InnerTransform(Transform):
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        """Transforms a pure function, once for each plan; there is nothing to compile.
-
-        While gradients are accumulated, a call also passes on the partial sums of parameters, as
-        additional arguments after all others.
-        """
-        call = self.jax_transform(plan, function, in_specs, out_specs)
+        """Transforms a pure function, once for each plan; there is nothing to compile."""
+        call = self.jax_transform(plan, function)
 
         def inline(*leaves: object) -> Any:
+            # While gradients are accumulated, parameters have partial sums (`partial_sums.py`).
             sums = PARTIAL_SUMS.get()
-            partials = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
+            partials = {} if sums is None else self._partial_sums(plan, sums, leaves)
             if sums is None or not partials:
                 return call(*leaves)
             # Made anew at each call: which parameters have sums depends on the surrounding trace.
             slots = [*partials]
             with_sums = _with_partial_sums(function, sums, slots, len(leaves))
             names = [*plan.names, *(plan.names[slot] for slot in slots)]
-            specs = [*in_specs, *(in_specs[slot] for slot in slots)]
-            extended = dataclasses.replace(plan, names=names)
-            transformed = self.jax_transform(extended, with_sums, specs, out_specs)
-            return transformed(*leaves, *partials.values())
+            specs = [*plan.specs, *(plan.specs[slot] for slot in slots)]
+            extended = dataclasses.replace(plan, names=names, specs=specs)
+            return self.jax_transform(extended, with_sums)(*leaves, *partials.values())
 
         by_content = compile_at_top_level(inline, compiled_by_content)
         anew = by_content if self.compiles_at_top_level else inline
         return Program(staged=None, top_level=inline, inline=inline, traced_anew=anew)
 
     def _partial_sums(
-        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
-    ) -> dict[int, Any]:
-        """The partial sums of parameters that go into the function with them, by slot."""
-        if not self.can_pass_sums(sums, in_specs, leaves):
+        self, plan: Plan, sums: PartialSums, leaves: Sequence[Any]
+    ) -> dict[int, jax.Array]:
+        """Returns the partial sums that go into the function with their parameters, by slot."""
+        if not self.can_pass_sums(plan, sums, leaves):
             return {}
         pairs = ((slot, sums.of(leaf)) for slot, leaf in enumerate(leaves))
         return {
             slot: partial
             for slot, partial in pairs
-            if partial is not None and self.passes_sums(in_specs[slot])
+            if partial is not None and self.passes_sums(plan.specs[slot])
         }
 
-    def can_pass_sums(
-        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
-    ) -> bool:
-        """Whether a call with these arrays can take partial sums at all."""
+    def can_pass_sums(self, plan: Plan, sums: PartialSums, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these leaves can take partial sums at all."""
         return True
 
-    def passes_sums(self, spec: Any) -> bool:
-        """Whether the partial sums of a parameter go into the function in the same way."""
+    def passes_sums(self, spec: Axis) -> bool:
+        """Whether the partial sums of a parameter with this spec can enter with the same one."""
         return True
 
 
 def _with_partial_sums(
     function: Function, sums: PartialSums, slots: Sequence[int], count: int
 ) -> Function:
-    """Makes a function that also takes the partial sums of the arrays in some slots.
+    """Makes a function of ``count`` leaves and the partial sums of those in some slots.
 
     JAX has to see them as arguments: what the function captured would get no gradient.
     """
@@ -268,16 +273,13 @@ class Inner(LiftedFunction[P, R]):
         return self._run(plan, flat, self._executed(plan, flat))  # type: ignore[no-any-return]
 
     def _run(self, plan: Plan, flat: Flat, execute: Function, fun: object = None) -> Any:
-        """Runs a call within the current trace, if any.
+        """Runs a call within the current trace, if any; returns what the user's function returns.
 
         Args:
           plan: the plan of the call.
-          flat: its arguments.
-          execute: what takes the arrays, and returns groups of outputs and an outcome.
+          flat: its arguments, to which changes are written back.
+          execute: what takes the leaves, and returns what the pure function returns.
           fun: what the trace calls instead of the user's function.
-
-        Returns:
-          What the function returns.
         """
         with inherited(flat.objects):
             return run(plan, flat, execute, fun or self._fun, nested=True)

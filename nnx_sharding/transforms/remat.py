@@ -29,7 +29,7 @@ from ..errors import raise_listed
 from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
-from .in_trace import Function, Inner, InnerTransform, is_traced, restrict_to_slots
+from .in_trace import Function, Inner, InnerTransform, call_on_slots, traced_slots
 from .lifted import lift
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
@@ -104,9 +104,7 @@ class _Rules:
         if len(self.used) == len(self.rules):
             return
         # Names that the user gave show only in a jaxpr, so this traces once more.
-        jaxpr = jax.make_jaxpr(restrict_to_slots(function, slots, leaves))(
-            *(leaves[s] for s in slots)
-        )
+        jaxpr = call_on_slots(jax.make_jaxpr, function, slots, leaves)
         known = _names_in(jaxpr.jaxpr)
         self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
         paths = [path for path in self.called if path]
@@ -172,13 +170,7 @@ class _Remat(InnerTransform):
 
         return call_with_names
 
-    def jax_transform(
-        self,
-        plan: Plan,
-        function: Function,
-        in_specs: Sequence[object],
-        out_specs: Sequence[object],
-    ) -> Function:
+    def jax_transform(self, plan: Plan, function: Function) -> Function:
         """Makes a function that is called under ``jax.checkpoint``."""
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()
@@ -187,13 +179,11 @@ class _Remat(InnerTransform):
         checkpointed = checkpoint(function)
 
         def call(*leaves: object) -> Any:
-            # Flags and other non-arrays stay concrete.
-            slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
+            slots = traced_slots(leaves)
             if len(slots) == len(leaves):
                 out = checkpointed(*leaves)
-            else:
-                restricted = checkpoint(restrict_to_slots(function, slots, leaves))
-                out = restricted(*(leaves[slot] for slot in slots))
+            else:  # flags and other non-arrays stay concrete
+                out = call_on_slots(checkpoint, function, slots, leaves)
             if rules is not None:
                 rules.check(function, slots, leaves)
             return out

@@ -6,6 +6,7 @@ pullback are the residuals. `analysis/residuals.py` finds what computes each of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from .. import _compat
 from ..activations.calls import RECORD, Calls
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract
-from .in_trace import restrict_to_slots
+from .in_trace import Function, call_on_slots
 from .jit import jit
 from .lifted import Lifted
 from .tangents import is_inexact
@@ -69,8 +70,7 @@ def saved_residuals(
 
     def residuals(*leaves: object) -> list[jax.Array]:
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
-        function = restrict_to_slots(inexact_outputs, slots, leaves)
-        _, pullback = jax.vjp(function, *(leaves[slot] for slot in slots))
+        _, pullback = call_on_slots(_vjp_of, inexact_outputs, slots, leaves)
         return jax.tree.leaves(pullback)
 
     # While calls are recorded, the names of operations have the paths of modules.
@@ -80,3 +80,7 @@ def saved_residuals(
     kept = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
     every = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
     return SavedResiduals(x for x in every if x is not None)
+
+
+def _vjp_of(function: Function) -> Function:
+    return functools.partial(jax.vjp, function)

@@ -174,20 +174,19 @@ class Scan(Mapped):
     carried: int | str | None
     returned: int | None
 
-    def jax_transform(  # noqa: D102
-        self, plan: Plan, function: Function, in_specs: Sequence[Axis], out_specs: Sequence[Axis]
-    ) -> Function:
-        return Loop(self.options, plan, function, in_specs, out_specs)
+    def jax_transform(self, plan: Plan, function: Function) -> Function:  # noqa: D102
+        return Loop(self.options, plan, function)
 
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
         """Checks the carry that the function returns."""
         fun, fun_name = super().user_function(plan, caller, built), name_of(caller.fun)
-        if self.carried is None:
+        carried = self.carried
+        if carried is None:
             return fun
 
         def with_checked_carry(*args: Any, **kwargs: Any) -> Any:
             out = fun(*args, **kwargs)
-            given = _argument(caller.fun, self.carried, args, kwargs)
+            given = _argument(caller.fun, carried, args, kwargs)
             if self.returned is None:
                 check_carry(self.name, fun_name, given, out)
             elif isinstance(out, tuple) and len(out) > self.returned:
@@ -218,53 +217,46 @@ class Scan(Mapped):
 
 
 def _argument(
-    fun: Callable[..., object],
-    which: int | str | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    fun: Callable[..., object], key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One argument of a call, by position or by name."""
-    if isinstance(which, int) and which < len(args):
-        return args[which]
+    """Returns one argument of a call, by position or by name."""
+    if isinstance(key, int) and key < len(args):
+        return args[key]
     arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
-    if isinstance(which, str):
-        return arguments[which]
-    assert which is not None
-    return [*arguments.values()][which]
+    return arguments[key] if isinstance(key, str) else [*arguments.values()][key]
 
 
 class Loop:
     """A loop over a pure function, itself a function of the same flat arrays.
 
     It sorts the slots of the arguments as the table at the top of this file says. Each step calls
-    the pure function with all arrays, and checks that it left the structure and the types as they
+    the pure function with all leaves, and checks that it left the structure and the types as they
     were: the next step runs the same program.
+
+    Slots, by the rows of the table:
+      _mapped: those with an axis, and that axis.
+      _carried: those of the carry, then those in objects that a step may write to.
+      _others: the rest, of which `_can_carry` says in each call what is an array.
     """
 
-    def __init__(
-        self,
-        options: Iterable[tuple[str, Static]],
-        plan: Plan,
-        function: Function,
-        in_specs: Sequence[Axis],
-        out_specs: Sequence[Axis],
-    ):
+    def __init__(self, options: Iterable[tuple[str, Static]], plan: Plan, function: Function):
         self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, plan.structure, plan.names
         self._signature, self._transform = plan.signature, cast("Scan", plan.transform)
         self._graph_arguments = plan.graph_arguments
-        self._group_axes = [axis.index for axis in out_specs]
-        self._carry_group = out_specs.index(CARRY) if CARRY in out_specs else None
-        self._sort_slots(plan, in_specs)
+        # Of each group of outputs the axis along which it is stacked; None if it is not.
+        self._group_axes = [axis.index for axis in plan.out_specs]
+        self._carry_group = plan.out_specs.index(CARRY) if CARRY in plan.out_specs else None
+        self._sort_slots(plan)
         self._fixed_objects = self._find_fixed_objects(plan)
         # JAX traces, and at top level compiles, a loop again for each new step.
         self._kept_step = functools.lru_cache(maxsize=64)(self._make_step)
 
-    def _sort_slots(self, plan: Plan, in_specs: Sequence[Axis]) -> None:
-        """Sorts the slots into those that are mapped, carried, and others."""
-        structure = plan.structure
-        self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
-        self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
+    def _sort_slots(self, plan: Plan) -> None:
+        """Sets the attributes with slots, and the places of what is carried in objects."""
+        structure, specs = plan.structure, plan.specs
+        self._mapped = {slot: x.index for slot, x in enumerate(specs) if x.index is not None}
+        carry = [slot for slot in structure.root_slots if specs[slot] is CARRY]
         refs = structure.slots_of(RefEntry)
         if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
             raise ValueError(
@@ -272,9 +264,9 @@ class Loop:
                 "axis None: the next step then reads what a step writes to it."
             )
         self._has_refs = bool(refs)
-        # Where each carried array in an object belongs: the index of the object, and the place of
-        # the array in it. Without graph updates only Variables and the carry keep what a step
-        # writes.
+        # Where a carried array is, as slots differ after a step: the index of its object, and its
+        # number among the arrays of that. Without graph updates, only Variables and the carry keep
+        # what a step writes.
         carried_objects = plan.transform.carried_objects(plan)
         self._places = {
             slot: (index, number)
@@ -285,9 +277,9 @@ class Loop:
             for number, slot in enumerate(slots)
             if slot not in self._mapped and slot not in refs
         }
-        self._carried = [*self._carry, *self._places]
+        self._carried = [*carry, *self._places]
         used = {*self._carried, *self._mapped}
-        self._others = [slot for slot in range(len(in_specs)) if slot not in used]
+        self._others = [slot for slot in range(len(specs)) if slot not in used]
 
     def _find_fixed_objects(self, plan: Plan) -> set[int]:
         """Finds the objects whose structure no step may change, since the next one gets them.
@@ -296,17 +288,18 @@ class Loop:
         """
         structure = plan.structure
         parts = (part for argument in plan.graph_arguments for part in argument.parts)
-        passed_on = (x.child for x in parts if x.spec in (None, BROADCAST, CARRY))
-        fixed = set[int]().union(*map(structure._links, passed_on))
+        unmapped = (part.child for part in parts if part.spec in (None, BROADCAST, CARRY))
+        fixed = set[int]().union(*map(structure._links, unmapped))
         # What is empty before the first step may get an array, which is then stacked.
         fixed -= {index for index in captures(structure) if not structure.slots[index]}
         return fixed | {index for index, _ in self._places.values()}
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        """Runs the loop; returns outputs and outcome of all steps, in the form of those of one."""
+        """Runs the loop; returns what the pure function does in one step, but of all steps."""
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _can_carry(leaves[slot])]
         static = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
+        # A step that captures a ref would be found again for another call, with another ref.
         keeps = not self._has_refs and may_keep(static)
         step = (self._kept_step if keeps else self._make_step)(static)
         slots = [*self._carried, *others]
@@ -325,8 +318,8 @@ class Loop:
     def _outputs(
         self, last: OutputGroup, stacked: Sequence[OutputGroup | None], outcome: Outcome
     ) -> list[OutputGroup]:
-        """The groups of outputs: what is stacked, and of what is carried the last values."""
-        # By group and position among the outputs of a step.
+        """Returns the groups of outputs: stacked ones, and of what is carried the last values."""
+        # The last values, by group and position among the outputs of a step.
         final = {
             outcome.sources[slot]: array
             for slot, array in zip(self._slots_after(outcome), last.arrays, strict=False)
@@ -342,21 +335,22 @@ class Loop:
         return groups
 
     def _leaves(self, static: StaticLeaves, carry: OutputGroup, slices: Sequence[Any]) -> list[Any]:
-        """All arguments of the pure function in one step, by slot."""
+        """Returns all leaves for the pure function in one step, by slot."""
         leaves = {slot: leaf.value for slot, leaf in static}
         slots = [*self._carried, *(s for s in self._others if s not in leaves), *self._mapped]
         leaves |= zip(slots, [*carry.arrays, *slices], strict=True)
         return [leaves[slot] for slot in range(len(leaves))]
 
     def _make_step(self, static: StaticLeaves) -> Function:
-        """Makes what JAX runs at each step."""
+        """Makes what JAX runs at each step, for these flags and other static leaves."""
 
         def step(carry: OutputGroup, slices: Sequence[Any]) -> tuple[OutputGroup, StepOutput]:
             leaves = self._leaves(static, carry, slices)
             *groups, outcome = self._function(*leaves)
             self._check_structure(groups, outcome)
             arrays = outcome.arrays(leaves, groups)
-            new = [*carry.arrays]  # of which those that a step may write come first
+            # `_carried` comes first in the carry; the others behind it are passed on unchanged.
+            new = [*carry.arrays]
             slots_after = self._slots_after(outcome)
             for i, (before, after) in enumerate(zip(self._carried, slots_after, strict=True)):
                 array, is_in_object = arrays[after], before in self._places
@@ -370,7 +364,7 @@ class Loop:
         return step
 
     def _slots_after(self, outcome: Outcome) -> list[int]:
-        """The slot of each carried array after a step."""
+        """Returns the slot of each carried array after a step, in the order of ``_carried``."""
         after = outcome.structure
         root = [s for s in after.root_slots if outcome.sources[s][0] == self._carry_group]
         return [*root, *(after.slots[index][number] for index, number in self._places.values())]
@@ -451,7 +445,7 @@ class Loop:
         )
 
     def _names_of(self, indices: Sequence[int]) -> dict[int, str]:
-        """The expressions for some objects of the arguments, by index."""
+        """Returns the expressions for some objects of the arguments, by index."""
         names = self._structure.names(named_parts(self._graph_arguments)) if indices else {}
         return {index: names.get(index, "an object") for index in indices}
 

@@ -141,14 +141,14 @@ class Stack(nnx.Module):
 
     def _prefetching(self) -> AbstractContextManager[None]:
         """Gathers parameters ahead, but not those of stacks inside, which do it in their loop."""
-        inside = (x for _, x in modules_in(self.layers) if isinstance(x, Stack))
-        return prefetching(self.layers, self.prefetch, [x.layers for x in inside])
+        inner = (module for _, module in modules_in(self.layers) if isinstance(module, Stack))
+        return prefetching(self.layers, self.prefetch, [stack.layers for stack in inner])
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        """One layer as a new module; for a slice, a new ``Stack``."""
+        """Returns one layer as a new module; for a slice, a new ``Stack``."""
         self._note_use()
         numbers = range(self.length)[index if isinstance(index, slice) else operator.index(index)]
         key = numbers if isinstance(numbers, int) else index
@@ -174,8 +174,8 @@ class Stack(nnx.Module):
         """Writes the values of a module of the same structure to one layer."""
         number = range(self.length)[operator.index(index)]
         new = flatten_layer(layer)
-        present = flatten_layer(self[number])
-        _check_equal([present, new], lambda i: f"[{number}]" if i else "the layers")
+        old_layer = flatten_layer(self[number])
+        _check_equal([old_layer, new], lambda i: f"[{number}]" if i else "the layers")
         flat = flatten_layer(self.layers)
         slots = stacked_slots(flat, self.shared)
         old = [flat.leaves[slot] for slot in slots]
@@ -191,7 +191,7 @@ class Stack(nnx.Module):
         perform(update_operations(flat.structure, leaves, flat.objects, variables))
 
     def __iter__(self) -> Iterator[Any]:
-        """The layers as separate modules; what they share stays shared."""
+        """Yields the layers as separate modules; what they share stays shared."""
         return (self[i] for i in range(self.length))
 
 
@@ -269,17 +269,17 @@ def _make_layers(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Path]]:
     """Makes all layers by one ``vmap``; returns the paths of what they share, too."""
-    given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-    streams = {name: x for name, x in given.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
+    arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}  # digits are no names
+    streams = {key: x for key, x in arguments.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
 
     def make_one(streams: dict[str, Any]) -> Any:
-        own = given | streams
-        return make(*(own[str(i)] for i in range(len(args))), **{k: own[k] for k in kwargs})
+        own = arguments | streams  # of the streams, the part for this layer
+        return make(*(own[str(i)] for i in range(len(args))), **{key: own[key] for key in kwargs})
 
     # Masks and other arrays outside of Variables are the same in all layers.
     out_axes = StateAxes({_is_no_variable: None, ...: 0})
-    run = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
-    layer = run({name: x.split(length) for name, x in streams.items()})
+    make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
+    layer = make_all({key: x.split(length) for key, x in streams.items()})
     flat = flatten_layer(layer)
     return layer, [x.path for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
 
@@ -337,20 +337,24 @@ def _apply(function: Callable[..., Any], *arrays: Any) -> Any:
     return jax.eval_shape(function, *arrays) if is_abstract else compute(function, *arrays)
 
 
-def layer_dimensions(flat: Flat) -> dict[int, int]:
-    """Returns the number of leading dimensions for the layers of a ``Stack``, by slot.
+def count_layer_dimensions(flat: Flat) -> dict[int, int]:
+    """Returns, for each array in a ``Stack``, how many leading dimensions are those of layers.
 
-    An array of a stack in a stack has two.
+    By slot, the position of an array in ``flat``. An array of a stack in a stack has two; arrays
+    outside of stacks are not in the result.
     """
     structure, counts = flat.structure, dict[int, int]()
     for index, entry in enumerate(structure.entries):
         if not (isinstance(entry, NodeEntry) and issubclass(entry.type, Stack)):
             continue
         shared: frozenset[Path] = flat.objects[index].shared
-        layers = entry.children[entry.keys.index("layers")]
+        layers = entry.children[entry.keys.index("layers")]  # the attribute `Stack.layers`
+        # `walk` takes the slots of arrays outside of any object from an iterator; there are none
+        # below a module.
         for path, _, slots in structure.walk(layers, iter(())):
-            for slot in () if path in shared else slots:
-                counts[slot] = counts.get(slot, 0) + 1
+            if path not in shared:
+                for slot in slots:
+                    counts[slot] = counts.get(slot, 0) + 1
     return counts
 
 

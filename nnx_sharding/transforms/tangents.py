@@ -1,8 +1,9 @@
 """Which arrays have tangents, and pytrees of tangents in the form of the user's objects.
 
 JAX differentiates lists of arrays. Users give and get tangents and cotangents in the form of their
-arguments and results: for a module another one of the same structure, with tangents in place of its
-arrays (:class:`TangentForm`). Integers have no tangent; JAX writes it as zeros of dtype `float0`.
+arguments and results, the *values*: for a module another one of the same structure, with tangents
+in place of its arrays (:class:`TangentForm`). Integers have no tangent; JAX writes it as zeros of
+dtype `float0`. A *slot* is the position of an array in what was flattened (``Flat``).
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class TangentForm:
         """
         self._structure, self._places = flat.structure, places
         # A shared array has one tangent, at whichever path.
-        every = dict.fromkeys(slot for slots in places.values() for slot in slots)
-        types = {slot: tangent_type(flat.leaves[slot]) for slot in every}
+        distinct = dict.fromkeys(slot for slots in places.values() for slot in slots)
+        types = {slot: tangent_type(flat.leaves[slot]) for slot in distinct}
         self._types = {slot: aval for slot, aval in types.items() if aval is not None}
         self.slots = [*self._types]
         # Not the values: tangents may be built when the caller's arrays are donated or gone.
@@ -101,27 +102,27 @@ class TangentForm:
           may_omit: whether None may stand for an object or a pytree whose tangents are zeros.
 
         Returns:
-          For each of ``slots`` its tangent, or None.
+          For each of ``slots`` its tangent; None where it was omitted.
 
         Raises:
           ValueError: the objects have another structure.
           TypeError: some tangents have another shape or dtype than the values.
         """
         flat = flatten(given)
-        found = slots_by_path(flat.structure)
+        positions = slots_by_path(flat.structure)
         expected = self._without(_paths_of_none(given)) if may_omit else self._places
         what = name.rpartition(" ")[2]  # the last word, as in `tangents[0].kernel`
         lines = [
             f"  {accessor(what, path)}: {problem}"
-            for path in dict.fromkeys((*expected, *found))
-            if (problem := _mismatch(expected.get(path), found.get(path)))
+            for path in dict.fromkeys((*expected, *positions))
+            if (problem := _mismatch(expected.get(path), positions.get(path)))
         ]
         head = f"{name}: the structure of {tree_text(given)} is not that of their values:"
         raise_listed(ValueError, head, lines)
         tangents = {
             slot: (accessor(what, path), flat.leaves[position])
             for path, slots in expected.items()
-            for slot, position in zip(slots, found[path], strict=True)
+            for slot, position in zip(slots, positions[path], strict=True)
             if slot in self._types
         }
         lines = [
@@ -150,17 +151,17 @@ def _paths_of_none(tree: object) -> list[Path]:
     return [path for path, leaf in leaves.items() if leaf is None]
 
 
-def _mismatch(expected: tuple[int, ...] | None, found: tuple[int, ...] | None) -> str:
+def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -> str:
     """Says how the arrays at one path differ in number; empty if they do not."""
-    if expected is None or found is None:
-        return "missing" if found is None else "unexpected"
-    if len(expected) == len(found):
+    if expected is None or given is None:
+        return "missing" if given is None else "unexpected"
+    if len(expected) == len(given):
         return ""
-    return f"{len(found)} arrays, expected {len(expected)}"
+    return f"{len(given)} arrays, expected {len(expected)}"
 
 
 def _fits(x: object, aval: Any) -> bool:
-    """Whether something can be a tangent of a type."""
+    """Whether something can be a tangent of this type (of ``jax.typeof``)."""
     if not _compat.is_array_like(x):
         return False
     own: Any = jax.typeof(x)

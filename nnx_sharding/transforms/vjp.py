@@ -1,8 +1,10 @@
 """``vjp``, ``jvp`` and ``linearize`` for functions that take and return NNX objects.
 
-All three differentiate with respect to every inexact array of the primals, and differ in the
-function of JAX. The derivative is a function of lists of arrays; the forms of the primals and of
-the output (:class:`~.tangents.TangentForm`) translate it into one of the user's pytrees.
+All three differentiate with respect to every inexact array of the *primals*, the arguments that the
+user gives, and differ in the function of JAX. The derivative is a function of lists of arrays; the
+forms of the primals and of the output (:class:`~.tangents.TangentForm`) translate it into one of
+the user's pytrees. What a method is bound to is an argument as well, before the primals, but is not
+differentiated. A *slot* is the position of an array among those of all arguments.
 """
 
 from __future__ import annotations
@@ -190,9 +192,8 @@ def linearize(
     return derivative.output, pushforward, *derivative.aux
 
 
-# Differentiates a function of arrays at some, given the form of the primals. The function returns
-# the arrays of the output and everything else; so does this, with the derivative in place of the
-# output.
+# Differentiates a function at arrays, which have the form of the primals. The function returns a
+# list of arrays and everything else; this returns the derivative of the former, and the latter.
 _Differentiate: TypeAlias = Callable[[Function, list[Any], TangentForm], tuple[Any, Any]]
 
 
@@ -212,39 +213,42 @@ class _AtPoint(Differentiable[..., Any]):
     def differentiate_at(
         self, primals: Sequence[Any], differentiate: _Differentiate
     ) -> _Derivative:
-        """Calls the function once, and differentiates that call.
+        """Calls the function once, which may change the primals, and differentiates that call.
 
         Args:
           primals: its arguments, without what it is bound to.
-          differentiate: ``jax.vjp``, ``jax.jvp`` or ``jax.linearize``, for a function of arrays.
-
-        Returns:
-          What the function returned, the derivative, and the forms for tangents of both sides.
+          differentiate: uses ``jax.vjp``, ``jax.jvp`` or ``jax.linearize``.
         """
-        arguments, bound_count = (*self._bound, *primals), len(self._bound)
+        arguments = (*self._bound, *primals)
         call, flat = self._split(arguments, {})
         plan, _ = self._plan(call, flat)
-        # The pullback may be called when the caller's objects are gone, so this one holds them.
-        held = flatten((arguments, {}), graph=self._modes["graph"])
-        root: Any = held.structure.root
-        treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
-        # What the function is bound to comes first, and is not differentiated.
-        unbound = Container(treedef, root.children[bound_count:])
-        inputs = TangentForm(held, slots_by_path(held.structure, unbound))
+        primal_form = self._primal_form(primals)
 
-        def of_inexact_outputs(function: Function, primals: list[Any]) -> tuple[Any, Any]:
+        def differentiate_inexact(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
             # JAX's transforms want a derivative of each output; integers and keys have none.
-            def inexact(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+            def inexact_function(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
                 outputs, others = function(arrays)
                 return [x for x in outputs if tangent_type(x) is not None], others
 
-            return differentiate(inexact, [*map(as_array, primals)], inputs)
+            return differentiate(inexact_function, [*map(as_array, arrays)], primal_form)
 
-        returned, derivative = self.differentiate(plan, flat, inputs.slots, of_inexact_outputs)
+        returned, derivative = self.differentiate(
+            plan, flat, primal_form.slots, differentiate_inexact
+        )
         output, *aux = returned if self._transform.has_aux else (returned,)
         flat_output = flatten(output)
-        outputs = TangentForm(flat_output, slots_by_path(flat_output.structure))
-        return _Derivative(output, tuple(aux), derivative, inputs, outputs)
+        output_form = TangentForm(flat_output, slots_by_path(flat_output.structure))
+        return _Derivative(output, tuple(aux), derivative, primal_form, output_form)
+
+    def _primal_form(self, primals: Sequence[Any]) -> TangentForm:
+        """Returns the form for tangents of the arguments, without those of what is bound."""
+        # Flattened once more, so that the form keeps static objects alive: the pullback may be
+        # called when the caller has dropped them.
+        flat = flatten(((*self._bound, *primals), {}), graph=self._modes["graph"])
+        root: Any = flat.structure.root  # its children are the arguments
+        treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
+        differentiated = Container(treedef, root.children[len(self._bound) :])
+        return TangentForm(flat, slots_by_path(flat.structure, differentiated))
 
 
 def _differentiate(
@@ -255,7 +259,7 @@ def _differentiate(
     primals: Sequence[Any],
     differentiate: _Differentiate,
 ) -> _Derivative:
-    """Calls and differentiates a function, as one of these transforms."""
+    """Calls and differentiates a function, as the transform of this name."""
     transform = Differentiation(name=name, has_aux=has_aux)
     lifted: Any = lift(_AtPoint, fun, transform, Roles(), *modes)
     derivative: _Derivative = lifted.differentiate_at(primals, differentiate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..core.signature import Roles
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, padded, spec_axes
 from ..specs.types import CARRY, Axis
-from .in_trace import Function, Inner, restrict_to_slots, type_text
+from .in_trace import Function, Inner, call_on_slots, type_text
 from .lifted import lift
 from .mapped_axes import Mapped, axes_specs, jax_options
 from .partial_sums import PartialSums
@@ -102,38 +103,34 @@ class _Vmap(Mapped):
 
     name: str = "vmap"
 
-    def jax_transform(
-        self, plan: Plan, function: Function, in_specs: Sequence[Axis], out_specs: Sequence[Axis]
-    ) -> Function:
+    def jax_transform(self, plan: Plan, function: Function) -> Function:
         """Makes a function that calls ``jax.vmap`` of the pure function, with the axes as specs."""
         options: dict[str, Any] = {key: option.value for key, option in self.options}
-        options["out_axes"] = (*(axis.index for axis in out_specs), None)  # None for the outcome
+        options["out_axes"] = (*(axis.index for axis in plan.out_specs), None)  # for the outcome
+        in_axes = tuple(axis.index for axis in plan.specs)
 
-        def call_mapped(*arrays: Any) -> Any:
+        def call_mapped(*leaves: Any) -> Any:
             # JAX refuses an unmapped argument that is sharded over the mapped mesh axis, such as a
             # parameter that a layer gathers, but not what the function captures.
             captured = {
-                slot: array
-                for slot, (array, axis) in enumerate(zip(arrays, in_specs, strict=True))
-                if axis.index is None and any(spec_axes(type_spec(array) or PartitionSpec()))
+                slot
+                for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True))
+                if axis is None and any(spec_axes(type_spec(leaf) or PartitionSpec()))
             }
             if not captured:  # errors of JAX then name the arguments
-                in_axes = tuple(axis.index for axis in in_specs)
-                return jax.vmap(function, in_axes, **options)(*arrays)
-            others = [slot for slot in range(len(arrays)) if slot not in captured]
-            in_axes = tuple(in_specs[slot].index for slot in others)
-            restricted = restrict_to_slots(function, others, arrays)
-            return jax.vmap(restricted, in_axes, **options)(*(arrays[slot] for slot in others))
+                return jax.vmap(function, in_axes, **options)(*leaves)
+            slots = [slot for slot in range(len(leaves)) if slot not in captured]
+            axes = tuple(in_axes[slot] for slot in slots)
+            mapped = functools.partial(jax.vmap, in_axes=axes, **options)
+            return call_on_slots(mapped, function, slots, leaves)
 
         return call_mapped
 
-    def can_pass_sums(
-        self, sums: PartialSums, in_specs: Sequence[Axis], leaves: Sequence[Any]
-    ) -> bool:
+    def can_pass_sums(self, plan: Plan, sums: PartialSums, leaves: Sequence[Any]) -> bool:
         """Whether rows are not mapped: JAX shards nothing else over the axes of what is mapped."""
         mapped_entries = (
             padded(spec, leaf.ndim)[axis.index]
-            for axis, leaf in zip(in_specs, leaves, strict=True)
+            for axis, leaf in zip(plan.specs, leaves, strict=True)
             if axis.index is not None and (spec := type_spec(leaf)) is not None
         )
         return all(sums.axes.isdisjoint(axes_of(entry)) for entry in mapped_entries)

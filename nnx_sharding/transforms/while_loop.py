@@ -1,9 +1,11 @@
 """``while_loop`` and ``fori_loop`` for functions of NNX objects.
 
 Both are loops without slices: everything is the same for all steps, or carried
-(:class:`~.scan.Loop`). The pure function calls the body. The condition is a second function of the
-same arrays: the same pure function, traced with the condition as the user's function, from whose
-outputs the one array that it returns is taken.
+(:class:`~.scan.Loop`). The *pure function* takes all arrays of the arguments, calls the function of
+the :class:`~.call_context.Caller` in whose name it is traced, and returns output arrays and an
+*outcome*: what that did to objects. In the name of the call it runs the body. The condition is a
+second function of the same arrays: the same pure function, traced with the condition put into the
+`Caller`; the one array that it returns is taken from its outputs.
 
 `fori_loop` carries its counter. With a known number of steps it is a `scan`, as in JAX, so that it
 can be differentiated in reverse mode; otherwise the counter is compared with `upper`, an argument
@@ -27,7 +29,7 @@ from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.types import BROADCAST, CARRY, Axis
+from ..specs.types import BROADCAST, CARRY
 from .carry_checks import check_carry
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import Function, StaticLeaves, compile_at_top_level, is_array, tree_text
@@ -160,9 +162,8 @@ def fori_loop(
 
 
 def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> tuple[Any, Any, Any]:
-    """The bounds of a ``fori_loop`` in one type, and the options of ``scan`` if they are known."""
-    is_known = not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer)
-    if is_known:  # a `scan` then, which keeps what reverse mode needs for each step
+    """Returns the bounds in one type, and the options of ``scan``; none if they are traced."""
+    if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
         lower, upper = int(lower), int(upper)
         length = max(upper - lower, 0)
         return lower, upper, {"length": length, "reverse": False, "unroll": unroll or 1}
@@ -188,7 +189,7 @@ class _While(Scan):
     """What ``while_loop`` and ``fori_loop`` decide. With ``options`` it runs as a ``scan``.
 
     Attributes:
-      counts: whether a counter is carried as well, as the second argument.
+      counts: whether it is ``fori_loop``, whose counter is carried, as the second argument.
       bound: for each function, what it is bound to, by its place in the first argument.
     """
 
@@ -202,30 +203,27 @@ class _While(Scan):
         return False  # the number of steps may be unknown
 
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
-        """Makes one step from the body: of the functions' objects and the carry to the next one."""
-        if not isinstance(caller.fun, Functions):  # the condition, see `_WhileLoop._holds`
+        """Makes one step from the body: returns the next carry, after the next counter if any."""
+        if not isinstance(caller.fun, Functions):  # the condition, see `_trace_condition`
             return super().user_function(plan, caller, built)
         body = caller.fun.bind(-1)  # the last one, after the condition if there is one
 
-        def step(objects: Sequence[object], *args: Any) -> Any:
-            if not self.counts:
-                carry, *_ = args
-                new = body(objects, carry)
-                check_carry(self.name, name_of(body), carry, new)
-                return new
-            i, carry, *_ = args
+        def step_while(objects: Sequence[object], carry: object) -> object:
+            new = body(objects, carry)
+            check_carry(self.name, name_of(body), carry, new)
+            return new
+
+        def step_for(objects: Sequence[object], i: Any, carry: object, upper: object) -> Any:
             new = body(objects, i, carry)
             check_carry(self.name, name_of(body), carry, new)
             return i + 1, new
 
-        return step
+        return step_for if self.counts else step_while
 
-    def jax_transform(
-        self, plan: Plan, function: Function, in_specs: Sequence[Axis], out_specs: Sequence[Axis]
-    ) -> Function:
+    def jax_transform(self, plan: Plan, function: Function) -> Function:
         if self.options:  # the number of steps is known
-            return super().jax_transform(plan, function, in_specs, out_specs)
-        return compile_at_top_level(_WhileLoop((), plan, function, in_specs, out_specs))
+            return super().jax_transform(plan, function)
+        return compile_at_top_level(_WhileLoop((), plan, function))
 
 
 class _WhileLoop(Loop):
@@ -239,27 +237,29 @@ class _WhileLoop(Loop):
     ) -> tuple[OutputGroup, Any]:
         """Runs the steps while the condition holds; returns the last carry and the outcome."""
         caller = caller_here()
-        assert caller is not None
-        counts = isinstance(self._transform, _While) and self._transform.counts
-        condition = _is_below if counts else caller.fun.bind(0)
-        # JAX may trace the body again if types are weak, and runs the last trace. Besides the carry
-        # a step returns its outcome, which has no arrays.
-        outputs: list[Any] = []
+        assert caller is not None  # a loop runs in a call
+        is_for = isinstance(self._transform, _While) and self._transform.counts
+        condition = _is_below if is_for else caller.fun.bind(0)
+        # What a step returns besides the carry has no arrays, so JAX cannot return it. JAX may
+        # trace the body again if types are weak, and runs the last trace.
+        step_outputs: list[Any] = []
 
         def holds(carry: OutputGroup) -> jax.Array:
-            return self._holds(condition, caller, self._leaves(static, carry, mapped))
+            return self._trace_condition(condition, caller, self._leaves(static, carry, mapped))
 
         def body(carry: OutputGroup) -> OutputGroup:
             new: OutputGroup
-            new, output = step(carry, mapped)
-            outputs.append(output)
+            new, step_output = step(carry, mapped)
+            step_outputs.append(step_output)
             return new
 
         last = jax.lax.while_loop(holds, body, carry)
-        return last, outputs[-1]
+        return last, step_outputs[-1]
 
-    def _holds(self, condition: Function, caller: Caller, leaves: Sequence[Any]) -> jax.Array:
-        """Traces the condition, as the user's function of the pure function."""
+    def _trace_condition(
+        self, condition: Function, caller: Caller, leaves: Sequence[Any]
+    ) -> jax.Array:
+        """Returns whether the condition holds, by the pure function with that as its function."""
         fun_name = name_of(condition)
 
         def checked_condition(*args: Any) -> Any:
@@ -290,5 +290,5 @@ class _WhileLoop(Loop):
 
 
 def _is_below(objects: object, i: Any, init_val: object, upper: Any) -> Any:
-    """The condition of ``fori_loop``, with the arguments of the loop."""
+    """Is the condition of ``fori_loop``, whose arguments it takes."""
     return i < upper
