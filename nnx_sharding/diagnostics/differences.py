@@ -1,8 +1,13 @@
 """Describes how two calls differ: ``model.dropout.rate: 0.1 → 0.2``.
 
 What a call depends on is described by *facts*, one for each part of the arguments, or of what the
-function captures, by the expression for the part. Facts are texts, so that they outlive the user's
-objects. Two calls differ in the facts that differ; of these, the outermost are shown.
+function captures, by the expression for the part, its *label*. Facts are texts, so that they
+outlive the user's objects. Two calls differ in the facts that differ; of these, the outermost are
+shown.
+
+The parts of arguments are those of their `Structure`, a table of *entries* for the objects, in
+whose place other parts have the index (`core/structure.py`). A *static* value is compared, not
+traced, by equality or by identity.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from ..core.structure import LEAF, Container, StaticObject, Structure, parts_of
 from ..errors import shortened
 from ..specs.paths import accessor
 
+# The arguments of one of two calls.
 Side: TypeAlias = tuple[Signature, Structure]
 
 
@@ -131,18 +137,22 @@ def compare(old: Facts, new: Facts) -> list[str]:
     order = [label for label in after | before if label in different]
     # An argument that only one call has is told by the way in which the function was called.
     changed = dict.fromkeys(old.arguments ^ new.arguments, "")
-    candidates: list[str] = []  # which differ if none of their parts does
-    below = [start for label in changed for start in _below(label)]  # what is told with a whole
+    wholes: list[str] = []  # which differ in themselves only if none of their parts does
+    covered = [start for label in changed for start in _below(label)]  # parts of what has changed
     for label in order:
-        a, b = before.get(label), after.get(label)
-        if label in changed or label.startswith(tuple(below)):  # the whole says it
+        old_fact, new_fact = before.get(label), after.get(label)
+        if label in changed or label.startswith(tuple(covered)):
             continue
-        if a is None or b is None or (a.origin, a.content) != (b.origin, b.content):
-            changed[label] = _change(a, b)
-            below += _below(label)
-        elif a.rest != b.rest:
-            candidates.append(label)
-    for label in reversed(candidates):  # from the inside
+        if (
+            old_fact is None
+            or new_fact is None
+            or (old_fact.origin, old_fact.content) != (new_fact.origin, new_fact.content)
+        ):
+            changed[label] = _change(old_fact, new_fact)
+            covered += _below(label)
+        elif old_fact.rest != new_fact.rest:
+            wholes.append(label)
+    for label in reversed(wholes):  # from the inside
         if not any(other.startswith(_below(label)) for other in changed):
             changed[label] = _change(before[label], after[label])
     lines = ((label or "the arguments", changed[label]) for label in order if changed.get(label))
@@ -155,7 +165,7 @@ def _below(label: str) -> tuple[str, ...]:
 
 
 def _change(a: Fact | None, b: Fact | None) -> str:
-    """Writes how one fact became another, after its label."""
+    """Writes how fact a became fact b, after their label; None if a call has no such part."""
     if a is None or b is None or a.text != b.text:
         before, after = ("missing" if fact is None else fact.text for fact in (a, b))
         return f": {before} → {after}"
@@ -197,14 +207,15 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     """Describes each part of the arguments by the expression for it."""
     names = [*(signature.names[i] for i in signature.dynamic), "args"]
     facts: dict[str, Fact] = {}
-    first: dict[int, str] = {}
+    first_labels: dict[int, str] = {}  # of objects, by index
     statics = zip(signature.static_names, structure.statics, strict=True)
     stack = [*((f"static argument {name}", child) for name, child in statics), ("", structure.root)]
     while stack:  # not recursive, because models may be nested deeply
         label, child = stack.pop()
         if isinstance(child, Static):  # a value that is not traced
-            shown = _show_safely if child.by_identity else show
-            child.note = notes = child.note or _facts_of_value(child.value, shown)
+            # What is compared by identity is of a user's class, whose `__repr__` may do anything.
+            to_text = _show_safely if child.by_identity else show
+            child.note = notes = child.note or _facts_of_value(child.value, to_text)
             facts |= {label + suffix: fact for suffix, fact in notes.items()}
             kind = facts[label].by_identity if child.by_identity else ""
             facts[label] = facts[label]._replace(rest=_identity(child), by_identity=kind)
@@ -212,11 +223,11 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
         text, x = show_child(structure, child), cast(Any, child)
         if isinstance(child, int):
             x = structure.entries[child]
-            if child in first:
-                text = f"{text}, shared with {shorten(first[child])}"
-                facts[label] = Fact(text, content=first[child])
+            if child in first_labels:
+                text = f"{text}, shared with {shorten(first_labels[child])}"
+                facts[label] = Fact(text, content=first_labels[child])
                 continue
-            first[child] = label
+            first_labels[child] = label
         facts[label] = _fact(text, x)
         for path, part in reversed(parts_of(x).items()):
             if label == "" and isinstance(x, Container) and len(path) > 1:  # all arguments
@@ -331,6 +342,7 @@ def _walk(value: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def _origin(x: Any) -> str:
+    """Says where a function or the class of something is defined."""
     if isinstance(x, types.FunctionType):
         return f"{x.__code__.co_filename}:{x.__code__.co_firstlineno}"
     kind = x if isinstance(x, type) else type(x)
@@ -338,6 +350,7 @@ def _origin(x: Any) -> str:
 
 
 def _parts_of_value(value: Any) -> dict[str, Any]:
+    """Returns what a static value consists of, by accessor; nothing where users know no parts."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {f".{key}": part for key, part in zip(value._fields, value, strict=True)}
     if isinstance(value, list | tuple):
@@ -352,7 +365,6 @@ def _parts_of_value(value: Any) -> dict[str, Any]:
         defaults = (value.__defaults__, value.__kwdefaults__)
         variables = {f", captured {key}": part for key, part in closure(value).items()}
         return {**variables, ", its defaults": defaults}
-    # Nothing in them that users know.
     if isinstance(value, type | jax.Array | types.ModuleType | Mesh | AbstractMesh):
         return {}
     eq: Any = type(value).__eq__

@@ -1,10 +1,14 @@
 """The traces of each function, limits on them, and why it was traced and compiled again.
 
-The core tells the `Observer` of a call when JAX traces its function, and `Observer.compiled` when
-JAX compiles. Both are recorded in the `TraceLog` of the function, without arrays and without the
-user's objects. Only when someone asks are they compared: each trace with the most similar earlier
-one, which is the one with the fewest differences (`nearest`). A limit on traces refuses before JAX
-traces, so that the error can say what differs.
+The core tells the `Observer` of a call when JAX traces its function, and when it compiles. Both are
+recorded in the `TraceLog` of the function, without arrays and without the user's objects. Only when
+someone asks are they compared: each trace with the most similar earlier one, which is the one with
+the fewest differences (`nearest`). A limit on traces refuses before JAX traces, so that the error
+can say what differs.
+
+A trace depends on its *plan* (the options of the transform; the *structure* of the arguments, which
+is all but their arrays; a spec and a name for each array), the types of the arrays (avals), the
+configuration of JAX, and what the function *captures*: closures and globals.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ class Trace(NamedTuple):
     key: tuple[Any, ...]  # everything on which the trace depends, except what is captured
     nested: bool
     captured: Facts | None = None  # None if a change of it causes no trace
-    unlisted: tuple[str, ...] = ()  # what each call traces anew for; looked for if `key` is known
+    # Why each call traces anew; looked for only if an earlier trace has the same `key`.
+    unlisted: tuple[str, ...] = ()
 
 
 class Compilation(NamedTuple):
@@ -160,14 +165,14 @@ def explain_retraces(fun: Any) -> Retraces:
     entries: list[Retrace] = []
     lines: list[str] = []
     for name, log in _logs(fun):
-        # A compilation comes after the trace that was the latest at the time.
-        of_fun = sorted([*_traces(log, name), *_compilations(log, name)], key=lambda x: x.number)
-        recorded = sum(entry.kind == "trace" for entry in of_fun)
+        # `sorted` is stable: a compilation comes after the trace that was the latest at the time.
+        events = sorted([*_traces(log, name), *_compilations(log, name)], key=lambda x: x.number)
+        recorded = sum(event.kind == "trace" for event in events)
         times = "once" if log.count == 1 else f"{log.count} times"
         rest = "" if recorded == log.count else f", of which the last {recorded} are recorded"
-        lines.append(f"{name} was traced {times}{rest}:" if of_fun else f"{name} was not traced.")
-        lines += map(str, of_fun)
-        entries += of_fun
+        lines.append(f"{name} was traced {times}{rest}:" if events else f"{name} was not traced.")
+        lines += map(str, events)
+        entries += events
     return Retraces(entries, "\n".join(lines))
 
 
@@ -190,6 +195,7 @@ def _logs(fun: Any) -> list[tuple[str, TraceLog]]:
 
 
 def _unwrapped(fun: Any) -> Any:
+    """Returns the function within partials, methods and static methods."""
     while isinstance(fun, functools.partial | types.MethodType | staticmethod | classmethod):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__func__
     return fun
@@ -213,24 +219,26 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
 
 
 def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
-    """Explains compilations that no trace does: JAX had already compiled the same trace."""
+    """Explains compilations that follow no trace: JAX had already compiled the same trace."""
     traces, compilations = log.traces(), list(log.compilations)
     for index, new in enumerate(compilations):
-        earlier = [
+        same_trace = [
             old
             for old in compilations[:index]
             if old.avals == new.avals and old.structure == new.structure
         ]
-        if not earlier:
+        if not same_trace:
             continue
-        since = (trace for trace in traces if earlier[-1].number < trace.number <= new.number)
-        if any(trace.plan.structure == new.structure for trace in since):
+        last = same_trace[-1].number
+        traces_since = (trace for trace in traces if last < trace.number <= new.number)
+        if any(trace.plan.structure == new.structure for trace in traces_since):
             continue
-        changes = min((_reshardings(old, new) for old in reversed(earlier)), key=len)
+        changes = min((_reshardings(old, new) for old in reversed(same_trace)), key=len)
         yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
 
 
 def _reshardings(old: Compilation, new: Compilation) -> list[str]:
+    """Lists the arrays that two compilations of a trace have in different shardings."""
     triples = zip(new.names, old.shardings, new.shardings, strict=True)
     return [f"{name}: sharding {_both(a, b)}" for name, a, b in triples if a != b]
 
@@ -248,7 +256,10 @@ def nearest(
     Args:
       new: the new trace.
       earlier: all before it, of which the latest are compared.
-      cache: the facts of traces that were compared before.
+      cache: the facts of traces that were compared before; new ones are added.
+
+    Returns:
+      None if there is no earlier one.
     """
 
     def facts(trace: Trace) -> Facts:
@@ -257,19 +268,20 @@ def nearest(
 
     # The latest first: training loops change one thing at a time.
     candidates = earlier[: -MAX_COMPARED - 1 : -1]
+    # Structures are hashed once; to compare keys of large models takes longer.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     same = [old for old in alike if old.key == new.key]
-    if same or not candidates:
+    if same or not candidates:  # then only what they capture can differ
         captured = [(old, _captured(old, new)) for old in same]
         return min(captured, key=lambda pair: len(pair[1]), default=None)
     old, least = candidates[0], math.inf
     for candidate in candidates:
         is_same = candidate.plan.structure == new.plan.structure
-        number = 0 if is_same else distance(facts(candidate), facts(new))
-        if number < least:  # a changed fact counts twice there, as it was and as it is
-            number += 2 * len(_other_differences(candidate, new))
-        if number < least:
-            old, least = candidate, number
+        count = 0 if is_same else distance(facts(candidate), facts(new))
+        if count < least:  # a changed fact counts twice there, as it was and as it is
+            count += 2 * len(_other_differences(candidate, new))
+        if count < least:
+            old, least = candidate, count
         if least <= 2:  # one change: no other trace is more similar
             break
     lines = _other_differences(old, new)
@@ -405,13 +417,14 @@ class Observer(NamedTuple):
         if nested or not plan.transform.keeps_captures:
             unlisted = unlisted_captures(fun) if is_known else ()
             new = new._replace(captured=facts_of_captured(fun), unlisted=tuple(unlisted))
-        limits = LIMITS.get()
-        if self.limit is not None and not is_known:
-            limits = (self.limit, *limits)
+        # To trace again for the same arguments, as after `jax.clear_caches()`, does not count for
+        # the function's own limit.
+        own_limits = () if self.limit is None or is_known else (self.limit,)
+        limits = (*own_limits, *LIMITS.get())
         for index, limit in enumerate(limits):
             if not limit.take():
-                for other in limits[:index]:
-                    other.give_back()
+                for taken_before in limits[:index]:
+                    taken_before.give_back()
                 raise RetraceError(_refusal(limit, fun_name(fun), new, earlier))
         # Another thread may have taken the number.
         while traces.setdefault(new.number, new) is not new:

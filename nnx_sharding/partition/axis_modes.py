@@ -7,7 +7,9 @@ function, and give the results the types of the mesh outside:
     explicit_axes   in: ``in_sharding``                              out: the compiler chooses
 
 Variables of the arguments have the types after the call that they had before, or their old values,
-if the function raises an error.
+if the function raises an error. To *retype* an array is to give it the same values with another
+sharding in its type, on the inner or the outer mesh: these have the same devices and other axis
+types (``AxisTypeChange``).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from ..core.spec_checks import fit_shardings
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_listed
 from ..specs.fitting import axes_of
+from ..specs.types import Objects
 from ..transforms.lifted import unbind
 
 
@@ -118,7 +121,7 @@ def explicit_axes(
 def _decorate(
     kind: AxisType, fun: Callable[..., Any], option: str, specs: Any, axes: Any
 ) -> Callable[..., Any]:
-    """Returns a function that runs with axes of this type, and specs given here or at each call."""
+    """Returns a function that runs with axes of this type; ``specs`` None: given at each call."""
     name = f"{kind.name.lower()}_axes"
     is_object = _compat.is_graph_object(fun)
     # A callable module and the object of a method are arguments: their Variables are converted.
@@ -146,8 +149,8 @@ class _AxisMode:
 
     Attributes:
       kind: the type of the axes in the function.
-      name: of the transform, for errors.
-      option: its option with the specs.
+      name: the name of the transform, for errors.
+      option: its option with the specs, for errors.
       function: the function.
       parameters: those of the function.
       axes: the axes; None for all.
@@ -185,9 +188,9 @@ class _AxisMode:
         call = self._call_auto if self.kind is AxisType.Auto else self._call_explicit
         undo = _undo(flat.objects)
         try:
-            after, left = call((args, kwargs), flat, specs, change)
-            return rebuild(after, left, foreign=True)
-        except BaseException:
+            after, arrays = call((args, kwargs), flat, specs, change)
+            return rebuild(after, arrays, foreign=True)
+        except BaseException:  # also KeyboardInterrupt: Variables must not keep the inner types
             undo()
             restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
@@ -195,7 +198,10 @@ class _AxisMode:
     def _call_auto(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
     ) -> tuple[Flat, Sequence[Any]]:
-        """Returns what the function returns, with the types that the specs of results say."""
+        """Calls the function; returns arguments and result after it, and the arrays in them.
+
+        The arrays have types of the outer mesh: of Variables as before, else as the specs say.
+        """
         arrays = RetypedArrays.of(change, flat.leaves)
         after = self._call_retyped(flat, arrays)
         arguments = [x.objects_only() for x in self._arguments(tree, flat, None)]
@@ -204,13 +210,13 @@ class _AxisMode:
         locations = locate(after.structure, [*arguments, output])
         names, declared = self._fit(locations, after, change.outer)
         options = {"name": self.name, "option": self.option}
-        left = arrays.leave_as(flat.structure, after, declared, names, **options).leaves
-        return after, left
+        outer = arrays.leave_as(flat.structure, after, declared, names, **options).leaves
+        return after, outer
 
     def _call_explicit(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
     ) -> tuple[Flat, Sequence[Any]]:
-        """Returns what the function returns, for arguments of the types that the specs say."""
+        """Does the same as :meth:`_call_auto`, with arguments of the types that the specs say."""
         locations = locate(flat.structure, self._arguments(tree, flat, specs.tree))
         names, declared = self._fit(locations, flat, change.inner)
         raise_listed(
@@ -228,12 +234,13 @@ class _AxisMode:
         inside = [retype(x, change.inner, spec) for x, spec in pairs]
         arrays = RetypedArrays(change, flat.leaves, inside)
         after = self._call_retyped(flat, arrays)
-        left, untyped = arrays.leave(flat.structure, after)
-        for slot, x in untyped.items():
-            left[slot] = retype(x, change.outer)
-        return after, left
+        outer, untyped = arrays.leave(flat.structure, after)
+        for slot, x in untyped.items():  # on Auto axes, types name no sharding
+            outer[slot] = retype(x, change.outer)
+        return after, outer
 
     def _call_retyped(self, flat: Flat, arrays: RetypedArrays) -> Flat:
+        """Calls the function with arrays of inner types; returns arguments and result after it."""
         return call_retyped(flat, arrays, lambda tree: self.function(*tree[0], **tree[1]))
 
     def _arguments(self, tree: ArgTree, flat: Flat, prefix: Any) -> list[Argument]:
@@ -258,8 +265,8 @@ def _as_spec(spec: Any) -> Any:
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
-def _undo(objects: Sequence[Any]) -> Callable[[], None]:
-    """A function that gives modules and Variables their present content back."""
+def _undo(objects: Objects) -> Callable[[], None]:
+    """Returns a function that gives modules and Variables their present content back."""
     nodes = [x for x in objects if _compat.is_node(x) and hasattr(x, "__dict__")]
     attributes = [(vars(x), dict(vars(x))) for x in nodes]
     variables = [x for x in objects if _compat.is_variable(x)]

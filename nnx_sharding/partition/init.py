@@ -1,4 +1,8 @@
-"""Creates models sharded, or abstract."""
+"""Creates models sharded, or abstract.
+
+The constructor becomes a function of its traced arguments alone, which ``jit`` compiles with the
+shardings of the model as ``out_shardings``: so no parameter is ever in full on one device.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from ..core.constrain import in_context
 from ..core.signature import Roles
 from ..diagnostics.progress import progress
 from ..specs.fitting import axes_of_type
+from ..specs.types import AnyMesh
+from ..transforms.in_trace import replace_slots
 from ..transforms.jit import Jit, jit
 from ..transforms.lifted import Lifted, lift
 from .rules import from_metadata
@@ -82,8 +88,15 @@ def abstract_init(
     return _make("abstract_init", make_model, sharding, mesh, (args, kwargs))
 
 
-def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) -> Any:
-    build, arrays = _closed(make_model, arguments)
+def _make(
+    name: str,
+    make_model: Callable[..., Any],
+    sharding: Any,
+    mesh: AnyMesh | None,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Any:
+    """Makes the model, abstract for ``abstract_init``; ``name`` is the caller's."""
+    build, arrays = _close_over_statics(make_model, arguments)
     try:
         with in_context(_mesh_inside(build, arrays, mesh)):
             if sharding is None or callable(sharding):
@@ -103,8 +116,10 @@ def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) 
         raise
 
 
-def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """The constructor as a function of arrays and objects only, and those arguments."""
+def _close_over_statics(
+    make_model: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns the constructor as a function of arrays and objects only, and those arguments."""
     if not callable(make_model):
         raise TypeError(f"make_model is not a function or class: {make_model!r}.")
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
@@ -112,26 +127,30 @@ def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..
         return make_model, []
     slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]
     traced = [leaves[slot] for slot in slots]
-    for slot in slots:
-        leaves[slot] = None  # not captured by the constructor
+    # What is traced is not captured: the caller's arrays would become constants of the program.
+    statics = replace_slots(leaves, slots, [None] * len(slots))
 
     def make(*arrays: Any) -> Any:
-        filled = list(leaves)
-        for slot, array in zip(slots, arrays, strict=True):
-            filled[slot] = array
-        args, kwargs = jax.tree.unflatten(treedef, filled)
+        all_leaves = replace_slots(statics, slots, arrays)
+        args, kwargs = jax.tree.unflatten(treedef, all_leaves)
         return make_model(*args, **kwargs)
 
     return make, traced
 
 
-def _is_traced(x: Any) -> bool:
+def _is_traced(x: object) -> bool:
+    """Whether an argument is traced: numbers are sizes and settings, which are not."""
     is_number = isinstance(x, int | float | complex | np.generic)
     return _compat.is_graph_object(x) or (not is_number and _compat.is_array_like(x))
 
 
-def _mesh_inside(build: Callable[..., Any], arrays: list[Any], mesh: Any) -> Any:
-    """The mesh that the constructor sees: with Auto axes if it supports them."""
+def _mesh_inside(
+    build: Callable[..., Any], arrays: list[Any], mesh: AnyMesh | None
+) -> AnyMesh | None:
+    """Returns the mesh that the constructor sees: with Auto axes if it supports them.
+
+    On Explicit ones it has to say how each value is sharded. It is traced to find out.
+    """
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return mesh
     kinds = (AxisType.Auto,) * len(mesh.axis_names)

@@ -63,7 +63,7 @@ def make_mesh(
 
 
 def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The sizes of the axes, with the number of remaining devices for -1."""
+    """Returns the sizes of the axes, with the number of remaining devices for -1."""
     known = math.prod(size for size in sizes if size != -1)
     filled = tuple(count // max(known, 1) if size == -1 else size for size in sizes)
     if math.prod(filled) != count or min(filled, default=1) < 1:
@@ -133,6 +133,7 @@ def planning_mesh(
 
 
 def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """Makes a mesh of axes by name; None for devices of this machine, or virtual ones."""
     sizes = axes.shape if isinstance(axes, AbstractMesh) else axes
     types = axes.axis_types if isinstance(axes, AbstractMesh) else None
     devices = _planning_devices(list(sizes.values())) if devices is None else devices
@@ -140,7 +141,7 @@ def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[Any] | None 
 
 
 def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
-    """As many devices as the product of the sizes; all there are if the sizes are invalid."""
+    """Returns as many devices as the product of the sizes; all if they are invalid, as -1 is."""
     devices = jax.devices()
     count = math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 0
     if count <= len(devices):
@@ -181,7 +182,7 @@ _WITHOUT_TPU = {
 
 @functools.lru_cache(maxsize=8)  # devices of two descriptions are never equal
 def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
-    """The devices of a topology such as ``v5e:4x4``, in each of several slices."""
+    """Returns the devices of a topology such as ``v5e:4x4``, in each of several slices."""
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f"the topology {name!r} needs the TPU compiler, which needs no TPU: pip install "
@@ -220,8 +221,9 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
 
 
 def arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices as a mesh along their links, with the slices along the first axes."""
+    """Returns the devices as a mesh along their links, with the slices along the first axes."""
     num_slices = len({_slice(device) for device in devices})
+    # How many slices are along each axis: as many as divide it, from the first axis on.
     across: list[int] = []
     for size in sizes:
         across.append(math.gcd(size, num_slices // math.prod(across)))
@@ -239,7 +241,7 @@ def arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def axes_across_slices(mesh: Mesh | AbstractMesh) -> set[str]:
-    """The axes along which devices are in different slices; none for GPUs, whose nodes differ."""
+    """Returns the axes along which slices differ; none for GPUs, on which JAX calls a node so."""
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu":
         return set()
     slices = np.vectorize(_slice, otypes=[int])(mesh.devices)

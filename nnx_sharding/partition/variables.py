@@ -1,4 +1,9 @@
-"""The Variables of a model by path, and shardings that are given by path."""
+"""The Variables of a model by path, and shardings that are given by path.
+
+All strategies see a model as a list of these: each Variable, and each array outside of any, with
+its first path, its arrays (one, unless the value is a pytree), and what is known of its dimensions
+(``layers.py``). A *slot* is the position of an array in the flattened model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ class NamedVariable(NamedTuple):
     """A Variable of a model, or an array outside of any, with its path."""
 
     path: Path
-    variable: Any
+    variable: Any  # the Variable, or the array
     arrays: tuple[Any, ...]
     is_buffer: bool = False  # an array that a model with Variables holds outside of them
     layers: Stacked = Stacked()  # the dimensions of stacked layers
@@ -52,7 +57,7 @@ class NamedVariable(NamedTuple):
 
     @property
     def layer_shape(self) -> Shape:
-        """The shape for one layer; ``()`` without a shape, or if the layers are not known."""
+        """The shape for one layer; ``()`` without a shape, or if the layers are ambiguous."""
         if self.shape is None or self.layers.is_ambiguous:
             return ()
         return tuple(self.shape[d] for d in self.layer_dimensions)
@@ -64,15 +69,15 @@ class NamedVariable(NamedTuple):
 
     @property
     def layer_size(self) -> int:
-        """The number of elements in one layer, or what is known to be part of one."""
+        """The number of elements in one layer, at least; 0 without a shape."""
         shape = self.shape
         return 0 if shape is None else math.prod(shape[d] for d in self.layer_dimensions)
 
     def dimension(self, index: int) -> int | None:
-        """The dimension that has this index in one layer; None if that is not known."""
-        own = self.layer_dimensions
-        is_known = not self.layers.is_ambiguous and -len(own) <= index < len(own)
-        return own[index] if is_known else None
+        """Returns the dimension that has this index in one layer; None if that is not known."""
+        dimensions = self.layer_dimensions
+        is_known = not self.layers.is_ambiguous and -len(dimensions) <= index < len(dimensions)
+        return dimensions[index] if is_known else None
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -88,26 +93,26 @@ class NamedVariable(NamedTuple):
 
 
 def variables(tree: Any) -> Iterator[NamedVariable]:
-    """All Variables and arrays of a model, an optimizer or a pytree, each under its first path."""
+    """Yields the Variables and bare arrays of a model, an optimizer or a pytree, by first path."""
     flat = flatten(tree, graph=True)
     structure = flat.structure
-    parameters, layers = _plain_parameters(structure), LayerDimensions(flat)
+    bare_parameters, layers = _bare_parameters(structure), LayerDimensions(flat)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
-        if arrays:
-            index = location.entry
-            is_array = index is None or not _is_variable(structure.entries[index])
-            subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
-            is_buffer = is_array and parameters.isdisjoint(location.slots)
-            path = tuple(map(plain_key, location.path))
-            shape = tuple(getattr(arrays[0], "shape", ()))
-            stacked = layers.find(path, subject, location.slots, shape)
-            is_norm = layers.is_norm(subject)
-            yield NamedVariable(path, subject, arrays, is_buffer, stacked, is_norm)
+        if not arrays:
+            continue
+        index = location.entry  # of the Variable or reference; None for a bare array
+        is_array = index is None or not _is_variable(structure.entries[index])
+        subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
+        is_buffer = is_array and bare_parameters.isdisjoint(location.slots)
+        path = tuple(map(plain_key, location.path))
+        shape = tuple(getattr(arrays[0], "shape", ()))
+        stacked = layers.find(path, subject, location.slots, shape)
+        yield NamedVariable(path, subject, arrays, is_buffer, stacked, layers.is_norm(subject))
 
 
-def _plain_parameters(structure: Structure) -> Set[int]:
-    """The slots of arrays that are not buffers, though they may be outside of Variables."""
+def _bare_parameters(structure: Structure) -> Set[int]:
+    """Returns the slots of arrays that may be outside of Variables, but are no buffers."""
     entries = structure.entries
     if not any(map(_is_variable, entries)):
         return frozenset(range(structure.num_leaves))
@@ -122,15 +127,15 @@ def _is_variable(entry: Any) -> bool:
 
 
 def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
-    """The tree with the result of a function for each Variable and array, a State for a module."""
+    """Returns the tree with the results of a function in place of Variables and bare arrays.
+
+    A module becomes an ``nnx.State`` of these.
+    """
     parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
     results = []
     for keys, part in parts:
         prefix = tuple(plain_key(path_key(key)) for key in keys)
-        flat = {
-            each.path: function(each._replace(path=(*prefix, *each.path)))
-            for each in variables(part)
-        }
+        flat = {x.path: function(x._replace(path=(*prefix, *x.path))) for x in variables(part)}
         results.append(nnx.from_flat_state(flat) if _compat.is_node(part) else flat.get(()))
     return jax.tree_util.tree_unflatten(treedef, results)
 
@@ -141,11 +146,11 @@ FOLLOWING = ActivationSharding(gather=True, infer=True)
 
 
 def from_paths(
-    specs: Mapping[Path, Any],
+    specs: SpecsByPath,
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
-    """A ``StateSharding`` with one sharding, and perhaps a note why, for each path."""
+    """Makes a ``StateSharding`` with one sharding, and perhaps a note why, for each path."""
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():
         groups.setdefault((spec, notes.get(path, "")), []).append(path)
@@ -154,7 +159,7 @@ def from_paths(
 
 
 def specs_by_path(tree: Any, sharding: StateSharding) -> dict[Path, Any]:
-    """The sharding of each path of a model; None where no filter of ``sharding`` matches.
+    """Returns the sharding of each path of a model; None where ``sharding`` has none for it.
 
     Args:
       tree: the model, optimizer or pytree; abstract (``nnx.eval_shape``) or not.
@@ -167,4 +172,4 @@ def specs_by_path(tree: Any, sharding: StateSharding) -> dict[Path, Any]:
       >>> specs_by_path(model, replicated(model))
       {('bias',): P(), ('kernel',): P()}
     """
-    return {each.path: sharding.find(each.path, each.variable)[1] for each in variables(tree)}
+    return {x.path: sharding.find(x.path, x.variable)[1] for x in variables(tree)}

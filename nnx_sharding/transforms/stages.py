@@ -1,9 +1,10 @@
 """The stages of lifted functions: what :mod:`nnx_sharding.stages` makes public.
 
-JAX's stages know flat arrays: those of the arguments by slot, and those of the results in groups by
-spec. Each class here holds the stage of JAX, and translates both into the user's pytrees with what
-the plan knows of the arguments (:class:`~.structure.Structure`) and the trace of the results
-(:class:`~.outcome.Outcome`); :func:`user_tree` does it.
+JAX's stages know flat arrays: those of the arguments, each at its *slot*, and those of the results
+in groups by spec. Each class here holds the stage of JAX, and translates both into the user's
+pytrees (:func:`user_tree`) with what is known of the arguments (the `Structure` of the *plan*) and
+of the results (the *outcome*, which says for each array after the call from which output or slot it
+is). A *guard* recognizes the arguments of an earlier call, and spares flattening them.
 
 Figures of compiled programs are in `figures.py`, which is imported when one is asked for.
 """
@@ -78,7 +79,8 @@ class Stage:
         self._statics = statics  # the static arguments
         self._recorder = recorder  # knows the calls of modules
         self._guards = Guards(None, lambda _: _compat.direct_form(stage))
-        # The route in C calls with the arguments as they are, but static ones may be left out.
+        # What `guarded` reads: guards, bound objects, function and observer; nothing is traced any
+        # more. It calls with the arguments as they are, but static ones may be left out.
         guards = [] if statics else self._guards.recent
         self._direct = (guards, lifted._bound, None, None)
         # JAX keeps the outcome of the trace in the tree structure of the results.
@@ -126,6 +128,7 @@ class Stage:
         It has only changed Variables, not the objects that the call adds.
         """
         before, outcome = self._plan.structure, self._outcome
+        # The last of JAX's outputs is the outcome. What the call does not change is None.
         arrays = outcome.arrays([None] * before.num_leaves, self._stage.out_info[:-1])
         written: dict[int, Any] = {}  # by slot of the inputs
         for index in (*outcome.values, *outcome.metadata):
@@ -164,7 +167,7 @@ class Stage:
         return called_by(Caller(None, (), plan=self._plan, leaves=self._recorder.leaves))
 
     def _run(self, done: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the stage of JAX with the user's arguments.
+        """Calls the stage of JAX with the user's arguments, and updates modules in them.
 
         Args:
           done: what was done for the arguments, for messages: ``traced`` or ``compiled``.
@@ -214,13 +217,14 @@ class Stage:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Adds bound objects, and the static arguments that were left out, to those of a call."""
         signature, bound = self._plan.signature, self._lifted._bound
+        # By position, or by name if they were passed so.
         statics: dict[Any, Any] = dict(zip(signature.static_keys, self._statics, strict=True))
         keywords = {key: statics.pop(key) for key in [*statics] if isinstance(key, str)}
-        missing = [position for position in sorted(statics) if position >= len(bound)]
+        positions = [position for position in sorted(statics) if position >= len(bound)]
         args = (*bound, *args)
-        # Left out are all or none: otherwise it is unclear which.
-        if missing and len(args) == len(signature.names) - len(missing):
-            for position in missing:
+        # All positional ones are left out or none: otherwise it is unclear which.
+        if positions and len(args) == len(signature.names) - len(positions):
+            for position in positions:
                 args = (*args[:position], statics[position], *args[position:])
         return args, {**keywords, **kwargs}
 
@@ -231,23 +235,27 @@ class Stage:
         if before == after:
             return
         changes = differences(before, after)
-        if before[0] != after[0]:
-            changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
+        if plan.signature != call.signature:
+            forms = arguments_of(plan.signature), arguments_of(call.signature)
+            changes.insert(0, f"arguments {forms[0]} → {forms[1]}")
         head = f"{plan.fun_name} was {done} for other arguments than it is called with now:"
         text = message(head, [f"  {change}" for change in changes], "Lower it again for these.")
         raise see(TypeError(text), anchor="compiled-for-another-structure")
 
     def _inputs(self, per_argument: Any) -> Any:
-        """Puts what JAX reports for its arguments into the form of the user's."""
+        """Puts what JAX reports for its (positional, keyword) arguments into the user's form."""
         return user_tree(self._plan.structure, per_argument[0])
 
     def _outputs(self, per_output: Any, per_argument: Any) -> Any:
-        """Puts what JAX reports for its outputs and arguments into the form of the result."""
+        """Puts what JAX reports for its outputs into the form of the user's result.
+
+        What a call returns unchanged is no output: that has what is reported for the argument.
+        """
         values = self._outcome.arrays([*per_argument[0]], per_output[:-1])
         return user_tree(self._outcome.structure, values)
 
     def __getattr__(self, name: str) -> Any:
-        # A private name is not JAX's, and while the object is copied or unpickled none is set.
+        # A private name is not JAX's; while the object is unpickled, `_stage` itself is missing.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._stage, name)
@@ -341,6 +349,7 @@ class Lowered(Stage):
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
 
+        # Reports compile once more, with options of their own.
         def compile_with(stage: Any, more: Mapping[str, Any]) -> Any:
             with progress(f"compile {self._plan.fun_name}"), self._attribute_reports():
                 return stage.compile({**(compiler_options or {}), **more} or None, **options)
@@ -543,7 +552,7 @@ class Compiled(Stage):
 
 
 def _shape_of(aval: Any) -> Any:
-    """The shape and dtype of an aval; itself for a hijax Variable, which has none."""
+    """Returns the shape and dtype of an aval; itself for a hijax Variable, which has none."""
     try:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     except AttributeError:
@@ -563,15 +572,14 @@ def user_tree(
       values: a value for each slot.
       keep: whether to keep what belongs to these slots; in place of the rest there is None, or
         nothing in a state.
-      objects: the Variables to put into states, by entry; without them their values.
-
-    Returns:
-      The pytree.
+      objects: the Variables to put into states, by index in the structure; without them, states
+        have the values.
     """
 
+    # A child is a pytree, an array outside of objects, something static, or the index of an object.
     def build(child: Child, slots: Iterator[int]) -> Any:
         if child is LEAF:
-            slot = next(slots)
+            slot = next(slots)  # those of arrays outside of objects are in this order
             return values[slot] if keep((slot,)) else None
         if isinstance(child, Container):
             parts = [build(part, slots) for part in child.children]
@@ -581,7 +589,7 @@ def user_tree(
         assert isinstance(child, int)
         if isinstance(structure.entries[child], StaticObject):
             return None
-        flat = {
+        state = {
             tuple(map(plain_key, location.path)): value_at(structure, location, values)
             if objects is None or location.entry is None
             else objects[location.entry]
@@ -589,6 +597,6 @@ def user_tree(
             if keep(location.slots)
         }
         # A bare Variable has the empty path.
-        return flat[()] if () in flat else nnx.from_flat_state(flat)
+        return state[()] if () in state else nnx.from_flat_state(state)
 
     return build(structure.root, iter(structure.root_slots))
