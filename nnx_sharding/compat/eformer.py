@@ -201,23 +201,23 @@ def match_partition_rules(
     small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
     matches, unmatched, misfits = list[list[int]](), list[str](), list[str]()
 
-    def choose(each: NamedVariable) -> Any:
-        sized = (x for x in each.arrays if hasattr(x, "shape") or isinstance(x, Number))
+    def choose(variable: NamedVariable) -> Any:
+        sized = (x for x in variable.arrays if hasattr(x, "shape") or isinstance(x, Number))
         shapes = list(map(np.shape, sized))
         if strict and not shapes:
             return None
         # All rules that match, not the first alone: to know which of them decide nothing.
-        matches.append([n for n, (f, _) in enumerate(pairs) if f(each.path, each.variable)])
+        matches.append([n for n, (f, _) in enumerate(pairs) if f(variable.path, variable.variable)])
         if strict and all(math.prod(shape) < max(small, 2) for shape in shapes):
             return PartitionSpec()
         if not matches[-1]:
-            unmatched.append(f"  {each.name}" + (f", shape {shapes[0]}" if shapes else ""))
+            unmatched.append(f"  {variable.name}" + (f", shape {shapes[0]}" if shapes else ""))
             return None
         spec = pairs[matches[-1][0]][1]
         if spec is not None and strict:
             spec = with_entries(spec, spec.partitions[: min(map(len, shapes))])
         fits = (fit_sharding(spec, mesh, shape) for shape in shapes if mesh is not None)
-        misfits.extend([fit.line(each.name) for fit in fits if fit.problems][:1])
+        misfits.extend([fit.line(variable.name) for fit in fits if fit.problems][:1])
         return spec
 
     result = map_variables(tree, choose)
@@ -230,9 +230,9 @@ def match_partition_rules(
 def _warn_of_unused(
     name: str, pairs: Sequence[tuple[Any, Any]], matches: Sequence[Sequence[int]]
 ) -> None:
-    """Warns of rules that decide nothing; ``matches`` has those that match, for each Variable."""
-    used = {found[0] for found in matches if found}
-    if all(len(pairs) - 1 in found for found in matches):
+    """Warns of rules that decide nothing; ``matches`` has the matching ones of each Variable."""
+    used = {numbers[0] for numbers in matches if numbers}
+    if all(len(pairs) - 1 in numbers for numbers in matches):
         used.add(len(pairs) - 1)  # the rule for the rest, of which there may be none
     unused = [f"  {getattr(f, 'text', f)!r}" for n, (f, _) in enumerate(pairs) if n not in used]
     if unused:
@@ -422,14 +422,14 @@ def _extracted(tree: Any, read: Callable[[Any], list[Any]]) -> Any:
     """Returns the tree with what ``read`` finds for each leaf; to find nothing is an error."""
     missing: list[str] = []
 
-    def choose(each: NamedVariable) -> Any:
-        found = [read(leaf) for leaf in each.arrays]
-        if [] in found or any(one != found[0] for one in found):
-            leaves = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in each.arrays]
+    def choose(variable: NamedVariable) -> Any:
+        results = [read(leaf) for leaf in variable.arrays]
+        if [] in results or any(result != results[0] for result in results):
+            leaves = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
             listed = "; ".join(dict.fromkeys(map(str, leaves)))
-            missing.append(f"  {each.name or 'the root'}: {listed}")
+            missing.append(f"  {variable.name or 'the root'}: {listed}")
             return None
-        return found[0][0] if found else None
+        return results[0][0] if results else None
 
     result = map_variables(tree, choose)
     head = "expected numbers and arrays with a NamedSharding, the same one in each Variable, got:"

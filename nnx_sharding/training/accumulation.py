@@ -38,7 +38,7 @@ from ..partition.axis_modes import explicit_axes
 from ..specs.fitting import axes_of, only_axes, padded, spec_axes, suggestion
 from ..specs.paths import Path, accessor, enclosing_paths, path_key
 from ..transforms import Carry, scan, value_and_grad
-from ..transforms.grad import Prepared, ValueAndGrad
+from ..transforms.grad import PreparedCall, ValueAndGrad
 from ..transforms.in_trace import type_text
 from ..transforms.partial_sums import PartialSums, with_sums
 
@@ -159,6 +159,7 @@ class _Accumulation:
 
         if self.axis is None:
             return accumulate(rest, batch)
+        # Parameters and other arguments are replicated over the axis, as partial sums need it.
         in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
         explicit = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
         return explicit(rest, batch)  # type: ignore[no-any-return]
@@ -171,6 +172,7 @@ class _Accumulation:
         sums = _partial_sums_over_rows(batch)
         prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
 
+        # One microbatch: adds its gradients to the totals. The scan's slices are its rows.
         def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
             bound.arguments.update({**rest, **microbatch})
             call = self.gradient.prepare(bound.args, bound.kwargs, sums)
@@ -186,7 +188,7 @@ class _Accumulation:
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, prepared.build_gradient(self._means(prepared, totals))
 
-    def _zeros(self, prepared: Prepared, sums: PartialSums | None) -> list[jax.Array]:
+    def _zeros(self, prepared: PreparedCall, sums: PartialSums | None) -> list[jax.Array]:
         """Returns a total of zero for each array that is differentiated."""
         return [
             sums.zeros(x, self.dtype)
@@ -195,7 +197,7 @@ class _Accumulation:
             for slot, x in zip(prepared.slots, prepared.arrays(), strict=True)
         ]
 
-    def _means(self, prepared: Prepared, totals: Sequence[jax.Array]) -> list[jax.Array]:
+    def _means(self, prepared: PreparedCall, totals: Sequence[jax.Array]) -> list[jax.Array]:
         """Reduces the totals of all microbatches, and divides them by the number of these."""
         names = [prepared.plan.names[slot] for slot in prepared.slots]
         return [
@@ -241,7 +243,7 @@ def _batch_names(
         )
         return names
     prepared = gradient.prepare(bound.args, bound.kwargs)
-    differentiated = {x.argument.name for x in prepared.wanted}
+    differentiated = {x.argument.name for x in prepared.targets}
 
     def is_batch(value: Any) -> bool:
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
@@ -329,7 +331,10 @@ def _check_aux(aux: Any) -> None:
 
 
 def _partial_sums_over_rows(batch: _Arguments) -> PartialSums | None:
-    """Returns partial sums over the Explicit axes that shard the rows; None if there are none."""
+    """Returns partial sums over the Explicit axes that shard the rows; None if there are none.
+
+    Arrays of the batch may be sharded over fewer axes than others; the most are taken.
+    """
     typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
     entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
     rows = max(entries, key=lambda entry: len(axes_of(entry)), default=None)

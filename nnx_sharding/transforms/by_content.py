@@ -118,13 +118,7 @@ def _compiled(
 
 
 def content_of(jaxpr: Jaxpr) -> Hashable:
-    """The content of a jaxpr, which is equal for equal programs.
-
-    Args:
-      jaxpr: the jaxpr, without the values of its constants.
-
-    Returns:
-      Its equations, with variables as numbers.
+    """Returns the equations of a jaxpr with variables as numbers: equal for equal programs.
 
     Raises:
       _NoContentError: it has parameters that are not compared by value.
@@ -156,7 +150,7 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
 
 
 def _parameters(equation: JaxprEqn) -> Hashable:
-    """The parameters of an equation by name; without rules for derivatives."""
+    """Returns the parameters of an equation by name; without rules for derivatives."""
     inner = _WITH_RULES.get(equation.primitive.name)
     if inner is not None:
         return _value_of(equation.params[inner])
@@ -164,7 +158,7 @@ def _parameters(equation: JaxprEqn) -> Hashable:
 
 
 def _literal(value: object) -> Hashable:
-    """A number in a jaxpr, by its bits: 0.0 equals -0.0, and NaN does not equal itself."""
+    """Returns a number in a jaxpr by its bits: 0.0 equals -0.0, and NaN does not equal itself."""
     if isinstance(value, jax.Array):  # on a device, where reading it would wait
         raise _NoContentError
     array = np.asarray(value)

@@ -72,7 +72,7 @@ class _Checked(Inner[P, R]):
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Calls the function; returns the error and what it returns."""
-        plan, flat = self._found((*self._bound, *args), kwargs)
+        plan, flat = self._find_plan((*self._bound, *args), kwargs)
         inline, errors = self._program(plan, flat).inline, list[Any]()
 
         def execute(*leaves: object) -> Any:

@@ -203,7 +203,7 @@ class _CustomFunction(Inner[P, R]):
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
-        plan, flat = self._found(self._positional_arguments(args, kwargs), {})
+        plan, flat = self._find_plan(self._positional_arguments(args, kwargs), {})
         rules = _Rules(self._fun, *self._rules)
         # A trace is used again only if the rules reach the same, too.
         reach = reach_of([*rules.functions, *plan.reached_from(flat.objects)])

@@ -84,17 +84,20 @@ class Functions(Several):
 def _signature(
     function: tuple[Function, Sequence[object]], leading: Sequence[str], count: int
 ) -> inspect.Signature:
-    """Makes a signature of leading parameters, and those of a function if they fit the operands."""
+    """Makes a signature of leading parameters and ``count`` operands.
+
+    These have the names that ``function``, with what it is bound to, gives them if it names all.
+    """
     kind = inspect.Parameter.POSITIONAL_ONLY
     unbound, bound = function
     try:
-        own = [*inspect.signature(unbound).parameters][len(bound) :][:count]
+        operands = [*inspect.signature(unbound).parameters][len(bound) :][:count]
     except (TypeError, ValueError):  # some functions written in C
-        own = []
-    names = [*leading, *own]
+        operands = []
+    names = [*leading, *operands]
     parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
-    has_all = len(own) == count and len(parameters) == len(names)  # all named, none twice
-    if not has_all:
+    are_distinct = len(parameters) == len(names)
+    if len(operands) < count or not are_distinct:
         parameters = [inspect.Parameter(name, kind) for name in leading]
         parameters.append(inspect.Parameter("operands", inspect.Parameter.VAR_POSITIONAL))
     return inspect.Signature(parameters)
@@ -123,7 +126,7 @@ def call_functions(
 
 
 def scalar_value(name: str, argument: str, value: Any, kinds: str, expected: str) -> Any:
-    """The value of a scalar argument, which may be that of a Variable.
+    """Returns the value of a scalar argument, which may be that of a Variable.
 
     Args:
       name: the name of the transform, for messages.

@@ -1,10 +1,12 @@
 """``grad`` and ``value_and_grad`` for functions that take NNX objects.
 
-`argnums` chooses arguments and `wrt` Variables in them, so a call first finds the slots of the
-arrays that are differentiated (:meth:`ValueAndGrad.prepare`), then differentiates at these
+`argnums` chooses arguments, the *targets*, and `wrt` Variables in them. So a call first finds the
+*slots* (positions among all arrays of the arguments) of what is differentiated
+(:meth:`ValueAndGrad.prepare`), then differentiates at these
 (:meth:`ValueAndGrad.value_and_gradients`), and puts the gradients into the form of the arguments
-(:meth:`Prepared.build_gradient`): a state by path for each module, as in Flax.
-`accumulate_gradients` takes the same three steps, with the second one in a loop.
+(:meth:`PreparedCall.build_gradient`): a state by path for each module, as in Flax.
+`accumulate_gradients` takes the same three steps, with the second one in a loop, and with *partial
+sums*: gradients that are not yet summed over devices (``partial_sums.py``).
 """
 
 from __future__ import annotations
@@ -172,7 +174,7 @@ def _make(
 
     def decorate(fun: Callable[..., object]) -> Any:
         lifted = lift(ValueAndGrad, fun, transform, Roles(), *modes)
-        if lifted._bound and any(isinstance(which, int) for which, _ in pairs):
+        if lifted._bound and any(isinstance(argnum, int) for argnum, _ in pairs):
             raise ValueError(
                 f"{name}: positions do not count the object of a bound method. Name what is "
                 "differentiated, for example argnums='self', or pass the object as an argument."
@@ -215,22 +217,22 @@ class _Gradient(Differentiation):
             )
 
 
-class Wanted(NamedTuple):
-    """One differentiated argument: the argument, its value, and what is differentiated in it."""
+class Target(NamedTuple):
+    """One differentiated argument."""
 
     argument: Argument
     value: Any
-    locations: list[NamedLocation]
+    locations: list[NamedLocation]  # of what is differentiated in it
     is_state: bool  # whether its gradient has states in place of modules
 
 
-class Prepared(NamedTuple):
+class PreparedCall(NamedTuple):
     """A call before it is differentiated.
 
     Attributes:
       plan: the plan of the call.
       flat: its arguments.
-      wanted: the arguments that are differentiated.
+      targets: the arguments that are differentiated.
       slots: the slots of the arrays that are differentiated.
       partial: those of them with partial sums.
       is_single: whether the gradient is of one argument, not a tuple.
@@ -238,7 +240,7 @@ class Prepared(NamedTuple):
 
     plan: Plan
     flat: Flat
-    wanted: list[Wanted]
+    targets: list[Target]
     slots: list[int]
     partial: list[int]
     is_single: bool
@@ -250,15 +252,15 @@ class Prepared(NamedTuple):
     def build_gradient(self, arrays: Sequence[Any]) -> Any:
         """Puts gradients of these arrays into the form of the arguments."""
         gradients = dict(zip(self.slots, arrays, strict=True))
-        modules = {} if all(x.is_state for x in self.wanted) else self._modules(gradients)
+        modules = {} if all(x.is_state for x in self.targets) else self._modules(gradients)
         parts = tuple(
             in_states(self.flat, x, gradients) if x.is_state else modules[x.argument.name]
-            for x in self.wanted
+            for x in self.targets
         )
         return parts[0] if self.is_single else parts
 
     def _modules(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
-        """All arguments by name as new objects, with gradients in place of the arrays."""
+        """Returns all arguments by name as new objects, with gradients in place of the arrays."""
         structure, objects = self.flat.structure, self.flat.objects
         leaves = [gradients.get(s, without_tangent(x)) for s, x in enumerate(self.flat.leaves)]
         # The same static objects, as those compared by identity are part of the treedef.
@@ -266,10 +268,11 @@ class Prepared(NamedTuple):
         return _by_name(self.plan, unflatten(structure, leaves, statics).root)
 
 
-def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
+def in_states(flat: Flat, target: Target, values: Mapping[int, Any]) -> Any:
     """Puts values by slot into the form of an argument, with a state in place of each module."""
-    states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in wanted.argument.parts}
-    for named in wanted.locations:
+    # By the keys of the modules in the argument, then by the paths in these.
+    states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in target.argument.parts}
+    for named in target.locations:
         location = named.location
         value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
         if location.entry is not None:
@@ -281,12 +284,12 @@ def in_states(flat: Flat, wanted: Wanted, values: Mapping[int, Any]) -> Any:
         states[named.part.keys][location.path] = value
     # A part that is itself a Variable or an array has the empty path.
     parts = [state[()] if () in state else nnx.from_flat_state(state) for state in states.values()]
-    treedef = jax.tree_util.tree_structure(wanted.value, is_leaf=_compat.is_graph_object)
+    treedef = jax.tree_util.tree_structure(target.value, is_leaf=_compat.is_graph_object)
     return jax.tree_util.tree_unflatten(treedef, parts)
 
 
 def _by_name(plan: Plan, tree: ArgTree) -> dict[str, Any]:
-    """The values of the arguments by name."""
+    """Returns the values of the arguments by name."""
     values = [*tree[0], *(tree[1][k] for k in sorted(tree[1]))]
     return dict(zip((argument.name for argument in plan.arguments), values, strict=True))
 
@@ -308,18 +311,19 @@ class ValueAndGrad(Differentiable[P, R]):
 
     def prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
-    ) -> Prepared:
+    ) -> PreparedCall:
         """Finds what is differentiated in a call, and which of that has partial sums."""
-        plan, flat = self._found(args, kwargs)
-        wanted = self._wanted(plan, self._sorted(args, kwargs), flat)
-        # A location may be wanted twice, if arguments share a Variable.
-        slots = [*dict.fromkeys(s for w in wanted for x in w.locations for s in x.location.slots)]
+        plan, flat = self._find_plan(args, kwargs)
+        targets = self._targets(plan, self._sort(args, kwargs), flat)
+        locations = (named.location for target in targets for named in target.locations)
+        # Targets that share a Variable have the same slots in it.
+        slots = [*dict.fromkeys(slot for location in locations for slot in location.slots)]
         with_sums = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
         partial = [slot for slot in slots if slot in with_sums]
-        return Prepared(plan, flat, wanted, slots, partial, self._transform.is_single)
+        return PreparedCall(plan, flat, targets, slots, partial, self._transform.is_single)
 
     def value_and_gradients(
-        self, prepared: Prepared, sums: PartialSums | None = None
+        self, prepared: PreparedCall, sums: PartialSums | None = None
     ) -> tuple[Any, list[Any]]:
         """Calls and differentiates the function.
 
@@ -353,7 +357,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
         return self.differentiate(plan, flat, slots, differentiate)
 
-    def _check_types(self, prepared: Prepared) -> None:
+    def _check_types(self, prepared: PreparedCall) -> None:
         """Checks that all arrays that are differentiated have a derivative."""
         if self._transform.allow_int:
             return
@@ -371,14 +375,14 @@ class ValueAndGrad(Differentiable[P, R]):
             "their gradients have dtype float0.",
         )
 
-    def _wanted(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Wanted]:
+    def _targets(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Target]:
         """Finds what is differentiated in a call."""
         arguments = {argument.name: argument for argument in plan.arguments}
         chosen = self._chosen_filters(call, arguments)
         locations = {argument: list[NamedLocation]() for argument in chosen}
         for named in self._matching(plan, flat, chosen):
             locations[named.argument.name].append(named)
-        is_empty = not any(x.location.slots for found in locations.values() for x in found)
+        is_empty = not any(x.location.slots for matches in locations.values() for x in matches)
         if is_empty and self._transform.is_chosen:
             self._refuse_empty(flat, chosen)
         values = _by_name(plan, call.tree)
@@ -387,22 +391,22 @@ class ValueAndGrad(Differentiable[P, R]):
         has_updates = self._modes["updates"]
         are_states = (has_updates or filter_ is not None for _, filter_ in self._transform.wrt)
         return [
-            Wanted(arguments[name], values[name], found, is_state)
-            for (name, found), is_state in zip(locations.items(), are_states, strict=True)
+            Target(arguments[name], values[name], matches, is_state)
+            for (name, matches), is_state in zip(locations.items(), are_states, strict=True)
         ]
 
     def _chosen_filters(
         self, call: SortedCall, arguments: Mapping[str, Argument]
     ) -> dict[str, Any]:
-        """The filter for each differentiated argument, by the name of the argument."""
+        """Returns the filter for each differentiated argument, by the name of the argument."""
         name, wrt = self._transform.name, self._transform.wrt
         default = nnx.Param if self._modes["updates"] else ...
         chosen = {
-            self._name_of(which, call): default if filter_ is None else filter_
-            for which, filter_ in wrt
+            self._name_of(argnum, call): default if filter_ is None else filter_
+            for argnum, filter_ in wrt
         }
         if len(chosen) < len(wrt):
-            positions = [which for which, _ in wrt]
+            positions = [argnum for argnum, _ in wrt]
             raise ValueError(f"{name}: argnums names an argument more than once: {positions!r}.")
         if unknown := [repr(x) + suggestion(x, arguments) for x in chosen if x not in arguments]:
             raise ValueError(
@@ -443,18 +447,18 @@ class ValueAndGrad(Differentiable[P, R]):
         )
         raise see(error, anchor="nothing-to-differentiate")
 
-    def _name_of(self, which: int | str, call: SortedCall) -> str:
-        """The name of an argument of ``argnums``."""
-        if isinstance(which, str):
-            return which
+    def _name_of(self, argnum: int | str, call: SortedCall) -> str:
+        """Returns the name of an argument of ``argnums``."""
+        if isinstance(argnum, str):
+            return argnum
         names = call.signature.names
         # Positions do not count the parameters of what the function is bound to.
-        position = which + self._implicit if which >= 0 else which + len(names)
+        position = argnum + self._implicit if argnum >= 0 else argnum + len(names)
         if not 0 <= position < len(names):  # perhaps passed by keyword
             names = self._parameters.positional
         if not 0 <= position < len(names):
             error = ValueError(
-                f"{self._transform.name}: argnums={which}, but {name_of(self._fun)} has the "
+                f"{self._transform.name}: argnums={argnum}, but {name_of(self._fun)} has the "
                 f"arguments {', '.join(names[self._implicit :]) or '()'}."
             )
             raise see(error, anchor="unknown-parameter")
@@ -464,20 +468,24 @@ class ValueAndGrad(Differentiable[P, R]):
 def _differentiate_with_sums(
     function: Function,
     arrays: list[Any],
-    prepared: Prepared,
+    prepared: PreparedCall,
     sums: PartialSums,
     options: Mapping[str, Any],
 ) -> tuple[list[Any], Any]:
     """Differentiates at arrays, some of which have partial sums (`partial_sums.py`).
 
-    Their gradients come in two parts: that of the sums, and that of the array itself, for what used
-    it in another way than by rows.
+    Layers that use a parameter row by row take partial sums of zero besides, whose gradients are
+    the partial sums. The parameter itself gets the gradient of its other uses.
+
+    Returns:
+      For each array its gradient, or its partial sums; and what the call returns.
     """
     slots, partial = prepared.slots, prepared.partial
 
     def loss(arrays: Sequence[Any], zeros: Sequence[jax.Array]) -> tuple[Any, Any]:
-        known = dict(zip(slots, arrays, strict=True))
-        with sums.known((known[slot], x) for slot, x in zip(partial, zeros, strict=True)):
+        parameters = dict(zip(slots, arrays, strict=True))
+        pairs = zip((parameters[slot] for slot in partial), zeros, strict=True)
+        with sums.with_partials(pairs):
             [value], outputs = function(arrays)
         return value, outputs
 

@@ -227,7 +227,7 @@ class InnerTransform(Transform):
         """Returns the partial sums that go into the function with their parameters, by slot."""
         if not self.can_pass_sums(plan, sums, leaves):
             return {}
-        pairs = ((slot, sums.of(leaf)) for slot, leaf in enumerate(leaves))
+        pairs = ((slot, sums.find(leaf)) for slot, leaf in enumerate(leaves))
         return {
             slot: partial
             for slot, partial in pairs
@@ -253,7 +253,7 @@ def _with_partial_sums(
 
     def with_sums(*arguments: Any) -> Any:
         leaves, partials = arguments[:count], arguments[count:]
-        with sums.known(zip((leaves[slot] for slot in slots), partials, strict=True)):
+        with sums.with_partials(zip((leaves[slot] for slot in slots), partials, strict=True)):
             return function(*leaves)
 
     return with_sums
@@ -269,8 +269,8 @@ class Inner(LiftedFunction[P, R]):
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
-        plan, flat = self._found((*self._bound, *args), kwargs)
-        return self._run(plan, flat, self._executed(plan, flat))  # type: ignore[no-any-return]
+        plan, flat = self._find_plan((*self._bound, *args), kwargs)
+        return self._run(plan, flat, self._choose_program(plan, flat))  # type: ignore[no-any-return]
 
     def _run(self, plan: Plan, flat: Flat, execute: Function, fun: object = None) -> Any:
         """Runs a call within the current trace, if any; returns what the user's function returns.

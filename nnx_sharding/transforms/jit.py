@@ -80,7 +80,7 @@ class Jit(Sharded):
     def _jax_options(
         self, in_specs: Sequence[Any], out_specs: Sequence[Any], donated: tuple[int, ...]
     ) -> dict[str, Any]:
-        """The options of ``jax.jit``: only those that were given, since some exclude each other."""
+        """Returns the options of ``jax.jit`` that were given: some exclude each other."""
         options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
         if any(spec is not None for spec in in_specs):
             options["in_shardings"] = tuple(in_specs)
@@ -98,7 +98,7 @@ class Jit(Sharded):
 
 
 def _axis_names(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
-    """The option ``auto_axes`` in hashable form."""
+    """Returns the option ``auto_axes`` in hashable form."""
     if isinstance(axes, bool):
         return axes
     return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -119,7 +119,7 @@ def _in_mesh(
 
 
 def _abstract_mesh(specs: Sequence[object]) -> AbstractMesh | None:
-    """The first mesh without devices in some shardings."""
+    """Returns the first mesh without devices in some shardings."""
     meshes = (spec.mesh for spec in specs if isinstance(spec, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
 

@@ -1,4 +1,13 @@
-"""Functions that take and return NNX objects: what all transforms make, and those with stages."""
+"""Functions that take and return NNX objects: what all transforms make, and those with stages.
+
+A call flattens its arguments (``Flat``: a structure, and leaves by slot), finds the *plan* for the
+structure, and runs a *program* of the plan: the pure function, as JAX transformed it. A *guard*
+finds the plan of an earlier call with the same objects without flattening. What a function can
+*reach* are its closures, globals and arguments: where these differ, it is traced anew.
+
+This is the hot path of every call: nothing here may depend on the size of the model, apart from
+flattening.
+"""
 
 from __future__ import annotations
 
@@ -80,19 +89,19 @@ class LiftedFunction(Generic[P, R]):
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
-    def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
-        """The arguments of a call by their roles."""
+    def _sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
+        """Returns the arguments of a call by their roles."""
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
-            signature = signature._replace(static=signature.static | {0})
+            signature = signature._replace(static=signature.static | {0})  # a class is no array
         return self._transform.sort_call(self._parameters, signature, args, kwargs)
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, record: bool = False
     ) -> tuple[SortedCall, Flat]:
-        """The arguments of a call, flattened; for a guard as well, if ``record``."""
+        """Returns the arguments of a call, also flattened; records for a guard, if asked to."""
         _compat.leave_static_cache()
-        call = self._sorted(args, kwargs)
+        call = self._sort(args, kwargs)
         recorder = recorder_of(call, args, kwargs) if record else None
         graph, statics = self._modes["graph"], call.statics
         return call, flatten(
@@ -101,18 +110,21 @@ class LiftedFunction(Generic[P, R]):
 
     def _is_classmethod_of(self, owner: type) -> bool:
         """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
-        own: Any = self._origin or self
+        unbound: Any = self._origin or self
         name = getattr(self._fun, "__name__", "")
-        found = (vars(base).get(name) for base in owner.__mro__)
-        return any(isinstance(x, classmethod) and x.__func__ is own for x in found)
+        members = (vars(base).get(name) for base in owner.__mro__)
+        return any(isinstance(x, classmethod) and x.__func__ is unbound for x in members)
 
-    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat]:
-        """The plan for a call, and its flattened arguments: at top level what a guard found."""
+    def _find_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat]:
+        """Returns the plan for a call, and its flattened arguments, by a guard if one knows them.
+
+        Guards are for calls at top level: in a trace, the arguments hold tracers of that.
+        """
         is_top, guards = _compat.trace_is_clean(), self._guards
-        found = guards.find(args, kwargs) if is_top else None
-        if found is not None:
+        known = guards.find(args, kwargs) if is_top else None
+        if known is not None:
             _compat.leave_static_cache()
-            return found
+            return known
         call, flat = self._split(args, kwargs, record=is_top)
         plan, is_new = self._plan(call, flat)
         if is_top:
@@ -120,17 +132,17 @@ class LiftedFunction(Generic[P, R]):
         return plan, flat
 
     def _reach(self, plan: Plan, flat: Flat) -> Reach | None:
-        """What the function can reach now; None if it has to be traced anew."""
+        """Returns what the function can reach now; None if it has to be traced anew."""
         fun = self._fun
         functions = fun.functions if isinstance(fun, Several) else (fun,)
         return reach_of([*functions, *plan.reached_from(flat.objects)])
 
     def _program(self, plan: Plan, flat: Flat) -> Program:
-        """The program of a plan for what the function can reach now."""
+        """Returns the program of a plan for what the function can reach now."""
         return plan.program_for(self._reach(plan, flat))
 
-    def _executed(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
-        """What a call executes."""
+    def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
+        """Returns what a call executes: by where it is made, and what the function can reach."""
         reach = self._reach(plan, flat)
         program = plan.program_for(reach)
         if not _compat.trace_is_clean():
@@ -138,7 +150,7 @@ class LiftedFunction(Generic[P, R]):
         return program.traced_anew if reach is None else program.top_level
 
     def _plan(self, call: SortedCall, flat: Flat) -> tuple[Plan, bool]:
-        """The plan for a call, and whether it is new."""
+        """Returns the plan for a call, and whether it is new."""
         transform = self._transform
 
         def make() -> Plan:
@@ -179,10 +191,10 @@ class LiftedFunction(Generic[P, R]):
         module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
         name = getattr(self._fun, "__qualname__", "")
         try:
-            found: Any = functools.reduce(getattr, name.split("."), module)
+            named: Any = functools.reduce(getattr, name.split("."), module)
         except AttributeError:
-            found = None
-        if found is self:
+            named = None
+        if named is self:
             return name
         return functools.partial(type(self), self._fun, self._transform, **self._options), ()
 
@@ -213,6 +225,7 @@ class Lifted(LiftedFunction[P, R]):
         if max_traces is not None:
             self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
         self._observer = Observer(self._cache.log, self._trace_limit)
+        # What the route in C reads (`guarded`): guards, bound objects, function and observer.
         self._direct = (self._guards.recent, (), self._fun, self._observer)
         # What trainers ask for the number of compiled programs, as an attribute of what `nnx.jit`
         # returns. An entry of the __dict__, which `functools.wraps` copies, as for cached_partial.
@@ -229,8 +242,8 @@ class Lifted(LiftedFunction[P, R]):
         """Calls the function; its changes are made to the caller's own objects."""
         if self._bound:
             args = (*self._bound, *args)  # type: ignore[assignment]
-        plan, flat = self._found(args, kwargs)
-        execute, caller = self._executed(plan, flat), (self._fun, self._observer)
+        plan, flat = self._find_plan(args, kwargs)
+        execute, caller = self._choose_program(plan, flat), (self._fun, self._observer)
         if _compat.trace_is_clean():
             try:
                 return run(plan, flat, execute, *caller)  # type: ignore[no-any-return]
@@ -245,10 +258,10 @@ class Lifted(LiftedFunction[P, R]):
     def _program(self, plan: Plan, flat: Flat) -> Program:
         return plan.program if self._keeps_captures() else super()._program(plan, flat)
 
-    def _executed(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
+    def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
         if self._keeps_captures():
             return plan.program.top_level
-        return super()._executed(plan, flat)
+        return super()._choose_program(plan, flat)
 
     def _keeps_captures(self) -> bool:
         return self._transform.keeps_captures and _compat.trace_is_clean()
@@ -294,8 +307,8 @@ class Lifted(LiftedFunction[P, R]):
         return explained(traced._plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
 
     def _trace(self, args: Any, kwargs: Any) -> tuple[Traced, Sequence[Any]]:
-        """The traced function, and the arrays with which it was traced."""
-        call, plan, flat = self._planned(args, kwargs)
+        """Returns the traced function, and the arrays with which it was traced."""
+        call, plan, flat = self._plan_without_running(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         staged = self._program(plan, flat).staged
         unmark_direct(staged)
@@ -306,11 +319,11 @@ class Lifted(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The output of the function with ``jax.ShapeDtypeStruct`` in place of arrays.
+        """Returns the output of the function with ``jax.ShapeDtypeStruct`` in place of arrays.
 
         Modules in the output are new, abstract ones. The caller's objects are not changed.
         """
-        _, plan, flat = self._planned(args, kwargs)
+        _, plan, flat = self._plan_without_running(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         with self._tracing(flat):
             staged = self._program(plan, flat).staged
@@ -319,16 +332,16 @@ class Lifted(LiftedFunction[P, R]):
         return _abstract_output(outcome, arrays, flat)
 
     def _jaxpr(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The jaxpr of the function for these arguments; unlike in a stage, it has constants."""
-        _, plan, flat = self._planned(args, kwargs)
+        """Returns the jaxpr for these arguments; unlike that of a stage, it has constants."""
+        _, plan, flat = self._plan_without_running(args, kwargs)
         function = plan.pure_function(self._reach(plan, flat))
         with self._tracing(flat):
             return explained(plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function))
 
-    def _planned(
+    def _plan_without_running(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[SortedCall, Plan, Flat]:
-        """The plan for a call that is not run, and its flattened arguments."""
+        """Returns the sorted arguments, the plan, and the flattened arguments of a call."""
         call, flat = self._split((*self._bound, *args), kwargs)
         return call, self._plan(call, flat)[0], flat
 
@@ -361,7 +374,7 @@ class Lifted(LiftedFunction[P, R]):
 
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:
-    """The output as new objects, with copies of those of the caller."""
+    """Returns the output as new objects, with copies of those of the caller."""
     static = set(outcome.structure.static_indices()).difference(outcome.statics)
     known = {
         index: flat.objects[index]
@@ -415,6 +428,8 @@ def unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
 def _unbound_partial(
     method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Callable[..., Any]:
+    """Returns a partial of a bound method as a function of the object, with a fitting signature."""
+
     @functools.wraps(method)
     def call_method(self: Any, *rest: Any, **more: Any) -> Any:
         return method(self, *args, *rest, **{**keywords, **more})

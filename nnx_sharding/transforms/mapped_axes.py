@@ -1,11 +1,14 @@
 """Axes along which arrays are mapped: what users write, and the base of ``vmap`` and ``scan``.
 
-The specs of these transforms are axes: :class:`~.state_sharding.Axis` with an index, with None for
-what is not mapped, or ``CARRY``. They are resolved like shardings, by prefixes of the arguments and
-by filters for the Variables of modules (:class:`StateAxes`), and results are grouped by them.
+The specs of these transforms are axes: :class:`~.types.Axis` with an index, with None for what is
+not mapped, or ``CARRY``. They are resolved like shardings, by prefixes of the arguments and by
+filters for the Variables of modules (:class:`StateAxes`), and results are grouped by them.
 
 Variables have one more dimension outside of the function than inside. What a function writes to a
 Variable has the axis of the Variable; new Variables of a mapped module have that of the module.
+What ``nnx.capture`` collects in a module is *captured*. A *plan* has the axes of all arrays, by
+*slot*, and of all Variables (``known``), by the index of an object in the *structure* of the
+arguments; *built* has these objects, as they are in the trace.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class StateAxes(StateSharding):
 
 
 def _axis(place: str, x: object) -> Axis | StateSharding:
-    """Reads one entry of a prefix of axes; ``place`` says where it is, for messages."""
+    """Reads one entry of a prefix of axes; ``place`` is the expression for it, for messages."""
     if isinstance(x, Axis | StateSharding):
         return x
     if x is None or (isinstance(x, int) and not isinstance(x, bool)):
@@ -214,7 +217,7 @@ class Mapped(InnerTransform):
             flat.leaves,
             self.spec_of,
             known=plan.known,
-            settled={each.name for each in plan.graph_arguments},
+            settled={argument.name for argument in plan.graph_arguments},
         )
         return [
             (flat.objects[index], axis.index)
@@ -263,5 +266,5 @@ def change_names(
 
 
 def jax_options(**options: object) -> tuple[tuple[str, Static], ...]:
-    """The options of JAX's own transform in hashable form, in which 1 is not True."""
+    """Returns the options of JAX's own transform in hashable form, in which 1 is not True."""
     return tuple((key, Static.of(x)) for key, x in options.items())

@@ -49,7 +49,7 @@ def explain_memory(
 def _explanation(
     error: Exception, plan: Plan, recorder: Recorder, compile_with: CompileWith
 ) -> Exception:
-    """The error with what holds the memory, by module."""
+    """Returns the error with what holds the memory, by module; compiles the program once more."""
     from ..analysis.parameters import mesh_of
     from .module_memory import argument_rows, dump_program
 
@@ -64,7 +64,7 @@ def _explanation(
 
 
 def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
-    """The error with the largest holders, and what would help, with the bytes that this saves."""
+    """Adds to the error the largest holders, and what would help, with the bytes that it saves."""
     from ..analysis.units import bytes_text
 
     by_kind = table.by_kind()

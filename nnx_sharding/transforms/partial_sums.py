@@ -68,7 +68,13 @@ class PartialSums:
         slots_of_objects: Sequence[Sequence[int]],
         leaves: Sequence[Any],
     ) -> set[int]:
-        """Finds the slots of the parameters that have partial sums."""
+        """Finds the slots of the parameters that have partial sums.
+
+        Args:
+          objects: the modules and Variables of the arguments.
+          slots_of_objects: for each of these, the slots of its own arrays.
+          leaves: the arrays of the arguments, by slot.
+        """
         layers = (x for x in objects if _layer_class(x) is not None)
         parameters = {id(variable) for layer in layers for _, variable in own_variables(layer)}
         return {
@@ -80,6 +86,7 @@ class PartialSums:
         }
 
     def _is_replicated(self, x: jax.Array) -> bool:
+        """Whether an array is replicated over the axes of the rows."""
         spec = type_spec(x)
         return spec is not None and self.axes.isdisjoint(spec_axes(spec))
 
@@ -100,8 +107,8 @@ class PartialSums:
         return total
 
     @contextlib.contextmanager
-    def known(self, pairs: Iterable[tuple[jax.Array, jax.Array]]) -> Iterator[None]:
-        """Lets :meth:`of` find the partial sums of parameters, from pairs of both."""
+    def with_partials(self, pairs: Iterable[tuple[jax.Array, jax.Array]]) -> Iterator[None]:
+        """Within the block, :meth:`find` knows the partial sums of parameters, given as pairs."""
         # By id, as tracers cannot be hashed. The parameter is held, so that no other gets its id.
         new = {id(parameter): (parameter, partial) for parameter, partial in pairs}
         token = PARTIAL.set({**(PARTIAL.get() or {}), **new})
@@ -110,7 +117,7 @@ class PartialSums:
         finally:
             PARTIAL.reset(token)
 
-    def of(self, parameter: object) -> jax.Array | None:
+    def find(self, parameter: object) -> jax.Array | None:
         """Finds the partial sums of a parameter; None if it has none."""
         _, partial = (PARTIAL.get() or {}).get(id(parameter), (None, None))
         return partial
@@ -128,12 +135,13 @@ class PartialSums:
         if layer_class is not None and method in METHODS:
             # `Embed.attend` is a product, like that of `Linear`.
             by_rows = BY_ROWS[layer_class] if method == "__call__" else _has_rows
-            call = functools.wraps(call)(functools.partial(self._map, module, by_rows, call))
+            mapped = functools.partial(self._call_by_rows, module, by_rows, call)
+            call = functools.wraps(call)(mapped)
         if self._outer is None:
             return call(*args, **kwargs)
         return self._outer(module, method, call, args, kwargs)
 
-    def _map(
+    def _call_by_rows(
         self,
         module: nnx.Module,
         by_rows: ByRows,
@@ -145,13 +153,15 @@ class PartialSums:
         """Calls a layer in a ``shard_map`` over the rows, if all of its parameters allow it."""
         variables = [variable for _, variable in own_variables(module)]
         values = [_compat.get_value(variable) for variable in variables]
-        partials = [self.of(value) for value in values]
+        partials = [self.find(value) for value in values]
         mesh = jax.sharding.get_abstract_mesh()
         mesh = self._mesh if mesh.empty else mesh
-        is_known = any(x is not None for x in partials) and all(
-            y is not None or self._is_replicated(x) for x, y in zip(values, partials, strict=True)
-        )
-        if not is_known or not self._takes_rows(mesh, module, by_rows, args, kwargs):
+        # Each parameter is whole on each device, with partial sums or without.
+        pairs = zip(values, partials, strict=True)
+        is_possible = all(x is not None or self._is_replicated(value) for value, x in pairs)
+        if all(x is None for x in partials) or not is_possible:
+            return call(*args, **kwargs)
+        if not self._takes_rows(mesh, module, by_rows, args, kwargs):
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
             # Within, the axes of the rows are manual, which specs do not name.
@@ -160,8 +170,8 @@ class PartialSums:
         def call_on_device(
             x: jax.Array, values: Sequence[Any], partials: Sequence[jax.Array | None]
         ) -> Any:
-            used = map(functools.partial(_use_locally, tuple(self.axes)), values, partials)
-            with replaced_values(zip(variables, used, strict=True)):
+            local = map(functools.partial(_use_locally, tuple(self.axes)), values, partials)
+            with replaced_values(zip(variables, local, strict=True)):
                 return call(x, *args[1:], **kwargs)
 
         rows = PartitionSpec(self.rows)

@@ -12,6 +12,9 @@ shards: an operation of the same iteration that does not depend on it, which the
 Differentiated as it is, the loop would keep all gathered parameters for the backward pass. So it
 has a rule of its own, which gathers them again, in a loop of the same form that runs from the last
 layer to the first. JAX shows this form in ``tests/overlap_test.py``.
+
+A layer's part of the arrays is in four lists: *constants*, *carry*, *ready* parameters and the
+*rest* (:class:`_Loop`). A *shard* is a parameter as it is kept, (layers, …) for the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +37,9 @@ from ..activations.variables import modules_in, own_variables
 from ..core.constrain import apply_shardings, mesh_here, type_spec
 from ..specs.fitting import spec_axes
 from ..specs.paths import Path
+from ..specs.types import Arrays
 from .in_trace import replace_slots
 from .tangents import is_inexact
-
-Arrays: TypeAlias = Sequence[Any]
 
 
 class Gather(NamedTuple):
@@ -57,18 +59,18 @@ _GATHERS: ContextVar[dict[int, Gather] | None] = ContextVar("_GATHERS", default=
 def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterator[None]:
     """Within the block, a loop over stacked layers gathers their parameters ahead.
 
-    These are the parameters that a strategy gathers in the layers.
+    These are the parameters that a strategy gathers in the layers, as the tags of modules say.
 
     Args:
       layers: the module with stacked Variables.
       ahead: how many layers ahead the stack asks for; a strategy may ask as well.
       others: modules in it that have a loop of their own.
     """
-    elsewhere = {id(inner) for module in others for _, inner in modules_in(module)}
+    excluded = {id(inner) for module in others for _, inner in modules_in(module)}
     gathers = dict[int, Gather]()
     for _, module in modules_in(layers):
         tag = _compat.tag_of(module)
-        if tag is None or id(module) in elsewhere:
+        if tag is None or id(module) in excluded:
             continue
         if max([ahead, *(source.prefetch for source in tag.sources)]):
             gathers |= {id(gather.stacked): gather for gather in _gathers_of(module, tag)}
@@ -80,7 +82,7 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
 
 
 def _gathers_of(module: Any, tag: Tag) -> Iterator[Gather]:
-    """The parameters of one module that its strategy gathers, unless they are whole already."""
+    """Yields the parameters of a module that its strategy gathers, and that are not whole yet."""
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
         if path not in tag.specs:
@@ -119,6 +121,16 @@ class _Pullback(NamedTuple):
     # -1 minus its number among the slices; or None for a residual, which is kept.
     places: Sequence[int | None]
 
+    def rebuild(self, known: Arrays, slices: Arrays, residuals: Arrays) -> Callable[..., Any]:
+        """Returns the pullback of a layer, from the arrays that ``places`` counts."""
+        kept = iter(residuals)
+        arrays = [
+            next(kept) if place is None else known[place] if place >= 0 else slices[-1 - place]
+            for place in self.places
+        ]
+        pullback: Callable[..., Any] = jax.tree.unflatten(self.treedef, arrays)
+        return pullback
+
 
 class _Loop:
     """A loop over the layers, with its rule for the backward pass.
@@ -147,8 +159,8 @@ class _Loop:
         given, treedef = jax.tree.flatten(carry)
 
         def flat_step(given: Arrays, ready: Arrays, rest: Arrays) -> Any:
-            by_index, others = dict(zip(gathers, ready, strict=True)), iter(rest)
-            slices = [by_index[i] if i in gathers else next(others) for i in range(len(stacked))]
+            parameters, others = dict(zip(gathers, ready, strict=True)), iter(rest)
+            slices = [parameters[i] if i in gathers else next(others) for i in range(len(stacked))]
             return step(jax.tree.unflatten(treedef, given), slices)
 
         first = given, self._gather(shards, 0), _slice_layer(rest, 0)
@@ -174,7 +186,7 @@ class _Loop:
             lambda pullback, cotangents: pullback(cotangents),
         )
         last, results = run(*self._arguments)
-        new = iter(last)
+        new = iter(last)  # of what steps change; the rest of the carry is as it was given
         pairs = zip(self._given, self._is_changed, strict=True)
         final = [next(new) if is_changed else x for x, is_changed in pairs]
         return jax.tree.unflatten(self._out, [*final, *results])  # type: ignore[no-any-return]
@@ -198,8 +210,19 @@ class _Loop:
     def _run(
         self, keep: bool, constants: Arrays, carry: Arrays, shards: Arrays, rest: Arrays
     ) -> Any:
-        """Runs the loop; returns the results, and if it keeps residuals the backward pass."""
-        forms: list[_Pullback] = []
+        """Runs the loop.
+
+        Args:
+          keep: whether to keep residuals, to differentiate it.
+          constants: those of all layers.
+          carry: the carry of the first layer.
+          shards: the parameters of all layers.
+          rest: the other slices of all layers.
+
+        Returns:
+          The last carry and the stacked results; and the backward pass, or None.
+        """
+        forms: list[_Pullback] = []  # one for each trace of the body; equal ones
 
         def body(state: Any, layer: Any) -> Any:
             carry, ready = state
@@ -229,21 +252,21 @@ class _Loop:
         leaves, treedef = jax.tree.flatten(arguments)
         slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
 
-        def differentiable(*some: Any) -> Any:
-            every = jax.tree.unflatten(treedef, replace_slots(leaves, slots, some))
-            carry, results = self._step(*every)
+        def differentiable(*inexact: Any) -> Any:
+            all_leaves = jax.tree.unflatten(treedef, replace_slots(leaves, slots, inexact))
+            carry, results = self._step(*all_leaves)
             return (_inexact(carry), _inexact(results)), (carry, results)
 
-        some = [leaves[slot] for slot in slots]
-        _, pullback, (carry, results) = jax.vjp(differentiable, *some, has_aux=True)
-        arrays, of_pullback = jax.tree.flatten(pullback)
+        inexact = [leaves[slot] for slot in slots]
+        _, pullback, (carry, results) = jax.vjp(differentiable, *inexact, has_aux=True)
+        arrays, pullback_treedef = jax.tree.flatten(pullback)
         # What the backward pass can read or gather again is not kept.
         constants, _, ready, slices = arguments
         known = {id(x): i for i, x in enumerate([*constants, *ready])}
         known |= {id(x): -1 - i for i, x in enumerate(slices)}
         places = [known.get(id(x)) for x in arrays]
         residuals = [x for x, place in zip(arrays, places, strict=True) if place is None]
-        return carry, results, residuals, _Pullback(treedef, slots, of_pullback, places)
+        return carry, results, residuals, _Pullback(treedef, slots, pullback_treedef, places)
 
     def _backward(
         self,
@@ -270,18 +293,14 @@ class _Loop:
 
         def body(state: Any, inputs: Any) -> Any:
             d_constants, d_carry, ready = state
-            layer, kept, d_results = inputs
+            layer, layer_residuals, d_results = inputs
             upcoming = self._gather(shards, jnp.maximum(layer - 1, 0))
-            known, slices, new = [*constants, *ready], _slice_layer(rest, layer), iter(kept)
-            leaves = [
-                next(new) if i is None else known[i] if i >= 0 else slices[-1 - i]
-                for i in form.places
-            ]
-            pullback = jax.tree.unflatten(form.treedef, leaves)
+            slices = _slice_layer(rest, layer)
+            pullback = form.rebuild([*constants, *ready], slices, layer_residuals)
             by_slot = dict(zip(form.slots, pullback((d_carry, d_results)), strict=True))
-            every = [by_slot.get(slot) for slot in range(form.arguments.num_leaves)]
-            added, d_carry, d_ready, d_rest = jax.tree.unflatten(form.arguments, every)
-            d_constants = jax.tree.map(jnp.add, d_constants, added)
+            cotangents = [by_slot.get(slot) for slot in range(form.arguments.num_leaves)]
+            d_used, d_carry, d_ready, d_rest = jax.tree.unflatten(form.arguments, cotangents)
+            d_constants = jax.tree.map(jnp.add, d_constants, d_used)  # all layers use them
             # From a gradient of whole parameters to shards: the sum over devices is a
             # reduce-scatter.
             d_shards = apply_shardings(d_ready, [x.shard for x in self._gathers])
@@ -295,13 +314,13 @@ class _Loop:
         (d_constants, d_carry, _), (d_shards, d_rest) = jax.lax.scan(
             body, first, inputs, reverse=True, unroll=self._unroll
         )
-        new = iter(d_carry)
-        d_every = [next(new) if is_inexact(x) else None for x in cotangents[0]]
-        return d_constants, d_every, d_shards, d_rest
+        d_inexact = iter(d_carry)
+        d_first = [next(d_inexact) if is_inexact(x) else None for x in cotangents[0]]
+        return d_constants, d_first, d_shards, d_rest
 
 
 def _slice_layer(arrays: Arrays, layer: Any) -> list[Any]:
-    """The slices of one layer: (layers, …) → (…)."""
+    """Returns the slices of one layer: (layers, …) → (…)."""
     return [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
 
 

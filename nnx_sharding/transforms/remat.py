@@ -3,6 +3,9 @@
 JAX decides what is kept between the passes by a policy, a function of primitives, or by names that
 `checkpoint_name` gives to arrays. A policy by modules is one by names: while the function is
 traced, the outputs of each module that a filter matches get the name of its rule (:class:`_Rules`).
+
+`jax.checkpoint` gets the pure function, of all *leaves* of the arguments: arrays, and flags, which
+it does not trace. A *slot* is the position of a leaf.
 """
 
 from __future__ import annotations
@@ -59,16 +62,20 @@ class _Rules:
         wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self.rules if keep not in _KEEPS]
         head = f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:"
         raise_listed(ValueError, head, wrong)
-        assert len(self._tests) == len(self.rules)  # made now, to raise for what is no filter
+        _ = self._predicates  # raises for what is no filter
 
     @functools.cached_property
-    def _tests(self) -> list[Predicate]:
+    def _predicates(self) -> list[Predicate]:
         return [module_predicate(filter_) for filter_, _ in self.rules]
 
     def name_outputs(self, path: Path, module: object, out: Any) -> Any:
-        """Gives the outputs of a module the name of the first rule that matches the module."""
+        """Gives the outputs of a module the name of the first rule that matches the module.
+
+        Notes that the module was called, and that the rule is used.
+        """
         self.called[path_string(path)] = None
-        index = next((i for i, test in enumerate(self._tests) if test(path, module)), None)
+        predicates = enumerate(self._predicates)
+        index = next((i for i, matches in predicates if matches(path, module)), None)
         if index is None:
             return out
         self.used.add(index)
@@ -78,11 +85,12 @@ class _Rules:
         return jax.tree.unflatten(treedef, named)
 
     def _name(self, index: int) -> str:
+        """Returns the name that ``checkpoint_name`` gives what a rule matches."""
         filter_, keep = self.rules[index]
         return f"{keep} {filter_!r}"
 
     def policy(self) -> Callable[..., bool]:
-        """The policy in the form of JAX."""
+        """Returns the policy in the form of JAX."""
         names: dict[Keep, list[str]] = {keep: [] for keep in _KEEPS}
         for index, (filter_, keep) in enumerate(self.rules):
             names[keep].append(self._name(index))
@@ -119,9 +127,9 @@ class _Rules:
 
 
 def _names_in(jaxpr: Jaxpr) -> set[str]:
-    """The names that ``checkpoint_name`` gives in a jaxpr."""
-    own = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
-    return own.union(*(_names_in(inner) for eqn in jaxpr.eqns for inner in jaxprs_of(eqn)))
+    """Returns the names that ``checkpoint_name`` gives in a jaxpr, and in those inside it."""
+    names = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
+    return names.union(*(_names_in(inner) for eqn in jaxpr.eqns for inner in jaxprs_of(eqn)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +200,7 @@ class _Remat(InnerTransform):
 
 
 def _modules_of(plan: Plan, built: Built) -> Known:
-    """The modules in the arguments of a trace, by identity, with their paths."""
+    """Returns the modules in the arguments of a trace, by identity, with their paths."""
     return Known(
         {
             id(built.objects[index]): (path, built.objects[index])
@@ -271,7 +279,7 @@ def remat(
 
 
 def _read_policy(policy: Policy) -> Callable[..., bool] | _Rules | None:
-    """The policy that the user named, or wrote as rules."""
+    """Returns the policy that the user named, or wrote as rules, checked."""
     if isinstance(policy, str):
         # Without those that make policies from their arguments.
         prefixes = ("_", "save_", "offload_")

@@ -1,8 +1,9 @@
 """``shard_map`` for functions and methods that take and return NNX objects.
 
-Specs are `PartitionSpec`s, and every array has one: `jax.shard_map` needs them for the pure
-function, whose Variables then hold shards. At top level the mapped function is compiled by
-`jax.jit`, since JAX would run it operation by operation; within a trace it becomes part of that.
+`jax.shard_map` maps the *pure function*, of all arrays of the arguments, by their slot, that
+returns groups of arrays of one spec each and an outcome without arrays. Specs are `PartitionSpec`s,
+and every array has one; Variables hold shards inside. At top level the mapped function is compiled
+by `jax.jit`, since JAX would run it operation by operation; within a trace it becomes part of that.
 Meshes and axes differ between the two, as modules may run with other axis types than the mesh that
 the user gave (:meth:`_ShardMap._inline`).
 """
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, Required, TypeAlias, Unpack, overload
+from typing import Any, ClassVar, Literal, Required, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -40,11 +41,10 @@ from ..specs.fitting import (
     only_axes,
     spec_axes,
 )
+from ..specs.types import AxisName
 from .by_content import compiled_by_content
 from .jit import SharedOptions
 from .lifted import Lifted, P, R, lift
-
-AxisName: TypeAlias = Hashable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class _ShardMap(Sharded):
         return spec.spec if isinstance(spec, NamedSharding) else spec
 
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
-        """The specs of all arrays: what has none is replicated, or as its type says."""
+        """Returns the specs of all arrays: what has none is replicated, or as its type says."""
         inferred = self._specs_of_types(leaves, self.context)
         if inferred is not None:
             return list(inferred)
@@ -202,16 +202,17 @@ class _ShardMap(Sharded):
         """Makes what a call within a trace executes; ``map_over`` takes a mesh and axis names."""
 
         def inline(*leaves: Any) -> Any:
-            here = None if self.mesh is None else mesh_here(self.mesh)
             # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
-            if here is not None and frozenset(here.axis_types) == {AxisType.Auto}:
+            current = None if mesh is None else mesh_here(mesh)
+            if current is not None and frozenset(current.axis_types) == {AxisType.Auto}:
                 # In a module, axes may be Auto that are Explicit in the given mesh, whose devices
                 # JAX may know from nowhere else.
-                mesh = here
-                if isinstance(self.mesh, Mesh):
-                    mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=here.axis_types)
+                if isinstance(mesh, Mesh):
+                    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=current.axis_types)
+                else:
+                    mesh = current
             return map_over(mesh=mesh, axis_names=names)(*leaves)
 
         return inline
@@ -219,7 +220,7 @@ class _ShardMap(Sharded):
     def _specs_of_types(
         self, leaves: Sequence[object], mesh: Mesh | AbstractMesh | None
     ) -> tuple[PartitionSpec, ...] | None:
-        """The specs in the types of the arrays, if the user gave none."""
+        """Returns the specs in the types of the arrays; None if the user gave some."""
         if self.in_specs.tree is not None or mesh is None:
             return None
         manual = self.axis_names or frozenset(mesh.axis_names)
@@ -249,10 +250,10 @@ def _with_types(
     def with_type(leaf: Any, sharding: NamedSharding) -> Any:
         if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
-        part = in_type(sharding)
-        if part is not None and not any(spec_axes(_type_spec(leaf))):
-            return jax.sharding.reshard(leaf, part)
-        return type_as(leaf, part or NamedSharding(sharding.mesh, PartitionSpec()))
+        typed = in_type(sharding)  # the part over Explicit axes
+        if typed is not None and not any(spec_axes(_type_spec(leaf))):
+            return jax.sharding.reshard(leaf, typed)
+        return type_as(leaf, typed or NamedSharding(sharding.mesh, PartitionSpec()))
 
     @functools.wraps(mapped)
     def typed(*leaves: Any) -> Any:
@@ -262,7 +263,7 @@ def _with_types(
 
 
 def _type_spec(leaf: object) -> PartitionSpec:
-    """The spec in the type of an array; that of a replicated one for anything else."""
+    """Returns the spec in the type of an array; that of a replicated one for anything else."""
     sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
     return PartitionSpec() if sharding is None else sharding.spec
 

@@ -138,35 +138,40 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
 
 
 def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
-    """Pairs modules and Variables of one type that are at the same path, new index to old."""
+    """Pairs modules and Variables of one type that are at the same path.
+
+    Returns:
+      The indices of objects in the old structure, by the index in the new one.
+    """
     pairs: dict[int, int] = {}
-    taken: set[int] = set()
+    paired: set[int] = set()  # in the old one
+    # Children at the same path; that of an object is its index, in whose place its entry comes.
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
     while stack:  # no recursion: models may be nested deeply
-        one, other = stack.pop()
+        old_child, new_child = stack.pop()
         # Each object is paired once, at its first path, however often it is shared.
-        is_open = isinstance(one, int) and one not in taken
-        if is_open and isinstance(other, int) and other not in pairs:
-            entry, new_entry = old.entries[one], new.entries[other]
-            is_mutable = isinstance(entry, NodeEntry | VariableEntry) and new_entry is not None
-            if is_mutable and entry.type is new_entry.type:  # type: ignore[union-attr]
-                pairs[other] = one
-                taken.add(one)
-                one, other = entry, new_entry
-        if isinstance(one, Container | NodeEntry) and isinstance(other, Container | NodeEntry):
-            before = parts_of(one)
-            after = parts_of(other).items()
-            stack += reversed([(before[path], part) for path, part in after if path in before])
+        is_open = isinstance(old_child, int) and old_child not in paired
+        if is_open and isinstance(new_child, int) and new_child not in pairs:
+            old_entry, new_entry = old.entries[old_child], new.entries[new_child]
+            is_mutable = isinstance(old_entry, NodeEntry | VariableEntry) and new_entry is not None
+            if is_mutable and old_entry.type is new_entry.type:  # type: ignore[union-attr]
+                pairs[new_child] = old_child
+                paired.add(old_child)
+                old_child, new_child = old_entry, new_entry
+        both = old_child, new_child
+        if all(isinstance(child, Container | NodeEntry) for child in both):
+            before, after = map(parts_of, both)
+            stack += reversed([(before[path], after[path]) for path in after if path in before])
     return pairs
 
 
 def _locations(structure: Structure) -> Iterator[Location]:
-    """All places of arrays in a structure."""
+    """Yields all places of arrays in a structure."""
     return structure.walk(structure.root, iter(structure.root_slots))
 
 
 def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
-    """Sorts the arrays of all groups into the order of the structure.
+    """Returns the arrays of all groups in the order of the structure.
 
     Raises:
       ValueError: there are other arrays than the structure has.
@@ -200,7 +205,7 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
 
 
 def _values(group: Any, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
-    """Lists the contents of a group by path.
+    """Yields the contents of a group by path; ``known`` are the paths of Variables and arrays.
 
     Mappings are opened, except where the structure has a Variable, whose value may be one.
     """
