@@ -70,7 +70,7 @@ and the mesh of a jitted step are not used. For example:
 exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the command line is wrong"""
 
 
-def add_commands(subparsers: Any) -> None:
+def add_commands(subparsers: object) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
     _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
@@ -208,7 +208,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return int(best is None)
 
 
-def _options(arguments: argparse.Namespace, target: str, function: Any) -> dict[str, Any]:
+def _options(arguments: argparse.Namespace, target: str, function: object) -> dict[str, Any]:
     """Returns the options of the command line for ``jit``, which is applied to a function."""
     if arguments.donate is None:
         return {}
@@ -224,7 +224,7 @@ def _options(arguments: argparse.Namespace, target: str, function: Any) -> dict[
     return {"donate_argnames": arguments.donate}
 
 
-def _plan(arguments: argparse.Namespace, target: str, value: Any) -> PlanningResult:
+def _plan(arguments: argparse.Namespace, target: str, value: object) -> PlanningResult:
     """Plans for a step, or for its variants, that a function returned."""
     if isinstance(value, PlanningResult):
         return value
@@ -248,7 +248,9 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> PlanningRes
             raise UserError(str(error).removeprefix("plan: ")) from error
 
 
-def _called(arguments: argparse.Namespace, make: Callable[[argparse.Namespace, str, Any], T]) -> T:
+def _called(
+    arguments: argparse.Namespace, make: Callable[[argparse.Namespace, str, object], T]
+) -> T:
     """Applies ``make`` to the result of the user's function, both in the context of the mesh."""
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
@@ -348,7 +350,7 @@ def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramRe
         return report
 
 
-def _comparison(arguments: argparse.Namespace, target: str, value: Any) -> Comparison:
+def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Comparison:
     """Compares the strategies that a function returned."""
     if isinstance(value, Comparison):
         return value

@@ -108,12 +108,12 @@ class ArraySharder(nnx.Module):
         self._skipped_count = nnx.Variable(jnp.zeros((), jnp.int32))
         self._computed_stats = nnx.Variable(_copied(self.config.precomputed_stats))
 
-    def shard(self, batch: Any, sharding: Any) -> Any:
+    def shard(self, batch: object, sharding: object) -> Any:
         """Shards the arrays of a batch by a sharding, or a pytree prefix of shardings."""
         return self._counted(batch, self.shard_static(batch, sharding))
 
     @staticmethod
-    def shard_static(batch: Any, sharding: Any) -> Any:
+    def shard_static(batch: object, sharding: object) -> Any:
         """Does the same as :meth:`shard` without a sharder, and is not counted."""
         name, flat = "ArraySharder.shard", flatten(batch)
         _, shardings = assign_shardings(
@@ -121,7 +121,9 @@ class ArraySharder(nnx.Module):
         )
         return rebuild(flat, apply_shardings(flat.leaves, shardings), name)
 
-    def shard_with_info(self, batch: Any, sharding: Any, info: dict[str, Any] | None = None) -> Any:
+    def shard_with_info(
+        self, batch: object, sharding: object, info: dict[str, object] | None = None
+    ) -> Any:
         """Does the same as :meth:`shard`, and describes the batch before and after in ``info``.
 
         ``info["batch_pre_sharding"]`` and ``info["batch_post_sharding"]`` are dicts with the
@@ -133,7 +135,7 @@ class ArraySharder(nnx.Module):
 
     @staticmethod
     def shard_with_info_static(
-        batch: Any, sharding: Any, info: dict[str, Any] | None = None
+        batch: object, sharding: object, info: dict[str, object] | None = None
     ) -> Any:
         """Does the same as :meth:`shard_with_info` without a sharder, and is not counted."""
         result = ArraySharder.shard_static(batch, sharding)
@@ -144,18 +146,18 @@ class ArraySharder(nnx.Module):
         return result
 
     def shard_with_logical_names(
-        self, batch: Any, mesh: Mesh | AbstractMesh, logical_spec: Any
+        self, batch: object, mesh: Mesh | AbstractMesh, logical_spec: object
     ) -> Any:
         """Does the same as :meth:`shard`, with the shardings of :meth:`get_named_sharding`."""
         return self.shard(batch, self.get_named_sharding(mesh, logical_spec))
 
     def apply_parallel_transform(
         self,
-        batch: Any,
-        transform_fn: Callable[[Any], Any],
+        batch: object,
+        transform_fn: Callable[[object], object],
         mesh: Mesh | AbstractMesh,
-        in_spec: Any,
-        out_spec: Any = None,
+        in_spec: object,
+        out_spec: object = None,
     ) -> Any:
         """Applies a function to each shard of a batch, by ``shard_map``.
 
@@ -171,7 +173,7 @@ class ArraySharder(nnx.Module):
 
     def create_sharded_param(
         self,
-        init_fn: Callable[..., Any],
+        init_fn: Callable[..., object],
         shape: Sequence[int],
         logical_spec: Any,
         *,
@@ -205,7 +207,7 @@ class ArraySharder(nnx.Module):
         param.set_metadata(metadata)
         return param
 
-    def get_partition_spec(self, logical_spec: Any) -> Any:
+    def get_partition_spec(self, logical_spec: object) -> Any:
         """Returns the partition spec for logical names, by the first rule whose axes are free."""
         rules = self.config.sharding_rules
         spec_of = LogicalRules(rules).spec if rules else lambda names: PartitionSpec(*names)
@@ -213,7 +215,7 @@ class ArraySharder(nnx.Module):
             lambda x: spec_of(x) if _is_names(x) else x, logical_spec, is_leaf=_is_names
         )
 
-    def get_named_sharding(self, mesh: Mesh | AbstractMesh, logical_spec: Any) -> Any:
+    def get_named_sharding(self, mesh: Mesh | AbstractMesh, logical_spec: object) -> Any:
         """Returns the sharding on a mesh for logical names; see :meth:`get_partition_spec`."""
         specs = self.get_partition_spec(logical_spec)
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -229,14 +231,14 @@ class ArraySharder(nnx.Module):
         self._applied_count[...] *= 0  # on the same devices, to avoid retraces
         self._skipped_count[...] *= 0
 
-    def _counted(self, batch: Any, result: Any) -> Any:
+    def _counted(self, batch: object, result: object) -> Any:
         """Counts a batch, and returns the result."""
         has_arrays = any(map(is_shardable, flatten(batch).leaves))
         counter = self._applied_count if has_arrays else self._skipped_count
         counter[...] += 1
         return result
 
-    def compute_statistics(self, data: Any) -> Any:
+    def compute_statistics(self, data: object) -> Any:
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``."""
         function = self.batch_stats_module or self.config.batch_stats_fn
         if function is not None:
@@ -247,7 +249,7 @@ class ArraySharder(nnx.Module):
         """Returns the statistics that were computed, set or precomputed last; None without any."""
         return _copied(self._computed_stats.get_value())
 
-    def set_statistics(self, stats: Mapping[str, Any]) -> None:
+    def set_statistics(self, stats: Mapping[str, object]) -> None:
         """Replaces the statistics."""
         self._computed_stats.set_value(_statistics(stats))
 
@@ -320,19 +322,19 @@ def _statistics(stats: object) -> dict[str, Any]:
     return copied
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: object) -> Any:
     """Returns a pytree in new containers, with copies of its NumPy arrays, which are mutable."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
-def _types(state: Mapping[str, Any]) -> dict[str, str]:
+def _types(state: Mapping[str, object]) -> dict[str, str]:
     """Returns the type of each array of a state, by its path; statistics may be anything."""
     others = {key: value for key, value in state.items() if key != "_computed_stats"}
     types = jax.tree_util.tree_leaves_with_path(jax.tree.map(jax.typeof, others))
     return {jax.tree_util.keystr(path): f"{t.dtype}{[*t.shape]}" for path, t in types}
 
 
-def _described(batch: Any) -> dict[str, Any]:
+def _described(batch: object) -> dict[str, Any]:
     """Returns the structure of a batch, and the shape and sharding of each array in it."""
     shapes = jax.tree.map(lambda x: tuple(x.shape) if is_shardable(x) else None, batch)
     shardings = jax.tree.map(lambda x: sharding_of(x) if is_shardable(x) else None, batch)

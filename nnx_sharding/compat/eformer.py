@@ -139,8 +139,8 @@ _YES = ("1", "true", "yes", "on")
 
 @_compat.api_boundary
 def with_sharding_constraint(
-    tree: Any,
-    sharding: Any,
+    tree: object,
+    sharding: object,
     *,
     mesh: AnyMesh | None = None,
     strict: bool = False,
@@ -171,7 +171,7 @@ def with_sharding_constraint(
 
 def match_partition_rules(
     rules: Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]],
-    tree: Any,
+    tree: object,
     min_size: int | None = 0,
     strict: bool = True,
     *,
@@ -228,7 +228,7 @@ def match_partition_rules(
 
 
 def _warn_of_unused(
-    name: str, pairs: Sequence[tuple[Any, Any]], matches: Sequence[Sequence[int]]
+    name: str, pairs: Sequence[tuple[object, object]], matches: Sequence[Sequence[int]]
 ) -> None:
     """Warns of rules that decide nothing; ``matches`` has the matching ones of each Variable."""
     used = {numbers[0] for numbers in matches if numbers}
@@ -287,7 +287,7 @@ def create_pattern_based_partition_spec(
 
 
 def analyze_sharding_strategy(
-    pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
+    pytree: object, partition_specs: Any, mesh: AnyMesh | None = None
 ) -> dict[str, Any]:
     """Counts what specs give each device, as the table of ``report.check_sharding`` shows.
 
@@ -340,7 +340,9 @@ def analyze_sharding_strategy(
     }
 
 
-def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, ...]:
+def make_shard_and_gather_fns(
+    partition_specs: object, mesh: AnyMesh | None = None
+) -> tuple[Any, ...]:
     """Returns functions that shard arrays by specs, and functions that gather them on the host.
 
     ``partition_specs`` is a pytree of specs, shardings and ``StateSharding``, for the mesh in
@@ -349,10 +351,10 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
     """
     mesh = _mesh_of("make_shard_and_gather_fns", partition_specs, mesh)
 
-    def shard(spec: Any, tree: Any) -> Any:
+    def shard(spec: object, tree: object) -> Any:
         return with_sharding_constraint(tree, spec, mesh=mesh)
 
-    def gather(spec: Any, tree: Any) -> Any:
+    def gather(spec: Any, tree: object) -> Any:
         full = like(spec, PartitionSpec())
         return jax.tree.map(
             lambda x: jax.device_get(shard(full, x)) if is_shardable(x) else x, tree
@@ -364,7 +366,7 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
     )
 
 
-def _mesh_of(name: str, partition_specs: Any, mesh: AnyMesh | None) -> AnyMesh | None:
+def _mesh_of(name: str, partition_specs: object, mesh: AnyMesh | None) -> AnyMesh | None:
     """Returns the mesh, or the one in context; None if all are shardings, which have their own."""
     specs = Specs(partition_specs)
     check_specs(name, partition_specs=specs)
@@ -384,7 +386,7 @@ def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
     its attribute ``sharding``, becomes a sharding on ``mesh``.
     """
 
-    def read(leaf: Any) -> list[NamedSharding | None]:
+    def read(leaf: object) -> list[NamedSharding | None]:
         sharding = leaf if isinstance(leaf, PartitionSpec) else sharding_of(leaf)
         if isinstance(sharding, PartitionSpec):
             return [NamedSharding(mesh or get_incontext_mesh(), sharding)]
@@ -396,7 +398,7 @@ def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
 get_shardings_with_structure = extract_sharding_structure
 
 
-def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
+def extract_shardings(tree: object, mesh: AnyMesh | None = None) -> Any:
     """Does the same as :func:`extract_sharding_structure`; the first argument has another name."""
     return extract_sharding_structure(tree, mesh)
 
@@ -407,7 +409,7 @@ def get_partition_spec(tree: Any) -> Any:
     Other leaves, and those on several devices without a ``NamedSharding``, are a ValueError.
     """
 
-    def read(leaf: Any) -> list[PartitionSpec]:
+    def read(leaf: object) -> list[PartitionSpec]:
         sharding = sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
             return [sharding.spec]
@@ -418,7 +420,7 @@ def get_partition_spec(tree: Any) -> Any:
     return _extracted(tree, read)
 
 
-def _extracted(tree: Any, read: Callable[[Any], list[Any]]) -> Any:
+def _extracted(tree: object, read: Callable[[Any], list[Any]]) -> Any:
     """Returns the tree with what ``read`` finds for each leaf; to find nothing is an error."""
     missing: list[str] = []
 
@@ -437,7 +439,7 @@ def _extracted(tree: Any, read: Callable[[Any], list[Any]]) -> Any:
     return result
 
 
-def get_names_from_partition_spec(specs: Any) -> list[str]:
+def get_names_from_partition_spec(specs: object) -> list[str]:
     """Returns the mesh axes that specs name, each once, in the order of their first occurrence.
 
     ``specs`` is a pytree of specs, shardings, ``StateSharding``, names and None.

@@ -75,7 +75,7 @@ def facts_of(signature: Signature, structure: Structure) -> Facts:
     return Facts(facts, frozenset(facts.items()), arguments)
 
 
-def facts_of_captured(fun: Any) -> Facts:
+def facts_of_captured(fun: object) -> Facts:
     """Describes what a function captures: closures, globals, and those of functions among them.
 
     What libraries define is left out, and captured modules and arrays are not opened: a trace has
@@ -100,7 +100,7 @@ def facts_of_captured(fun: Any) -> Facts:
     return Facts(facts, frozenset(facts.items()), frozenset())
 
 
-def unlisted_captures(fun: Any) -> list[str]:
+def unlisted_captures(fun: object) -> list[str]:
     """Says which of the things that a function captures make each call trace it anew."""
     lines = []
     for name, value in _captured_by(fun):
@@ -118,7 +118,7 @@ def unlisted_captures(fun: Any) -> list[str]:
     return lines
 
 
-def _captured_by(fun: Any) -> Iterator[tuple[str, Any]]:
+def _captured_by(fun: object) -> Iterator[tuple[str, Any]]:
     """Yields what a function captures; of a bound method the object, too."""
     if isinstance(fun, types.MethodType):
         yield "__self__", fun.__self__
@@ -260,7 +260,7 @@ def arguments_of(signature: Signature) -> str:
     return f"({', '.join((*signature.names, *(f'{k}=' for k in signature.keywords)))})"
 
 
-def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
+def show_child(structure: Structure, child: object, depth: int = 3) -> str:
     """Writes a child of an entry, or the root of a structure, as messages show it."""
     if child is LEAF:
         return "an array"
@@ -281,7 +281,7 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
     return _named(kind)
 
 
-def _array_text(dtype: Any, shape: Sequence[int]) -> str:
+def _array_text(dtype: object, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
@@ -317,7 +317,7 @@ def _show_safely(value: Any) -> str:
     return f"{_named(kind)}{size}"
 
 
-def _facts_of_value(value: Any, show: Callable[[Any], str]) -> dict[str, Fact]:
+def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, Fact]:
     """Describes a static value and its parts, by the accessor of each part."""
     facts: dict[str, Fact] = {}
     for suffix, part, parts in itertools.islice(_walk(value), _MAX_FACTS):
@@ -329,7 +329,7 @@ def _facts_of_value(value: Any, show: Callable[[Any], str]) -> dict[str, Fact]:
     return facts
 
 
-def _walk(value: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def _walk(value: object) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yields a value and what is in it, with accessors, each followed by its own parts."""
     stack = [("", value)]
     seen: set[int] = set()
@@ -341,7 +341,7 @@ def _walk(value: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]
 
 
-def _origin(x: Any) -> str:
+def _origin(x: object) -> str:
     """Says where a function or the class of something is defined."""
     if isinstance(x, types.FunctionType):
         return f"{x.__code__.co_filename}:{x.__code__.co_firstlineno}"
@@ -349,7 +349,7 @@ def _origin(x: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _parts_of_value(value: Any) -> dict[str, Any]:
+def _parts_of_value(value: object) -> dict[str, Any]:
     """Returns what a static value consists of, by accessor; nothing where users know no parts."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {f".{key}": part for key, part in zip(value._fields, value, strict=True)}

@@ -128,7 +128,7 @@ class Retraces(tuple[Retrace, ...]):
         return self._text
 
 
-def explain_retraces(fun: Any) -> Retraces:
+def explain_retraces(fun: object) -> Retraces:
     """Explains why a function was traced and compiled: how each trace differs from earlier ones.
 
     Each trace is compared with the most similar earlier one; the latest 256 traces of a function
@@ -176,7 +176,7 @@ def explain_retraces(fun: Any) -> Retraces:
     return Retraces(entries, "\n".join(lines))
 
 
-def _logs(fun: Any) -> list[tuple[str, TraceLog]]:
+def _logs(fun: object) -> list[tuple[str, TraceLog]]:
     """Finds the names and logs of a transformed function, or of those of a class or an object."""
     values = [fun]
     if not hasattr(type(_unwrapped(fun)), "trace_log"):
@@ -194,14 +194,14 @@ def _logs(fun: Any) -> list[tuple[str, TraceLog]]:
     return [(fun_name(function.__wrapped__), function.trace_log) for function in lifted]
 
 
-def _unwrapped(fun: Any) -> Any:
+def _unwrapped(fun: object) -> Any:
     """Returns the function within partials, methods and static methods."""
     while isinstance(fun, functools.partial | types.MethodType | staticmethod | classmethod):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__func__
     return fun
 
 
-def fun_name(fun: Any) -> str:
+def fun_name(fun: object) -> str:
     """Returns the name of a function in messages."""
     while isinstance(fun, functools.partial):
         fun = fun.func
@@ -403,7 +403,7 @@ class Observer(NamedTuple):
     limit: TraceLimit | None
 
     def traced(
-        self, plan: Plan, fun: Any, leaves: Sequence[Any], *, nested: bool
+        self, plan: Plan, fun: object, leaves: Sequence[object], *, nested: bool
     ) -> Callable[[], None]:
         """Records a trace, unless a limit forbids it; returns what removes the record."""
         # An operation of JAX that runs at once is no trace.

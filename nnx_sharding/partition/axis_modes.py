@@ -39,11 +39,11 @@ from ..transforms.lifted import unbind
 
 
 def auto_axes(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[..., object] | None = None,
     /,
     *,
     axes: str | tuple[str, ...] | None = None,
-    out_sharding: Any = None,
+    out_sharding: object = None,
 ) -> Any:
     """Runs a function with mesh axes Auto that are Explicit outside it.
 
@@ -86,11 +86,11 @@ def auto_axes(
 
 
 def explicit_axes(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[..., object] | None = None,
     /,
     *,
     axes: str | tuple[str, ...] | None = None,
-    in_sharding: Any = None,
+    in_sharding: object = None,
 ) -> Any:
     """Runs a function with mesh axes Explicit that are Auto outside it.
 
@@ -119,7 +119,7 @@ def explicit_axes(
 
 
 def _decorate(
-    kind: AxisType, fun: Callable[..., Any], option: str, specs: Any, axes: Any
+    kind: AxisType, fun: Callable[..., object], option: str, specs: object, axes: object
 ) -> Callable[..., Any]:
     """Returns a function that runs with axes of this type; ``specs`` None: given at each call."""
     name = f"{kind.name.lower()}_axes"
@@ -134,7 +134,7 @@ def _decorate(
 
     @functools.wraps(fun, updated=() if is_object else functools.WRAPPER_UPDATES)
     @_compat.api_boundary
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if declared is None and option not in kwargs:
             raise TypeError(f"{name}: {option} is missing.")
         specs = mode.check(kwargs.pop(option)) if declared is None else declared
@@ -163,13 +163,13 @@ class _AxisMode:
     parameters: Parameters
     axes: tuple[str, ...] | None
 
-    def check(self, specs: Any) -> Specs:
+    def check(self, specs: object) -> Specs:
         """Returns specs in the form of the library; an error for what is none."""
         checked = Specs(specs)
         check_specs(self.name, (PartitionSpec, NamedSharding), **{self.option: checked})
         return checked
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Specs) -> Any:
+    def call(self, args: tuple[object, ...], kwargs: dict[str, object], specs: Specs) -> Any:
         """Calls the function; if it raises an error, the arguments are as they were."""
         flat = flatten((args, kwargs))
         named = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
@@ -243,7 +243,7 @@ class _AxisMode:
         """Calls the function with arrays of inner types; returns arguments and result after it."""
         return call_retyped(flat, arrays, lambda tree: self.function(*tree[0], **tree[1]))
 
-    def _arguments(self, tree: ArgTree, flat: Flat, prefix: Any) -> list[Argument]:
+    def _arguments(self, tree: ArgTree, flat: Flat, prefix: object) -> list[Argument]:
         """Returns the arguments, each with its part of a prefix of specs."""
         args, kwargs = tree
         signature = self.parameters.signature(len(args), tuple(kwargs))
@@ -261,7 +261,7 @@ class _AxisMode:
         return names, [_as_spec(x) for x in fitted]
 
 
-def _as_spec(spec: Any) -> Any:
+def _as_spec(spec: object) -> Any:
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 

@@ -18,8 +18,8 @@ from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible
 
 @_compat.api_boundary
 def with_sharding_constraint(
-    tree: Any,
-    sharding: Any,
+    tree: object,
+    sharding: object,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     on_indivisible: OnIndivisible = "error",
@@ -62,7 +62,7 @@ def with_sharding_constraint(
 
 
 @_compat.api_boundary
-def reshard(tree: Any, out_shardings: Any) -> Any:
+def reshard(tree: object, out_shardings: object) -> Any:
     """Shards arrays over Explicit axes, in a trace or elsewhere, so that their types show it.
 
     ``jax.sharding.reshard``, also for modules and Variables.

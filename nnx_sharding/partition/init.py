@@ -28,11 +28,11 @@ from .rules import from_metadata
 
 @_compat.api_boundary
 def sharded_init(
-    make_model: Callable[..., Any],
-    sharding: Any = None,
+    make_model: Callable[..., object],
+    sharding: object = None,
     mesh: Mesh | AbstractMesh | None = None,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Creates a model with each parameter sharded from the start, never in full on one device.
 
@@ -69,11 +69,11 @@ def sharded_init(
 
 @_compat.api_boundary
 def abstract_init(
-    make_model: Callable[..., Any],
-    sharding: Any = None,
+    make_model: Callable[..., object],
+    sharding: object = None,
     mesh: Mesh | AbstractMesh | None = None,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Makes the model of :func:`sharded_init` without data, to restore a checkpoint into.
 
@@ -90,10 +90,10 @@ def abstract_init(
 
 def _make(
     name: str,
-    make_model: Callable[..., Any],
-    sharding: Any,
+    make_model: Callable[..., object],
+    sharding: object,
     mesh: AnyMesh | None,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: tuple[tuple[object, ...], dict[str, object]],
 ) -> Any:
     """Makes the model, abstract for ``abstract_init``; ``name`` is the caller's."""
     build, arrays = _close_over_statics(make_model, arguments)
@@ -117,7 +117,7 @@ def _make(
 
 
 def _close_over_statics(
-    make_model: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    make_model: Callable[..., object], arguments: tuple[tuple[object, ...], dict[str, object]]
 ) -> tuple[Callable[..., Any], list[Any]]:
     """Returns the constructor as a function of arrays and objects only, and those arguments."""
     if not callable(make_model):
@@ -130,7 +130,7 @@ def _close_over_statics(
     # What is traced is not captured: the caller's arrays would become constants of the program.
     statics = replace_slots(leaves, slots, [None] * len(slots))
 
-    def make(*arrays: Any) -> Any:
+    def make(*arrays: object) -> Any:
         all_leaves = replace_slots(statics, slots, arrays)
         args, kwargs = jax.tree.unflatten(treedef, all_leaves)
         return make_model(*args, **kwargs)
@@ -145,7 +145,7 @@ def _is_traced(x: object) -> bool:
 
 
 def _mesh_inside(
-    build: Callable[..., Any], arrays: list[Any], mesh: AnyMesh | None
+    build: Callable[..., object], arrays: list[object], mesh: AnyMesh | None
 ) -> AnyMesh | None:
     """Returns the mesh that the constructor sees: with Auto axes if it supports them.
 

@@ -233,7 +233,7 @@ def _names(subject: object, rank: int) -> tuple[Any, ...]:
 _NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
 
 
-def _shapes(layer: Any) -> Mapping[str, Sequence[int | None]]:
+def _shapes(layer: object) -> Mapping[str, Sequence[int | None]]:
     """Returns the shapes of the parameters of a layer of Flax, by attribute; None is any size."""
     kind = next((kind for kind in type(layer).__mro__ if kind in _SHAPES), None)
     return {} if kind is None else _SHAPES[kind](layer)

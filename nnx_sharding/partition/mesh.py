@@ -132,7 +132,7 @@ def planning_mesh(
     return _mesh(mesh, default and topology_devices(*default))
 
 
-def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[object] | None = None) -> Mesh:
     """Makes a mesh of axes by name; None for devices of this machine, or virtual ones."""
     sizes = axes.shape if isinstance(axes, AbstractMesh) else axes
     types = axes.axis_types if isinstance(axes, AbstractMesh) else None
@@ -220,7 +220,7 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
         DEFAULT.reset(token)
 
 
-def arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+def arranged(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarray:
     """Returns the devices as a mesh along their links, with the slices along the first axes."""
     num_slices = len({_slice(device) for device in devices})
     # How many slices are along each axis: as many as divide it, from the first axis on.
@@ -248,7 +248,7 @@ def axes_across_slices(mesh: Mesh | AbstractMesh) -> set[str]:
     return {str(name) for i, name in enumerate(mesh.axis_names) if np.diff(slices, axis=i).any()}
 
 
-def _slice(device: Any) -> int:
+def _slice(device: object) -> int:
     return getattr(device, "slice_index", 0)
 
 

@@ -30,7 +30,7 @@ from .variables import FOLLOWING, NamedVariable, Shape, SpecsByPath, from_paths,
 
 @_compat.api_boundary
 def optimizer_sharding(
-    optimizer: Any, sharding: StateSharding, *, model: Any = None
+    optimizer: object, sharding: StateSharding, *, model: object = None
 ) -> StateSharding:
     """Shards the state of an optimizer like its parameters.
 
@@ -73,7 +73,7 @@ def optimizer_sharding(
     return from_paths(optimizer_specs(optimizer, sharding, model))
 
 
-def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> SpecsByPath:
+def optimizer_specs(optimizer: object, sharding: StateSharding, model: object) -> SpecsByPath:
     """Returns the sharding of each path of an optimizer, as :func:`optimizer_sharding` does."""
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
@@ -105,7 +105,7 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> Spec
     }
 
 
-def optimizer_variables(optimizer: Any, model: Any) -> list[NamedVariable]:
+def optimizer_variables(optimizer: object, model: object) -> list[NamedVariable]:
     """Lists the Variables of an optimizer, with the dimensions of layers that their owners have."""
     parameters = {parameter.path: parameter for parameter in variables(model)}
     return [
@@ -115,7 +115,7 @@ def optimizer_variables(optimizer: Any, model: Any) -> list[NamedVariable]:
 
 
 def _with_owners(
-    optimizer: Any, parameters: Mapping[Path, NamedVariable]
+    optimizer: object, parameters: Mapping[Path, NamedVariable]
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
@@ -161,7 +161,7 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
 
 
 def _follow_entries(
-    shape: Shape, owner_shape: Shape, entries: Sequence[Any], path: Path
+    shape: Shape, owner_shape: Shape, entries: Sequence[object], path: Path
 ) -> tuple[Any, ...]:
     """Returns entries for the dimensions of state, from those for its owner's dimensions.
 
@@ -200,8 +200,8 @@ def _follow_entries(
 
 def with_optimizer(
     specs: SpecsByPath,
-    model: Any,
-    optimizer: Any,
+    model: object,
+    optimizer: object,
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:

@@ -59,7 +59,7 @@ class BlockCalls:
       x: what the first block got.
     """
 
-    def __init__(self, tag: Tag, length: int, x: Any, further: Any):
+    def __init__(self, tag: Tag, length: int, x: object, further: object):
         self.tag, self.x = tag, x
         self._length, self._further = length, further
         self._calls: list[_BlockCall] = []
@@ -67,7 +67,7 @@ class BlockCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, tag: Tag, block: nnx.Module, further: Any) -> PendingOutput | None:
+    def add(self, tag: Tag, block: nnx.Module, further: object) -> PendingOutput | None:
         """Adds a call of the next block, and hides its Variables.
 
         Returns:
@@ -133,7 +133,7 @@ _NOT_WRITTEN = "may write this Variable, which is read before it has run"
 _CHANGED = "has changed since it was called, before the last one is"
 
 
-def calls_before(tag: Tag, list_path: Path, number: int, x: Any) -> BlockCalls:
+def calls_before(tag: Tag, list_path: Path, number: int, x: object) -> BlockCalls:
     """Finds the calls that the call of a block continues.
 
     Args:
@@ -150,7 +150,7 @@ def calls_before(tag: Tag, list_path: Path, number: int, x: Any) -> BlockCalls:
     raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets something else"))
 
 
-def _is_same(further: Any, other: Any) -> bool:
+def _is_same(further: object, other: object) -> bool:
     """Whether further arguments of two calls are the same: equal values, or the same arrays."""
     treedef: Any = jax.tree.structure(further)
     if treedef != jax.tree.structure(other):

@@ -161,7 +161,7 @@ class PipelineLoop:
         self._collect_sown(rows)
         return jax.tree.map(_join_rows, buffer)
 
-    def run_tick(self, layers: Any, carry: tuple[Any, Any], tick: jax.Array) -> Any:
+    def run_tick(self, layers: object, carry: tuple[object, object], tick: jax.Array) -> Any:
         """Runs one tick; the carry is the buffers, (S, M, rows, …), and the inputs, (S, rows, …).
 
         Returns:
@@ -294,7 +294,7 @@ class PipelineLoop:
         batch = rows * sizes.microbatches
         return self._constrain(layers.reshape(self._stack.length, batch, *layers.shape[5:]))
 
-    def _constrain(self, x: jax.Array, *entries: Any) -> jax.Array:
+    def _constrain(self, x: jax.Array, *entries: object) -> jax.Array:
         """Shards the first dimension over the stages, and the next ones as these entries say."""
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
         spec = PartitionSpec(self._sizes.axis, *entries, *rest)
@@ -316,7 +316,9 @@ def _put(x: jax.Array, part: jax.Array, index: jax.Array, axis: int) -> jax.Arra
     return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, part, index, axis))
 
 
-def _copy(flat: Flat, new: Mapping[int, Any], stack: Stack, change: Callable[..., Any]) -> Any:
+def _copy(
+    flat: Flat, new: Mapping[int, object], stack: Stack, change: Callable[..., object]
+) -> Any:
     """Returns layers with other arrays in some slots, and one more or one less leading dimension.
 
     ``change`` is ``nnx.spmd.add_axis`` or ``remove_axis``.
@@ -335,8 +337,8 @@ def _copy(flat: Flat, new: Mapping[int, Any], stack: Stack, change: Callable[...
 def write_back(
     flat: Flat,
     after: Flat,
-    before: Mapping[int, Any],
-    in_form: Callable[[int, Any], Any],
+    before: Mapping[int, object],
+    in_form: Callable[[int, jax.Array], jax.Array],
 ) -> None:
     """Updates the Variables of layers from those of a copy that have changed.
 

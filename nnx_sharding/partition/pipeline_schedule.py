@@ -57,7 +57,7 @@ class Schedule(PipelineSizes):
         return _RUNNING.get()
 
     def redirect(
-        self, tag: Tag, module: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, tag: Tag, module: nnx.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Tag, nnx.Module | None, Any]:
         """Returns what to call in place of a stack or a block: the tag, module and arguments.
 
@@ -81,7 +81,7 @@ class Schedule(PipelineSizes):
     def wrap(
         self,
         module: Any,
-        call: Callable[..., Any],
+        call: Callable[..., object],
         mesh: Mesh,
         batch_axes: Iterable[str],
         prefetch: bool,
@@ -107,7 +107,7 @@ class Schedule(PipelineSizes):
         return run_stages
 
     def _run_stack(
-        self, layers: Stack, x: Any, further: Further, mesh: AnyMesh, row_axes: tuple[str, ...]
+        self, layers: Stack, x: object, further: Further, mesh: AnyMesh, row_axes: tuple[str, ...]
     ) -> Any:
         """Calls a ``Stack`` in stages."""
         return PipelineLoop(self, layers, further, mesh, row_axes, dict(self.specs)).run(x)
@@ -156,7 +156,7 @@ class Schedule(PipelineSizes):
             )
         return dataclasses.replace(self, stages=stages)
 
-    def _check_inputs(self, layers: nnx.Module, x: Any, further: Further) -> None:
+    def _check_inputs(self, layers: nnx.Module, x: object, further: Further) -> None:
         """Refuses what cannot be split into microbatches."""
         count = self.microbatches
         if self.repeats > 1 and count < self.stages:
@@ -211,7 +211,9 @@ class Schedule(PipelineSizes):
             strict=False,
         )
 
-    def report_other_method(self, tag: Tag, method: str, args: tuple[Any, ...], out: Any) -> None:
+    def report_other_method(
+        self, tag: Tag, method: str, args: tuple[object, ...], out: object
+    ) -> None:
         """Warns if blocks of a list are called by a method of which no pipeline is made."""
         if not self.blocks or not tag.path or tag.path[-1] != 0:
             return
@@ -228,7 +230,7 @@ class Schedule(PipelineSizes):
         )
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
+def _shapes(tree: object) -> list[tuple[int, ...]]:
     """Returns the shapes of the arrays in a pytree, apart from those in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [x.shape for x in leaves if _compat.is_plain_array(x)]
@@ -254,7 +256,7 @@ def _check_captures(layers: nnx.Module) -> None:
         )
 
 
-def _named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _named_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[str, Any]]:
     """Lists the modules, arrays and other leaves in the further arguments of layers, with names."""
     named = {f"argument {i}": x for i, x in enumerate(args, start=2)} | {**kwargs}
     leaves, _ = jax.tree_util.tree_flatten_with_path(named, is_leaf=_compat.is_graph_object)
@@ -262,7 +264,9 @@ def _named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tupl
 
 
 @contextlib.contextmanager
-def _explain_changed_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _explain_changed_arguments(
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Iterator[None]:
     """Raises an error that names further arguments which layers change."""
     try:
         yield

@@ -59,10 +59,10 @@ def idle_share(stages: int, microbatches: int, repeats: int = 1) -> float:
 
 @_compat.api_boundary
 def pipeline(
-    model: Any,
+    model: object,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     base: StateSharding | None = None,
     axis: str = "stage",
     microbatches: int = 8,
@@ -202,7 +202,7 @@ def _shard_layers(
     return block_specs
 
 
-def layers_of(model: Any) -> tuple[dict[Path, Any], list[str]]:
+def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
     """Finds the outermost stacks of a model, else its lists of equal blocks.
 
     Returns:
@@ -225,12 +225,12 @@ def layers_of(model: Any) -> tuple[dict[Path, Any], list[str]]:
     return stacks, differences
 
 
-def _is_inside(path: Path, others: Mapping[Path, Any] | Sequence[Path]) -> bool:
+def _is_inside(path: Path, others: Mapping[Path, object] | Sequence[Path]) -> bool:
     """Whether a path is one of some others, or below one."""
     return any(path[: len(outer)] == outer for outer in others)
 
 
-def _blocks_of(module: Any) -> list[Any]:
+def _blocks_of(module: object) -> list[Any]:
     """Returns what is in a list of modules that can be called; empty for all else."""
     blocks = [*module] if isinstance(module, nnx.List) else []
     return blocks if all(isinstance(x, nnx.Module) and callable(x) for x in blocks) else []
@@ -242,7 +242,7 @@ def _differences(path: Path, blocks: Sequence[Any]) -> list[str]:
     return layer_differences([*map(flatten_layer, blocks)], names.__getitem__)
 
 
-def _find_stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
+def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
     """Finds what forms a pipeline, and checks that its layers can be divided over the stages."""
     stacks, differences = layers_of(model)
     if not stacks:
@@ -275,7 +275,7 @@ def _find_stacks(model: Any, schedule: Schedule) -> dict[Path, Any]:
     return stacks
 
 
-def _shared_variables(model: Any, stacks: _Stacks) -> Iterator[NamedVariable]:
+def _shared_variables(model: object, stacks: _Stacks) -> Iterator[NamedVariable]:
     """Finds the Variables that several layers hold."""
     blocks = [block for x in stacks.values() if isinstance(x, nnx.List) for block in x]
     holders = Counter(id(x) for block in blocks for x in flatten_layer(block).objects)
@@ -286,7 +286,7 @@ def _shared_variables(model: Any, stacks: _Stacks) -> Iterator[NamedVariable]:
             yield x
 
 
-def _warn_of_left_out(model: Any, stacks: _Stacks, schedule: Schedule) -> None:
+def _warn_of_left_out(model: object, stacks: _Stacks, schedule: Schedule) -> None:
     """Warns of lists of at least as many blocks as stages that are in no pipeline."""
     done, lines = [*stacks], list[str]()
     for path, module in modules_in(model):

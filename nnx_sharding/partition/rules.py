@@ -119,7 +119,7 @@ def override(sharding: StateSharding, rules: Pairs) -> StateSharding:
 
 
 @_compat.api_boundary
-def from_arrays(model: Any) -> StateSharding:
+def from_arrays(model: object) -> StateSharding:
     """Reads the shardings of the arrays of a model, to place another model in the same way.
 
     Args:
@@ -136,7 +136,7 @@ def from_arrays(model: Any) -> StateSharding:
     return from_paths(specs)
 
 
-def _committed_sharding(array: Any) -> Sharding | None:
+def _committed_sharding(array: object) -> Sharding | None:
     """Returns the sharding of an array, unless JAX has only put it on the default device."""
     sharding = getattr(array, "sharding", None)
     if sharding is None or isinstance(sharding, NamedSharding):
@@ -184,7 +184,7 @@ class LogicalRules:
 
     def spec(
         self,
-        names: Sequence[Any],
+        names: Sequence[object],
         shape: Sequence[int] | None = None,
         mesh: AnyMesh | None = None,
     ) -> PartitionSpec:
@@ -203,7 +203,7 @@ class LogicalRules:
             raise ValueError(f"LogicalRules: {names!r}: {error}. {self._hint}") from None
 
     def _spec(
-        self, names: Sequence[Any], shape: Sequence[int] | None, mesh: AnyMesh | None
+        self, names: Sequence[object], shape: Sequence[int] | None, mesh: AnyMesh | None
     ) -> PartitionSpec:
         """Does the same as :meth:`spec`, with errors for callers that add what is concerned."""
         if not isinstance(names, PartitionSpec | tuple | list):
@@ -240,7 +240,7 @@ class LogicalRules:
                 entries[dimension] = tuple(axes_at(dimension))
         return with_entries(start, entries)
 
-    def _check(self, names: Sequence[Any], rank: int, shape: Sequence[int] | None) -> None:
+    def _check(self, names: Sequence[object], rank: int, shape: Sequence[int] | None) -> None:
         """Raises an error for names that are no strings or have no rule, and for another rank."""
         if not all(isinstance(name, str) for name in names):
             raise ValueError("a dimension has a name, None, or a tuple of names")
@@ -265,7 +265,7 @@ def _is_rule(name: object, entry: object) -> bool:
 
 @_compat.api_boundary
 def from_logical(
-    model: Any,
+    model: object,
     rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]],
     names: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
     *,
@@ -324,8 +324,8 @@ def from_logical(
 
 @_compat.api_boundary
 def from_metadata(
-    model: Any,
-    rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+    model: object,
+    rules: LogicalRules | Mapping[str, object] | Iterable[tuple[str, object]] | None = None,
     *,
     mesh: AnyMesh | None = None,
 ) -> StateSharding:
@@ -354,9 +354,9 @@ def from_metadata(
 
 def _from_names(
     head: str,
-    model: Any,
-    names_of: Callable[[NamedVariable], Any],
-    spec_of: Callable[[NamedVariable, Any], PartitionSpec],
+    model: object,
+    names_of: Callable[[NamedVariable], object],
+    spec_of: Callable[[NamedVariable, object], PartitionSpec],
     hint: str = "",
 ) -> StateSharding:
     """Returns the shardings of a model by names; raises the errors of all Variables as one.

@@ -38,10 +38,10 @@ from .variables import FOLLOWING, NamedVariable, SpecsByPath, from_paths, variab
 
 @_compat.api_boundary
 def replicated(
-    model: Any,
+    model: object,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     base: StateSharding | None = None,
 ) -> StateSharding:
     """Replicates every array on every device: plain data parallelism.
@@ -61,10 +61,10 @@ def replicated(
 
 @_compat.api_boundary
 def fsdp(
-    model: Any,
+    model: object,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     base: StateSharding | None = None,
     axis: AxisName | tuple[AxisName, ...] = "data",
     min_size: int = 2**14,
@@ -137,10 +137,10 @@ def fsdp(
 
 @_compat.api_boundary
 def zero1(
-    model: Any,
+    model: object,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    optimizer: Any,
+    optimizer: object,
     base: StateSharding | None = None,
     axis: AxisName | tuple[AxisName, ...] = "data",
     min_size: int = 2**14,
@@ -236,7 +236,7 @@ def mesh_and_axis(
 
 
 def base_specs(
-    name: str, model: Any, base: StateSharding | None, mesh: AnyMesh | None
+    name: str, model: object, base: StateSharding | None, mesh: AnyMesh | None
 ) -> SpecsByPath:
     """Returns the sharding that ``base`` has for each path of a model, ``P()`` where it has none.
 

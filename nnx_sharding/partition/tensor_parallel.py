@@ -149,7 +149,7 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
     return _order_styles(name, inner, outer, columns, rows)
 
 
-def _rule_of_user_class(layer: object, known: Mapping[Any, NamedVariable]) -> Rule | None:
+def _rule_of_user_class(layer: object, known: Mapping[int | Path, NamedVariable]) -> Rule | None:
     """Finds a rule for a user's class: an einsum of one parameter, or matrices into and out of."""
     attributes = vars(layer) if isinstance(layer, nnx.Module) else {}
     shapes = {
@@ -160,7 +160,7 @@ def _rule_of_user_class(layer: object, known: Mapping[Any, NamedVariable]) -> Ru
     return _rule_of_einsum(attributes, shapes) or _rule_of_pairs(shapes)
 
 
-def _rule_of_einsum(attributes: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Rule | None:
+def _rule_of_einsum(attributes: Mapping[str, object], shapes: Mapping[str, Shape]) -> Rule | None:
     """Finds a rule for a class that has the subscripts of one einsum and one kernel for it."""
     matches = [_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str)]
     einsums = [(match[0], len(match["kernel"])) for match in matches if match]
@@ -356,7 +356,7 @@ def _identity(variable: NamedVariable, start: Path = ()) -> int | Path:
 
 
 def _layers(
-    model: Any, known: Mapping[Any, NamedVariable]
+    model: object, known: Mapping[int | Path, NamedVariable]
 ) -> Iterator[tuple[Path, Any, str, Rule]]:
     """Yields the path, the layer, its name and its rule for all layers that have one.
 

@@ -92,7 +92,7 @@ class NamedVariable(NamedTuple):
         return next((self.metadata[key] for key in keys if self.metadata.get(key)), None)
 
 
-def variables(tree: Any) -> Iterator[NamedVariable]:
+def variables(tree: object) -> Iterator[NamedVariable]:
     """Yields the Variables and bare arrays of a model, an optimizer or a pytree, by first path."""
     flat = flatten(tree, graph=True)
     structure = flat.structure
@@ -122,11 +122,11 @@ def _bare_parameters(structure: Structure) -> Set[int]:
     return frozenset(() if is_state else structure.root_slots)
 
 
-def _is_variable(entry: Any) -> bool:
+def _is_variable(entry: object) -> bool:
     return isinstance(entry, VariableEntry)
 
 
-def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
+def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> Any:
     """Returns the tree with the results of a function in place of Variables and bare arrays.
 
     A module becomes an ``nnx.State`` of these.
@@ -158,7 +158,7 @@ def from_paths(
     return StateSharding(pairs, activations=activations)
 
 
-def specs_by_path(tree: Any, sharding: StateSharding) -> dict[Path, Any]:
+def specs_by_path(tree: object, sharding: StateSharding) -> dict[Path, Any]:
     """Returns the sharding of each path of a model; None where ``sharding`` has none for it.
 
     Args:

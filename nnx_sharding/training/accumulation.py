@@ -48,15 +48,15 @@ _Arguments: TypeAlias = Mapping[str, Any]
 
 @_compat.api_boundary
 def accumulate_gradients(
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., object] | None = None,
     *,
     steps: int,
-    argnums: Any = 0,
-    wrt: Any = None,
+    argnums: object = 0,
+    wrt: object = None,
     has_aux: bool = False,
     batch: str | Sequence[str] | None = None,
     axis: str | tuple[str, ...] | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -118,13 +118,13 @@ def accumulate_gradients(
         raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
     modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
-    def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(loss: Callable[..., object]) -> Callable[..., Any]:
         gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **modes)
         accumulation = _Accumulation(gradient, steps, batch, axis, dtype, has_aux, modes)
 
         @functools.wraps(loss)
         @_compat.api_boundary
-        def accumulated(*args: Any, **kwargs: Any) -> Any:
+        def accumulated(*args: object, **kwargs: object) -> Any:
             return accumulation.run(args, kwargs)
 
         return accumulated
@@ -144,7 +144,7 @@ class _Accumulation:
     has_aux: bool
     modes: Mapping[str, Any]  # of Flax: graph and graph_updates
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
         """Returns the value and the gradient for the arguments of the loss."""
         signature = inspect.signature(self.gradient._fun)
         bound = signature.bind(*self.gradient._bound, *args, **kwargs)
@@ -227,7 +227,7 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
 
 
 def _batch_names(
-    gradient: ValueAndGrad[..., Any],
+    gradient: ValueAndGrad[..., object],
     bound: inspect.BoundArguments,
     batch: str | Sequence[str] | None,
 ) -> list[str]:
@@ -245,7 +245,7 @@ def _batch_names(
     prepared = gradient.prepare(bound.args, bound.kwargs)
     differentiated = {x.argument.name for x in prepared.targets}
 
-    def is_batch(value: Any) -> bool:
+    def is_batch(value: object) -> bool:
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
         return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) for x in leaves)
 
@@ -279,7 +279,7 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
         )
 
 
-def _split_rows(name: str, value: Any, steps: int) -> Any:
+def _split_rows(name: str, value: object, steps: int) -> Any:
     """Reshapes each array of an argument from (batch, …) to (batch / steps, steps, …)."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     raise_listed(
@@ -315,7 +315,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
     return f", rows sharded over {shards}: {rows} rows are not a multiple of {product}"
 
 
-def _check_aux(aux: Any) -> None:
+def _check_aux(aux: object) -> None:
     """Checks that auxiliary data can be stacked."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=_compat.is_graph_object)
     raise_listed(

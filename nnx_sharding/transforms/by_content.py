@@ -49,7 +49,7 @@ class _NoContentError(Exception):
 
 
 def compiled_by_content(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     *,
     in_shardings: Sequence[Sharding] | None = None,
     out_shardings: object = None,
@@ -65,7 +65,7 @@ def compiled_by_content(
       A function that traces ``function`` at each call.
     """
 
-    def call(*leaves: Any) -> Any:
+    def call(*leaves: object) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
         # None is a leaf here: a result whose sharding is left to JAX.
         results = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
@@ -106,7 +106,7 @@ def _compiled(
     in_shardings: Sequence[Sharding] | None,
     out_shardings: tuple[Sharding | None, ...],
 ) -> Callable[..., Any]:
-    def program(constants: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    def program(constants: Sequence[object], leaves: Sequence[object]) -> list[Any]:
         return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
 
     options: dict[str, Any] = {}

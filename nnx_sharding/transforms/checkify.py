@@ -18,7 +18,7 @@ from .lifted import P, R, lift
 @_compat.api_boundary
 def checkify(
     fun: Callable[..., object],
-    errors: frozenset[Any] = jax_checkify.user_checks,
+    errors: frozenset[object] = jax_checkify.user_checks,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,

@@ -136,7 +136,7 @@ def switch(
 
 def _call_branches(
     name: str,
-    selector: Any,
+    selector: object,
     branches: Mapping[str, Callable[..., object]],
     operands: tuple[object, ...],
     modes: tuple[bool | None, bool | None],
@@ -183,7 +183,7 @@ class _Switch(InnerTransform):
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
             return _Branches(self, plan, function, static)
 
-        def call(*leaves: Any) -> Any:
+        def call(*leaves: object) -> Any:
             static = static_leaves(leaves)
             operands = [*filter(is_traced, leaves)]
             if may_keep(static) and not any(map(_compat.is_ref, operands)):
@@ -224,7 +224,7 @@ class _Branches:
         distinct = {key: functools.partial(self._trace, keys.index(key)) for key in {*keys}}
         self.functions = [distinct[key] for key in keys]
 
-    def _trace(self, number: int, operands: Sequence[Any]) -> list[Any]:
+    def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
         """Traces one branch; returns the array in each slot after it, None for what is no array.
 
         Notes what it does, and raises an error if another branch does something else: JAX would
@@ -245,7 +245,7 @@ class _Branches:
         self._check_types(number)
         return results
 
-    def _plain_results(self, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def _plain_results(self, results: Sequence[object], operands: Sequence[object]) -> list[Any]:
         """Replaces by None what JAX cannot pass on: refs, values of hijax types, flags."""
         not_plain = {id(x) for x in operands if not _compat.is_plain_array(x)}
         return [
@@ -265,7 +265,7 @@ class _Branches:
         assert caller is not None
         branch = caller.fun.bind(number)
 
-        def noted_branch(selector: object, *args: Any) -> Any:
+        def noted_branch(selector: object, *args: object) -> Any:
             returned = branch(*args)
             self._returned[number] = tree_text(returned)
             return returned
@@ -273,7 +273,9 @@ class _Branches:
         with called_by(caller._replace(fun=noted_branch)):
             return self._function(*leaves)  # type: ignore[no-any-return]
 
-    def _keep_shardings(self, outcome: Outcome, leaves: Sequence[Any], results: list[Any]) -> None:
+    def _keep_shardings(
+        self, outcome: Outcome, leaves: Sequence[object], results: list[object]
+    ) -> None:
         """Gives arrays that were written to objects the shardings of the old ones, in place."""
         before, after = self._plan.structure, outcome.structure
         for index, slots in enumerate(before.slots):
@@ -282,7 +284,7 @@ class _Branches:
                 if is_traced(leaves[old]) and not _compat.is_ref(leaves[old]):
                     results[slot] = resharded(results[slot], leaves[old])
 
-    def outputs(self, results: Sequence[Any]) -> tuple[OutputGroup, Outcome]:
+    def outputs(self, results: Sequence[object]) -> tuple[OutputGroup, Outcome]:
         """Returns what the pure function does: the arrays that some branch changes, an outcome."""
         outcome = union(self._plan.structure, [*self._outcomes.values()])
         # Group -1 is what no branch changes, so that the caller keeps it.

@@ -55,7 +55,7 @@ GroupArrays: TypeAlias = list[list[Any]]
 def custom_vjp(
     fun: Callable[..., object] | None = None,
     *,
-    nondiff_argnums: Sequence[Any] = (),
+    nondiff_argnums: Sequence[object] = (),
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -210,7 +210,7 @@ class _CustomFunction(Inner[P, R]):
         return self._run(plan, flat, plan.program_for(reach).inline, rules)  # type: ignore[no-any-return]
 
     def _positional_arguments(
-        self, args: tuple[object, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Any, ...]:
         """Returns all arguments of a call by position, as rules get them, with the defaults."""
         name, fun_name = self._transform.name, name_of(self._fun)
@@ -234,7 +234,7 @@ class _CustomFunction(Inner[P, R]):
 class CustomVjp(_CustomFunction[P, R]):
     """What :func:`custom_vjp` makes."""
 
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    def defvjp(self, fwd: Callable[..., object], bwd: Callable[..., object]) -> None:
         """Gives the function its rules.
 
         Args:
@@ -253,7 +253,7 @@ class CustomVjp(_CustomFunction[P, R]):
 class CustomJvp(_CustomFunction[P, R]):
     """What :func:`custom_jvp` makes."""
 
-    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:
         """Gives the function its rule, and returns that: it can be a decorator.
 
         Args:
@@ -300,10 +300,10 @@ class _Rules(Several):
 
     __slots__ = ("__name__",)
 
-    def __init__(self, *functions: Callable[..., Any]):
+    def __init__(self, *functions: Callable[..., object]):
         self.functions, self.__name__ = functions, name_of(functions[0])
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         return self.functions[0](*args)
 
 
@@ -372,9 +372,9 @@ class _Call:
 
     def trace(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[..., object],
         arrays: Sequence[object],
-        rule: Callable[..., Any] | None = None,
+        rule: Callable[..., object] | None = None,
     ) -> tuple[Outcome, GroupArrays]:
         """Calls the pure function with another function of the user.
 
@@ -399,7 +399,7 @@ class _Call:
         return outcome, [list(group.arrays) for group in groups]
 
     def _refuse_difference(
-        self, functions: Sequence[Callable[..., Any]], outcomes: Sequence[Outcome]
+        self, functions: Sequence[Callable[..., object]], outcomes: Sequence[Outcome]
     ) -> NoReturn:
         """Raises an error for two functions that do different things."""
         names = [*map(name_of, functions)]
@@ -417,7 +417,7 @@ class _Call:
         )
         raise AssertionError
 
-    def split(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def split(self, args: Sequence[object]) -> tuple[list[Any], list[Any]]:
         """Splits arguments into those that are not differentiated, and the others."""
         nondiff = self.transform.nondiff
         others = [x for i, x in enumerate(args) if i not in nondiff]
@@ -445,7 +445,7 @@ class _Call:
         return TangentForm(arguments._replace(leaves=types, objects=()), self._places)
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
     """Returns the type of an array; with a sharding only if its type has one."""
     aval: Any = jax.typeof(leaf)
     sharding = None if type_spec(leaf) is None else aval.sharding
@@ -637,7 +637,9 @@ class _CallWithJvp(_Call):
         ]
         return outputs, d_outputs
 
-    def _take_tangents_of_changes(self, outcome: Outcome, d_args: object, after: list[Any]) -> None:
+    def _take_tangents_of_changes(
+        self, outcome: Outcome, d_args: object, after: list[object]
+    ) -> None:
         """Puts what the rule left in the tangents of its arguments into ``after``, by slot."""
         flat = flatten(d_args)
         slots_of_tangents = slots_by_path(flat.structure)

@@ -41,7 +41,7 @@ class Differentiation(InnerTransform):
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
         """Checks what the function returns."""
 
-        def with_checked_output(*args: Any, **kwargs: Any) -> Any:
+        def with_checked_output(*args: object, **kwargs: object) -> Any:
             out = caller.fun(*args, **kwargs)
             name = name_of(caller.fun)
             if self.has_aux:
@@ -72,7 +72,7 @@ class Differentiable(Inner[P, R]):
         plan: Plan,
         flat: Flat,
         slots: Sequence[int],
-        differentiate: Callable[[Function, list[Any]], tuple[Any, Any]],
+        differentiate: Callable[[Function, list[object]], tuple[object, object]],
     ) -> tuple[Any, Any]:
         """Calls the function, and differentiates it at the arrays in some slots.
 
@@ -89,8 +89,8 @@ class Differentiable(Inner[P, R]):
         """
         inline, derivatives = self._program(plan, flat).inline, list[Any]()
 
-        def execute(*leaves: Any) -> Any:
-            def function(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+        def execute(*leaves: object) -> Any:
+            def function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)
                 *groups, outcome = outputs = inline(*all_leaves)
                 results = outcome.arrays(all_leaves, groups)

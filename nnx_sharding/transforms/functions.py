@@ -72,12 +72,12 @@ class Functions(Several):
         function, bound = self.functions[number], self.bound[number]
 
         @functools.wraps(function, updated=())
-        def call(objects: Sequence[object], *args: Any) -> Any:
+        def call(objects: Sequence[object], *args: object) -> Any:
             return function(*(objects[place] for place in bound), *args)
 
         return call
 
-    def __call__(self, *args: Any) -> Any:  # noqa: D102
+    def __call__(self, *args: object) -> Any:  # noqa: D102
         return self.bind(0)(*args)
 
 

@@ -41,8 +41,8 @@ from .tangents import tangent_type, without_tangent
 def value_and_grad(
     fun: Callable[..., object] | None = None,
     *,
-    argnums: Any = 0,
-    wrt: Any = None,
+    argnums: object = 0,
+    wrt: object = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -106,8 +106,8 @@ def value_and_grad(
 def grad(
     fun: Callable[..., object] | None = None,
     *,
-    argnums: Any = 0,
-    wrt: Any = None,
+    argnums: object = 0,
+    wrt: object = None,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -249,7 +249,7 @@ class PreparedCall(NamedTuple):
         """The arrays that are differentiated."""
         return [self.flat.leaves[slot] for slot in self.slots]
 
-    def build_gradient(self, arrays: Sequence[Any]) -> Any:
+    def build_gradient(self, arrays: Sequence[object]) -> Any:
         """Puts gradients of these arrays into the form of the arguments."""
         gradients = dict(zip(self.slots, arrays, strict=True))
         modules = {} if all(x.is_state for x in self.targets) else self._modules(gradients)
@@ -259,7 +259,7 @@ class PreparedCall(NamedTuple):
         )
         return parts[0] if self.is_single else parts
 
-    def _modules(self, gradients: Mapping[int, Any]) -> dict[str, Any]:
+    def _modules(self, gradients: Mapping[int, object]) -> dict[str, Any]:
         """Returns all arguments by name as new objects, with gradients in place of the arrays."""
         structure, objects = self.flat.structure, self.flat.objects
         leaves = [gradients.get(s, without_tangent(x)) for s, x in enumerate(self.flat.leaves)]
@@ -268,7 +268,7 @@ class PreparedCall(NamedTuple):
         return _by_name(self.plan, unflatten(structure, leaves, statics).root)
 
 
-def in_states(flat: Flat, target: Target, values: Mapping[int, Any]) -> Any:
+def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
     """Puts values by slot into the form of an argument, with a state in place of each module."""
     # By the keys of the modules in the argument, then by the paths in these.
     states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in target.argument.parts}
@@ -310,7 +310,7 @@ class ValueAndGrad(Differentiable[P, R]):
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
     def prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
+        self, args: tuple[object, ...], kwargs: dict[str, object], sums: PartialSums | None = None
     ) -> PreparedCall:
         """Finds what is differentiated in a call, and which of that has partial sums."""
         plan, flat = self._find_plan(args, kwargs)
@@ -343,7 +343,7 @@ class ValueAndGrad(Differentiable[P, R]):
             "allow_int": transform.allow_int,
         }
 
-        def differentiate(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
+        def differentiate(function: Function, arrays: list[object]) -> tuple[Any, Any]:
             if sums is not None:
                 return _differentiate_with_sums(function, arrays, prepared, sums, options)
 
@@ -416,7 +416,7 @@ class ValueAndGrad(Differentiable[P, R]):
         return chosen
 
     def _matching(
-        self, plan: Plan, flat: Flat, chosen: Mapping[str, Any]
+        self, plan: Plan, flat: Flat, chosen: Mapping[str, object]
     ) -> Iterator[NamedLocation]:
         """Finds the Variables and arrays of some arguments that match their filters."""
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
@@ -436,7 +436,7 @@ class ValueAndGrad(Differentiable[P, R]):
                 if entry is not None:
                     seen.add(entry)
 
-    def _refuse_empty(self, flat: Flat, chosen: Mapping[str, Any]) -> None:
+    def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
         """Raises an error for filters that match nothing."""
         kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
         filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
@@ -467,7 +467,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
 def _differentiate_with_sums(
     function: Function,
-    arrays: list[Any],
+    arrays: list[object],
     prepared: PreparedCall,
     sums: PartialSums,
     options: Mapping[str, Any],

@@ -89,7 +89,7 @@ def is_traced(leaf: object) -> bool:
 
 
 def replace_slots(
-    leaves: Sequence[Any], slots: Iterable[int], arrays: Iterable[object]
+    leaves: Sequence[object], slots: Iterable[int], arrays: Iterable[object]
 ) -> list[Any]:
     """Replaces the leaves in some slots by arrays."""
     new = dict(zip(slots, arrays, strict=True))
@@ -185,7 +185,7 @@ class InnerTransform(Transform):
         return fun
 
     def tracing(  # noqa: D102
-        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[object]
     ) -> AbstractContextManager[Function]:
         # The surrounding trace has given the modules names and shardings; these are other objects.
         pass_tags(caller, built)
@@ -196,8 +196,8 @@ class InnerTransform(Transform):
         self,
         plan: Plan,
         function: Function,
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
+        in_specs: Sequence[object],
+        out_specs: Sequence[object],
         donated: tuple[int, ...],
     ) -> Program:
         """Transforms a pure function, once for each plan; there is nothing to compile."""
@@ -222,7 +222,7 @@ class InnerTransform(Transform):
         return Program(staged=None, top_level=inline, inline=inline, traced_anew=anew)
 
     def _partial_sums(
-        self, plan: Plan, sums: PartialSums, leaves: Sequence[Any]
+        self, plan: Plan, sums: PartialSums, leaves: Sequence[object]
     ) -> dict[int, jax.Array]:
         """Returns the partial sums that go into the function with their parameters, by slot."""
         if not self.can_pass_sums(plan, sums, leaves):
@@ -234,7 +234,7 @@ class InnerTransform(Transform):
             if partial is not None and self.passes_sums(plan.specs[slot])
         }
 
-    def can_pass_sums(self, plan: Plan, sums: PartialSums, leaves: Sequence[Any]) -> bool:
+    def can_pass_sums(self, plan: Plan, sums: PartialSums, leaves: Sequence[object]) -> bool:
         """Whether a call with these leaves can take partial sums at all."""
         return True
 

@@ -51,7 +51,7 @@ class Jit(Sharded):
     keeps_captures: bool = True  # type: ignore[misc]  # as jax.jit, for speed
 
     def tracing(
-        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[object]
     ) -> AbstractContextManager[Callable[..., Any]]:
         """Puts the mesh into context, and shards activations, while the function is traced."""
         return _in_mesh(self.context, sharded_activations(plan, caller, built, leaves))
@@ -59,9 +59,9 @@ class Jit(Sharded):
     def compile(
         self,
         plan: Plan,
-        function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
+        function: Callable[..., object],
+        in_specs: Sequence[object],
+        out_specs: Sequence[object],
         donated: tuple[int, ...],
     ) -> Program:
         """Compiles the function by ``jax.jit``."""
@@ -78,7 +78,7 @@ class Jit(Sharded):
         return Program(jitted, top_level, inline=jitted, traced_anew=top_level)
 
     def _jax_options(
-        self, in_specs: Sequence[Any], out_specs: Sequence[Any], donated: tuple[int, ...]
+        self, in_specs: Sequence[object], out_specs: Sequence[object], donated: tuple[int, ...]
     ) -> dict[str, Any]:
         """Returns the options of ``jax.jit`` that were given: some exclude each other."""
         options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
@@ -106,7 +106,7 @@ def _axis_names(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
 
 @contextlib.contextmanager
 def _in_mesh(
-    mesh: Mesh | AbstractMesh | None, tracing: AbstractContextManager[Callable[..., Any]]
+    mesh: Mesh | AbstractMesh | None, tracing: AbstractContextManager[Callable[..., object]]
 ) -> Iterator[Callable[..., Any]]:
     """Puts a mesh of Auto axes into context, unless there is one.
 
@@ -169,7 +169,7 @@ def jit(
     in_shardings: object = None,
     out_shardings: object = None,
     mesh: Mesh | AbstractMesh | None = None,
-    activation_shardings: Any = None,
+    activation_shardings: object = None,
     auto_axes: bool | str | Iterable[str] = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -179,7 +179,7 @@ def jit(
     device: jax.Device | None = None,
     backend: str | None = None,
     inline: bool = False,
-    compiler_options: dict[str, Any] | None = None,
+    compiler_options: dict[str, object] | None = None,
     on_committed: Literal["error", "move"] = "error",
     on_indivisible: OnIndivisible = "error",
     strict: bool = False,

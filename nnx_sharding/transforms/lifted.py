@@ -78,7 +78,7 @@ class LiftedFunction(Generic[P, R]):
         self._plans = self._cache.plans(options, Guards(transform))
         self._guards = self._plans.guards
 
-    def __get__(self, obj: Any, objtype: type | None = None) -> Any:
+    def __get__(self, obj: object, objtype: type | None = None) -> Any:
         if obj is None:
             return self
         kind: Any = type(self)
@@ -89,7 +89,7 @@ class LiftedFunction(Generic[P, R]):
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
-    def _sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
+    def _sort(self, args: tuple[object, ...], kwargs: dict[str, object]) -> SortedCall:
         """Returns the arguments of a call by their roles."""
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
@@ -97,7 +97,7 @@ class LiftedFunction(Generic[P, R]):
         return self._transform.sort_call(self._parameters, signature, args, kwargs)
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, record: bool = False
+        self, args: tuple[object, ...], kwargs: dict[str, object], *, record: bool = False
     ) -> tuple[SortedCall, Flat]:
         """Returns the arguments of a call, also flattened; records for a guard, if asked to."""
         _compat.leave_static_cache()
@@ -115,7 +115,7 @@ class LiftedFunction(Generic[P, R]):
         members = (vars(base).get(name) for base in owner.__mro__)
         return any(isinstance(x, classmethod) and x.__func__ is unbound for x in members)
 
-    def _find_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat]:
+    def _find_plan(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Plan, Flat]:
         """Returns the plan for a call, and its flattened arguments, by a guard if one knows them.
 
         Guards are for calls at top level: in a trace, the arguments hold tracers of that.
@@ -231,7 +231,7 @@ class Lifted(LiftedFunction[P, R]):
         # returns. An entry of the __dict__, which `functools.wraps` copies, as for cached_partial.
         self.jitted_fn = self._plans
 
-    def __get__(self, obj: Any, objtype: type | None = None) -> Any:
+    def __get__(self, obj: object, objtype: type | None = None) -> Any:
         bound = super().__get__(obj, objtype)
         if bound is not self:
             bound._direct = (self._direct[0], bound._bound, *self._direct[2:])
@@ -268,13 +268,13 @@ class Lifted(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def _failed(
-        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any]
+        self, plan: Plan, leaves: Sequence[object], error: BaseException, objects: Sequence[object]
     ) -> None:
         failed(plan, leaves, error)
         self._explain_memory(plan, leaves, error, objects)
 
     def _explain_memory(
-        self, plan: Plan, leaves: Sequence[Any], error: BaseException, objects: Sequence[Any]
+        self, plan: Plan, leaves: Sequence[object], error: BaseException, objects: Sequence[object]
     ) -> None:
         """Raises an error that says what holds the memory, if a call ran out of it."""
         explain_memory(
@@ -331,7 +331,7 @@ class Lifted(LiftedFunction[P, R]):
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
 
-    def _jaxpr(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _jaxpr(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Returns the jaxpr for these arguments; unlike that of a stage, it has constants."""
         _, plan, flat = self._plan_without_running(args, kwargs)
         function = plan.pure_function(self._reach(plan, flat))
@@ -339,7 +339,7 @@ class Lifted(LiftedFunction[P, R]):
             return explained(plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function))
 
     def _plan_without_running(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[SortedCall, Plan, Flat]:
         """Returns the sorted arguments, the plan, and the flattened arguments of a call."""
         call, flat = self._split((*self._bound, *args), kwargs)
@@ -373,7 +373,7 @@ class Lifted(LiftedFunction[P, R]):
             self._trace_limit.reset()
 
 
-def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:
+def _abstract_output(outcome: Outcome, arrays: Sequence[object], flat: Flat) -> Any:
     """Returns the output as new objects, with copies of those of the caller."""
     static = set(outcome.structure.static_indices()).difference(outcome.statics)
     known = {
@@ -412,7 +412,7 @@ def lift(
     return lifted
 
 
-def unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
     """Splits a method into its function and the object that it is bound to."""
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
@@ -426,12 +426,12 @@ def unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _unbound_partial(
-    method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+    method: Callable[..., object], args: tuple[object, ...], keywords: dict[str, object]
 ) -> Callable[..., Any]:
     """Returns a partial of a bound method as a function of the object, with a fitting signature."""
 
     @functools.wraps(method)
-    def call_method(self: Any, *rest: Any, **more: Any) -> Any:
+    def call_method(self: object, *rest: object, **more: object) -> Any:
         return method(self, *args, *rest, **{**keywords, **more})
 
     parameters = list(inspect.signature(method).parameters.values())

@@ -64,7 +64,9 @@ class StateAxes(StateSharding):
 
     def __init__(
         self,
-        filter_axes: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+        filter_axes: nnx.State[object, object]
+        | Mapping[object, object]
+        | Iterable[tuple[object, object]],
         /,
     ):
         pairs = pairs_of("StateAxes", filter_axes)
@@ -109,7 +111,7 @@ class _AxisOf:
     place: str
     function: Callable[[Path, Any], Any]
 
-    def __call__(self, path: Path, value: Any) -> Axis | StateSharding:
+    def __call__(self, path: Path, value: object) -> Axis | StateSharding:
         return _axis(self.place, self.function(path, value))
 
 
@@ -191,7 +193,7 @@ class Mapped(InnerTransform):
             if axis is not None and axis.index is not None
         ]
 
-        def without_axis_names(*args: Any, **kwargs: Any) -> Any:
+        def without_axis_names(*args: object, **kwargs: object) -> Any:
             # Inside, Variables have one dimension less, so a name for it would be wrong there.
             change_names(nnx.spmd.remove_axis, mapped, settings)
             try:

@@ -145,7 +145,7 @@ class PartialSums:
         self,
         module: nnx.Module,
         by_rows: ByRows,
-        call: Callable[..., Any],
+        call: Callable[..., object],
         /,
         *args: Any,
         **kwargs: Any,
@@ -168,7 +168,7 @@ class PartialSums:
             kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._other_axes)
 
         def call_on_device(
-            x: jax.Array, values: Sequence[Any], partials: Sequence[jax.Array | None]
+            x: jax.Array, values: Sequence[object], partials: Sequence[jax.Array | None]
         ) -> Any:
             local = map(functools.partial(_use_locally, tuple(self.axes)), values, partials)
             with replaced_values(zip(variables, local, strict=True)):
@@ -216,7 +216,7 @@ PARTIAL_SUMS: contextvars.ContextVar[PartialSums | None] = contextvars.ContextVa
 )
 
 
-def with_sums(sums: PartialSums | None, fun: Callable[..., Any], /, *args: Any) -> Any:
+def with_sums(sums: PartialSums | None, fun: Callable[..., object], /, *args: object) -> Any:
     """Calls a function in which layers add to partial sums where they can."""
     if sums is None:
         return fun(*args)
@@ -227,7 +227,7 @@ def with_sums(sums: PartialSums | None, fun: Callable[..., Any], /, *args: Any) 
         PARTIAL_SUMS.reset(token)
 
 
-def _use_locally(axes: tuple[str, ...], value: Any, partial: jax.Array | None) -> Any:
+def _use_locally(axes: tuple[str, ...], value: object, partial: jax.Array | None) -> Any:
     """Returns a parameter on one device, whose gradient goes to that device's partial sum."""
     if partial is None:
         return value
@@ -248,7 +248,7 @@ _use.defvjp(
 )
 
 
-def _has_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
+def _has_rows(module: object, ndim: int, _: Sequence[object]) -> bool:
     """For a product with the last dimension: whether there is another one before it."""
     return ndim > 1
 

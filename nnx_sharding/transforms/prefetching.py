@@ -81,7 +81,7 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
         _GATHERS.reset(token)
 
 
-def _gathers_of(module: Any, tag: Tag) -> Iterator[Gather]:
+def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
     """Yields the parameters of a module that its strategy gathers, and that are not whole yet."""
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
@@ -147,8 +147,8 @@ class _Loop:
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        carry: Any,
+        step: Callable[..., object],
+        carry: object,
         stacked: Arrays,
         gathers: dict[int, Gather],
         unroll: int | bool,
@@ -191,7 +191,7 @@ class _Loop:
         final = [next(new) if is_changed else x for x, is_changed in pairs]
         return jax.tree.unflatten(self._out, [*final, *results])  # type: ignore[no-any-return]
 
-    def _gather(self, shards: Arrays, layer: Any) -> list[Any]:
+    def _gather(self, shards: Arrays, layer: object) -> list[Any]:
         """Gathers the parameters of one layer."""
         return apply_shardings(_slice_layer(shards, layer), [x.whole for x in self._gathers])
 
@@ -252,7 +252,7 @@ class _Loop:
         leaves, treedef = jax.tree.flatten(arguments)
         slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
 
-        def differentiable(*inexact: Any) -> Any:
+        def differentiable(*inexact: object) -> Any:
             all_leaves = jax.tree.unflatten(treedef, replace_slots(leaves, slots, inexact))
             carry, results = self._step(*all_leaves)
             return (_inexact(carry), _inexact(results)), (carry, results)
@@ -319,7 +319,7 @@ class _Loop:
         return d_constants, d_first, d_shards, d_rest
 
 
-def _slice_layer(arrays: Arrays, layer: Any) -> list[Any]:
+def _slice_layer(arrays: Arrays, layer: object) -> list[Any]:
     """Returns the slices of one layer: (layers, …) → (…)."""
     return [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
 

@@ -68,7 +68,7 @@ class _Rules:
     def _predicates(self) -> list[Predicate]:
         return [module_predicate(filter_) for filter_, _ in self.rules]
 
-    def name_outputs(self, path: Path, module: object, out: Any) -> Any:
+    def name_outputs(self, path: Path, module: object, out: object) -> Any:
         """Gives the outputs of a module the name of the first rule that matches the module.
 
         Notes that the module was called, and that the rule is used.
@@ -168,7 +168,7 @@ class _Remat(InnerTransform):
             path, _ = known[id(module)]
             return rules.name_outputs(path, module, out)
 
-        def call_with_names(*args: Any, **kwargs: Any) -> Any:
+        def call_with_names(*args: object, **kwargs: object) -> Any:
             # Transforms inside have other objects, which they know by these.
             token = KNOWN.set((*KNOWN.get(), known))
             try:

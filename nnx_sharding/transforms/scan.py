@@ -57,9 +57,9 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
-    in_axes: Any = (Carry, 0),
-    out_axes: Any = (Carry, 0),
-    transform_metadata: Mapping[Any, Any] | None = None,
+    in_axes: object = (Carry, 0),
+    out_axes: object = (Carry, 0),
+    transform_metadata: Mapping[object, object] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
     _split_transpose: bool = False,
@@ -184,7 +184,7 @@ class Scan(Mapped):
         if carried is None:
             return fun
 
-        def with_checked_carry(*args: Any, **kwargs: Any) -> Any:
+        def with_checked_carry(*args: object, **kwargs: object) -> Any:
             out = fun(*args, **kwargs)
             given = _argument(caller.fun, carried, args, kwargs)
             if self.returned is None:
@@ -217,7 +217,7 @@ class Scan(Mapped):
 
 
 def _argument(
-    fun: Callable[..., object], key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    fun: Callable[..., object], key: int | str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:
     """Returns one argument of a call, by position or by name."""
     if isinstance(key, int) and key < len(args):
@@ -294,7 +294,7 @@ class Loop:
         fixed -= {index for index in captures(structure) if not structure.slots[index]}
         return fixed | {index for index, _ in self._places.values()}
 
-    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+    def __call__(self, *leaves: object) -> tuple[Any, ...]:
         """Runs the loop; returns what the pure function does in one step, but of all steps."""
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _can_carry(leaves[slot])]
@@ -334,7 +334,9 @@ class Loop:
             groups.append(OutputGroup(("",) * len(arrays), arrays))
         return groups
 
-    def _leaves(self, static: StaticLeaves, carry: OutputGroup, slices: Sequence[Any]) -> list[Any]:
+    def _leaves(
+        self, static: StaticLeaves, carry: OutputGroup, slices: Sequence[object]
+    ) -> list[Any]:
         """Returns all leaves for the pure function in one step, by slot."""
         leaves = {slot: leaf.value for slot, leaf in static}
         slots = [*self._carried, *(s for s in self._others if s not in leaves), *self._mapped]
@@ -344,7 +346,7 @@ class Loop:
     def _make_step(self, static: StaticLeaves) -> Function:
         """Makes what JAX runs at each step, for these flags and other static leaves."""
 
-        def step(carry: OutputGroup, slices: Sequence[Any]) -> tuple[OutputGroup, StepOutput]:
+        def step(carry: OutputGroup, slices: Sequence[object]) -> tuple[OutputGroup, StepOutput]:
             leaves = self._leaves(static, carry, slices)
             *groups, outcome = self._function(*leaves)
             self._check_structure(groups, outcome)
@@ -369,7 +371,7 @@ class Loop:
         root = [s for s in after.root_slots if outcome.sources[s][0] == self._carry_group]
         return [*root, *(after.slots[index][number] for index, number in self._places.values())]
 
-    def _check_lengths(self, leaves: Sequence[Any]) -> None:
+    def _check_lengths(self, leaves: Sequence[object]) -> None:
         """Checks that all arrays have the same length along their axes."""
         names_by_length: dict[str, list[str]] = {}
         for slot, axis in self._mapped.items():
@@ -433,7 +435,7 @@ class Loop:
             if axis is None and (number, position) not in known
         ]
 
-    def _check_types(self, given: Sequence[Any], new: Sequence[Any]) -> None:
+    def _check_types(self, given: Sequence[object], new: Sequence[object]) -> None:
         """Checks that a step passes on arrays of the types that it got."""
         raise_listed(
             TypeError,

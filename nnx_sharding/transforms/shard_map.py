@@ -75,8 +75,8 @@ class _ShardMap(Sharded):
         self,
         parameters: Parameters,
         signature: Signature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> SortedCall:
         """Sorts like any transform; what is no array is static where its spec is None."""
         call = super().sort_call(parameters, signature, args, kwargs)
@@ -109,7 +109,7 @@ class _ShardMap(Sharded):
         self,
         fun_name: str,
         names: Sequence[str],
-        leaves: Sequence[Any],
+        leaves: Sequence[object],
         specs: Sequence[PartitionSpec],
     ) -> None:
         """Checks that results are equal on all devices along the axes that their specs omit."""
@@ -140,12 +140,12 @@ class _ShardMap(Sharded):
             anchor="not-proven-replicated",
         )
 
-    def spec_of(self, spec: Any) -> Any:
+    def spec_of(self, spec: object) -> Any:
         if spec is None:
             return PartitionSpec()
         return spec.spec if isinstance(spec, NamedSharding) else spec
 
-    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+    def input_specs(self, specs: list[object], leaves: Sequence[object]) -> list[Any]:
         """Returns the specs of all arrays: what has none is replicated, or as its type says."""
         inferred = self._specs_of_types(leaves, self.context)
         if inferred is not None:
@@ -156,14 +156,14 @@ class _ShardMap(Sharded):
         return NamedSharding(self.context, spec) if isinstance(self.context, Mesh) else None
 
     def tracing(
-        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[object]
     ) -> AbstractContextManager[Callable[..., Any]]:
         return sharded_activations(plan, caller, built, leaves)
 
     def compile(
         self,
         plan: Plan,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         in_specs: Sequence[PartitionSpec],
         out_specs: Sequence[PartitionSpec],
         donated: tuple[int, ...],
@@ -198,10 +198,10 @@ class _ShardMap(Sharded):
         inline = self._inline(map_over)
         return Program(jitted, top_level, inline=inline, traced_anew=anew)
 
-    def _inline(self, map_over: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
         """Makes what a call within a trace executes; ``map_over`` takes a mesh and axis names."""
 
-        def inline(*leaves: Any) -> Any:
+        def inline(*leaves: object) -> Any:
             # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
@@ -240,14 +240,14 @@ _SPEC_TYPES = (PartitionSpec, NamedSharding)
 
 
 def _with_types(
-    mapped: Callable[..., Any], shardings: Sequence[NamedSharding]
+    mapped: Callable[..., object], shardings: Sequence[NamedSharding]
 ) -> Callable[..., Any]:
     """Makes a function that puts shardings into the types of arrays not committed to others.
 
     On Explicit axes, `jax.shard_map` compares the types of its arguments with the specs.
     """
 
-    def with_type(leaf: Any, sharding: NamedSharding) -> Any:
+    def with_type(leaf: object, sharding: NamedSharding) -> Any:
         if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
         typed = in_type(sharding)  # the part over Explicit axes
@@ -256,7 +256,7 @@ def _with_types(
         return type_as(leaf, typed or NamedSharding(sharding.mesh, PartitionSpec()))
 
     @functools.wraps(mapped)
-    def typed(*leaves: Any) -> Any:
+    def typed(*leaves: object) -> Any:
         return mapped(*map(with_type, leaves, shardings))
 
     return typed
@@ -300,7 +300,7 @@ def shard_map(
     out_specs: object,
     in_specs: object = None,
     mesh: Mesh | AbstractMesh | None = None,
-    activation_shardings: Any = None,
+    activation_shardings: object = None,
     axis_names: Set[AxisName] = frozenset(),
     check_vma: bool = True,
     jit: bool = True,

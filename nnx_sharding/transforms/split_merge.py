@@ -80,7 +80,7 @@ def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
     return flat.structure, *states
 
 
-def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
+def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     """Merges a structure and arrays into a graph: the inverse of :func:`split`.
 
     Args:
@@ -170,7 +170,7 @@ def _locations(structure: Structure) -> Iterator[Location]:
     return structure.walk(structure.root, iter(structure.root_slots))
 
 
-def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
+def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]:
     """Returns the arrays of all groups in the order of the structure.
 
     Raises:
@@ -204,7 +204,7 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
     return leaves
 
 
-def _values(group: Any, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
+def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
     """Yields the contents of a group by path; ``known`` are the paths of Variables and arrays.
 
     Mappings are opened, except where the structure has a Variable, whose value may be one.

@@ -72,7 +72,7 @@ def layer_axes(shared: Collection[Path]) -> StateAxes:
     return StateAxes({Paths(shared): None, ...: 0})
 
 
-def with_arrays(flat: Flat, new: Mapping[int, Any]) -> Any:
+def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
     """Builds a layer with other arrays in some slots; without these, Variables are the same."""
     unchanged = {
         index: flat.objects[index]
@@ -136,7 +136,7 @@ def loop_of_calls(
 
 
 def loop(
-    step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: int | bool
+    step: Callable[..., object], in_axes: object, out_axes: object, length: int, unroll: int | bool
 ) -> Callable[..., Any]:
     """Returns a ``scan`` over layers."""
     made: Callable[..., Any] = scan(
@@ -170,7 +170,7 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 _Settings: TypeAlias = tuple[tuple[int, int], ...]
 
 
-def _call_with_settings(layer: Any, x: Any, further: Any, settings: _Settings) -> Any:
+def _call_with_settings(layer: object, x: object, further: object, settings: _Settings) -> Any:
     leaves, treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
     for position, number in settings:
         leaves[position] = number
@@ -181,7 +181,7 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     """Returns a call of a layer by ``remat``, which would trace ints that are not static."""
     run = recomputed(_call_with_settings, policy, static_argnums=3)
 
-    def call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
         settings = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
         # Their places keep a leaf, but one that is equal for all ints.

@@ -213,7 +213,7 @@ class Stage:
         raise_misfit(plan, leaves, self._stage, error)
 
     def _with_statics(
-        self, args: tuple[object, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Adds bound objects, and the static arguments that were left out, to those of a call."""
         signature, bound = self._plan.signature, self._lifted._bound

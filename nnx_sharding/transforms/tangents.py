@@ -45,7 +45,7 @@ def tangent_type(x: object) -> Any:
     return aval if jnp.issubdtype(getattr(aval, "dtype", float), jnp.inexact) else None
 
 
-def as_array(x: Any, aval: Any = None) -> Any:
+def as_array(x: object, aval: object = None) -> Any:
     """Makes an array with the dtype of a type, or its own; a value of a hijax type stays."""
     own = jax.typeof(x)
     return jnp.asarray(x, getattr(aval or own, "dtype", None)) if hasattr(own, "dtype") else x

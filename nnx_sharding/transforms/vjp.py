@@ -71,13 +71,13 @@ def vjp(
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(vjp, *(() if fun is None else (fun,)), has_aux=has_aux, **options)
 
-    def differentiate(function: Function, arrays: list[Any], _: TangentForm) -> tuple[Any, Any]:
+    def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
         return jax.vjp(function, arrays, has_aux=True)[1:]
 
     modes = graph, graph_updates
     derivative = _differentiate("vjp", fun, has_aux, modes, primals, differentiate)
 
-    def pullback(cotangents: Any) -> Any:
+    def pullback(cotangents: object) -> Any:
         [arrays] = derivative.function(
             derivative.outputs.tangents_in("vjp: cotangents", cotangents)
         )
@@ -90,8 +90,8 @@ def vjp(
 @_compat.api_boundary
 def jvp(
     fun: Callable[..., object] | None = None,
-    primals: Sequence[Any] | None = None,
-    tangents: Sequence[Any] | None = None,
+    primals: Sequence[object] | None = None,
+    tangents: Sequence[object] | None = None,
     *,
     has_aux: bool = False,
     graph: bool | None = None,
@@ -134,7 +134,7 @@ def jvp(
         return functools.partial(jvp, *(() if fun is None else (fun,)), has_aux=has_aux, **options)
 
     def differentiate(
-        function: Function, arrays: list[Any], inputs: TangentForm
+        function: Function, arrays: list[object], inputs: TangentForm
     ) -> tuple[Any, Any]:
         directions = inputs.tangents_in("jvp: tangents", tuple(tangents))
         return jax.jvp(function, (arrays,), (directions,), has_aux=True)[1:]
@@ -179,13 +179,13 @@ def linearize(
     The semantics are those of ``jax.linearize``.
     """
 
-    def differentiate(function: Function, arrays: list[Any], _: TangentForm) -> tuple[Any, Any]:
+    def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
         return jax.linearize(function, arrays, has_aux=True)[1:]
 
     modes = graph, graph_updates
     derivative = _differentiate("linearize", fun, has_aux, modes, primals, differentiate)
 
-    def pushforward(*tangents: Any) -> Any:
+    def pushforward(*tangents: object) -> Any:
         arrays = derivative.primals.tangents_in("linearize: tangents", tangents)
         return derivative.outputs.build(derivative.function(arrays))
 
@@ -211,7 +211,7 @@ class _AtPoint(Differentiable[..., Any]):
     """A function that is differentiated with respect to all that is inexact in its arguments."""
 
     def differentiate_at(
-        self, primals: Sequence[Any], differentiate: _Differentiate
+        self, primals: Sequence[object], differentiate: _Differentiate
     ) -> _Derivative:
         """Calls the function once, which may change the primals, and differentiates that call.
 
@@ -224,9 +224,9 @@ class _AtPoint(Differentiable[..., Any]):
         plan, _ = self._plan(call, flat)
         primal_form = self._primal_form(primals)
 
-        def differentiate_inexact(function: Function, arrays: list[Any]) -> tuple[Any, Any]:
+        def differentiate_inexact(function: Function, arrays: list[object]) -> tuple[Any, Any]:
             # JAX's transforms want a derivative of each output; integers and keys have none.
-            def inexact_function(arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+            def inexact_function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 outputs, others = function(arrays)
                 return [x for x in outputs if tangent_type(x) is not None], others
 
@@ -240,7 +240,7 @@ class _AtPoint(Differentiable[..., Any]):
         output_form = TangentForm(flat_output, slots_by_path(flat_output.structure))
         return _Derivative(output, tuple(aux), derivative, primal_form, output_form)
 
-    def _primal_form(self, primals: Sequence[Any]) -> TangentForm:
+    def _primal_form(self, primals: Sequence[object]) -> TangentForm:
         """Returns the form for tangents of the arguments, without those of what is bound."""
         # Flattened once more, so that the form keeps static objects alive: the pullback may be
         # called when the caller has dropped them.
@@ -256,7 +256,7 @@ def _differentiate(
     fun: Callable[..., object],
     has_aux: bool,
     modes: tuple[bool | None, bool | None],
-    primals: Sequence[Any],
+    primals: Sequence[object],
     differentiate: _Differentiate,
 ) -> _Derivative:
     """Calls and differentiates a function, as the transform of this name."""

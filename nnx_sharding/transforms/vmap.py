@@ -32,7 +32,7 @@ def vmap(
     axis_name: Hashable = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable = None,
-    transform_metadata: Mapping[Any, Any] | None = None,
+    transform_metadata: Mapping[object, object] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -109,7 +109,7 @@ class _Vmap(Mapped):
         options["out_axes"] = (*(axis.index for axis in plan.out_specs), None)  # for the outcome
         in_axes = tuple(axis.index for axis in plan.specs)
 
-        def call_mapped(*leaves: Any) -> Any:
+        def call_mapped(*leaves: object) -> Any:
             # JAX refuses an unmapped argument that is sharded over the mapped mesh axis, such as a
             # parameter that a layer gathers, but not what the function captures.
             captured = {

@@ -39,8 +39,8 @@ from .scan import Loop, Scan
 
 @_compat.api_boundary
 def while_loop(
-    cond_fun: Callable[[Any], Any],
-    body_fun: Callable[[Any], Any],
+    cond_fun: Callable[[object], object],
+    body_fun: Callable[[object], object],
     init_val: object,
     *,
     graph: bool | None = None,
@@ -100,7 +100,7 @@ def while_loop(
 def fori_loop(
     lower: object,
     upper: object,
-    body_fun: Callable[[Any, Any], Any],
+    body_fun: Callable[[object, object], object],
     init_val: object,
     *,
     unroll: int | bool | None = None,
@@ -257,12 +257,12 @@ class _WhileLoop(Loop):
         return last, step_outputs[-1]
 
     def _trace_condition(
-        self, condition: Function, caller: Caller, leaves: Sequence[Any]
+        self, condition: Function, caller: Caller, leaves: Sequence[object]
     ) -> jax.Array:
         """Returns whether the condition holds, by the pure function with that as its function."""
         fun_name = name_of(condition)
 
-        def checked_condition(*args: Any) -> Any:
+        def checked_condition(*args: object) -> Any:
             out = condition(*args)
             if not is_array(out) or jax.typeof(out).str_short() != "bool[]":
                 raise TypeError(
