@@ -33,7 +33,7 @@ def add_commands(subparsers: Any) -> None:
         epilog=_DIFF,
     )
     parser.set_defaults(run=run_diff)
-    add = parser.add_argument
+    add = parser.add_argument  # once for each option below
     add("before", metavar="BEFORE.json", help="the report or comparison before")
     add("after", metavar="AFTER.json", help="the one after, of the same kind")
     text = "leave out figures that changed by no more than this, up or down (default: 0%%)"
@@ -79,12 +79,15 @@ def run_diff(arguments: argparse.Namespace) -> int:
     try:
         before, after = load(arguments.before), load(arguments.after)
         changes = diff(before, after, threshold=arguments.threshold)
+    # A file that cannot be read is a mistake of the command line, with its own exit code.
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
+    # Before the exit code is known: the changes are shown in any case.
     write(arguments, changes)
     if arguments.fail_above is None:
         return int(bool(changes))
     failures = [(change.strategy, str(change)) for change in changes.grown(arguments.fail_above)]
+    # A figure that a backend does not report may have grown by anything.
     failures += [
         (name, f"{figure} is unknown: {why}")
         for name, report in Comparison(by_strategy(after)).compiled.items()
@@ -100,10 +103,13 @@ def run_diff(arguments: argparse.Namespace) -> int:
 def run_launch(arguments: argparse.Namespace) -> int:
     """Runs the processes; returns the exit code."""
     program = arguments.program if arguments.module is None else ["-m", *arguments.module]
+    # argparse cannot require one of two: a script, or -m with a module.
     if program in ([], ["-m"]):
         raise UsageError("name a script (train.py) or `-m module`")
+    # Else each process would report it, interleaved.
     if arguments.module is None and not Path(program[0]).exists():
         raise UsageError(f"no such file: {program[0]}")
+    # Options are called like the parameters of `launch`.
     names = ("processes", "devices_per_process", "platform", "timeout", "grace")
     return launch(program, **{name: getattr(arguments, name) for name in names})
 
@@ -128,8 +134,10 @@ def _sections() -> dict[str, str]:
     headings = [*re.finditer(r"^(?:\(([\w-]+)\)=\n)?(##+) (.*)\n", text, flags=re.MULTILINE)]
     sections = {}
     for index, heading in enumerate(headings):
+        # A section ends where one of its own level, or of a higher one, begins.
         later = (next_ for next_ in headings[index + 1 :] if len(next_[2]) <= len(heading[2]))
         end = next((next_.start() for next_ in later), len(text))
+        # As Sphinx makes anchors of headings.
         anchor = heading[1] or re.sub(r"[^\w\- ]", "", heading[3].lower()).replace(" ", "-")
         sections[anchor] = text[heading.start(2) : end].rstrip()
     return sections

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0 after success, 1 after an error, 2 if the command line is wrong. A command may have
     others.
     """
+    # Usage and examples show the command as the user has called it.
     is_script = Path(sys.argv[0]).stem == "nnx-sharding"
     name = "nnx-sharding" if is_script else "python -m nnx_sharding"
     parser = Parser(prog=name, description="Tools for sharded Flax NNX models.")
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         try:
             code = int(arguments.run(arguments))
+            # Here, where a broken pipe is caught, and not when Python ends.
             sys.stdout.flush()
             return code
         except UsageError as error:
@@ -49,9 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # of argparse, also after --help
         return error.code if isinstance(error.code, int) else 2
     except BrokenPipeError:  # who reads what is printed has ended, such as `head`
+        # Python would flush once more, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
+        # One line says enough of most errors, which are of the user's code.
         if arguments.traceback:
             raise
         say(f"{arguments.command}: {error or type(error).__name__}", error=True)

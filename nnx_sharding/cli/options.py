@@ -29,6 +29,7 @@ def user_code(what: str) -> Iterator[None]:
     """Makes a UserError of whatever the user's code raises in the block."""
     try:
         yield
+    # From a nested block, with a message of its own.
     except (UsageError, UserError):
         raise
     except (Exception, SystemExit) as error:
@@ -94,6 +95,7 @@ def output(text: str) -> str:
 @option
 def percentage(text: str) -> float:
     """Reads ``5%`` or ``5`` as a fraction."""
+    # What is no number has the same message as a number out of range.
     with contextlib.suppress(ValueError):
         percent = float(text.strip().removesuffix("%"))
         if 0 <= percent < float("inf"):
@@ -107,6 +109,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
+        # -1 is a size: the devices that the other axes leave.
         if not name or not number.lstrip("-").isdecimal() or name in sizes:
             raise ValueError(
                 f"{part!r} in {text!r}: write each axis once with its size, as in data=2,model=4"

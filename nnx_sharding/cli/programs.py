@@ -81,6 +81,7 @@ def add_commands(subparsers: object) -> None:
     add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
     strategies = f"those to try (default: all), such as 'fsdp + tensor': {', '.join(OVER_DATA)}, "
     strategies += f"with none or some of {', '.join(STYLES)}"
+    # Checked here, before anything is imported or compiled.
     one = option(lambda name: checked_strategies([name])[0])
     add("--strategies", nargs="+", type=one, metavar="STRATEGY", help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
@@ -101,6 +102,7 @@ def _add_command(
     devices: str = "",
 ) -> argparse.ArgumentParser:
     description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
+    # One summary in both places, so that they agree.
     texts = {"help": summary, "description": description, "epilog": epilog}
     parser: argparse.ArgumentParser = subparsers.add_parser(name, **texts)
     parser.set_defaults(run=run)
@@ -150,6 +152,7 @@ def write(
         write_html(arguments.html, result, title, head)
     if arguments.json not in (None, "-"):
         file_path(arguments.json).write_text(result.to_json(), encoding="utf-8")
+    # On a terminal with colors and its width; a file or a pipe gets plain text.
     if isinstance(result, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
         from rich.console import Console
 
@@ -161,6 +164,7 @@ def write(
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
     report = _called(arguments, _report)
+    # The most frequent mistake: a mesh, but no shardings.
     is_whole = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
     if report.num_devices > 1 and is_whole:
         say(
@@ -175,6 +179,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if judged.fits(report.name):
         return 0
     peak = None if report.memory is None else report.memory.peak
+    # An unknown peak does not fit either: the exit code has to be safe for scripts.
     needs = "the backend reports no memory" if peak is None else f"needs {bytes_text(peak)}"
     limit = f"the limit is {bytes_text(judged.memory_limit)} on each device"
     say(f"inspect: {report.name}: {needs}; {limit}", error=True)
@@ -186,6 +191,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     comparison = _called(arguments, _comparison)
     comparison = comparison.judged(memory_limit=arguments.memory_limit, hardware=arguments.hardware)
     write(arguments, comparison)
+    # One strategy that fails does not hide the others, but shows in the exit code.
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
     if failed:
         say(f"compare: failed: {', '.join(failed)}", error=True)
@@ -199,6 +205,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Shows the plan; returns the exit code."""
     found = _called(arguments, _plan)
     best = found.best
+    # The page says what was tried even if nothing fits.
     title = "Plan: none fits" if best is None else f"Plan: {best.name}"
     write(arguments, found.comparison, title, "\n".join(found.summary()))
     if best is None:
@@ -212,12 +219,14 @@ def _options(arguments: argparse.Namespace, target: str, function: object) -> di
     """Returns the options of the command line for ``jit``, which is applied to a function."""
     if arguments.donate is None:
         return {}
+    # These have donated arguments already, or none.
     if isinstance(function, Lifted | ProgramReport | Traced | Lowered | Compiled):
         raise UserError(
             f"{target} returned {function!r:.200}. --donate is for functions that are not jitted; "
             "give jit donate_argnames instead."
         )
     names = inspect.signature(function).parameters if callable(function) else ()
+    # `jit` would say so too, but as an error of the user's function.
     wrong = [f"{name!r}{suggestion(name, names)}" for name in {*arguments.donate}.difference(names)]
     if wrong:
         raise UsageError(f"--donate: the function has no parameter {', '.join(sorted(wrong))}")
@@ -233,6 +242,7 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
             f"{target} returned {value!r:.200}. It has to return (step, *arguments), a mapping "
             "from variants to such tuples, or what plan returned."
         )
+    # A mapping of variants has the arguments in each of its tuples.
     step, *args = (value,) if isinstance(value, Mapping) else value
     options: dict[str, Any] = {}
     for variant in step.values() if isinstance(step, Mapping) else [step]:
@@ -264,8 +274,10 @@ def _called(
         except ValueError as error:
             raise UsageError(str(error)) from None
         if mesh is not None:
+            # While the function is called and while its result is compiled.
             context.enter_context(jax.set_mesh(mesh))
         parameter = inspect.signature(function).parameters.get("mesh")
+        # A function may have a mesh of its own as the default.
         needs_mesh = parameter is not None and parameter.default is parameter.empty
         if needs_mesh and mesh is None and arguments.command == "plan":  # which chooses another
             replicas = {"replica": arguments.slices} if arguments.slices > 1 else {}
@@ -300,10 +312,13 @@ def _find(text: str) -> Callable[..., Any]:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise UsageError(f"no module named {error.name!r}.") from None
+    # Python imports only the first of two files with one name.
     if path is not None and getattr(value, "__file__", None) != str(path):
         raise UsageError(f"{place} has the name of another module, {value!r}; rename the file.")
+    # A method or a static function of a class may be named, too.
     for part in name.split("."):
         if not hasattr(value, part):
+            # Private names are nothing to suggest.
             names = [known for known in vars(value) if not known.startswith("_")]
             raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
         value = getattr(value, part)
@@ -331,6 +346,7 @@ def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramRe
     function, *args = value if isinstance(value, tuple) and value else (value,)
     is_stage = isinstance(value, Traced | Lowered | Compiled)
     options, named = _options(arguments, target, function), arguments.hardware
+    # A function may compile by itself, with options that the command line lacks.
     if isinstance(value, ProgramReport):
         return value if named is None else value.with_roofline(named)
     if not is_stage and (not callable(function) or isinstance(function, type)):
@@ -356,6 +372,7 @@ def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Co
         return value
     if isinstance(value, Mapping) and value:
         reports = {
+            # Each by itself, so that one that fails does not end the others.
             str(name): attempt(partial(_report, arguments, f"{target}, {name},", program))
             for name, program in value.items()
         }

@@ -49,6 +49,7 @@ class SharderModuleConfig:
 
     def __post_init__(self) -> None:
         function, stats = self.batch_stats_fn, self.precomputed_stats
+        # As in Datarax, where the second would never be read.
         if function is not None and stats is not None:
             raise ValueError("batch_stats_fn and precomputed_stats are both given: leave one out.")
         if function is not None and not callable(function):
@@ -56,6 +57,7 @@ class SharderModuleConfig:
         if stats is not None:
             object.__setattr__(self, "precomputed_stats", _statistics(stats))
         if self.sharding_rules is not None:
+            # A tuple, so that equal configurations are equal and hashable.
             object.__setattr__(self, "sharding_rules", LogicalRules(self.sharding_rules).rules)
 
 
@@ -140,6 +142,7 @@ class ArraySharder(nnx.Module):
         """Does the same as :meth:`shard_with_info` without a sharder, and is not counted."""
         result = ArraySharder.shard_static(batch, sharding)
         if info is not None:
+            # Only on request: it goes through all arrays.
             held = device_bytes(parameter_table(result))
             info["batch_pre_sharding"] = _described(batch)
             info["batch_post_sharding"] = _described(result) | {"bytes_per_device": held}
@@ -166,6 +169,7 @@ class ArraySharder(nnx.Module):
         """
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
+        # A new wrapper each time; traces are found by the function.
         apply = shard_map(transform_fn, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
         return self._counted(batch, apply(batch))
 
@@ -195,9 +199,11 @@ class ArraySharder(nnx.Module):
             spec, x = self.get_partition_spec(logical_spec), jax.ShapeDtypeStruct(shape, "float32")
             options: Any = {"mesh": onto, "caller": "create_sharded_param", "whole": True}
             _, shardings = assign_shardings(x, flatten(x), spec, **options)
+            # An abstract mesh has no devices on which the parameter could be made sharded.
             if isinstance(shardings[0].mesh, Mesh):
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=shardings[0])
             metadata["mesh"] = onto
+        # A spec names mesh axes, to which rules for names do not apply.
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
         # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
@@ -233,6 +239,7 @@ class ArraySharder(nnx.Module):
 
     def _counted(self, batch: object, result: object) -> Any:
         """Counts a batch, and returns the result."""
+        # Datarax counts a batch of nothing but texts as skipped.
         has_arrays = any(map(is_shardable, flatten(batch).leaves))
         counter = self._applied_count if has_arrays else self._skipped_count
         counter[...] += 1
@@ -240,6 +247,7 @@ class ArraySharder(nnx.Module):
 
     def compute_statistics(self, data: object) -> Any:
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``."""
+        # The module of the sharder: that of the config is static, and would not be updated.
         function = self.batch_stats_module or self.config.batch_stats_fn
         if function is not None:
             self.set_statistics(function(data))
@@ -293,7 +301,9 @@ class ArraySharder(nnx.Module):
             for path in sorted(expected | given)
             if given.get(path) != expected.get(path)
         ]
+        # All is checked before anything is changed.
         raise_listed(ValueError, "this is not a state of the sharder:", lines)
+        # Statistics may be anything, which Flax would not match with the present ones.
         stats = values.pop("_computed_stats", None)
         stats = stats if stats is None else _statistics(stats)
         rules = state.get("sharding_rules", self.config.sharding_rules)

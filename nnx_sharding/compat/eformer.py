@@ -71,6 +71,7 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
     if mesh is None and raise_error:
         text = "no mesh in context. Use `with jax.set_mesh(mesh):`, or pass mesh=..."
         raise NoContextMeshError(text)
+    # As eformer, whose callers ask `mesh.empty`.
     return Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
 
 
@@ -88,6 +89,7 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
     """Returns the product of the sizes of axes of a mesh; a KeyError if it does not have them."""
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
     names = _axes(axis_names)
+    # A KeyError as in eformer, but with all names that are unknown.
     unknown = [f"{n!r}{suggestion(n, shape)}" for n in names if n not in shape]
     if unknown:
         axes = ", ".join(map(repr, shape))
@@ -122,6 +124,7 @@ def get_corrected_named_sharding(
     """
     name = "get_corrected_named_sharding"
     check_specs(name, PartitionSpec, partition_spec=Specs(partition_spec))
+    # In a `shard_map`, axes that it maps over are no longer to be used.
     mesh = mesh_here(get_incontext_mesh(raise_mesh_error) if mesh is None else mesh)
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
@@ -163,6 +166,7 @@ def with_sharding_constraint(
     if log if log is not None else os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES:
         for name, leaf, new in zip(names, flat.leaves, shardings, strict=True):
             old = sharding_of(leaf)
+            # In a trace nothing moves yet, and the old sharding is not known.
             if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
                 was = "host memory" if old is None else describe(old)
                 _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
@@ -198,6 +202,7 @@ def match_partition_rules(
     pairs = read_patterns(name, rules)
     if strict:
         StateSharding(pairs)  # checks that there are only specs
+    # Read at each call, as eformer does.
     small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
     matches, unmatched, misfits = list[list[int]](), list[str](), list[str]()
 
@@ -208,6 +213,7 @@ def match_partition_rules(
             return None
         # All rules that match, not the first alone: to know which of them decide nothing.
         matches.append([n for n, (f, _) in enumerate(pairs) if f(variable.path, variable.variable)])
+        # At least 2: a scalar has nothing to shard, whatever the rule.
         if strict and all(math.prod(shape) < max(small, 2) for shape in shapes):
             return PartitionSpec()
         if not matches[-1]:
@@ -217,6 +223,7 @@ def match_partition_rules(
         if spec is not None and strict:
             spec = with_entries(spec, spec.partitions[: min(map(len, shapes))])
         fits = (fit_sharding(spec, mesh, shape) for shape in shapes if mesh is not None)
+        # The first array of a Variable that does not fit says enough.
         misfits.extend([fit.line(variable.name) for fit in fits if fit.problems][:1])
         return spec
 
@@ -232,6 +239,7 @@ def _warn_of_unused(
 ) -> None:
     """Warns of rules that decide nothing; ``matches`` has the matching ones of each Variable."""
     used = {numbers[0] for numbers in matches if numbers}
+    # A last rule that matches everything is written for safety.
     if all(len(pairs) - 1 in numbers for numbers in matches):
         used.add(len(pairs) - 1)  # the rule for the rest, of which there may be none
     unused = [f"  {getattr(f, 'text', f)!r}" for n, (f, _) in enumerate(pairs) if n not in used]
@@ -265,6 +273,7 @@ def create_pattern_based_partition_spec(
     regex = ""
     for piece in pattern.split(","):
         before, arrow, dimensions = map(str.strip, piece.rpartition("->"))
+        # Without an arrow the piece has more axes for the rule before it.
         regex = before if arrow else regex
         entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
         if not regex or not all(map(all, entries)):
@@ -273,6 +282,7 @@ def create_pattern_based_partition_spec(
         rules.setdefault(regex, []).extend(None if x == ("None",) else x for x in entries)
     specs = {regex: PartitionSpec(*entries) for regex, entries in rules.items()}
     pairs = read_patterns("create_pattern_based_partition_spec", specs)
+    # Last, so that some rule always matches.
     pairs.append((lambda *_: True, default_spec or PartitionSpec()))
     problems = [
         f"  {problem}" for _, spec in pairs for problem in fit_sharding(spec, mesh).problems
@@ -305,6 +315,7 @@ def analyze_sharding_strategy(
     """
     known = pytree if isinstance(pytree, Mapping) else {}
     is_mapping = isinstance(partition_specs, Mapping)
+    # A mapping by path, not a prefix: the tree itself has no such keys.
     if is_mapping and any("/" in str(key) and key not in known for key in partition_specs):
         exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
         partition_specs = from_rules(exact)
@@ -319,6 +330,7 @@ def analyze_sharding_strategy(
         pytree, abstract, partition_specs, mesh=mesh, strict=False, lenient=True
     )
     rows = parameter_table(apply_shardings(leaves, shardings))
+    # Devices that hold nothing count in the balance.
     ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
     held = dict.fromkeys(ids, 0) | device_bytes(rows)
     most = max(held.values(), default=0)
@@ -355,6 +367,7 @@ def make_shard_and_gather_fns(
         return with_sharding_constraint(tree, spec, mesh=mesh)
 
     def gather(spec: Any, tree: object) -> Any:
+        # Whole on each device, as only that can be copied to the host.
         full = like(spec, PartitionSpec())
         return jax.tree.map(
             lambda x: jax.device_get(shard(full, x)) if is_shardable(x) else x, tree
@@ -413,6 +426,7 @@ def get_partition_spec(tree: Any) -> Any:
         sharding = sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
             return [sharding.spec]
+        # On one device every spec is the same.
         is_single = isinstance(sharding, Sharding) and sharding.num_devices == 1
         is_known = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
         return [PartitionSpec()] if is_known and (sharding is None or is_single) else []
@@ -426,6 +440,7 @@ def _extracted(tree: object, read: Callable[[Any], list[Any]]) -> Any:
 
     def choose(variable: NamedVariable) -> Any:
         results = [read(leaf) for leaf in variable.arrays]
+        # A Variable has one entry in the result, whatever its value holds.
         if [] in results or any(result != results[0] for result in results):
             leaves = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
             listed = "; ".join(dict.fromkeys(map(str, leaves)))
@@ -453,6 +468,7 @@ def get_names_from_partition_spec(specs: object) -> list[str]:
                 names += get_names_from_partition_spec(shardings)
             case str() as name:
                 names.append(name)
+            # Entries of specs, which users pass by themselves as well.
             case None | PartitionSpec.UNCONSTRAINED:
                 pass
             case _:

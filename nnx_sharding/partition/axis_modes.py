@@ -172,6 +172,7 @@ class _AxisMode:
     def call(self, args: tuple[object, ...], kwargs: dict[str, object], specs: Specs) -> Any:
         """Calls the function; if it raises an error, the arguments are as they were."""
         flat = flatten((args, kwargs))
+        # Arrays that were never placed have no mesh in their types; then a spec may name it.
         named = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
         mesh = mesh_of_types(flat.leaves, next(named, None))
         change = None
@@ -267,9 +268,11 @@ def _as_spec(spec: object) -> Any:
 
 def _undo(objects: Objects) -> Callable[[], None]:
     """Returns a function that gives modules and Variables their present content back."""
+    # Nodes of other libraries may keep their content elsewhere.
     nodes = [x for x in objects if _compat.is_node(x) and hasattr(x, "__dict__")]
     attributes = [(vars(x), dict(vars(x))) for x in nodes]
     variables = [x for x in objects if _compat.is_variable(x)]
+    # With a copy of the metadata, which the function may change in place.
     values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
 
     def undo() -> None:

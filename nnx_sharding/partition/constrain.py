@@ -55,6 +55,7 @@ def with_sharding_constraint(
       >>> with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh).sharding.spec
       P('data',)
     """
+    # Before anything is moved, so that a misspelt option leaves the tree as it is.
     check_options("with_sharding_constraint", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
     _, shardings = assign_shardings(tree, flat, sharding, mesh=mesh, on_indivisible=on_indivisible)
@@ -86,6 +87,7 @@ def reshard(tree: object, out_shardings: object) -> Any:
       float32[8,16@model]
     """
     specs = Specs(out_shardings)
+    # Other shardings have no axes that a type could name.
     check_specs("reshard", (PartitionSpec, NamedSharding), out_shardings=specs)
     flat = flatten(tree)
     _, shardings = assign_shardings(tree, flat, specs, caller="reshard", explicit=True)

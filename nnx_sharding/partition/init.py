@@ -61,6 +61,7 @@ def sharded_init(
       (8, 16)
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
+    # In a trace the mesh is abstract, and the devices are those of the surrounding program.
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():
         raise ValueError(f"{mesh} has no devices to create arrays on. Use abstract_init.")
     with progress("sharded_init"):
@@ -100,6 +101,7 @@ def _make(
     try:
         with in_context(_mesh_inside(build, arrays, mesh)):
             if sharding is None or callable(sharding):
+                # The shardings may depend on the model, so it is made abstractly first.
                 abstract = jit(build).eval_shape(*arrays)
                 sharding = (from_metadata if sharding is None else sharding)(abstract)
             specs = Specs(sharding)
@@ -123,6 +125,7 @@ def _close_over_statics(
     if not callable(make_model):
         raise TypeError(f"make_model is not a function or class: {make_model!r}.")
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
+    # The user's own function, so that equal calls find the same trace.
     if not leaves and not isinstance(make_model, type):
         return make_model, []
     slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]

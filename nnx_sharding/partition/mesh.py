@@ -66,6 +66,7 @@ def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Returns the sizes of the axes, with the number of remaining devices for -1."""
     known = math.prod(size for size in sizes if size != -1)
     filled = tuple(count // max(known, 1) if size == -1 else size for size in sizes)
+    # Idle devices would be a mistake more often than a wish.
     if math.prod(filled) != count or min(filled, default=1) < 1:
         raise ValueError(
             f"make_mesh: axes of the sizes {sizes} do not take the {count} devices. Use other "
@@ -144,6 +145,7 @@ def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
     """Returns as many devices as the product of the sizes; all if they are invalid, as -1 is."""
     devices = jax.devices()
     count = math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 0
+    # Real devices where there are enough, so that the same mesh can run.
     if count <= len(devices):
         return devices[: count or None]
     if count > MOST_DEVICES:
@@ -213,6 +215,7 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
         yield
         return
     topology_devices(name, num_slices)  # fails here if it is unknown
+    # A context variable, since other threads may plan for other devices.
     token = DEFAULT.set((name, num_slices))
     try:
         yield
@@ -228,6 +231,7 @@ def arranged(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarray:
     for size in sizes:
         across.append(math.gcd(size, num_slices // math.prod(across)))
     within = [size // count for size, count in zip(sizes, across, strict=True)]
+    # Without it, JAX refuses sizes that no product of physical axes has.
     split = {"allow_split_physical_axes": True}
     if num_slices == 1:
         return mesh_utils.create_device_mesh(within, devices, **split)
@@ -257,6 +261,7 @@ def _environment() -> Iterator[None]:
     """Sets what libtpu reads when it is loaded on a machine without a TPU."""
     has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if has_tpu else {k: v for k, v in _WITHOUT_TPU.items() if k not in os.environ}
+    # Variables that the user has set are kept.
     os.environ.update(added)
     try:
         yield

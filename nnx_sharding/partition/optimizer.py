@@ -77,6 +77,7 @@ def optimizer_specs(optimizer: object, sharding: StateSharding, model: object) -
     """Returns the sharding of each path of an optimizer, as :func:`optimizer_sharding` does."""
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
+    # An `optax.GradientTransformation` is easily passed in place of the optimizer with its state.
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
     if is_transformation or not any(True for _ in variables(optimizer)):
         raise TypeError(
@@ -118,6 +119,7 @@ def _with_owners(
     optimizer: object, parameters: Mapping[Path, NamedVariable]
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
+    # Optax keeps copies as pytrees of its own, so their places are found by type.
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
     copies = {tuple(plain_key(path_key(key)) for key in keys) for keys, x in leaves if _is_state(x)}
     for state in variables(optimizer):
@@ -145,6 +147,7 @@ def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
 
 def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
     """Returns the sharding of state, from its owner's."""
+    # An `nnx.ModelAndOptimizer` holds the parameters themselves.
     if sharding is None or state.variable is owner.variable:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

@@ -36,6 +36,7 @@ class _BlockCall(NamedTuple):
     def hide(self, pending: PendingOutput) -> None:
         """Replaces the values of Variables that the block may write by what refuses to be read."""
         for index, variable in enumerate(self.flat.objects):
+            # Parameters may be read at any time: no block writes to them.
             if _compat.is_variable(variable) and not isinstance(variable, nnx.Param):
                 self.hidden[index] = _compat.get_value(variable)
                 _compat.set_value(variable, pending)
@@ -43,6 +44,7 @@ class _BlockCall(NamedTuple):
     def unhide(self) -> bool:
         """Puts the values back; returns whether the block is as it was."""
         for index, value in self.hidden.items():
+            # The model has written to the Variable in the meantime, which would be lost.
             if type(_compat.get_value(self.flat.objects[index])) is not PendingOutput:
                 return False
             _compat.set_value(self.flat.objects[index], value)
@@ -73,6 +75,7 @@ class BlockCalls:
         Returns:
           What the call returns to the model; None if it is the last one, which runs all.
         """
+        # All blocks run as one loop, which gets them once.
         if not _is_same(self._further, further):
             raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets other further arguments"))
         call = _BlockCall(block, flatten_layer(block), {})
@@ -144,6 +147,7 @@ def calls_before(tag: Tag, list_path: Path, number: int, x: object) -> BlockCall
     """
     if type(x) is PendingOutput:
         calls = x._calls
+        # The output of the last call, so that no block is left out or called twice.
         is_next = x._number == len(calls) == number
         if is_next and (calls.tag.name, calls.tag.path) == (tag.name, list_path):
             return calls

@@ -149,6 +149,7 @@ class PipelineLoop:
         """
         flat, slots = self._flat, self._slots
         rows = len(jax.tree.leaves(x)[0]) // self._sizes.microbatches
+        # A copy with another shape; the caller's layers are written to after the loop.
         layers = _copy(flat, {s: self._to_stages(s) for s in slots}, self._stack, nnx.spmd.add_axis)
         before = flatten_layer(layers)
         buffer = jax.tree.map(self._split_rows, x)  # (S, M, rows, …)
@@ -187,6 +188,7 @@ class PipelineLoop:
           What the last layer of the stage returns; of no meaning if the stage has no item.
         """
         item = tick - stage
+        # Clipped, as stages that wait compute as well.
         repeat = jnp.clip(item // self._sizes.microbatches, 0, self._sizes.repeats - 1)
         flat = flatten_layer(layers)
         before = {slot: _take(flat.leaves[slot], repeat, axis=0) for slot in self._slots}  # (D, …)
@@ -277,6 +279,7 @@ class PipelineLoop:
 
     def _order_sown(self, rows: int, keys: Any, leaf: jax.Array) -> jax.Array:
         """Orders what ticks sowed by layers and rows: (ticks, S, D, rows, …) → (L, batch, …)."""
+        # What has no rows, such as a mean, cannot be put together from microbatches.
         if leaf.shape[3:4] != (rows,):
             raise ValueError(
                 f"pipeline: layers sow {jax.tree_util.keystr(keys[:1])} of shape "
@@ -297,6 +300,7 @@ class PipelineLoop:
     def _constrain(self, x: jax.Array, *entries: object) -> jax.Array:
         """Shards the first dimension over the stages, and the next ones as these entries say."""
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
+        # Other dimensions stay as the compiler and the layers shard them.
         spec = PartitionSpec(self._sizes.axis, *entries, *rest)
         constrained = jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
         return cast(jax.Array, constrained)

@@ -89,6 +89,7 @@ class Schedule(PipelineSizes):
         """Returns what is called in place of a stack, or of a list of blocks."""
         if prefetch or getattr(module, "prefetch", False):
             raise ValueError(NO_PREFETCH)
+        # The stages share the batch: over their axis it is not sharded.
         row_axes = tuple(axis for axis in batch_axes if axis != self.axis)
 
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +98,7 @@ class Schedule(PipelineSizes):
             _check_axis_types(call_mesh)
             schedule._check_inputs(module, x, (args, kwargs))
             run = schedule._run_blocks if self.blocks else schedule._run_stack
+            # Stacks inside of a layer are called as usual.
             token = _RUNNING.set(True)
             try:
                 with _explain_changed_arguments(args, kwargs):
@@ -121,6 +123,7 @@ class Schedule(PipelineSizes):
         row_axes: tuple[str, ...],
     ) -> Any:
         """Calls the blocks of a list in stages, as a ``Stack``; writes back what changes in it."""
+        # New arrays: what the pipeline writes goes back to the blocks afterwards.
         layers = stack([*blocks])
         flat = flatten_layer(layers.layers)
         # Modules in the stack are new; those of the first block say how activations are sharded.
@@ -159,6 +162,7 @@ class Schedule(PipelineSizes):
     def _check_inputs(self, layers: nnx.Module, x: object, further: Further) -> None:
         """Refuses what cannot be split into microbatches."""
         count = self.microbatches
+        # Otherwise the first stage would read a microbatch before the last one has stored it.
         if self.repeats > 1 and count < self.stages:
             raise ValueError(
                 f"pipeline: microbatches={count} is less than the {self.stages} stages; with "
@@ -215,6 +219,7 @@ class Schedule(PipelineSizes):
         self, tag: Tag, method: str, args: tuple[object, ...], out: object
     ) -> None:
         """Warns if blocks of a list are called by a method of which no pipeline is made."""
+        # Once, for the first block of a list; all others are called alike.
         if not self.blocks or not tag.path or tag.path[-1] != 0:
             return
         # A layer returns arrays like those that it gets; a helper does not.
@@ -270,6 +275,7 @@ def _explain_changed_arguments(
     """Raises an error that names further arguments which layers change."""
     try:
         yield
+    # Flax refuses the change, but knows neither the name of the argument nor the pipeline.
     except _compat.TraceContextError as error:
         lines = []
         for name, leaf in _named_leaves(args, kwargs):

@@ -141,11 +141,13 @@ def pipeline(
     al., 2021, arXiv:2105.04663, section 3.3).
     """
     mesh, axis = mesh_and_axis("pipeline", mesh, axis, across_slices=across_slices)
+    # `type(x) is int` leaves out True, which counts as 1.
     counts = {"microbatches": microbatches, "repeats": repeats}
     wrong = [f"  {name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 1]
     raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
     schedule = Schedule(axis, mesh.shape[axis], microbatches, repeats)
     stacks, activations = _find_stacks(model, schedule), activations_of(base)
+    # Here, rather than when the first call is traced.
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(NO_PREFETCH)
     _warn_of_left_out(model, stacks, schedule)
@@ -187,6 +189,7 @@ def _shard_layers(
         used = spec_axes(spec) if isinstance(spec, PartitionSpec) else [axis]
         if axis in used or not (is_list or spec.partitions[:1] in ((), (None,))):
             lines.append(f"  {x.name}: {spec}")
+        # Its dimension of layers does not exist before it is stacked.
         elif is_list:
             sharded = shard_largest(spec, x, [axis], mesh)
             specs[x.path] = block_specs[place.stack][place.path] = sharded
@@ -232,6 +235,7 @@ def _is_inside(path: Path, others: Mapping[Path, object] | Sequence[Path]) -> bo
 
 def _blocks_of(module: object) -> list[Any]:
     """Returns what is in a list of modules that can be called; empty for all else."""
+    # Other lists, such as of Variables or activations, are no layers.
     blocks = [*module] if isinstance(module, nnx.List) else []
     return blocks if all(isinstance(x, nnx.Module) and callable(x) for x in blocks) else []
 
@@ -278,6 +282,7 @@ def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
 def _shared_variables(model: object, stacks: _Stacks) -> Iterator[NamedVariable]:
     """Finds the Variables that several layers hold."""
     blocks = [block for x in stacks.values() if isinstance(x, nnx.List) for block in x]
+    # Each block lists a Variable once, however often it holds it.
     holders = Counter(id(x) for block in blocks for x in flatten_layer(block).objects)
     for x in variables(model):
         place = _place_in(stacks, x.path)

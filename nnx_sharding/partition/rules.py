@@ -85,6 +85,7 @@ def from_rules(
       P(None, 'model')
     """
     pairs = read_patterns("from_rules", rules)
+    # A last rule for everything is the default.
     if default is not None:
         pairs.append((..., default))
     return StateSharding(pairs, on_indivisible=on_indivisible, activations=FOLLOWING)
@@ -112,6 +113,7 @@ def override(sharding: StateSharding, rules: Pairs) -> StateSharding:
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"override changes a nnx_sharding.StateSharding, got {sharding!r}.")
     pairs = read_patterns("override", rules)
+    # Behind the new rules, as the first filter that matches decides.
     pairs += zip(sharding.filters, sharding.shardings, strict=True)
     return StateSharding(
         pairs, on_indivisible=sharding.on_indivisible, activations=sharding.activations
@@ -131,6 +133,7 @@ def from_arrays(model: object) -> StateSharding:
     """
     specs = {}
     for variable in variables(model):
+        # One sharding for all arrays of a Variable, as a spec has.
         shardings = set(map(_committed_sharding, variable.arrays))
         specs[variable.path] = shardings.pop() if len(shardings) == 1 else None
     return from_paths(specs)
@@ -169,6 +172,7 @@ class LogicalRules:
     def __post_init__(self) -> None:
         pairs = _read_pairs("LogicalRules", self.rules)
         pairs = [(name, tuple(axes) if type(axes) is list else axes) for name, axes in pairs]
+        # At once, and not when the first array has the name.
         wrong = [repr(pair) for pair in pairs if not _is_rule(*pair)]
         if wrong:
             raise ValueError(
@@ -220,6 +224,7 @@ class LogicalRules:
             return list(itertools.chain.from_iterable(parts))
 
         def divides(dimension: int, new_axes: Sequence[str]) -> bool:
+            # Nothing to divide; a rule for the name is used as it is.
             if mesh is None or shape is None:
                 return True
             sizes = (mesh.shape[axis] for axis in (*axes_at(dimension), *new_axes))
@@ -315,6 +320,7 @@ def from_logical(
     sharding = _from_names(head, model, names_of, spec_of, rules._hint)
     unused = [filter_ for i, (filter_, _) in enumerate(pairs) if i not in deciding]
     if unused:
+        # A glob such as `blocks/*/up` is a regular expression as well, of another meaning.
         hints = (glob_hint(x.text) for x in unused if isinstance(x, PathRegex))
         listed = ", ".join(shortened(map(repr, unused)))
         text = f"from_logical: these names are for no Variable: {listed}.{max(hints, default='')}"

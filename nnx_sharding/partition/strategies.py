@@ -215,6 +215,7 @@ def mesh_and_axes(
     if reasons:
         sizes = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
         raise ValueError(f"{name}: axis={axis!r}: {reasons}\nThe mesh has the axes {sizes}.")
+    # The network between slices is much slower than the links in them.
     if not across_slices and (crossing := axes_across_slices(mesh).intersection(axes)):
         raise ValueError(
             f"{name}: axis={axis!r}: devices along {', '.join(map(repr, sorted(crossing)))} are in "

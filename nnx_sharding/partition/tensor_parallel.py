@@ -164,6 +164,7 @@ def _rule_of_einsum(attributes: Mapping[str, object], shapes: Mapping[str, Shape
     """Finds a rule for a class that has the subscripts of one einsum and one kernel for it."""
     matches = [_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str)]
     einsums = [(match[0], len(match["kernel"])) for match in matches if match]
+    # With several einsums nobody knows which one the kernel is for.
     if len(einsums) != 1:
         return None
     [(subscripts, rank)] = einsums
@@ -184,6 +185,7 @@ def _rule_of_pairs(shapes: Mapping[str, Shape]) -> Rule:
     """Finds a rule for a class with matrices into hidden features and back: (a, b) and (b, a)."""
     style = {}
     for name, (*stack, rows, columns) in ((k, x) for k, x in shapes.items() if len(x) > 1):
+        # A square matrix has no larger side, by which its role could be known.
         if rows != columns and (*stack, columns, rows) in shapes.values():
             is_row = name in _ROWS or (rows > columns and name not in _COLUMNS)
             style[name] = -2 if is_row else -1
@@ -191,6 +193,7 @@ def _rule_of_pairs(shapes: Mapping[str, Shape]) -> Rule:
 
 
 def _conv_transpose(layer: Any, name: str) -> list[Style]:
+    # Transposed kernels have the output features before the input features.
     if not layer.transpose_kernel:
         return [COLUMN, ROW]
     return [{"kernel": -2, "bias": -1}, {"kernel": -1, "bias": None}]
@@ -334,6 +337,7 @@ def _notes(
         spec = specs[x.path]
         if isinstance(spec, PartitionSpec) and not any(map(axes_of, spec.partitions)):
             names = ", ".join(map(repr, axes))
+            # The most specific reason first.
             if x.layers.is_ambiguous:
                 notes[x.path] = ambiguous_layers(x)
             elif x.is_norm:
@@ -364,6 +368,7 @@ def _layers(
     """
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
+        # The closest base class decides.
         rules = (RULES[kind] for kind in type(node).__mro__ if kind in RULES)
         rule = next(rules, None) or _rule_of_user_class(node, known)
         if rule:

@@ -99,6 +99,7 @@ def variables(tree: object) -> Iterator[NamedVariable]:
     bare_parameters, layers = _bare_parameters(structure), LayerDimensions(flat)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
+        # A Variable of None, or of a pytree without leaves.
         if not arrays:
             continue
         index = location.entry  # of the Variable or reference; None for a bare array
@@ -153,6 +154,8 @@ def from_paths(
     """Makes a ``StateSharding`` with one sharding, and perhaps a note why, for each path."""
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():
+        # One filter for all paths with the same spec: models have thousands of paths, and few
+        # specs.
         groups.setdefault((spec, notes.get(path, "")), []).append(path)
     pairs = ((Paths(paths, note), spec) for (spec, note), paths in groups.items())
     return StateSharding(pairs, activations=activations)

@@ -114,6 +114,7 @@ def accumulate_gradients(
       >>> bool(jnp.allclose(value, expected))
       True
     """
+    # A traced number would be no length of a scan.
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
     modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
@@ -168,6 +169,7 @@ class _Accumulation:
         self, bound: inspect.BoundArguments, rest: _Arguments, batch: _Arguments
     ) -> tuple[Any, Any]:
         """Returns the mean value and gradient of the microbatches, which a scan runs over."""
+        # The arguments as `explicit_axes` has typed them.
         bound.arguments.update(rest)
         sums = _partial_sums_over_rows(batch)
         prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
@@ -181,10 +183,12 @@ class _Accumulation:
             pairs = zip(totals, gradients, strict=True)
             return [total + x.astype(total.dtype) for total, x in pairs], value
 
+        # Axis 1 of the rows: (batch / steps, steps, …).
         run = scan(
             step, in_axes=(Carry, None, 1), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
         totals, values = run(self._zeros(prepared, sums), rest, batch)
+        # Equal microbatches: the mean of their means is that of the batch.
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, prepared.build_gradient(self._means(prepared, totals))
 
@@ -234,6 +238,7 @@ def _batch_names(
     """Returns the names of the arguments with the rows of the batch."""
     arguments = bound.arguments
     if batch is not None:
+        # A name that is misspelt would silently make its rows the same for all microbatches.
         names = [batch] if isinstance(batch, str) else [*batch]
         raise_listed(
             ValueError,
@@ -247,8 +252,10 @@ def _batch_names(
 
     def is_batch(value: object) -> bool:
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
+        # Scalars, such as a step count, have no rows.
         return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) for x in leaves)
 
+    # Parameters given as bare arrays are differentiated, and no batch.
     names = [x for x, value in arguments.items() if x not in differentiated and is_batch(value)]
     if not names:
         raise ValueError(
@@ -349,6 +356,7 @@ def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Arra
             total = total.sum(-1)  # (*parameter.shape, shards of the rows) → parameter.shape
     if type_spec(parameter) is None:
         return total
+    # Rows that were not partial sums may have left it sharded in another way.
     reduced: jax.Array = jax.sharding.reshard(total, jax.typeof(parameter).sharding)
     return reduced
 

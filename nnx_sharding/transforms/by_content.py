@@ -66,6 +66,7 @@ def compiled_by_content(
     """
 
     def call(*leaves: object) -> Any:
+        # The trace is cheap next to the compilation, which is what a known content spares.
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
         # None is a leaf here: a result whose sharding is left to JAX.
         results = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
@@ -111,6 +112,7 @@ def _compiled(
 
     options: dict[str, Any] = {}
     if in_shardings is not None:
+        # The constants keep the shardings that they have.
         options["in_shardings"] = (None, in_shardings)
     if any(sharding is not None for sharding in out_shardings):
         options["out_shardings"] = [*out_shardings]

@@ -44,6 +44,7 @@ def check_carry(name: str, fun_name: str, given: object, returned: object) -> No
     others = [
         f"  carry{accessor('', tuple(map(path_key, path)))}: {type(x).__name__}"
         for (path, x), other in zip(before, after, strict=True)
+        # By identity: the caller keeps its own objects, and would not see changes of others.
         if x is not other and (is_object(x) or is_object(other))
     ]
     head = f"{name}: {fun_name} returns different objects in the carry than it was given:"
@@ -56,6 +57,7 @@ def type_changes(
     """Lists arrays that were replaced by others of another shape or dtype, for messages."""
     lines = []
     for name, old, new in zip(names, before, after, strict=False):
+        # What a step does not write is the same object, and needs no look at its type.
         if old is not new and is_array(old) and is_array(new):
             old_type, new_type = jax.typeof(old), jax.typeof(new)
             # Of a value of a hijax type, neither is known here, and JAX compares the types.

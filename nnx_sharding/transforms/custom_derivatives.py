@@ -163,6 +163,7 @@ def _make(
 ) -> Any:
     """Makes a function with rules, or a decorator if there is no function."""
     if fun is None:
+        # Called with options only, as a decorator.
         return lambda fun: _make(kind, name, fun, nondiff_argnums, modes)
     graph, updates = _compat.graph_mode(*modes)
     states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
@@ -217,6 +218,7 @@ class _CustomFunction(Inner[P, R]):
         if not self._rules:
             how = "defvjp(fwd, bwd)" if name == "custom_vjp" else "defjvp(rule)"
             raise TypeError(f"{name}: {fun_name} has no rule. Call {fun_name}.{how} first.")
+        # JAX's rules know positions only, so defaults and keywords become positional.
         given = inspect.signature(self._fun).bind(*self._bound, *args, **kwargs)
         given.apply_defaults()
         if given.kwargs:
@@ -288,6 +290,7 @@ class _Custom(InnerTransform):
     has_states: bool = False
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
+        # A new object for each call: it notes what the function and its rules do.
         kind = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
         return lambda *leaves: kind(self, plan, function, leaves).run()
 
@@ -393,6 +396,7 @@ class _Call:
             leaves = replace_slots(self._fixed_leaves, self.slots, arrays)
             *groups, outcome = self._function(*leaves)
         for traced, known in self._outcomes.items():
+            # Sources too: JAX compares the outputs of rules, but not which inputs were returned.
             if (known.structure, known.sources) != (outcome.structure, outcome.sources):
                 self._refuse_difference((traced, rule or fun), (known, outcome))
         self._outcomes[rule or fun] = outcome
@@ -413,6 +417,7 @@ class _Call:
             ValueError,
             f"{self.transform.name}: {names[0]} and {names[1]} have to return the same structure "
             "and to change the same Variables:",
+            # The same Variables may change in both, and the results differ.
             lines or ["  the structures that they return or leave differ"],
         )
         raise AssertionError
@@ -610,6 +615,8 @@ class _CallWithJvp(_Call):
         def output_of_rule(*args: Any) -> Any:
             arguments = flatten((args, {}))
             zeros = [without_tangent(x) for x in arguments.leaves]
+            # What JAX does not differentiate is no input of its function, and has a tangent of
+            # zero.
             leaves = replace_slots(zeros, self.slots, directions)
             d_args = unflatten(arguments.structure, leaves).root[0]
             nondiff, args_of_rule = self.split(args)

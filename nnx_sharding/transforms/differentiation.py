@@ -47,6 +47,7 @@ class Differentiation(InnerTransform):
             if self.has_aux:
                 pair = f"with has_aux=True {name} must return a pair (output, aux)"
                 check_pair(f"{self.name}: {pair}", out)
+            # Here, and not on the flat arrays, so that the message can name what was returned.
             self.check_output(name, out[0] if self.has_aux else out)
             return out
 

@@ -157,6 +157,7 @@ def _make(
 ) -> Any:
     """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none."""
     to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
+    # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     pairs = tuple(
         (x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, wrt)
@@ -344,6 +345,7 @@ class ValueAndGrad(Differentiable[P, R]):
         }
 
         def differentiate(function: Function, arrays: list[object]) -> tuple[Any, Any]:
+            # Parameters have partial sums only where gradients are accumulated.
             if sums is not None:
                 return _differentiate_with_sums(function, arrays, prepared, sums, options)
 
@@ -369,6 +371,7 @@ class ValueAndGrad(Differentiable[P, R]):
             [
                 f"  {prepared.plan.names[slot]}: {type_text(array)}"
                 for slot, array in pairs
+                # Before JAX finds it, which knows neither the path nor the option `wrt`.
                 if tangent_type(array) is None
             ],
             "Leave them out with a filter (wrt=nnx.Param), or give allow_int=True, with which "
@@ -400,11 +403,13 @@ class ValueAndGrad(Differentiable[P, R]):
     ) -> dict[str, Any]:
         """Returns the filter for each differentiated argument, by the name of the argument."""
         name, wrt = self._transform.name, self._transform.wrt
+        # As in Flax, whose tree mode differentiates everything.
         default = nnx.Param if self._modes["updates"] else ...
         chosen = {
             self._name_of(argnum, call): default if filter_ is None else filter_
             for argnum, filter_ in wrt
         }
+        # A name and a position may be the same argument, which shows only in a call.
         if len(chosen) < len(wrt):
             positions = [argnum for argnum, _ in wrt]
             raise ValueError(f"{name}: argnums names an argument more than once: {positions!r}.")
@@ -438,6 +443,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
     def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
         """Raises an error for filters that match nothing."""
+        # What there is to choose from.
         kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
         filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
         error = ValueError(
@@ -489,6 +495,7 @@ def _differentiate_with_sums(
             [value], outputs = function(arrays)
         return value, outputs
 
+    # With respect to the sums as well: their gradient is what a layer would add to them.
     derivative = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
     zeros = [sums.zeros(prepared.flat.leaves[slot]) for slot in partial]
     (_, outputs), (gradients, new_sums) = derivative(arrays, zeros)

@@ -149,6 +149,7 @@ def compile_at_top_level(
         return compile_with(lambda *arrays: call(*replace_slots(leaves, slots, arrays)))
 
     def call_or_run(*leaves: object) -> Any:
+        # Within a trace it becomes part of that, and is compiled with it.
         if not _compat.trace_is_clean():
             return call(*leaves)
         static = static_leaves(leaves)
@@ -227,6 +228,7 @@ class InnerTransform(Transform):
         """Returns the partial sums that go into the function with their parameters, by slot."""
         if not self.can_pass_sums(plan, sums, leaves):
             return {}
+        # By the identity of the leaf: a tracer of the surrounding trace that the loss was given.
         pairs = ((slot, sums.find(leaf)) for slot, leaf in enumerate(leaves))
         return {
             slot: partial

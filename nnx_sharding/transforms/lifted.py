@@ -81,11 +81,13 @@ class LiftedFunction(Generic[P, R]):
     def __get__(self, obj: object, objtype: type | None = None) -> Any:
         if obj is None:
             return self
+        # Without __init__, which would make caches anew at each access to a method.
         kind: Any = type(self)
         bound = kind.__new__(kind)
         bound.__dict__.update(self.__dict__)
         bound._bound = (*self._bound, obj)
         bound._origin = self
+        # For `inspect.signature`, which then leaves out `self`.
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
@@ -127,6 +129,7 @@ class LiftedFunction(Generic[P, R]):
             return known
         call, flat = self._split(args, kwargs, record=is_top)
         plan, is_new = self._plan(call, flat)
+        # Only then are the caller's objects what the next call will be given again.
         if is_top:
             guards.add(plan, flat, args, kwargs, is_new=is_new)
         return plan, flat
@@ -240,6 +243,7 @@ class Lifted(LiftedFunction[P, R]):
     @_compat.api_boundary
     def _flattened(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
+        # Not unpacked in any case: most calls are of functions.
         if self._bound:
             args = (*self._bound, *args)  # type: ignore[assignment]
         plan, flat = self._find_plan(args, kwargs)
@@ -311,9 +315,11 @@ class Lifted(LiftedFunction[P, R]):
         call, plan, flat = self._plan_without_running(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         staged = self._program(plan, flat).staged
+        # JAX may make a program for arrays that no call was made with.
         unmark_direct(staged)
         with self._tracing(flat, plan):
             traced = explained(plan, leaves, staged.trace)
+        # Keeps the function and the objects, to trace once more when a report is asked for.
         recorder = Recorder(self._fun, plan, flat, leaves)
         return Traced(traced, self, plan, call.statics, recorder), leaves
 
@@ -414,6 +420,7 @@ def lift(
 
 def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
     """Splits a method into its function and the object that it is bound to."""
+    # Only NNX objects become arguments; other objects stay captured, as by `jax.jit`.
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
     if isinstance(fun, LiftedFunction) and fun._origin is not None:
@@ -434,6 +441,7 @@ def _unbound_partial(
     def call_method(self: object, *rest: object, **more: object) -> Any:
         return method(self, *args, *rest, **{**keywords, **more})
 
+    # The signature of the object and what the partial leaves open, for names and positions.
     parameters = list(inspect.signature(method).parameters.values())
     remaining = inspect.signature(functools.partial(method, None, *args, **keywords))
     call_method.__signature__ = remaining.replace(  # type: ignore[attr-defined]

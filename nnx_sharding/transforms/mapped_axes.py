@@ -169,6 +169,7 @@ class Mapped(InnerTransform):
         lines = [
             f"  {name}, {type_text(leaf)}: axis {spec.index}"
             for name, leaf, spec in zip(names, leaves, specs, strict=True)
+            # References are updated in place, and never stacked.
             if spec.index is not None and not _compat.is_ref(leaf)
             if not _can_stack(leaf, spec.index)
         ]

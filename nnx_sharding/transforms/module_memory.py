@@ -58,6 +58,7 @@ class DumpedProgram(NamedTuple):
             rows,
             self.paths,
             required=self.required,
+            # Of this module: operations of the program for calls have other names.
             collectives=collectives_of(self.module, mesh, rows),
             hardware=hardware,
             mesh=None if mesh is None else MeshDescription.of(mesh),
@@ -96,6 +97,7 @@ def argument_rows(
     kinds: list[str | None] = [None] * len(infos)
     for index, slots in enumerate(plan.structure.slots):
         for slot in slots:
+            # An array outside of any Variable has none.
             kinds[slot] = variable_type(plan.structure, index)
     columns = zip(plan.names, infos, kinds, actual, declared, strict=True)
     return ParameterTable(

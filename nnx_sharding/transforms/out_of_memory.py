@@ -54,6 +54,7 @@ def _explanation(
     from .module_memory import argument_rows, dump_program
 
     program = dump_program(recorder, compile_with)
+    # Where nothing says more, JAX puts what a program is given on the first device.
     default = SingleDeviceSharding(jax.devices()[0])
     shardings = [
         sharding or getattr(leaf, "sharding", None) or default
@@ -68,6 +69,7 @@ def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[Paramete
     from ..analysis.units import bytes_text
 
     by_kind = table.by_kind()
+    # Upper bounds: what really is saved only another compilation would tell.
     kept = by_kind.get("activations", 0)
     saved = {
         "nnx_sharding.remat or Stack(remat=True), which computes activations again": kept,

@@ -75,6 +75,7 @@ class PartialSums:
           slots_of_objects: for each of these, the slots of its own arrays.
           leaves: the arrays of the arguments, by slot.
         """
+        # A parameter that is used elsewhere as well has partial sums of its uses in these layers.
         layers = (x for x in objects if _layer_class(x) is not None)
         parameters = {id(variable) for layer in layers for _, variable in own_variables(layer)}
         return {
@@ -330,6 +331,7 @@ def _layer_class(module: object) -> type | None:
     """Finds the class of ``BY_ROWS`` whose methods a module has; None if it overrides them."""
     if not isinstance(module, nnx.Module):
         return None
+    # The class that defines each method, as a user's subclass may replace it.
     call_class, attend_class = (
         next((base for base in type(module).__mro__ if name in vars(base)), None)
         for name in METHODS
@@ -337,5 +339,6 @@ def _layer_class(module: object) -> type | None:
     if call_class not in _DEFAULTS or attend_class not in (None, call_class):
         return None
     defaults = _DEFAULTS[call_class].items()
+    # Attributes that a class does not have count as the default.
     is_default = all(getattr(module, name, default) is default for name, default in defaults)
     return call_class if is_default else None

@@ -72,7 +72,9 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
         tag = _compat.tag_of(module)
         if tag is None or id(module) in excluded:
             continue
+        # The stack or any of its strategies may ask; more than one layer ahead is not possible.
         if max([ahead, *(source.prefetch for source in tag.sources)]):
+            # By identity, as `scan` below gets the same tracers as slices.
             gathers |= {id(gather.stacked): gather for gather in _gathers_of(module, tag)}
     token = _GATHERS.set(gathers)
     try:
@@ -105,6 +107,7 @@ def scan(step: Callable[..., Any], carry: Any, stacked: Arrays, **options: Any) 
     """Runs ``jax.lax.scan``, which gathers ahead what :func:`prefetching` names."""
     known = _GATHERS.get() or {}
     gathers = {i: known[id(x)] for i, x in enumerate(stacked) if id(x) in known}
+    # Outside of `prefetching`, and for loops of other functions within it.
     if not gathers:
         return jax.lax.scan(step, carry, stacked, **options)
     loop = _Loop(step, carry, stacked, gathers, options["unroll"])

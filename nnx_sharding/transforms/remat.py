@@ -81,6 +81,7 @@ class _Rules:
         self.used.add(index)
         name = self._name(index)
         leaves, treedef = jax.tree.flatten(out)
+        # Other outputs, such as modules, have no name that a policy could see.
         named = [checkpoint_name(x, name) if isinstance(x, jax.Array) else x for x in leaves]
         return jax.tree.unflatten(treedef, named)
 
@@ -206,6 +207,7 @@ def _modules_of(plan: Plan, built: Built) -> Known:
             id(built.objects[index]): (path, built.objects[index])
             for argument in plan.graph_arguments
             for part in argument.parts
+            # Paths start at the argument, as users write them in filters.
             for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items()
             if isinstance(plan.structure.entries[index], NodeEntry)
         }

@@ -384,6 +384,7 @@ class Loop:
             self._refuse_unknown_length()
         if length := self._options["length"]:
             names_by_length.setdefault(f"length {length}", []).append("the option length")
+        # Arrays without the axis are listed beside the others, with what they have.
         is_wrong = any(not text.startswith("length") for text in names_by_length)
         if is_wrong or len(names_by_length) > 1:
             lines = [
@@ -398,6 +399,7 @@ class Loop:
         fun: Any = caller_here().fun  # type: ignore[union-attr]
         arguments = dict.fromkeys(self._signature.keywords)
         try:
+            # A missing argument leaves nothing to map; Python's own error says that better.
             inspect.signature(fun).bind(*self._signature.names, **arguments)
         except TypeError as error:
             missing = TypeError(f"scan: {name_of(fun)}: {error}.")
@@ -411,6 +413,7 @@ class Loop:
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
         """Checks that a step did not change the structure of what it passes on."""
         pairs = enumerate(zip(self._structure.entries, outcome.structure.entries, strict=False))
+        # Entries of objects that the step made come after those of the arguments.
         changed = [i for i, (old, new) in pairs if old != new and i in self._fixed_objects]
         names = self._names_of(changed)
         lines = [

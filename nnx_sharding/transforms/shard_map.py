@@ -225,6 +225,7 @@ class _ShardMap(Sharded):
             return None
         manual = self.axis_names or frozenset(mesh.axis_names)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        # Only types over Explicit axes say how an array is sharded.
         others = [a for a in manual if types.get(a) != AxisType.Explicit]
         if others:
             raise TypeError(
@@ -248,6 +249,7 @@ def _with_types(
     """
 
     def with_type(leaf: object, sharding: NamedSharding) -> Any:
+        # A committed array has its own sharding, which JAX compares with the specs.
         if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
         typed = in_type(sharding)  # the part over Explicit axes
@@ -373,6 +375,7 @@ def shard_map(
       >>> mlp(model, jnp.ones((4, 2))).shape
       (4, 2)
     """
+    # A set of its letters would be made of it.
     if isinstance(axis_names, str):
         raise TypeError("axis_names is a set of names, such as {'model'}, not a string.")
     check_options(

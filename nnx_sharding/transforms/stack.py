@@ -150,6 +150,7 @@ class Stack(nnx.Module):
     def __getitem__(self, index: Any) -> Any:
         """Returns one layer as a new module; for a slice, a new ``Stack``."""
         self._note_use()
+        # `range` checks indices like a list, and knows the length of slices.
         numbers = range(self.length)[index if isinstance(index, slice) else operator.index(index)]
         key = numbers if isinstance(numbers, int) else index
         flat = flatten_layer(self.layers)
@@ -250,6 +251,7 @@ def stack(
             raise ValueError(f"stack: expected a positive length, got {length}.")
         layer, shared = _make_layers(layers, length, args, kwargs)
         return Stack(layer, length, shared, **options)
+    # A Stack is iterable, but its layers are in the form of one already.
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
             "stack takes a list of modules, as in stack(blocks), or what makes one and the number "
@@ -295,12 +297,14 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
     first = flats[0]
     joined, shared = dict[int, Any](), list[Path]()
     for location in locations_of(first):
+        # A single layer shares nothing: its Variables get the dimension, as those of two would.
         if location.slots and len(flats) > 1 and _is_same_in_all(location, flats):
             shared.append(location.path)
             continue
         for slot in location.slots:
             joined[slot] = _apply(_stack_arrays, *(flat.leaves[slot] for flat in flats))
     layer = with_arrays(first, joined)
+    # Logical axes name each dimension, so the new one needs an entry.
     name_axis(nnx.spmd.add_axis, layer, shared)
     return layer, shared
 

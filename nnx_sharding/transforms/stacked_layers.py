@@ -80,6 +80,7 @@ def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
         if isinstance(flat.structure.entries[index], VariableEntry)
         if slots and new.keys().isdisjoint(slots)
     }
+    # A Variable that keeps its arrays stays the same object, shared with the layer.
     leaves = replace_slots(flat.leaves, new, new.values())
     (layer,), _ = unflatten(flat.structure, leaves, unchanged, share=True).root
     return layer
@@ -98,6 +99,7 @@ def name_axis(change: Callable[..., Any], layer: nnx.Module, shared: Collection[
 def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> list[str]:
     """Lists how layers differ from the first one, apart from the values of arrays."""
     first, lines = flats[0], list[str]()
+    # That of a function of one argument, by whose name messages call the layers.
     signature = Signature(("layer",), (), static=frozenset(), donated=frozenset())
     for number, flat in enumerate(flats[1:], start=1):
         if flat.structure != first.structure:
@@ -150,6 +152,7 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     out = layer(x, *args, **kwargs)
     is_leaf = _compat.is_graph_object
     given, before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
+    # `scan` would say so too, but of its carry, not of the layer.
     returned, after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
     names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given)
     lines = type_changes(names, (leaf for _, leaf in given), returned)

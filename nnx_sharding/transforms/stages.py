@@ -237,6 +237,7 @@ class Stage:
         changes = differences(before, after)
         if plan.signature != call.signature:
             forms = arguments_of(plan.signature), arguments_of(call.signature)
+            # First, since all other differences may follow from it.
             changes.insert(0, f"arguments {forms[0]} → {forms[1]}")
         head = f"{plan.fun_name} was {done} for other arguments than it is called with now:"
         text = message(head, [f"  {change}" for change in changes], "Lower it again for these.")
@@ -306,6 +307,7 @@ class Traced(Stage):
                 "If this comes from jax.export.export: it takes functions of arrays only; use "
                 "nnx_sharding.export.export in the same way."
             )
+        # Shapes are all that an error needs; the arrays may be gone.
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
         options: Any = {"lowering_platforms": lowering_platforms}
         with self._attribute_reports():

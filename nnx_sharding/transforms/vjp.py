@@ -136,6 +136,7 @@ def jvp(
     def differentiate(
         function: Function, arrays: list[object], inputs: TangentForm
     ) -> tuple[Any, Any]:
+        # Only here is the form of the primals known.
         directions = inputs.tangents_in("jvp: tangents", tuple(tangents))
         return jax.jvp(function, (arrays,), (directions,), has_aux=True)[1:]
 

@@ -80,6 +80,7 @@ def vmap(
     The semantics are those of ``jax.vmap`` and ``flax.nnx.vmap``.
     """
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
+    # The same axes are written for both transforms, so they are easily mixed up.
     if CARRY in (*in_specs.written, *out_specs.written):
         raise TypeError("vmap: Carry is for scan; the elements of vmap are independent.")
     transform = _Vmap(

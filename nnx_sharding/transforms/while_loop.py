@@ -84,6 +84,7 @@ def while_loop(
     The semantics are those of ``jax.lax.while_loop`` and ``flax.nnx.while_loop``.
     """
     given = {"cond_fun": cond_fun, "body_fun": body_fun}
+    # The condition comes first and the body last, by which both are found again.
     functions = Functions("while_loop", given, ("functions", "init_val"), 0)
     transform = _While(
         name="while_loop",
@@ -144,6 +145,7 @@ def fori_loop(
     """
     lower = scalar_value("fori_loop", "lower", lower, "iu", "an integer scalar")
     upper = scalar_value("fori_loop", "upper", upper, "iu", "an integer scalar")
+    # With options for `scan` where the number of steps is known.
     lower, upper, options = _fori_bounds(lower, upper, unroll)
     functions = Functions(
         "fori_loop", {"body_fun": body_fun}, ("functions", "i", "init_val", "upper"), 0
@@ -273,6 +275,7 @@ class _WhileLoop(Loop):
         with called_by(caller._replace(fun=checked_condition)):
             *groups, outcome = self._function(*leaves)
         self._check_unchanged(fun_name, outcome)
+        # A bool scalar is the only array of the result.
         [slot] = outcome.structure.root_slots
         result: jax.Array = outcome.arrays(leaves, groups)[slot]
         return result
@@ -280,6 +283,7 @@ class _WhileLoop(Loop):
     def _check_unchanged(self, fun_name: str, outcome: Outcome) -> None:
         """Checks that the condition changes nothing: what it wrote would be lost."""
         changed = [*outcome.values, *outcome.metadata, *outcome.statics]
+        # Whatever a condition changes would be lost: JAX calls it for its value alone.
         changed += [change.node for change in outcome.nodes]
         raise_listed(
             ValueError,
