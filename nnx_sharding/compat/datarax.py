@@ -124,7 +124,7 @@ class ArraySharder(nnx.Module):
         return rebuild(flat, apply_shardings(flat.leaves, shardings), name)
 
     def shard_with_info(
-        self, batch: object, sharding: object, info: dict[str, object] | None = None
+        self, batch: object, sharding: object, info: dict[str, Any] | None = None
     ) -> Any:
         """Does the same as :meth:`shard`, and describes the batch before and after in ``info``.
 
@@ -137,7 +137,7 @@ class ArraySharder(nnx.Module):
 
     @staticmethod
     def shard_with_info_static(
-        batch: object, sharding: object, info: dict[str, object] | None = None
+        batch: object, sharding: object, info: dict[str, Any] | None = None
     ) -> Any:
         """Does the same as :meth:`shard_with_info` without a sharder, and is not counted."""
         result = ArraySharder.shard_static(batch, sharding)
@@ -157,7 +157,7 @@ class ArraySharder(nnx.Module):
     def apply_parallel_transform(
         self,
         batch: object,
-        transform_fn: Callable[[object], object],
+        transform_fn: Callable[[Any], Any],
         mesh: Mesh | AbstractMesh,
         in_spec: object,
         out_spec: object = None,

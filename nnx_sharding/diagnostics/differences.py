@@ -40,7 +40,11 @@ Side: TypeAlias = tuple[Signature, Structure]
 
 
 class Fact(NamedTuple):
-    """A description of one part of the arguments, without references to the user's objects."""
+    """A description of one part of the arguments, without references to the user's objects.
+
+    Two facts differ if their texts, origins or contents do. If only the rest does, the difference
+    may be in a part of the part, which is then shown in its place.
+    """
 
     text: str  # the part in a message
     origin: str = ""  # where its class or its code is defined

@@ -59,11 +59,12 @@ class BlockCalls:
     Attributes:
       tag: the argument and the path of the list.
       x: what the first block got.
+      length: the number of blocks.
     """
 
     def __init__(self, tag: Tag, length: int, x: object, further: object):
-        self.tag, self.x = tag, x
-        self._length, self._further = length, further
+        self.tag, self.x, self.length = tag, x, length
+        self._further = further
         self._calls: list[_BlockCall] = []
 
     def __len__(self) -> int:
@@ -80,7 +81,7 @@ class BlockCalls:
             raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets other further arguments"))
         call = _BlockCall(block, flatten_layer(block), {})
         self._calls.append(call)
-        if len(self) == self._length:
+        if len(self) == self.length:
             return None
         call.hide(PendingOutput(self, len(self), _NOT_WRITTEN))
         return PendingOutput(self, len(self))
@@ -91,11 +92,6 @@ class BlockCalls:
             if not call.unhide():
                 raise ValueError(_HOW_TO_CALL.format(f"{self.tag.accessor}[{number}]", _CHANGED))
         return nnx.List([call.block for call in self._calls])
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all blocks were called."""
-        return len(self) == self._length
 
 
 class PendingOutput:
@@ -112,7 +108,7 @@ class PendingOutput:
 
     def check_ran(self) -> None:
         """Refuses calls of blocks, of which this is the last, without that of the last block."""
-        if self._number == len(self._calls) and not self._calls.is_finished:
+        if self._number == len(self._calls) < self._calls.length:
             self._refuse()
 
     def _refuse(self, *_: object) -> Any:

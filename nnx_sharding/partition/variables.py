@@ -103,7 +103,7 @@ def variables(tree: object) -> Iterator[NamedVariable]:
         if not arrays:
             continue
         index = location.entry  # of the Variable or reference; None for a bare array
-        is_array = index is None or not _is_variable(structure.entries[index])
+        is_array = index is None or not isinstance(structure.entries[index], VariableEntry)
         subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
         is_buffer = is_array and bare_parameters.isdisjoint(location.slots)
         path = tuple(map(plain_key, location.path))
@@ -115,16 +115,12 @@ def variables(tree: object) -> Iterator[NamedVariable]:
 def _bare_parameters(structure: Structure) -> Set[int]:
     """Returns the slots of arrays that may be outside of Variables, but are no buffers."""
     entries = structure.entries
-    if not any(map(_is_variable, entries)):
+    if not any(isinstance(entry, VariableEntry) for entry in entries):
         return frozenset(range(structure.num_leaves))
     # Arrays next to Variables, as in an `nnx.State`, belong to the same model.
     indices = (x for x in atoms((structure.root,)) if isinstance(x, int))
-    is_state = any(_is_variable(entries[index]) for index in indices)
+    is_state = any(isinstance(entries[index], VariableEntry) for index in indices)
     return frozenset(() if is_state else structure.root_slots)
-
-
-def _is_variable(entry: object) -> bool:
-    return isinstance(entry, VariableEntry)
 
 
 def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> Any:

@@ -23,7 +23,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import jax
@@ -352,19 +351,12 @@ def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Arra
     """Returns a sum in the shape and the sharding of its parameter, which has this name."""
     modules = enclosing_paths(name)
     if total.ndim > parameter.ndim:
-        with _reduction_scope(modules[-1] if modules else name):
+        # By this name of operations of the backward pass, which JAX gives to what it transposes
+        # itself, reports know sums of gradients: the transpose of using a parameter on each device.
+        with jax.named_scope(f"transpose({modules[-1] if modules else name})"):
             total = total.sum(-1)  # (*parameter.shape, shards of the rows) → parameter.shape
     if type_spec(parameter) is None:
         return total
     # Rows that were not partial sums may have left it sharded in another way.
     reduced: jax.Array = jax.sharding.reshard(total, jax.typeof(parameter).sharding)
     return reduced
-
-
-def _reduction_scope(module: str) -> AbstractContextManager[None]:
-    """The scope of operations of the backward pass, by which reports know sums of gradients.
-
-    To sum over devices is the transpose of using a parameter on each of them. JAX names what it
-    transposes itself in the same way.
-    """
-    return jax.named_scope(f"transpose({module})")

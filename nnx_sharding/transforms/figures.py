@@ -94,18 +94,23 @@ class Figures:
         return collectives_of(self.module, mesh, self.parameters(), self._updated_paths())
 
     def _updated_paths(self) -> list[str | None]:
-        """The path of the Variable that each array of the result updates, or None."""
+        """Returns, for each output of the program, the path of the Variable that it updates.
+
+        None for an output that is returned to the user.
+        """
         outcome: Outcome = self._compiled._outcome
         before = self._plan.structure
         tree: Any = self._stage.out_tree
-        # In place of each output array its number among all of them.
+        # The outcome knows by groups which output is which array after the call. So it gets the
+        # numbers of outputs in the place of these, and None for what the call leaves as it was.
         numbers = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))[:-1]
-        arrays = outcome.arrays([None] * before.num_leaves, numbers)
+        output_numbers = outcome.arrays([None] * before.num_leaves, numbers)  # by slot after it
         paths: list[str | None] = [None] * tree.num_leaves
         for index in (*outcome.values, *outcome.metadata):
-            for old, new in zip(before.slots[index], outcome.structure.slots[index], strict=False):
-                if arrays[new] is not None:
-                    paths[arrays[new]] = self._plan.names[old]
+            pairs = zip(before.slots[index], outcome.structure.slots[index], strict=False)
+            for slot_before, slot_after in pairs:
+                if output_numbers[slot_after] is not None:
+                    paths[output_numbers[slot_after]] = self._plan.names[slot_before]
         return paths
 
     def roofline(self, hardware: Hardware | str) -> Roofline:

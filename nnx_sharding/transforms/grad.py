@@ -423,23 +423,28 @@ class ValueAndGrad(Differentiable[P, R]):
     def _matching(
         self, plan: Plan, flat: Flat, chosen: Mapping[str, object]
     ) -> Iterator[NamedLocation]:
-        """Finds the Variables and arrays of some arguments that match their filters."""
+        """Finds the Variables and bare arrays of arguments that match the arguments' filters.
+
+        ``chosen`` has the filters by the names of the differentiated arguments.
+        """
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
-        seen = set[int]()
+        found = set[int]()  # Variables, by index
         for named in locate(flat.structure, plan.arguments):
-            predicate, (path, entry, slots) = predicates.get(named.argument.name), named.location
+            path, index, slots = named.location
+            predicate = predicates.get(named.argument.name)
             # As in Flax, what is shared has its gradient only in the first place.
-            if predicate is None or entry in seen:
+            if predicate is None or index in found:
                 continue
             # A Variable without arrays, such as one of None, has a gradient without arrays.
-            if not slots and (entry is None or pytree_of(flat.structure.entries[entry]) is None):
+            if not slots and (index is None or pytree_of(flat.structure.entries[index]) is None):
                 continue
             subject = named.subject(flat.objects, flat.leaves)
-            # What is not in a module was named by argnums.
+            # The empty path: an argument that is itself a Variable or an array, and so is named by
+            # argnums. Others match by any path that leads to them.
             if not path or any(predicate(other, subject) for other in named.paths):
                 yield named
-                if entry is not None:
-                    seen.add(entry)
+                if index is not None:
+                    found.add(index)
 
     def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
         """Raises an error for filters that match nothing."""

@@ -179,7 +179,7 @@ def jit(
     device: jax.Device | None = None,
     backend: str | None = None,
     inline: bool = False,
-    compiler_options: dict[str, object] | None = None,
+    compiler_options: dict[str, Any] | None = None,
     on_committed: Literal["error", "move"] = "error",
     on_indivisible: OnIndivisible = "error",
     strict: bool = False,

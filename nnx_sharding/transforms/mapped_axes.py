@@ -64,9 +64,7 @@ class StateAxes(StateSharding):
 
     def __init__(
         self,
-        filter_axes: nnx.State[object, object]
-        | Mapping[object, object]
-        | Iterable[tuple[object, object]],
+        filter_axes: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[object, object]],
         /,
     ):
         pairs = pairs_of("StateAxes", filter_axes)

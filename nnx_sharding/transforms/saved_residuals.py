@@ -17,7 +17,7 @@ from .. import _compat
 from ..activations.calls import RECORD, Calls
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract
-from .in_trace import Function, call_on_slots
+from .in_trace import call_on_slots
 from .jit import jit
 from .lifted import Lifted
 from .tangents import is_inexact
@@ -70,7 +70,9 @@ def saved_residuals(
 
     def residuals(*leaves: object) -> list[jax.Array]:
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
-        _, pullback = call_on_slots(_vjp_of, inexact_outputs, slots, leaves)
+        _, pullback = call_on_slots(
+            lambda function: functools.partial(jax.vjp, function), inexact_outputs, slots, leaves
+        )
         return jax.tree.leaves(pullback)
 
     # While calls are recorded, the names of operations have the paths of modules.
@@ -78,9 +80,5 @@ def saved_residuals(
         jaxpr = jax.make_jaxpr(residuals)(*map(abstract, flat.leaves)).jaxpr
     # JAX may keep one array for several operations.
     kept = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
-    every = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
-    return SavedResiduals(x for x in every if x is not None)
-
-
-def _vjp_of(function: Function) -> Function:
-    return functools.partial(jax.vjp, function)
+    rows = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
+    return SavedResiduals(row for row in rows if row is not None)

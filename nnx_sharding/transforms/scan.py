@@ -59,7 +59,7 @@ def scan(
     unroll: int | bool = 1,
     in_axes: object = (Carry, 0),
     out_axes: object = (Carry, 0),
-    transform_metadata: Mapping[object, object] | None = None,
+    transform_metadata: Mapping[Any, Any] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
     _split_transpose: bool = False,

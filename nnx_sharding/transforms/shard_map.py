@@ -78,10 +78,10 @@ class _ShardMap(Sharded):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> SortedCall:
-        """Sorts like any transform; what is no array is static where its spec is None."""
-        call = super().sort_call(parameters, signature, args, kwargs)
+        """Sorts arguments like any transform; what is no array is static where its spec is None."""
         if not self.in_specs.may_hold_none:
-            return call
+            return super().sort_call(parameters, signature, args, kwargs)
+        # Static parts of arguments become arguments of their own, in another signature.
         specs, option = self.in_specs.tree, self.in_name
         changed = with_static_values(specs, option, parameters, signature, args, kwargs)
         return super().sort_call(parameters, *changed)

@@ -302,7 +302,8 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
             shared.append(location.path)
             continue
         for slot in location.slots:
-            joined[slot] = _apply(_stack_arrays, *(flat.leaves[slot] for flat in flats))
+            arrays = [flat.leaves[slot] for flat in flats]
+            joined[slot] = _apply(lambda *arrays: jnp.stack(arrays), *arrays)  # (layers, …)
     layer = with_arrays(first, joined)
     # Logical axes name each dimension, so the new one needs an entry.
     name_axis(nnx.spmd.add_axis, layer, shared)
@@ -316,10 +317,6 @@ def _is_same_in_all(location: Location, flats: Sequence[Flat]) -> bool:
         index = cast(int, location.entry)
         return all(flat.objects[index] is first.objects[index] for flat in others)
     return all(flat.leaves[s] is first.leaves[s] for flat in others for s in location.slots)
-
-
-def _stack_arrays(*arrays: jax.Array) -> jax.Array:
-    return jnp.stack(arrays)
 
 
 def _gather_layers(x: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ def vmap(
     axis_name: Hashable = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable = None,
-    transform_metadata: Mapping[object, object] | None = None,
+    transform_metadata: Mapping[Any, Any] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:

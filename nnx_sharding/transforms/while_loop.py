@@ -39,8 +39,8 @@ from .scan import Loop, Scan
 
 @_compat.api_boundary
 def while_loop(
-    cond_fun: Callable[[object], object],
-    body_fun: Callable[[object], object],
+    cond_fun: Callable[[Any], object],
+    body_fun: Callable[[Any], object],
     init_val: object,
     *,
     graph: bool | None = None,
@@ -101,7 +101,7 @@ def while_loop(
 def fori_loop(
     lower: object,
     upper: object,
-    body_fun: Callable[[object, object], object],
+    body_fun: Callable[[Any, Any], object],
     init_val: object,
     *,
     unroll: int | bool | None = None,
