@@ -48,7 +48,7 @@ def _put_at_once(cache, key, value):
             entry.replace(pathlib.Path(cache.path, entry.name))
 
 
-def _write_unless_nested(key, seconds, name, backend, executable):
+def _write_unless_nested(key, seconds, name, backend, executable, *more):
     """Caches a program, except with a collective in a loop, a branch or a call.
 
     Such programs may fail when they come from the cache: docs/status.md has an example. Planned
@@ -59,7 +59,7 @@ def _write_unless_nested(key, seconds, name, backend, executable):
             nested, *_ = module.to_string().partition("\nENTRY ")  # the entry computation is last
             if _COLLECTIVE.search(nested):
                 return
-    _cache_write(key, seconds, name, backend, executable)
+    _cache_write(key, seconds, name, backend, executable, *more)  # older JAX passes one more
 
 
 def pytest_configure(config):
