@@ -182,9 +182,9 @@ class Flattener:
         for i in pending:
             place = positions[form.order[i]]
             children[i] = self._attribute_child(values[i], form.is_data[i], slots, place)
-        # Links from static attributes have to be counted at each node.
-        has_links = any(type(child) is not Static for child in compress(children, form.is_static))
-        if not comparisons and not has_links:
+        static_children = compress(children, form.is_static)
+        # Links from static attributes have to be counted at each node, so these are not shared.
+        if not comparisons and all(type(child) is Static for child in static_children):
             new = bytearray(len(values))
             for i in compress(pending, form.is_static):
                 new[form.order[i]] = comparison_of(children[i])
