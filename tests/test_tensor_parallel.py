@@ -9,12 +9,25 @@ import jax.numpy as jnp
 import pytest
 from absl.testing import parameterized
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit
 from nnx_sharding.partition import fsdp, override, tensor_parallel
 from nnx_sharding.partition.variables import variables
-from zoo import MESH, MODELS, Normed, misfits, table
+from nnx_sharding.report import check_sharding
+from zoo import (
+    MESH,
+    MODELS,
+    WIDTH,
+    WORDS,
+    Normed,
+    assert_trains_alike,
+    cross_entropy,
+    mesh_of,
+    misfits,
+    table,
+)
 
 COLUMN = {"kernel": P(None, "model"), "bias": P("model")}
 ROW = {"kernel": P("model", None)}
@@ -170,8 +183,9 @@ class TensorParallelTest(parameterized.TestCase):
 
         self.check(lambda _: Einsum("BD,DF->BF", (8, 16), (8, 16)), {})  # which is it?
         self.check(lambda _: Einsum("BD,EDF->BEF", (8, 16)), {})
-        self.check(lambda _: Einsum("BD,DF,F->BF", (8, 16)), {})
-        self.check(lambda _: Einsum("a sentence, not a formula", (8, 16)), {})
+        kernel = {"w0": P(None, "model")}  # as any class with one kernel
+        self.check(lambda _: Einsum("BD,DF,F->BF", (8, 16)), kernel)
+        self.check(lambda _: Einsum("a sentence, not a formula", (8, 16)), kernel)
 
     def test_a_subclass_and_a_stack(self):
         class Own(nnx.Linear):
@@ -200,6 +214,95 @@ class TensorParallelTest(parameterized.TestCase):
         found = table(model, override(tensor_parallel(model, mesh=MESH), rules))
         norm = {"norm/bias": P("data"), "norm/scale": P("data")}
         self.assertEqual(found, {**norm, "down/kernel": P("model", None)})
+
+
+def of_class(name, **shapes):
+    """What makes a module of a class that nobody knows, with parameters of these shapes."""
+
+    def init(self, rngs):
+        for parameter, shape in shapes.items():
+            setattr(self, parameter, nnx.Param(rngs.normal(shape)))
+
+    return type(name, (nnx.Module,), {"__init__": init})
+
+
+ROWS_OF_TABLE = P("model", None)
+# fmt: off
+CLASSES = {
+    # an embedding, by its own name or that of its class, with words in front or behind
+    "input_embedding": (of_class("Words", input_embedding=(32, 8)),
+                        {"input_embedding": ROWS_OF_TABLE}),
+    "Embedder": (of_class("Embedder", w=(32, 8)), {"w": ROWS_OF_TABLE}),
+    "words behind": (of_class("Embedder", w=(8, 32)), {"w": P(None, "model")}),
+    "odd words": (of_class("Embedder", w=(33, 8)), {"w": P(None, "model")}),
+    "two tables": (of_class("Model", wte=(32, 8), wpe=(16, 8)), {"wte": ROWS_OF_TABLE}),
+    # what is added to activations
+    "positions": (of_class("Model", pos_embedding=(32, 8)), {}),
+    "PositionEmbedding": (of_class("PositionEmbedding", w=(32, 8)), {}),
+    "a token": (of_class("Vit", cls_token=(1, 1, 8), mask_token=(4, 8)), {}),
+    "broadcast": (of_class("Scale", gamma=(1, 1, 8)), {}),
+    # one kernel is a linear layer
+    "kernel": (of_class("Own", kernel=(8, 16), bias=(16,)),
+               {"kernel": P(None, "model"), "bias": P("model")}),
+    "kernel of fewer": (of_class("Own", kernel=(16, 8), bias=(8,)), {"kernel": P("model", None)}),
+    "transposed": (of_class("Own", weight=(16, 8), bias=(16,)),
+                   {"weight": P("model", None), "bias": P("model")}),
+    "transposed of fewer": (of_class("Own", weight=(8, 16), bias=(8,)),
+                            {"weight": P(None, "model")}),
+    "scaled": (of_class("Own", kernel=(8, 16), scale=(16,)), {"kernel": P(None, "model")}),
+    "a filter": (of_class("Own", kernel=(3, 3, 8, 16)), {"kernel": P(None, None, None, "model")}),
+    # by their names
+    "attention": (of_class("Own", wq=(8, 8), wk=(8, 8), wv=(8, 8), wo=(8, 8)),
+                  {**dict.fromkeys(("wq", "wk", "wv"), P(None, "model")), "wo": P("model", None)}),
+    "heads": (of_class("Own", w_q=(8, 4, 2), w_k=(8, 2, 2), w_o=(4, 2, 8)),
+              {"w_q": P(None, "model", None), "w_o": P("model", None, None)}),
+    "gated": (of_class("Own", gate_up_proj=(8, 64), down_proj=(32, 8)),
+              {"gate_up_proj": P(None, "model"), "down_proj": P("model", None)}),
+    "unknown": (of_class("Own", a=(8, 16), b=(8, 12)), {}),
+    # into hidden features and back
+    "pair": (of_class("Own", a=(3, 8, 16), b=(3, 16, 8)),
+             {"a": P(None, None, "model"), "b": P(None, "model", None)}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_users(name):
+    make, expected = CLASSES[name]
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    sharding = tensor_parallel(model, mesh=MESH)
+    assert misfits(model, sharding, MESH) == []
+    assert table(model, sharding) == expected
+
+
+class Strange(nnx.Module):
+    """A language model in classes of its own, and in none of Flax's."""
+
+    def __init__(self, rngs):
+        self.embedder = of_class("Embedder", input_embedding=(WORDS, WIDTH))(rngs)
+        self.q_proj = of_class("Own", kernel=(WIDTH, WIDTH), bias=(WIDTH,))(rngs)
+        self.mlp = of_class("Own", gate_up_proj=(WIDTH, 64), down_proj=(32, WIDTH))(rngs)
+        self.out = of_class("Own", weight=(WIDTH, WIDTH), bias=(WIDTH,))(rngs)
+
+    def __call__(self, words):
+        table = self.embedder.input_embedding[...]
+        x = table[words] / 4
+        x = x + jnp.tanh(x @ self.q_proj.kernel[...] + self.q_proj.bias[...])
+        gate, up = jnp.split(x @ self.mlp.gate_up_proj[...], 2, -1)
+        x = x + jnp.tanh(gate * up) @ self.mlp.down_proj[...] / 8
+        x = jnp.tanh(x @ self.out.weight[...].T + self.out.bias[...])
+        return x @ table.T
+
+
+# The loss is outside of the model, so what that returns is gathered on Explicit axes.
+@pytest.mark.filterwarnings("ignore:.*operations outside of modules")
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_model_in_classes_of_users(axis_type):
+    mesh = mesh_of((2, 4), ("data", "model"), (axis_type,) * 2)
+    model = nnx.eval_shape(lambda: Strange(nnx.Rngs(0)))
+    report = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh)
+    assert {row.path for row in report.rows if row.shard_shape == row.shape} == {"out/bias"}
+    assert_trains_alike(Strange, tensor_parallel, mesh, loss=cross_entropy)
 
 
 class FusedAttention(nnx.Module):

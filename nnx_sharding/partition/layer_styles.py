@@ -1,0 +1,318 @@
+"""Which dimensions of a layer tensor parallelism shards.
+
+A *style* is one way to shard a layer: its outputs (a *column* of the kernel on each device) or its
+inputs (a *row*). A *rule* gives the styles of a kind of layer, best first:
+
+    COLUMN   kernel (in, out/n)   bias (out/n)   outputs are sharded
+    ROW      kernel (in/n, out)   bias (out)     inputs are sharded, outputs summed over n devices
+
+A column layer and then a row layer, such as the two of an MLP, need one sum for both.
+
+Layers of Flax have the rules of `RULES`. In a module of a user's class, each parameter with two
+dimensions or more, without those of stacked layers, has the first of these rules that fits:
+
+1. The class has the subscripts of one einsum, and one kernel for it: as ``nnx.Einsum``.
+2. Two matrices (a, b) and (b, a) lead into hidden features and back: a column and a row.
+3. A matrix is called an embedding, or is the only one of a class that is: as ``nnx.Embed``. Tables
+   of positions are added to activations, and stay whole.
+4. A kernel is the only one of its module: a linear layer, whose name is that of the module. A bias
+   tells which features are the outputs.
+5. Its own name is that of a layer, as in ``wq``, ``o_proj`` and ``w_down``: a linear layer.
+
+Whatever the rule chooses, numbers are right; a wrong guess costs communication. So no parameter is
+sharded of which neither name nor shape says what it is for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from flax import nnx
+
+from ..specs.paths import Path
+from .variables import NamedVariable, Shape
+
+# The sharded dimension of each parameter of one layer, by the path in the layer; counted from the
+# end, None for none. The first parameter decides whether the style can be used.
+Style: TypeAlias = Mapping[str, "int | None"]
+
+# What tells inputs and outputs apart: their number, or those of their dimensions and features.
+_Size = TypeVar("_Size", int, tuple[int, int])
+
+# The styles for a layer, best first, or a function of a layer and its name that returns them.
+Rule: TypeAlias = "Sequence[Style] | Callable[[Any, str], Sequence[Style]]"
+
+
+def _style_of(layers: str, **dimensions: int | None) -> dict[str, int | None]:
+    """Returns a style with these dimensions of parameters in each of several inner layers."""
+    return {f"{layer}/{name}": d for layer in layers.split() for name, d in dimensions.items()}
+
+
+COLUMN: Style = {"kernel": -1, "bias": -1}
+ROW: Style = {"kernel": -2, "bias": None}
+HEADS: Style = {
+    **_style_of("query key value", kernel=-2, bias=-2),
+    **_style_of("out", kernel=-3, bias=None),
+    "cached_key": -2,
+    "cached_value": -2,
+}
+GATES: Style = _style_of("hi hf hg ho ii if_ ig io", kernel=-1, bias=-1)
+FUSED_GATES: Style = _style_of("dense_h dense_i", kernel=-1, bias=-1)
+
+# The names of layers whose outputs are sharded, and of those whose inputs are.
+_COLUMN_NAMES = """up gate in fc1 wi wi_0 wi_1 w1 w3 linear1 dense1 c_fc fc_in up_proj gate_proj
+gate_up gate_up_proj in_proj query key value q k v qkv q_proj k_proj v_proj qkv_proj wq wk wv wqkv
+c_attn to_q to_k to_v"""
+_ROW_NAMES = """down out fc2 wo w2 linear2 dense2 c_proj fc_out down_proj out_proj o o_proj to_out
+output_proj attn_out"""
+_COLUMNS, _ROWS = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())
+_SQUARE_ROWS = frozenset({"proj", "output"})  # of attention; others may be heads of a model
+# Layers whose outputs are heads: these are sharded, or nothing. Half a head has to be exchanged.
+_TO_HEADS = re.compile("query|key|value|(to_|w)?(q|k|v|qk|kv|qkv)(_proj|_einsum)?")
+_FROM_HEADS = re.compile("(w|to_)?o(ut)?(_proj|_einsum)?|attn_out|output_proj")
+
+
+def _order_styles(
+    name: str, inputs: _Size, outputs: _Size, columns: Sequence[Style], rows: Sequence[Style]
+) -> list[Style]:
+    """Returns columns first or rows first: by the layer's name, else by its numbers of features."""
+    is_row = outputs < inputs or (outputs == inputs and name in _SQUARE_ROWS)
+    rows_first = name in _ROWS or (is_row and name not in _COLUMNS)
+    return [*rows, *columns] if rows_first else [*columns, *rows]
+
+
+def _linear(layer: Any, name: str) -> list[Style]:
+    return _order_styles(name, layer.in_features, layer.out_features, [COLUMN], [ROW])
+
+
+def _lora(layer: Any, name: str) -> list[Style]:
+    """Shards the factor that has the sharded features of the adapted layer."""
+    columns: list[Style] = [{"lora_b": -1, "lora_a": None}]
+    rows: list[Style] = [{"lora_a": -2, "lora_b": None}]
+    return _order_styles(name, layer.in_features, layer.out_features, columns, rows)
+
+
+def _linear_general(layer: Any, name: str) -> list[Style]:
+    """Offers each output or input dimension: heads, which come first, before features."""
+    inputs, outputs = layer.in_features, layer.out_features  # kernel: (*inputs, *outputs)
+    rank = len(inputs) + len(outputs)
+    columns: list[Style] = [{"kernel": d, "bias": d} for d in range(-len(outputs), 0)]
+    if len(outputs) > 1 and _TO_HEADS.fullmatch(name):
+        return columns[:1]
+    rows: list[Style] = [{"kernel": d, "bias": None} for d in range(-rank, -len(outputs))]
+    return _order_styles(name, math.prod(inputs), math.prod(outputs), columns, rows)
+
+
+def _einsum(layer: Any, name: str) -> list[Style]:
+    return _einsum_styles(layer.einsum_str or "", "kernel", layer.kernel_shape, name)
+
+
+def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: str) -> list[Style]:
+    """Returns the styles of an einsum of inputs and a kernel, as in ``btd,dnh->btnh``.
+
+    Columns are the letters of the kernel in the result (n, h), rows those summed over (d).
+
+    Args:
+      subscripts: those of the einsum.
+      parameter: the name of the kernel.
+      shape: its shape.
+      name: the name of the layer.
+    """
+    operands, _, result = subscripts.replace(" ", "").partition("->")
+    inputs, _, kernel = operands.partition(",")
+    rank = len(shape)
+    if len(kernel) != rank or "." in kernel:  # nothing is known of the dimensions
+        return [{parameter: d, "bias": None} for d in range(-1, -rank - 1, -1)]
+    dimensions = {letter: d - rank for d, letter in enumerate(kernel)}
+    summed = [letter for letter in kernel if letter not in result]
+    kept = [letter for letter in result if letter in dimensions]  # in the bias, too
+    # Letters that only the kernel has come first: others are batches of the inputs. Of those, what
+    # the result has in front of the inputs, such as the 3 of a fused q, k and v, comes last.
+    first_input = min((i for i, letter in enumerate(result) if letter in inputs), default=0)
+    columns: list[Style] = [
+        {parameter: dimensions[letter], "bias": kept.index(letter) - len(kept)}
+        for letter in sorted(kept, key=lambda x: (x in inputs, result.index(x) < first_input))
+    ]
+    if len(columns) > 1 and _TO_HEADS.fullmatch(name):
+        return columns[:1]
+    rows: list[Style] = [{parameter: dimensions[letter], "bias": None} for letter in summed]
+    added = [letter for letter in kept if letter not in inputs]
+
+    def size(letters: Sequence[str]) -> int:
+        return math.prod(shape[dimensions[letter]] for letter in letters)
+
+    # More letters count before more features: heads to features are rows.
+    inner, outer = (len(summed), size(summed)), (len(added), size(added))
+    return _order_styles(name, inner, outer, columns, rows)
+
+
+def _conv_transpose(layer: Any, name: str) -> list[Style]:
+    # Transposed kernels have the output features before the input features.
+    if not layer.transpose_kernel:
+        return [COLUMN, ROW]
+    return [{"kernel": -2, "bias": -1}, {"kernel": -1, "bias": None}]
+
+
+# Subclasses follow the same rule unless they have their own. A layer has priority over the layers
+# in it: the rules of attention and cells apply to their linear layers.
+RULES: dict[type, Rule] = {
+    nnx.Linear: _linear,
+    nnx.LinearGeneral: _linear_general,
+    nnx.Einsum: _einsum,
+    nnx.LoRA: _lora,
+    nnx.Conv: (COLUMN, ROW),
+    nnx.ConvTranspose: _conv_transpose,
+    nnx.Embed: ({"embedding": -2}, {"embedding": -1}),
+    nnx.MultiHeadAttention: (HEADS,),
+    nnx.LSTMCell: (GATES,),
+    nnx.OptimizedLSTMCell: (FUSED_GATES,),
+    nnx.GRUCell: (FUSED_GATES,),
+    nnx.SimpleCell: (FUSED_GATES,),
+}
+
+
+def rules_of_layer(
+    layer: object, known: Mapping[int | Path, NamedVariable]
+) -> tuple[Sequence[Rule], Sequence[str] | None]:
+    """Finds the rules for a module.
+
+    Args:
+      layer: the module, or anything else that a model holds, which has none.
+      known: the parameters of the model, by ``id``.
+
+    Returns:
+      The rules, and the attributes that they are for: None for all parameters in a layer of Flax,
+      also those of the layers in it.
+    """
+    for kind in type(layer).__mro__:  # the closest base class decides
+        if kind in RULES:
+            return [RULES[kind]], None
+    if not isinstance(layer, nnx.Module):
+        return [], ()
+    attributes = vars(layer)
+    shapes = {
+        name: known[id(value)].layer_shape
+        for name, value in attributes.items()
+        if isinstance(value, nnx.Param) and id(value) in known
+    }
+    return [*_rules_of_user_class(type(layer).__name__, attributes, shapes)], [*shapes]
+
+
+def _rules_of_user_class(
+    class_name: str, attributes: Mapping[str, object], shapes: Mapping[str, Shape]
+) -> Iterator[Rule]:
+    """Yields the rules for a module of a user's class, in the order of the module's docstring.
+
+    Args:
+      class_name: the name of the class.
+      attributes: those of the module.
+      shapes: the shapes of its own parameters.
+    """
+    subscripts = [x for x in attributes.values() if isinstance(x, str) and _SUBSCRIPTS.fullmatch(x)]
+    if len(subscripts) == 1 and (rule := _rule_of_einsum(subscripts[0], attributes, shapes)):
+        yield rule
+        return
+    paired = _style_of_pairs(shapes)
+    if paired:
+        yield [paired]
+    if subscripts:
+        return  # names and shapes would say less than these, which nothing is known to fit
+    matrices = {
+        name: shape
+        for name, shape in shapes.items()
+        if sum(size > 1 for size in shape) > 1  # others are vectors, made to broadcast
+        and name not in paired
+        and not isinstance(attributes[name], nnx.LoRAParam)
+    }
+    is_alone = len(matrices) == 1 and not paired and not _POSITIONS.search(class_name)
+    for name, shape in matrices.items():
+        if len(shape) == 2 and _is_table(name, class_name if is_alone else ""):
+            rows_first = shape[0] >= shape[1]  # more words than features
+            yield [{name: -2}, {name: -1}] if rows_first else [{name: -1}, {name: -2}]
+        elif is_alone and not _POSITIONS.search(name):
+            biases = {k: x for k, x in shapes.items() if k != name and x}
+            yield functools.partial(_kernel_styles, name, shape, biases)
+        elif (role := _AFFIXES.sub("", name.lower())) in _COLUMNS | _ROWS:
+            yield _kernel_styles(name, shape, {}, None, role)
+
+
+def _rule_of_einsum(
+    subscripts: str, attributes: Mapping[str, object], shapes: Mapping[str, Shape]
+) -> Rule | None:
+    """Returns the rule for a class with these subscripts, if it has one kernel for them."""
+    match = _SUBSCRIPTS.fullmatch(subscripts)
+    rank = len(match["kernel"]) if match else 0
+    kernels = [
+        (name, shape)
+        for name, shape in shapes.items()
+        if len(shape) >= rank and not isinstance(attributes[name], nnx.LoRAParam)
+    ]
+    if len(kernels) != 1:
+        return None
+    [(parameter, shape)] = kernels
+    # A stack of layers that is not known to be one has them in front.
+    inner_shape = shape[len(shape) - rank :]
+    return lambda _, name: _einsum_styles(subscripts, parameter, inner_shape, name)
+
+
+def _style_of_pairs(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
+    """Returns a style for matrices into hidden features and back: (a, b) and (b, a)."""
+    style: dict[str, int | None] = {}
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            continue
+        *stack, rows, columns = shape
+        # A square matrix has no larger side, by which its role could be known.
+        if rows != columns and (*stack, columns, rows) in shapes.values():
+            is_row = name in _ROWS or (rows > columns and name not in _COLUMNS)
+            style[name] = -2 if is_row else -1
+    return style
+
+
+def _is_table(parameter: str, class_name: str) -> bool:
+    """Whether a matrix is looked up in, by its name or that of its class: an embedding of words."""
+    if _POSITIONS.search(parameter):
+        return False
+    # The kernel of an embedding of patches is a linear layer.
+    is_class = (
+        _TABLE.search(class_name) and parameter != "kernel" and "patch" not in class_name.lower()
+    )
+    return bool(_TABLE.search(parameter) or is_class)
+
+
+def _kernel_styles(
+    parameter: str, shape: Shape, biases: Mapping[str, Shape], _: Any, name: str
+) -> Sequence[Style]:
+    """Returns the styles of a kernel of a user's class, as those of a linear layer.
+
+    Args:
+      parameter: the name of the kernel.
+      shape: (…, in, out); (in, heads, features) and (heads, features, out) if the name says so; or
+        (out, in) if a bias has the size of its first dimension only.
+      biases: the shapes of other parameters, of which one may be added to the outputs.
+      name: the name of the layer.
+    """
+    if len(shape) == 3 and _TO_HEADS.fullmatch(name):
+        return [{parameter: -2, **{bias: -2 for bias, x in biases.items() if x == shape[1:]}}]
+    if len(shape) == 3 and _FROM_HEADS.fullmatch(name):
+        return [{parameter: -3}, {parameter: -2}]
+    vectors = {bias: x[0] for bias, x in biases.items() if len(x) == 1}
+    is_transposed = shape[-2] in vectors.values() and shape[-1] not in vectors.values()
+    inputs, outputs = (-1, -2) if is_transposed else (-2, -1)
+    added = [bias for bias, size in vectors.items() if size == shape[outputs] and "bias" in bias]
+    column: Style = {parameter: outputs, **dict.fromkeys(added, -1)}
+    row: Style = {parameter: inputs, **dict.fromkeys(added)}
+    return _order_styles(name, shape[inputs], shape[outputs], [column], [row])
+
+
+# The subscripts of an einsum, with those of its second operand.
+_SUBSCRIPTS = re.compile(r"[\w. ]+, *(?P<kernel>\w+) *->[\w. ]+")
+_TABLE = re.compile("embed|wte|vocab", re.IGNORECASE)
+# Names of what is added to activations, or is one of them.
+_POSITIONS = re.compile("pos(ition(al)?)?s?(_|$|emb|enc)|tokens?$", re.IGNORECASE)
+# What names of parameters have besides the role, as in `w_up` and `query_kernel`.
+_AFFIXES = re.compile("^(w|kernel|weight)_|_(w|kernel|weight)$")
