@@ -258,6 +258,8 @@ CLASSES = {
               {"w_q": P(None, "model", None), "w_o": P("model", None, None)}),
     "gated": (of_class("Own", gate_up_proj=(8, 64), down_proj=(32, 8)),
               {"gate_up_proj": P(None, "model"), "down_proj": P("model", None)}),
+    "with a layer": (lambda rngs: nnx.Dict(layer=nnx.Linear(8, 9, rngs=rngs), a=nnx.Param(
+        rngs.normal((8, 16)))), {"layer/kernel": P("model", None)}),
     "unknown": (of_class("Own", a=(8, 16), b=(8, 12)), {}),
     # into hidden features and back
     "pair": (of_class("Own", a=(3, 8, 16), b=(3, 16, 8)),

@@ -15,8 +15,8 @@ dimensions or more, without those of stacked layers, has the first of these rule
 2. Two matrices (a, b) and (b, a) lead into hidden features and back: a column and a row.
 3. A matrix is called an embedding, or is the only one of a class that is: as ``nnx.Embed``. Tables
    of positions are added to activations, and stay whole.
-4. A kernel is the only one of its module: a linear layer, whose name is that of the module. A bias
-   tells which features are the outputs.
+4. A kernel is the only one of its module, and no other module is in it: a linear layer, whose name
+   is that of the module. A bias tells which features are the outputs.
 5. Its own name is that of a layer, as in ``wq``, ``o_proj`` and ``w_down``: a linear layer.
 
 Whatever the rule chooses, numbers are right; a wrong guess costs communication. So no parameter is
@@ -229,11 +229,12 @@ def _rules_of_user_class(
         and not isinstance(attributes[name], nnx.LoRAParam)
     }
     is_alone = len(matrices) == 1 and not paired and not _POSITIONS.search(class_name)
+    has_modules = any(isinstance(x, nnx.Module) for x in attributes.values())
     for name, shape in matrices.items():
         if len(shape) == 2 and _is_table(name, class_name if is_alone else ""):
             rows_first = shape[0] >= shape[1]  # more words than features
             yield [{name: -2}, {name: -1}] if rows_first else [{name: -1}, {name: -2}]
-        elif is_alone and not _POSITIONS.search(name):
+        elif is_alone and not has_modules and not _POSITIONS.search(name):
             biases = {k: x for k, x in shapes.items() if k != name and x}
             yield functools.partial(_kernel_styles, name, shape, biases)
         elif (role := _AFFIXES.sub("", name.lower())) in _COLUMNS | _ROWS:
