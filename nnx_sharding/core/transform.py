@@ -47,7 +47,7 @@ NO_SPECS = Specs(None)
 
 
 class Program(NamedTuple):
-    """A pure function, transformed by JAX."""
+    """A pure function, transformed by JAX, in the forms in which calls use it."""
 
     staged: Any  # the form with ``trace``, ``lower`` and ``eval_shape``
     top_level: Callable[..., Any]  # what a call executes outside of any trace

@@ -182,14 +182,14 @@ def _shard_layers(
     lines = list[str]()
     for x in variables(model):
         place = _place_in(stacks, x.path)
-        if place is None or place.is_shared:
+        if place is None or place.is_shared:  # outside of the layers, or the same in all of them
             continue
         spec, is_list = specs[x.path], isinstance(stacks[place.stack], nnx.List)
-        # A spec without a mesh is refused by name, like one that uses the axis.
+        # The axis cannot be added to a NamedSharding, which counts as one that uses the axis.
         used = spec_axes(spec) if isinstance(spec, PartitionSpec) else [axis]
-        if axis in used or not (is_list or spec.partitions[:1] in ((), (None,))):
+        is_layer_dimension_free = is_list or spec.partitions[:1] in ((), (None,))
+        if axis in used or not is_layer_dimension_free:
             lines.append(f"  {x.name}: {spec}")
-        # Its dimension of layers does not exist before it is stacked.
         elif is_list:
             sharded = shard_largest(spec, x, [axis], mesh)
             specs[x.path] = block_specs[place.stack][place.path] = sharded

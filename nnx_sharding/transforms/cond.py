@@ -141,15 +141,19 @@ def _call_branches(
     operands: tuple[object, ...],
     modes: tuple[bool | None, bool | None],
 ) -> Any:
-    """Calls ``cond`` or ``switch``.
+    """Calls ``cond`` or ``switch``, and returns what the chosen branch returns.
+
+    What branches are bound to, such as the model of a method, is an argument of all of them: so a
+    model that two branches share is one, and its updates are written back.
 
     Args:
       name: which of them.
       selector: the condition, or the number of the branch: a scalar.
       branches: the branches, by their labels in messages.
       operands: their arguments.
-      modes: the options ``graph`` and ``graph_updates``.
+      modes: the options ``graph`` and ``graph_updates`` of the user.
     """
+    # The names are those of the first two arguments below, in messages.
     functions = Functions(name, branches, ("selector", "branches"), len(operands))
     transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
     args = jnp.asarray(selector), functions.objects, *operands

@@ -64,18 +64,27 @@ class Jit(Sharded):
         out_specs: Sequence[object],
         donated: tuple[int, ...],
     ) -> Program:
-        """Compiles the function by ``jax.jit``."""
+        """Compiles the function by ``jax.jit``.
+
+        Args:
+          plan: the plan of the call.
+          function: takes and returns flat arrays.
+          in_specs: for each of its arguments, what ``jax.jit`` takes; None to leave it to JAX.
+          out_specs: the same for what it returns.
+          donated: the positions of donated arguments.
+        """
         with warnings.catch_warnings():
             if self.device is not None or self.backend is not None:
-                warnings.simplefilter("ignore", DeprecationWarning)  # issued when decorating
+                # Of these options; the user has had the warning when he decorated the function.
+                warnings.simplefilter("ignore", DeprecationWarning)
             jitted = jax.jit(function, **self._jax_options(in_specs, out_specs, donated))
         top_level: Callable[..., Any] = jitted
         input_mesh = _abstract_mesh(in_specs)
         mesh = input_mesh or _abstract_mesh(out_specs)
         if mesh is not None:
-            # Without shardings of inputs, JAX takes the devices from the arrays.
+            # An abstract mesh has no devices; without shardings of inputs, the arrays have them.
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
-        return Program(jitted, top_level, inline=jitted, traced_anew=top_level)
+        return Program(staged=jitted, top_level=top_level, inline=jitted, traced_anew=top_level)
 
     def _jax_options(
         self, in_specs: Sequence[object], out_specs: Sequence[object], donated: tuple[int, ...]
