@@ -15,15 +15,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-DEVICES, LAYERS = 8, 8
+DEVICES, LAYERS, SMALL = 8, 8, 1600
 CASES = (
     "same",
     "replicated",
     "rows to columns",
+    "(2, 4) to (4, 2)",
+    "8 to 4 devices",
+    "small rows to columns",
     "rows to replicated",
     "replicated to rows",
     "to bfloat16",
     "to float32",
+    "columns, bfloat16",
     "stack",
     "unstack",
     "transposed",
@@ -53,10 +57,11 @@ def measure(case: str, megabytes: int, rounds: int) -> None:
     from nnx_sharding.checkpoint import Tensor
     from nnx_sharding.experimental import transfer
 
-    mesh = jax.make_mesh((DEVICES,), ("x",), (jax.sharding.AxisType.Auto,))
+    auto = jax.sharding.AxisType.Auto
+    mesh, half = (jax.make_mesh((n,), ("x",), (auto,)) for n in (DEVICES, DEVICES // 2))
     width = round((megabytes * 1e6 / LAYERS / 4) ** 0.5) // 64 * 64
 
-    def put(arrays: Any, *spec: Any) -> list[Any]:
+    def put(arrays: Any, *spec: Any, mesh: Any = mesh) -> list[Any]:
         return jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def layers(dtype: Any) -> list[Any]:
@@ -74,6 +79,19 @@ def measure(case: str, megabytes: int, rounds: int) -> None:
         peer = put(layers(dtypes[1]), *rows)
         if dtypes[0] != dtypes[1]:
             compute = lambda xs: [x.astype(dtypes[1]) for x in xs]  # noqa: E731
+    elif case == "columns, bfloat16":
+        old, new, peer = kernels, put(layers(down), None, "x"), put(layers(down), *rows)
+        compute = lambda xs: [x.astype(down) for x in xs]  # noqa: E731
+    elif case == "(2, 4) to (4, 2)":
+        meshes = [jax.make_mesh(shape, ("x", "y"), (auto,) * 2) for shape in ((2, 4), (4, 2))]
+        old, new = (put(kernels, "x", "y", mesh=mesh) for mesh in meshes)
+        peer = old
+    elif case == "8 to 4 devices":
+        old, new, peer = kernels, put(kernels, *rows, mesh=half), kernels
+    elif case == "small rows to columns":
+        small = [jnp.full((64, 64), i, f32) for i in range(SMALL)]
+        old, new = put(small, *rows), put(small, None, "x")
+        peer = old
     elif case == "stack":
         old, new, peer, rules = kernels, stacked, put(stacked, None, "x"), unstacking
         compute = lambda xs: [jnp.stack(xs)]  # noqa: E731
@@ -93,7 +111,11 @@ def measure(case: str, megabytes: int, rounds: int) -> None:
     target = nnx.List([nnx.Param(jnp.copy(x)) for x in new])
     shardings = [x.sharding for x in new]
     program = jax.jit(compute, out_shardings=shardings) if compute else None
-    renewed = jax.jit(lambda arrays: [x + jnp.ones((), x.dtype) for x in arrays])
+    add = jax.jit(lambda x: x + jnp.ones((), x.dtype))  # one program for many arrays takes minutes
+
+    def renewed(arrays: Any) -> list[Any]:
+        return [add(x) for x in arrays]
+
     held: list[Any] = []
 
     def keep(arrays: Any) -> None:

@@ -237,9 +237,11 @@ class CountTest(parameterized.TestCase):
         with programs() as compiled:
             tree = place(tree, P("data", "model"), MESH)
             assert len(compiled) == 0
-            tree = place(tree, P("model", "data"), MESH)
+            place(tree, P("model", "data"), MESH, copy=True)
+            assert len(compiled) == 0  # CPUs copy parts
+            tree = place(tree, P("model", "data"), MESH, donate=True)
             assert len(compiled) == 1
-            tree = place(tree, PLACES["reversed"])
+            tree = place(tree, PLACES["reversed"], donate=True)
             assert len(compiled) == 2
             tree = place(tree, PLACES["last half"])
             tree = place(tree, PLACES["one"])

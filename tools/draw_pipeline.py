@@ -74,7 +74,7 @@ LAST = (
 # calls, and whether a trace of another transform is used again.
 BESIDE = (
     *("bounded.py", "code_names.py", "compiled_misfits.py", "convolutions.py", "failures.py"),
-    *("guard/known_models.py", "listing.py", "memory.py", "problems.py", "reach.py"),
+    *("listing.py", "memory.py", "problems.py", "reach.py"),
 )
 
 # Narrow enough for the text to be legible on a phone.

@@ -1,23 +1,25 @@
 """``transfer``: weights of one live model in another, with other names, layouts and shardings.
 
     rules ── tensor_matching ──► a goal for each array of the target: its sources, how it is built
-    goals ── the way of each ──► steps: arrays that one program or one copy moves together
+    goals ── by devices, size ──► steps: one program builds arrays, ``place_arrays`` moves them
 
-A plan is the steps for two structures with their shapes, dtypes and shardings; it has no arrays, so
-it is used again for each pair of such models. A program builds arrays on the devices of their
-sources, because JAX computes only there; from there they are copied to the target's devices. Steps
-are as large as the memory for copies allows (see ``_steps``).
+JAX computes only on the devices of the sources, in their main memory. So a program builds an array
+there, sharded as the target needs it, or as much like it as these devices allow; an array that is
+what its source is needs no program. The rest of the way is that of ``place``.
+
+A plan is the steps for two structures with their shapes, dtypes and shardings. It has no arrays, so
+it is used again for each pair of such models. Steps are as large as the memory for copies allows
+(see ``_steps``).
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,7 +34,6 @@ from ..analysis.memory import array_bytes
 from ..checkpoint.names import (
     NamedArray,
     filled,
-    is_key,
     may_wrap,
     named_arrays,
     on_auto_axes,
@@ -45,11 +46,10 @@ from ..checkpoint.tensor_matching import match_tensors
 from ..checkpoint.tensor_rules import Rule, read_rules
 from ..core.bounded import make_room
 from ..core.constrain import is_shardable, sharding_of
-from ..core.flatten import Flat
-from ..core.guard.known_models import KnownModels
+from ..core.flatten import Flat, flatten
 from ..core.interrupts import signals_deferred
-from ..core.memory import other_memory
-from ..core.place import assembled, finish_on_cpu, obstacle, place_arrays
+from ..core.memory import main_memory
+from ..core.place import finish_on_cpu, obstacle, place_arrays
 from ..core.rebuild import rebuild
 from ..errors import raise_listed
 from ..specs.fitting import axes_of_type
@@ -61,7 +61,6 @@ _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 # The plans of earlier calls, the last ones used at the end.
 _PLANS: dict[Any, list[_Step]] = {}
 _MOST_PLANS = 64
-_MODELS = KnownModels("transfer", 2 * _MOST_PLANS)
 
 # The bytes of memory that a program may always take.
 _SMALL = 2**24
@@ -80,13 +79,15 @@ def transfer(
 ) -> Any:
     r"""Copies the weights of one live model into another, whose shardings and dtypes they get.
 
-    The models may differ in names, in the layout of arrays, and in the mesh, such as a trainer and
-    the server that samples for it. Arrays that stay on their devices, in any order, get their
-    layout, dtype and sharding by compiled programs (on CPUs, the sharding by copies), whose
-    temporary memory is at most that of the largest array or 16 MiB; those that go to other devices
-    are copied there, part by part: at once the largest array, a sixteenth of all, or 16 MiB. The
-    old values of the target are released first, so each device has the new ones only. The programs
-    are reused when models of these structures and shardings are passed again.
+    The models may differ in names, in the layout of arrays, in the mesh and in memory, such as a
+    trainer and the server that samples for it. Arrays get their layout and dtype by compiled
+    programs on their devices, whose temporary memory is at most that of the largest array or 16
+    MiB; those that go to other devices or memories are moved there as by ``place``: at once the
+    largest array, a sixteenth of all, or 16 MiB. The programs are reused when models of these
+    structures and shardings are passed again.
+
+    An error leaves the target as it was. Once all programs are compiled, and what NumPy arrays
+    become is there, its old values are released, so that each device has the new ones only.
 
     All processes make the same call. As in ``place``, arrays go to devices of other processes only
     if both models are on the same devices.
@@ -105,7 +106,7 @@ def transfer(
       only: an NNX filter for what to copy, in both models. The default is all but the state of
         random streams.
       donate: whether to delete each array of the source once it is copied. An array that needs no
-        copy is handed over.
+        copy is handed over, if no other array of the target needs it.
 
     Returns:
       ``target``, with arrays outside of modules and Variables in new containers.
@@ -114,7 +115,7 @@ def transfer(
       CheckpointError: arrays of either model are left, or have other shapes or dtypes, all in one
         message.
       ValueError: rules cannot be understood, ``only`` selects nothing, or arrays cannot be moved.
-        If memory is exhausted, ``target`` may be left without values, with its shapes.
+        If the memory of devices is exhausted, ``target`` may be left without values.
 
     Example:
       >>> from flax import nnx
@@ -134,28 +135,25 @@ def transfer(
       >>> server[0].kernel.sharding.spec
       P('model',)
     """
-    given, flat = map(_MODELS.flatten, (source, target))
-    key: Any = None
-    plan: list[_Step] | None = None
-    signatures = [tuple(map(_signature, each.leaves)) for each in (given, flat)]
+    given, flat = flatten(source), flatten(target)
     table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (rules or {}).items())
+    signatures = [tuple(map(_signature, each.leaves)) for each in (given, flat)]
     options = reverse, cast, only, donate
+    key: Any = (given.structure, flat.structure, *signatures, table, *options)
     try:
-        key = (given.structure, flat.structure, *signatures, table, *options)
-        plan = _PLANS.pop(key, None)
+        steps = _PLANS.pop(key, None)
     except TypeError:  # a filter that is a list
-        key = None
-    if plan is not None:
-        _MODELS.add(source, given)
-        _MODELS.add(target, flat)
-    flat = flat._replace(recorder=None)  # which holds the old values
-    plan = plan or _plan(given, flat, _SAME if rules is None else rules, *options)
+        key = steps = None
+    if steps is None:
+        steps = _plan(given, flat, _SAME if rules is None else rules, *options)
     if key is not None:
-        _PLANS[key] = plan
+        _PLANS[key] = steps
         make_room(_PLANS, _MOST_PLANS)
+    # All that a user's mistake can make fail comes before the target loses its values.
+    built = [_built_on_host(step, given.leaves) for step in steps]
     with signals_deferred():
-        flat = _released(flat, plan)  # this function holds the old values no longer
-        return _run(plan, given.leaves, flat, donate)
+        flat = _released(flat, steps)  # this function holds the old values no longer
+        return _run(steps, built, given.leaves, flat, donate)
 
 
 # What decides how an array is moved.
@@ -171,38 +169,14 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), *(getattr(leaf, name, None) for name in _NAMES)
 
 
-class _Way(enum.Enum):
-    """How an array gets from its sources to where it belongs."""
-
-    # It is what its source is, where that is. One `jax.device_put` copies all such arrays.
-    PUT = enum.auto()
-    # It is what its source is, on the same CPU devices in other parts, which are copied: quicker
-    # than the collectives of a program.
-    ASSEMBLE = enum.auto()
-    # It is what its source is, and `place_arrays` brings it where it belongs.
-    MOVE = enum.auto()
-    # A program builds it of its sources on their devices, and shards it there as the target does,
-    # or as much like it as these devices allow. In the second case, `place_arrays` is next.
-    BUILD = enum.auto()
-    # A program builds parts of it on CPU devices, wherever no collective is needed for them; then
-    # they are copied as by ASSEMBLE.
-    BUILD_PARTS = enum.auto()
-
-    @property
-    def has_program(self) -> bool:
-        """Whether a program builds the array."""
-        return self in (_Way.BUILD, _Way.BUILD_PARTS)
-
-
 class _Goal(NamedTuple):
     """One array of the target."""
 
     array: NamedArray  # abstract
     sources: tuple[int, ...]  # their slots
-    build: Callable[..., Array]  # makes it of them
+    build: Callable[..., Array] | None  # makes it of them; None if it is its only source
     sharding: Sharding | None  # None for a NumPy array
-    way: _Way
-    place: Sharding | None  # where a program puts it; None if the compiler decides
+    built_as: Sharding | None  # how a program shards it; None if the compiler decides
 
     @property
     def nbytes(self) -> int:
@@ -212,20 +186,26 @@ class _Goal(NamedTuple):
     @property
     def is_final(self) -> bool:
         """Whether its program puts it where it belongs."""
-        return bool(self.place == self.sharding)
+        return bool(self.built_as == self.sharding)
+
+    def make(self, sources: Sequence[Array]) -> Array:
+        """Returns the array made of its sources."""
+        return sources[0] if self.build is None else self.build(*sources)
 
 
 class _Step(NamedTuple):
     """Some arrays of the target, which are moved together."""
 
-    goals: Sequence[_Goal]  # of one way; the programs of all, or of none, are final
+    goals: Sequence[_Goal]
     slots: Sequence[int] = ()  # the arguments of the program
-    program: Callable[..., list[jax.Array]] | None = None  # compiled; None if none is needed
+    program: Callable[..., list[jax.Array]] | None = None  # compiled; None for what is on the host
 
-    @property
-    def way(self) -> _Way:
-        """The way of all its arrays."""
-        return self.goals[0].way
+
+def _built_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
+    """Returns what a step moves if it has no program: sources, or what NumPy makes of them."""
+    if step.program is not None:
+        return []
+    return [goal.make([source[slot] for slot in goal.sources]) for goal in step.goals]
 
 
 def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
@@ -238,51 +218,65 @@ def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
     return flat._replace(leaves=empty)
 
 
-def _run(steps: Sequence[_Step], source: Sequence[Any], flat: Flat, donate: bool) -> Any:
+def _run(
+    steps: Sequence[_Step],
+    built: Sequence[list[Any]],
+    source: Sequence[Any],
+    flat: Flat,
+    donate: bool,
+) -> Any:
     """Moves the arrays of the source into the target, and returns it."""
-    goals = [goal for step in steps for goal in step.goals]
-    uses = Counter(id(source[slot]) for goal in goals if donate for slot in goal.sources)
-    values = []
-    for step in steps:
-        taken = [source[slot] for goal in step.goals if donate for slot in goal.sources]
-        uses.subtract(map(id, taken))
-        free = [x for x in taken if isinstance(x, jax.Array) and not uses[id(x)]]
-        made = _moved(step, source, donate=donate and len(free) == len(taken))
-        finish_on_cpu(made)
-        for goal, x in zip(step.goals, made, strict=True):
-            values.append((goal.array, np.array(x) if goal.sharding is None else x))
+    sources = [source[slot] for step in steps for goal in step.goals for slot in goal.sources]
+    total = Counter(map(id, sources))  # of uses: two targets of one source get two arrays
+    left, values = total.copy(), list[tuple[NamedArray, Any]]()
+    for step, arrays in zip(steps, built, strict=True):
+        taken = [source[slot] for goal in step.goals for slot in goal.sources]
+        shardings = [goal.sharding for goal in step.goals]
+        if step.program is not None:
+            made = finish_on_cpu(step.program(*_arguments(step, source)))
+            if not all(goal.is_final for goal in step.goals):
+                made = place_arrays(made, shardings)
+        else:
+            given_up = {id(x) for x in taken if donate and total[id(x)] == 1}
+            made = _copied(arrays, shardings, given_up)
+        # Before the next program takes memory, and what is freed here is no longer read.
+        jax.block_until_ready(made)
+        made = [np.array(x) if y is None else x for x, y in zip(made, shardings, strict=True)]
+        values += [(goal.array, x) for goal, x in zip(step.goals, made, strict=True)]
+        left.subtract(map(id, taken))
         kept = set(map(id, made))
-        for x in free:
-            if id(x) not in kept and not x.is_deleted():
+        for x in taken if donate else ():
+            if isinstance(x, jax.Array) and not left[id(x)] and id(x) not in kept:
                 x.delete()
     return filled(flat, values, "transfer")
 
 
-def _moved(step: _Step, source: Sequence[Any], *, donate: bool) -> list[Any]:
-    """Returns the arrays of one step where they belong."""
-    shardings: list[Any] = [goal.sharding for goal in step.goals]
-    made: list[Any]
-    if step.program is None:
-        made = [goal.build(*(source[slot] for slot in goal.sources)) for goal in step.goals]
-    else:
-        made = step.program(*(_on_auto_axes(source[slot]) for slot in step.slots))
-    if step.way is _Way.PUT:
-        return list(jax.device_put(made, shardings, may_alias=False))
-    if step.way is _Way.MOVE:
-        return place_arrays(made, shardings, donate=donate, alias=False)
-    if step.way is _Way.BUILD:
-        if not all(goal.is_final for goal in step.goals):
-            made = place_arrays(finish_on_cpu(made), shardings)
-            jax.block_until_ready(made)  # before the next program takes memory
-        return made
-    finish_on_cpu(made)
-    pairs = zip(made, shardings, strict=True)
-    return [assembled(x, sharding, alias=True) for x, sharding in pairs]
+def _arguments(step: _Step, source: Sequence[Any]) -> list[jax.Array]:
+    """Returns the arguments of a program: in main memory, where it computes, on Auto axes."""
+    arrays = [source[slot] for slot in step.slots]
+    fetched = place_arrays(arrays, [main_memory(x.sharding) for x in arrays])
+    return list(map(_on_auto_axes, fetched))
 
 
-def _first(array: Array) -> Array:
-    """Builds an array that is its only source."""
-    return array
+def _copied(
+    arrays: Sequence[Array], shardings: Sequence[Sharding | None], given_up: Collection[int]
+) -> list[Any]:
+    """Returns arrays with these shardings; only those whose ids are given up may be the same."""
+    result: list[Any] = list(arrays)
+    pending = list(range(len(arrays)))
+    while pending:
+        # `place_arrays` moves what it gets several times once, so repeated arrays come later.
+        first = {id(arrays[i]): i for i in reversed(pending)}
+        pending = [i for i in pending if first[id(arrays[i])] != i]
+        for donate in (False, True):
+            slots = [i for x, i in first.items() if (x in given_up) is donate]
+            if not slots:
+                continue
+            old, goals = [arrays[i] for i in slots], [shardings[i] for i in slots]
+            new = place_arrays(old, goals, donate=donate, alias=False)
+            for i, x in zip(slots, new, strict=True):
+                result[i] = x
+    return result
 
 
 def _plan(
@@ -308,7 +302,7 @@ def _plan(
     goals, obstacles = [], []
     for path, pairs in parts.items():
         used = [sources[name] for _, name in pairs]
-        goals.append(_goal(targets[path], used, [placement for placement, _ in pairs], donate))
+        goals.append(_goal(targets[path], used, [placement for placement, _ in pairs]))
         found = dict.fromkeys(_obstacles(used, goals[-1]))
         obstacles += [f"  {path}: {each}" for each in found]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
@@ -316,43 +310,40 @@ def _plan(
 
 
 def _goal(
-    target: NamedArray,
-    sources: Sequence[NamedArray],
-    placements: Sequence[Placement],
-    donate: bool,
+    target: NamedArray, sources: Sequence[NamedArray], placements: Sequence[Placement]
 ) -> _Goal:
     """Returns how an array of the target is made of its sources."""
     leaf, first = target.leaf, sources[0].leaf
     sharding = _target_sharding(leaf)
     is_weak = bool(getattr(leaf, "weak_type", False))
     kinds = [(x.leaf.dtype, bool(getattr(x.leaf, "weak_type", False))) for x in sources]
-    is_same = kinds == [(leaf.dtype, is_weak)] and placements[0].is_identity
-    build: Callable[..., Array] = _first
-    if not is_same:
-        build = functools.partial(_built, tuple(placements), leaf.shape, leaf.dtype, is_weak)
+    is_identity = placements[0].is_identity  # so it has one source
+    is_same = is_identity and kinds == [(leaf.dtype, is_weak)]
     abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak)
     array = target._replace(leaf=abstract, variable=None)  # plans keep no model alive
     slots = tuple(x.slot for x in sources)
-    devices = _devices(first)
-    if devices is None:  # on the host
-        return _Goal(array, slots, build, sharding, _Way.MOVE, None)
-    is_here = sharding is not None and devices == _compat.device_assignment(sharding)
-    is_here = is_here and not other_memory(sharding)
-    place = sharding if is_here else _twin(sharding, devices)
-    is_ready = placements[0].is_identity and (
-        place is None or place.is_equivalent_to(first.sharding, first.ndim)
+    build: Callable[..., Array] = functools.partial(
+        _built, tuple(placements), leaf.shape, leaf.dtype, is_weak
     )
-    # Copies of parts neither change types nor leave buffers of the source to donate.
-    is_cpu = devices[0].platform == "cpu" and isinstance(first, jax.Array)  # not abstract
-    is_copied = is_cpu and first.is_fully_addressable and is_here and not (is_weak or donate)
-    if is_same:
-        may_put = not (donate or is_key(leaf))
-        way = _way_of_same(first, sharding, is_here, is_ready, is_copied, may_put)
-    elif is_copied and not (is_ready or first.is_fully_replicated):
-        way, place = _Way.BUILD_PARTS, None
+    devices = _devices(first)
+    # One that is abstract is an obstacle.
+    if devices is None or sharding is None or not isinstance(first, jax.Array):
+        return _Goal(array, slots, None if is_same else build, sharding, None)
+    is_here = devices == _compat.device_assignment(sharding)
+    if is_here:
+        built_as = main_memory(sharding)
     else:
-        way = _Way.BUILD
-    return _Goal(array, slots, build, sharding, way, place)
+        built_as = None if _has_parts_on_host(first) else _twin(sharding, devices)
+    present = main_memory(first.sharding)
+    has_parts = is_identity and (built_as is None or built_as.is_equivalent_to(present, first.ndim))
+    is_copied = is_same and (has_parts or _has_parts_on_host(first))
+    return _Goal(array, slots, None if is_copied else build, sharding, built_as)
+
+
+def _has_parts_on_host(array: jax.Array) -> bool:
+    """Whether ``place_arrays`` joins parts of an array quicker than a program exchanges them."""
+    device: Any = next(iter(array.sharding.device_set))
+    return device.platform == "cpu" and array.is_fully_addressable
 
 
 def _target_sharding(leaf: Any) -> Sharding | None:
@@ -362,26 +353,6 @@ def _target_sharding(leaf: Any) -> Sharding | None:
     sharding = sharding_of(leaf)
     sharding = sharding.sharding if isinstance(sharding, Format) else sharding
     return sharding or SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _way_of_same(
-    first: jax.Array,
-    sharding: Sharding | None,
-    is_here: bool,  # the target is on the same devices, in the same order
-    is_ready: bool,  # it is sharded there like the source
-    is_copied: bool,  # copies of parts can shard it
-    may_put: bool,
-) -> _Way:
-    """Returns how an array gets to the target that has the shape and dtype of its only source."""
-    if is_ready and is_here:
-        return _Way.PUT if may_put else _Way.MOVE
-    is_direct = sharding is None or first.sharding.device_set == sharding.device_set
-    if is_ready or other_memory(first.sharding) or (is_direct and not is_here):
-        return _Way.MOVE
-    if is_copied:
-        # A replicated source has each part on each device already.
-        return _Way.PUT if first.is_fully_replicated and may_put else _Way.ASSEMBLE
-    return _Way.BUILD
 
 
 def _built(
@@ -448,8 +419,6 @@ def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
         place = goal.sharding or SingleDeviceSharding(jax.local_devices()[0])
         if problem := obstacle(leaf, place):
             yield problem
-        if goal.build is not _first and isinstance(leaf, jax.Array) and other_memory(leaf.sharding):
-            yield f"the source is in {leaf.sharding.memory_kind}; place it on its devices"
         old, new = leaf.dtype, goal.array.leaf.dtype
         if may_wrap(old, new):
             yield f"{old} may be out of the range of {new}"
@@ -466,69 +435,46 @@ def _devices(leaf: Any) -> tuple[Any, ...] | None:
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
     """Groups arrays: one program for all on the same devices; more where it would take memory."""
     largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
-    copied: dict[_Way, list[_Goal]] = {}
-    built: dict[tuple[Any, ...] | None, list[_Goal]] = {}  # by the devices of the sources
+    groups: dict[Any, list[list[_Goal]]] = {}
     for goal in goals:
-        if goal.way.has_program:
-            built.setdefault(_devices(leaves[goal.sources[0]]), []).append(goal)
-        else:
-            copied.setdefault(goal.way, []).append(goal)
-    bins: dict[Any, list[list[_Goal]]] = {}
-    for of_devices, group in built.items():
-        for goal in _with_places(group, leaves):
-            each = bins.setdefault((of_devices, goal.is_final, goal.way), [[]])
-            # What one program copies is freed before the next one runs.
-            is_freed = donate or not goal.is_final
-            most = max(largest, total // 16, _SMALL) if is_freed else math.inf
-            if each[-1] and sum(x.nbytes for x in (*each[-1], goal)) > most:
-                each.append([])
-            each[-1].append(goal)
-    steps = [_Step(group) for group in copied.values()]
-    for part in itertools.chain(*bins.values()):
-        steps += _programs(part, leaves, max(largest, _SMALL))
+        devices = None if goal.build is None else _devices(leaves[goal.sources[0]])
+        group = groups.setdefault((devices, goal.is_final), [[]])
+        # What a program leaves to be moved, and donated sources, are freed before the next step.
+        is_freed = donate or not (goal.build is None or goal.is_final)
+        most = max(largest, total // 16, _SMALL) if is_freed else math.inf
+        if group[-1] and sum(x.nbytes for x in (*group[-1], goal)) > most:
+            group.append([])
+        group[-1].append(goal)
+    steps: list[_Step] = []
+    for (devices, _), parts in groups.items():
+        for part in parts:
+            steps += [_Step(part)] if devices is None else _programs(part, leaves, largest)
     return steps
 
 
-def _with_places(goals: Sequence[_Goal], leaves: Sequence[Any]) -> Sequence[_Goal]:
-    """Finds which parts the compiler leaves where the target has them, so that no copy is next."""
-    if all(goal.is_final for goal in goals):
-        return goals
-    *_, compiled = _compiled(goals, leaves)
-    result = []
-    for goal, place in zip(goals, compiled.output_shardings, strict=True):
-        ndim = len(goal.array.leaf.shape)
-        if goal.way is _Way.BUILD_PARTS and place.is_equivalent_to(goal.sharding, ndim):
-            goal = goal._replace(place=goal.sharding, way=_Way.BUILD)
-        result.append(goal)
-    return result
-
-
-def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], most: int) -> list[_Step]:
-    """Compiles programs that build some arrays, each in at most ``most`` bytes of temporaries."""
-    slots, compiled = _compiled(goals, leaves)
-    memory = compiled.memory_analysis()
-    if len(goals) > 1 and memory is not None and memory.temp_size_in_bytes > most:
-        halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
-        return [step for half in halves for step in _programs(half, leaves, most)]
-    return [_Step(goals, slots, compiled)]
-
-
-def _compiled(goals: Sequence[_Goal], leaves: Sequence[Any]) -> tuple[list[int], Any]:
-    """Compiles a program that builds some arrays, and returns it after the slots of arguments."""
+def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> list[_Step]:
+    """Compiles programs that build some arrays, each in as many bytes of temporaries as one."""
     slots = sorted({slot for goal in goals for slot in goal.sources})
-    inputs = [
-        _on_auto_axes(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
-        )
-        for x in (leaves[slot] for slot in slots)
-    ]
+    inputs = [_abstract_argument(leaves[slot]) for slot in slots]
 
     def make(*arrays: Any) -> list[Any]:
         given = dict(zip(slots, arrays, strict=True))
-        return [goal.build(*map(given.__getitem__, goal.sources)) for goal in goals]
+        return [goal.make([given[slot] for slot in goal.sources]) for goal in goals]
 
-    places = [goal.place for goal in goals]
-    return slots, jax.jit(make, out_shardings=places).lower(*inputs).compile()
+    places = [goal.built_as for goal in goals]
+    compiled: Any = jax.jit(make, out_shardings=places).lower(*inputs).compile()
+    memory = compiled.memory_analysis()
+    if len(goals) > 1 and memory and memory.temp_size_in_bytes > max(largest, _SMALL):
+        halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
+        return [step for half in halves for step in _programs(half, leaves, largest)]
+    return [_Step(goals, slots, compiled)]
+
+
+def _abstract_argument(x: jax.Array) -> Any:
+    """Returns the type of an argument of a program, as ``_arguments`` passes it."""
+    sharding = main_memory(x.sharding)
+    abstract = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+    return _on_auto_axes(abstract)
 
 
 def _on_auto_axes(x: Any) -> Any:

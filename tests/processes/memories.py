@@ -261,6 +261,8 @@ OPERATIONS = {
         restore_converted,
         checkpoints,
         tensors,
+        transfers,
+        transfers_of_layers,
         layers_of_a_stack,
         layers_in_a_program,
         fetches,
