@@ -325,9 +325,7 @@ def _own_parts(array: AnyArray, goal: Sharding) -> Any:
     """Makes an array of several processes of the parts that the devices of this one hold."""
     host = array if isinstance(array, np.ndarray) else _joined(array)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    return jax.make_array_from_callback(
-        host.shape, goal, lambda index: _joined(host[index]), dtype=dtype
-    )
+    return jax.make_array_from_callback(host.shape, goal, lambda i: _joined(host[i]), dtype=dtype)
 
 
 def _joined(array: AnyArray) -> np.ndarray[Any, Any]:
