@@ -340,7 +340,8 @@ def _joined(array: AnyArray) -> np.ndarray[Any, Any]:
     if not is_global:
         whole[...] = array
         return whole
-    parts = {_bounds(x.index, array.shape): x for x in array.addressable_shards}  # one replica each
+    # One replica of each part.
+    parts = {_bounds(x.index, array.shape): x for x in array.addressable_shards}
     for shard in parts.values():
         whole[shard.index] = np.asarray(shard.data)
     return whole
