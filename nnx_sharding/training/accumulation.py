@@ -303,7 +303,7 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
 
 
 def _why_indivisible(x: Any, steps: int) -> str:
-    """Says why the rows of an array cannot be divided; empty if they can."""
+    """Says why the rows of an array, its first dimension, cannot be divided; empty if they can."""
     if not jnp.ndim(x):
         return ", which has no rows"
     rows, spec = jnp.shape(x)[0], type_spec(x)

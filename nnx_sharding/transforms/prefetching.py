@@ -89,6 +89,8 @@ def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
         value = _compat.get_value(variable)
         if path not in tag.specs:
             continue
+        # The spec while the module runs, the shape outside of loops, whether the strategy gathers
+        # it, and the spec outside of the module.
         spec, shape, is_gathered, declared = tag.specs[path]
         typed = type_spec(value)
         is_whole = typed is not None and tag.axes.isdisjoint(spec_axes(typed))
@@ -184,9 +186,10 @@ class _Loop:
     def results(self) -> tuple[Any, Any]:
         """Runs the loop; returns the last carry, and what the steps return, stacked."""
         run = jax.custom_vjp(lambda *arguments: self._run(False, *arguments)[0])
+        # The residuals of JAX's rule are the backward pass itself, a pytree of what is kept.
         run.defvjp(
             lambda *arguments: self._run(True, *arguments),
-            lambda pullback, cotangents: pullback(cotangents),
+            lambda backward, cotangents: backward(cotangents),
         )
         last, results = run(*self._arguments)
         new = iter(last)  # of what steps change; the rest of the carry is as it was given

@@ -88,7 +88,7 @@ def while_loop(
     functions = Functions("while_loop", given, ("functions", "init_val"), 0)
     transform = _While(
         name="while_loop",
-        in_specs=Specs((BROADCAST, CARRY)),
+        in_specs=Specs((BROADCAST, CARRY)),  # functions, init_val
         out_specs=Specs(CARRY),
         counts=False,
         bound=functions.bound,
@@ -152,7 +152,7 @@ def fori_loop(
     )
     transform = _While(
         name="fori_loop",
-        in_specs=Specs((BROADCAST, CARRY, CARRY, BROADCAST)),
+        in_specs=Specs((BROADCAST, CARRY, CARRY, BROADCAST)),  # functions, i, init_val, upper
         out_specs=Specs(CARRY),
         counts=True,
         bound=functions.bound,
