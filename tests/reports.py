@@ -140,10 +140,10 @@ def report(layers=3, **more):
     host = {f"host_{name}": 0 for name in (*sizes, "generated_code")}
     cost = {"flops": 4.2e6, "bytes_accessed": 1.5e6, "transcendentals": None}
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
-    cost["operations"] = []
+    cost |= {"operations": [], "why": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 7,
+        "version": 8,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -185,6 +185,7 @@ def report(layers=3, **more):
             "exposed_s": 1.2e-7,
             "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
             "spread": 0.25,
+            "why": "the bandwidth of DCN",
         },
         "hlo": HLO,
         "by_module": {
@@ -193,9 +194,10 @@ def report(layers=3, **more):
                 module_row("model.blocks[0].up", True, {"gradients": 2048}),
                 module_row("", False, {}),
             ],
-            "peak": 15_000,
+            "peak": 16_000,
+            "in_use": 15_000,
+            "reserved": 1_000,
             "unattributed": 664,
-            "reserved": None,
             "over_time": [
                 {"start": 0, "path": "model.blocks[0].up", "backward": False, "bytes": 9000},
                 {"start": 5, "path": "model.blocks[0].up", "backward": True, "bytes": 15_000},

@@ -37,7 +37,8 @@ def test_all_are_recorded_and_small():
 def test_all_of_it_is_read(name):
     module, cost = on_gpu(name)
     assert module.unread == []
-    assert None not in (cost.flops, cost.transcendentals)
+    unknown = [cost.flops, cost.bytes_accessed, cost.transcendentals].count(None)
+    assert unknown == (3 if name == "unknown_length" else 0)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -120,7 +121,11 @@ def test_an_estimate_lies_between_the_bounds(name):
     module, cost = on_gpu(name)
     for peak in (OWN, "H200", "TPU v5e"):
         found = roofline_of(cost, collectives_of(module, MESH), peak, platform="cuda")
-        assert found.seconds <= found.estimate <= 1.001 * found.seconds_without_overlap
+        times = found.seconds, found.estimate, found.seconds_without_overlap
+        if name == "unknown_length":
+            assert times == (None, None, None) and "loops of unknown length" in str(found)
+        else:
+            assert times[0] <= times[1] <= 1.001 * times[2]
 
 
 START = """HloModule start, is_scheduled=true, num_partitions=8
@@ -293,7 +298,7 @@ def test_attention_of_a_library(mask, window, positions, backward):
     cost = with_loops(KNOWN, parse(call(target, made, [q, k, k], rest)))
     products = 5 if backward else 2
     assert cost.flops == (positions and products * 2 * B * H * positions * D)
-    assert (CUSTOM_CALLS in cost.stage) == (positions is None)
+    assert (CUSTOM_CALLS in (cost.why or "")) == (positions is None)
 
 
 def test_a_call_that_is_not_known_has_no_figure():

@@ -65,7 +65,8 @@ def test_all_are_recorded_and_small():
 def test_all_of_it_is_read(name):
     module, cost = on_tpu(name)
     assert module.unread == []
-    assert None not in (cost.flops, cost.transcendentals)
+    unknown = [cost.flops, cost.bytes_accessed, cost.transcendentals].count(None)
+    assert unknown == (3 if name == "unknown_length" else 0)
 
 
 @pytest.mark.parametrize("on", [on_tpu, on_cpu])
@@ -141,7 +142,7 @@ def test_lengths_of_loops():
 def test_what_is_not_known_is_said():
     stage = "after optimisation, one device, loops multiplied out, bytes of the main memory"
     assert on_tpu("scan")[1].stage == stage
-    assert on_tpu("unknown_length")[1].stage == f"{stage}, those of unknown length once"
+    assert on_tpu("unknown_length")[1].why == "loops of unknown length: jit(fun)/while"
     module, cost = on_tpu("branches")
     assert cost.stage == f"{stage}, of conditionals the largest branch"
     [found] = collectives_of(module, MESH)
@@ -281,6 +282,7 @@ def test_copies_to_the_host_in_a_loop():
     assert cost.host_bytes == 8 * 2 * 64 * F32
 
 
-def test_no_figures_without_an_estimate():
-    cost = with_loops(Cost(None, None, None, "s"), on_tpu("scan")[0])
-    assert (cost.flops, cost.bytes_accessed, cost.transcendentals) == (None, None, None)
+def test_figures_do_not_need_estimates_of_the_compiler():
+    """Which knows none of a program with a custom call, such as that of ``top_k``."""
+    module, cost = on_tpu("scan")
+    assert with_loops(Cost(None, None, None, "s"), module) == cost

@@ -329,9 +329,10 @@ class Scope:
         self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls a method of a module with the shardings chosen for it, or updates an optimizer."""
-        if isinstance(module, nnx.Optimizer) and method == "update":
-            return update(module, call, args, kwargs)
         tag = _compat.tag_of(module) or self._root_tag(module)
+        if isinstance(module, nnx.Optimizer) and method == "update":
+            with jax.named_scope(tag.accessor):  # for `by_module`
+                return update(module, call, args, kwargs)
         schedule = self._schedule(tag, module, method)
         is_other = schedule is None and method != "__call__"
         unscheduled = self._schedule(tag, module, "__call__") if is_other else None

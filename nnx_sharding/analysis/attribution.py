@@ -6,11 +6,19 @@ after JAX's transforms, and XLA keeps the name in the instructions that it makes
     %dot.7 = f32[8,64] dot(...), metadata={op_name="jit(step)/transpose(jvp(model))/up/dot_general"}
     in the backward pass (`transpose`) of `model.up`, the innermost path that is a module's
 
-This module and pass are the *place* of an instruction. Without a module in its name, it is that of
-the last instruction in it that has one, if it is a fusion or a call; then that of the innermost
-instruction around it. What is still without one, such as a loss, is outside of modules. XLA joins
-the names of operations that it merges: then the place is the innermost module around all of them.
-Each instruction has one place, so that flops, bytes accessed and bytes sent sum to the totals.
+This module and pass are the *place* of an instruction. Operations that have a name, but no module
+in it, such as a loss, are outside of modules; the update of an optimizer is named after that. XLA
+joins the names of operations that it merges: then the place is the innermost module around all of
+them. Instructions that the compiler made have no such name. Their place is, in this order, that of
+
+ 1. the last instruction in it that has one, if it is a fusion or a call;
+ 2. the module of a parameter that it is given;
+ 3. the module around the nearest instructions that it is computed from, or that are computed from
+    it (`_place_nearby`);
+ 4. the innermost instruction around it.
+
+Each instruction has one place, also `UNKNOWN`, so that flops, bytes accessed and bytes sent sum to
+the totals.
 
 **Arrays in memory** have the name of the instruction that makes them. Of these rules the first that
 applies says what an array counts as:
@@ -22,7 +30,7 @@ applies says what an array counts as:
     belongs to a parameter of its shape among what it is computed from.
  3. It is in `outputs` if the program returns it; in `gradients` if it has the shape of a parameter
     of its module and is from the backward pass; in `activations` if it is from the forward pass and
-    still live at an instruction of the backward pass; else in `temporaries`.
+    still live at an instruction of the backward pass; else in `intermediates`.
 
 With `x` → `up` → `down` → loss, a hidden layer that the compiler keeps for the gradient of `down`:
 
@@ -39,14 +47,13 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..specs.paths import enclosing_paths
 from .buffers import Allocation, Buffer, Buffers
 from .by_module import MemoryOverTime, MemoryUse, ModuleRow, ModuleTable, Phase, ordered
 from .collectives import Collective, Collectives
-from .cost import COMPILED, Cost
 from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction, Shape, arrays
@@ -57,13 +64,13 @@ from .parameters import ParameterRow
 from .purposes import inputs_of
 from .roofline import roofline_of
 from .values import Value
-from .work import Work, executed_work
+from .work import ExecutedWork, Work, executed_work, why_unknown
 
 
 class Place(NamedTuple):
     """The module that something belongs to, and whether it is for the backward pass."""
 
-    path: str  # empty outside of modules
+    path: str | None  # empty outside of modules, None if it is unknown
     backward: bool
 
 
@@ -74,7 +81,7 @@ class Owner(NamedTuple):
     use: MemoryUse
 
 
-_OUTSIDE = Place("", False)  # a loss, the update of an optimizer, and what has no name
+UNKNOWN = Place(None, False)
 
 
 def module_table(
@@ -101,50 +108,62 @@ def module_table(
       mesh: where its devices are.
     """
     attribution = Attribution(module, rows, paths)
-    work = None if module.unread else _work_by_place(module, attribution)
+    parts = {} if module.unread else executed_work(module)
+    work = None if module.unread else _work_by_place(module, parts, attribution)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
     for collective in collectives or ():
-        name = collective.operation
-        sent[attribution.named(name) if name else _OUTSIDE].append(collective)
+        sent[attribution.place_of_collective(collective)].append(collective)
     held, phases = ({}, ()) if buffers is None else _memory_by_place(attribution, buffers)
     table = []
     for place in {**(work or {}), **sent, **held}:
-        cost = None if work is None else Cost(**work.get(place, Work())._asdict(), stage=COMPILED)
+        cost = None if work is None else work.get(place, Work()).cost()
         own_sent = None if collectives is None else Collectives(sent.get(place, ()))
         roofline = None if hardware is None else roofline_of(cost, own_sent, hardware, mesh)
         row = ModuleRow(
             *place,
             flops=None if cost is None else cost.flops,
             bytes_accessed=None if cost is None else cost.bytes_accessed,
-            bytes_sent=None if own_sent is None else own_sent.bytes_sent,
+            bytes_sent=None if own_sent is None else _known_bytes_sent(own_sent),
             seconds=None if roofline is None else roofline.seconds,
             at_peak=None if buffers is None else dict(held.get(place, Counter()).most_common()),
         )
         if work is not None or own_sent or row.at_peak:
             table.append(row)
+    reasons = why_unknown(module, parts)
     if buffers is None:
-        return ModuleTable(ordered(table), why="the compiler does not say what it assigns")
+        reasons += ["the compiler does not say what it assigns"]
+        return ModuleTable(ordered(table), why="; ".join(reasons))
     if required is None:
         required = sum(allocation.size for allocation in buffers.allocations)  # with gaps in them
-    peak = max(buffers.in_use())
+    in_use = max(buffers.in_use())
     return ModuleTable(
         ordered(table),
-        peak=peak,
-        unattributed=peak - sum(uses.total() for uses in held.values()),
-        reserved=max(required - peak, 0),
+        peak=max(required, in_use),
+        in_use=in_use,
+        reserved=max(required - in_use, 0),
+        unattributed=in_use - sum(uses.total() for uses in held.values()),
         over_time=MemoryOverTime(phases),
+        why="; ".join(reasons) or None,
     )
 
 
-def _work_by_place(module: Module, attribution: Attribution) -> dict[Place, Work]:
+def _known_bytes_sent(collectives: Collectives) -> int | None:
+    return None if collectives.has_unknown_times else collectives.bytes_sent
+
+
+def _work_by_place(
+    module: Module, executed: ExecutedWork, attribution: Attribution
+) -> dict[Place, Work]:
     """Sums the work of each place, with the bodies of loops counted as often as they run."""
     sums: defaultdict[Place, Work] = defaultdict(Work)
-    for name, parts in executed_work(module).items():
-        callers = (attribution.place(caller) for _, caller in module.around(name))
-        place_of_caller = next(filter(None, callers), _OUTSIDE)
-        # Those of a computation that is called have its caller's place without their own.
+    for name, parts in executed.items():
         for instruction, work in parts:
-            place = attribution.place(instruction) or place_of_caller
+            place = attribution.place(instruction)
+            # A loss may be repeated in fusions of modules that need it, and counts with those.
+            is_repeated = place is not None and not place.path and module.runs[name].is_fused
+            if place is None or is_repeated:
+                around = attribution.place_around(name)
+                place = around if around.path or place is None else place
             sums[place] = sums[place].plus(work, module.runs[name].least)
     return sums
 
@@ -200,6 +219,8 @@ _MOVES.add("transpose")
 # From an array to the instruction that computes it. Real programs need a few dozen steps; damaged
 # text may have cycles.
 _MAX_STEPS = 128
+# From an instruction without a name to the nearest ones that have one: a few copies and slices.
+_MAX_DISTANCE = 8
 
 
 class Attribution:
@@ -213,8 +234,10 @@ class Attribution:
             for computation in module.computations
             for instruction in computation.instructions
         }
-        self._places_by_name: dict[str, Place] = {}
+        self._places_by_name: dict[str, Place | None] = {}
+        self._named_places: dict[str, Place | None] = {}
         self._places: dict[str, Place | None] = {}
+        self._users_of: dict[str, Mapping[str, list[str]]] = {}  # by computation
         self._owners = owners_of_arguments(rows)
         # The row of each parameter of the program: by order, or where that differs, by name.
         by_path = {row.path: index for index, row in enumerate(rows)}
@@ -224,8 +247,12 @@ class Attribution:
             for number, parameter in module.parameters.items()
         }
         self._known_modules = {*paths}.union(*(enclosing_paths(row.path) for row in rows))
+        paths_of_uses = defaultdict[str, set[str]](set)
+        for row, owner in zip(rows, self._owners, strict=True):
+            paths_of_uses[owner.use].update(enclosing_paths(row.path))
+        self._optimizers = paths_of_uses["optimizer state"] - paths_of_uses["parameters"]
         # The shapes that gradients of a module's own parameters may have.
-        self._parameter_dims: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+        self._parameter_dims: defaultdict[str | None, set[tuple[int, ...]]] = defaultdict(set)
         for row, owner in zip(rows, self._owners, strict=True):
             if owner.use == "parameters" and owner.place:
                 whole = {row.shape, row.shard_shape}
@@ -237,8 +264,10 @@ class Attribution:
         row = self._rows.get(number)
         return Owner(None, "inputs") if row is None else self._owners[row]
 
-    def named(self, operation: str) -> Place:
-        """Reads the place from the name of an operation."""
+    def named(self, operation: str) -> Place | None:
+        """Reads the place from the name of an operation; None for one that the compiler chose."""
+        if "/" not in operation:  # JAX's names begin with that of the function
+            return None
         if operation not in self._places_by_name:
             names = operations(operation)
             modules = [module_of(name, self._known_modules) for name in names]
@@ -249,24 +278,105 @@ class Attribution:
         return self._places_by_name[operation]
 
     def place(self, instruction: Instruction) -> Place | None:
+        """Finds the place of an instruction, without that of the instruction around it."""
+        name = instruction.name
+        if name not in self._places:
+            place = self._named_place(instruction)
+            home = self._computation_of.get(name)
+            # What is fused has the place of the fusion.
+            if place is None and home is not None and not self._module.runs[home].is_fused:
+                place = self._place_nearby(Value(home, name))
+            self._places[name] = place
+        return self._places[name]
+
+    def place_around(self, computation: str) -> Place:
+        """Finds the place of the innermost instruction with one that runs a computation."""
+        callers = (self.place(caller) for _, caller in self._module.around(computation))
+        return next(filter(None, callers), UNKNOWN)
+
+    def place_of_collective(self, collective: Collective) -> Place:
+        """Finds the place of a collective: by its name, which may have been completed, or else."""
+        place = self.named(collective.operation or "")
+        instruction = self._module.maker(Value(collective.computation, collective.name))
+        if place is None and instruction is not None:
+            place = self.place(instruction)
+        return place or self.place_around(collective.computation)
+
+    def _named_place(self, instruction: Instruction) -> Place | None:
         """Finds the place of an instruction by its name, or by the names of what is in it."""
-        if instruction.name not in self._places:
-            operation = instruction.operation
-            place = None if operation is None else self.named(operation)
+        name = instruction.name
+        if name not in self._named_places:
+            place = self.named(instruction.operation or "")
             if place is None and instruction.opcode in _COMPOSED:
-                place = next(filter(None, map(self._place_within, instruction.callees)), None)
-            self._places[instruction.name] = place
-        return self._places[instruction.name]
+                within = map(self._place_within, instruction.callees)
+                place = next(filter(None, within), None)
+            self._named_places[name] = place
+        return self._named_places[name]
 
     def _place_within(self, callee: str) -> Place | None:
         """Finds the place of the last instruction of a computation that has one."""
         computation = self._module.by_name.get(callee)
         instructions = computation.instructions if computation else []
-        return next(filter(None, map(self.place, reversed(instructions))), None)
+        return next(filter(None, map(self._named_place, reversed(instructions))), None)
+
+    def _place_nearby(self, value: Value) -> Place | None:
+        """Finds the place of an instruction without a name by its operands and users.
+
+        Both are followed step by step, to the nearest that are in modules; those outside of modules
+        count if no others are found. What is computed from the backward pass belongs to it.
+        """
+        home, name, _ = value
+        sides = {"operands": {name}, "users": {name}}
+        seen, outside = {name}, None
+        for distance in range(_MAX_DISTANCE):
+            found: dict[str, list[Place]] = {}
+            for side, names in sides.items():
+                linked = self._linked(home, names, side) - seen
+                places = {x: self._named_place(self._module.within[home][x]) for x in linked}
+                found[side] = [place for place in places.values() if place is not None]
+                sides[side] = {x for x, place in places.items() if place is None}
+                seen |= linked
+            before, after = found["operands"], found["users"]
+            known = before or after
+            if not known:
+                continue
+            backward = any(p.backward for p in before) or all(p.backward for p in known)
+            parameters = self._modules_of_parameters(value) if not distance else set[str]()
+            paths = parameters or {place.path for place in before + after if place.path}
+            if paths:
+                return Place(common(sorted(paths)), backward)
+            outside = outside or Place("", backward)
+        return outside
+
+    def _linked(self, home: str, names: Iterable[str], side: str) -> set[str]:
+        """Collects the operands or the users of instructions of a computation."""
+        within = self._module.within[home]
+        if side == "users":
+            return {user for name in names for user in self._users(home).get(name, ())}
+        return {x for name in names for x in within[name].operand_names if x in within}
+
+    def _users(self, home: str) -> Mapping[str, list[str]]:
+        """Lists the names of the instructions that use each instruction of a computation."""
+        if home not in self._users_of:
+            users = self._users_of[home] = defaultdict[str, list[str]](list)
+            for instruction in self._module.by_name[home].instructions:
+                for operand in instruction.operand_names:
+                    users[operand].append(instruction.name)
+        return self._users_of[home]
+
+    def _modules_of_parameters(self, value: Value) -> set[str]:
+        """Collects the modules of the parameters that an instruction is given."""
+        modules = set[str]()
+        for operand in self._module.operands(value):
+            number = self._module.argument(self._source(operand, through_moves=True))
+            owner = None if number is None else self.argument(number)
+            if owner is not None and owner.use == "parameters" and owner.place is not None:
+                modules.add(owner.place.path or "")
+        return modules
 
     def places(self, schedule: Iterable[str]) -> list[Place]:
         """Lists the place at each step of a schedule; that of the last step where it is unknown."""
-        places, place = list[Place](), _OUTSIDE
+        places, place = list[Place](), UNKNOWN
         for name in schedule:
             instruction = self._module.maker(Value(self._computation_of.get(name, ""), name))
             if instruction is not None and instruction.opcode not in _UNTIMED:
@@ -289,7 +399,7 @@ class Attribution:
         if is_result and allocation.parameter is not None:  # a donated argument, updated in place
             return self.argument(allocation.parameter)
         if buffer.name not in self._computation_of:  # the compiler's own, such as a call's stack
-            return Owner(None, "temporaries")
+            return Owner(None, "intermediates")
         array = Value(self._computation_of[buffer.name], buffer.name, buffer.index)
         number = self._module.argument(self._source(array, through_moves=True))
         if number is not None and number in self._rows:
@@ -298,15 +408,31 @@ class Attribution:
         maker = self._module.maker(array)
         assert maker is not None  # _source stops before what damaged text lacks
         place, dims = self.place(maker), _dims(maker, array.index)
-        if place is None or not place.path:  # the update of an optimizer, say
+        if place is None or not place.path or place.path in self._optimizers:
             place = self._place_of_parameter(array, dims) or place
         if is_result or place is None:
-            return Owner(place, "outputs" if is_result else "temporaries")
+            return Owner(place, "outputs" if is_result else "intermediates")
         if place.backward and dims in self._parameter_dims[place.path]:
             return Owner(place, "gradients")  # also of a shard, or of one layer in a loop
         following = bisect.bisect_right(backward_steps, buffer.first)
-        is_kept = following < len(backward_steps) and backward_steps[following] <= buffer.last
-        return Owner(place, "activations" if is_kept and not place.backward else "temporaries")
+        last = self._carried_until(buffer, allocation, array)
+        is_kept = following < len(backward_steps) and backward_steps[following] <= last
+        return Owner(place, "activations" if is_kept and not place.backward else "intermediates")
+
+    def _carried_until(self, buffer: Buffer, allocation: Allocation, source: Value) -> int:
+        """Returns the last step at which an array is live, through loops that carry it on.
+
+        The compiler names it anew before, in and after a loop: as several buffers, one after
+        another in one place, that are computed by one instruction.
+        """
+        last = buffer.last
+        for later in allocation.values:
+            is_next = buffer.first < later.first <= last + 1 and later.offset == buffer.offset
+            if is_next and later.size == buffer.size and later.name in self._computation_of:
+                home = self._computation_of[later.name]
+                if self._source(Value(home, later.name, later.index)) == source:
+                    last = max(last, later.last)
+        return last
 
     def _source(self, value: Value, *, through_moves: bool = False) -> Value:
         """Follows an array to the value that computes it, through unnamed moves or through all."""

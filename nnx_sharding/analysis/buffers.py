@@ -108,4 +108,7 @@ def _numbers(index: str) -> tuple[int, ...]:
 _STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)")
-_VALUE = re.compile(r"value: <\d+ (\S+?)(?:\{([\d,]+)\})? @\d+> \(size=(\d+),offset=(\d+)\)")
+# A loop or a conditional has values of its own for what it carries: `(phi)`.
+_VALUE = re.compile(
+    r"value: <\d+ (\S+?)(?:\{([\d,]+)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)"
+)

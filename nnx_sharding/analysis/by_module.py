@@ -17,7 +17,7 @@ from .units import all_known, bytes_text, count_text, time_text
 
 MemoryUse: TypeAlias = Literal[
     "parameters", "optimizer state", "other state", "inputs", "outputs", "gradients", "activations",
-    "temporaries",
+    "intermediates",
 ]  # fmt: skip
 
 
@@ -28,8 +28,9 @@ class ModuleRow:
     A figure that is not known is None.
 
     Attributes:
-      path: the module, such as ``model.blocks[0].up``; for arguments that are not in modules, that
-        of the array; empty for what is outside of modules, such as a loss.
+      path: the module, such as ``model.blocks[0].up``, or an optimizer, for its update; for
+        arguments that are not in modules, that of the array; empty for what is outside of modules,
+        such as a loss. None if it is unknown, as of what the compiler made and did not name.
       backward: whether it is for the backward pass, with what that computes again; None for a sum
         of both passes.
       flops: additions and multiplications in one call.
@@ -39,7 +40,7 @@ class ModuleRow:
       at_peak: the bytes that it holds at the peak, by kind.
     """
 
-    path: str
+    path: str | None
     backward: bool | None
     flops: float | None = None
     bytes_accessed: float | None = None
@@ -54,13 +55,13 @@ class Phase:
 
     Attributes:
       start: the position of its first instruction in the schedule.
-      path: the module; empty outside of modules.
+      path: the module; empty outside of modules, None if it is unknown.
       backward: whether it is for the backward pass.
       bytes: the most bytes in use.
     """
 
     start: int
-    path: str
+    path: str | None
     backward: bool
     bytes: int
 
@@ -93,17 +94,20 @@ class ModuleTable(Pictured):
 
     Attributes:
       rows: one for each module and pass, those with the most bytes at the peak first.
-      peak: the bytes in use at the peak, by arrays that are live or held for the whole call.
-      unattributed: those that are in no row, as the compiler does not say what it made them for.
-      reserved: what has to be free besides: the program's code, and gaps between arrays.
+      peak: what has to be free for a call, as ``Memory.peak``: the next two together.
+      in_use: the bytes of arrays at the step with the most: live, or held for the whole call.
+      reserved: the rest: the program's code, and gaps between arrays.
+      unattributed: those of ``in_use`` that are in no row, as the compiler does not say what it
+        made them for.
       over_time: the memory in use over the schedule.
       why: why figures are None, if some are.
     """
 
     rows: tuple[ModuleRow, ...] = ()
     peak: int | None = None
-    unattributed: int | None = None
+    in_use: int | None = None
     reserved: int | None = None
+    unattributed: int | None = None
     over_time: MemoryOverTime = dataclasses.field(default_factory=MemoryOverTime)
     why: str | None = None
 
@@ -115,7 +119,9 @@ class ModuleTable(Pictured):
           backward: the pass; None for both.
         """
         rows = [row for row in self.rows if backward in (None, row.backward)]
-        return _sum(path, backward, [row for row in rows if not path or is_within(row.path, path)])
+        if path:
+            rows = [row for row in rows if row.path and is_within(row.path, path)]
+        return _sum(path, backward, rows)
 
     def at_depth(self, depth: int) -> ModuleTable:
         """Sums modules that are more than ``depth`` attributes or keys below an argument.
@@ -123,10 +129,10 @@ class ModuleTable(Pictured):
         With a depth of 0 there is a row for ``model``, with 2 for ``model.blocks[0]``. Modules
         further down are part of these.
         """
-        groups: defaultdict[tuple[str, bool | None], list[ModuleRow]] = defaultdict(list)
+        groups: defaultdict[tuple[str | None, bool | None], list[ModuleRow]] = defaultdict(list)
         for row in self.rows:
             # The module at this depth, or the row's own.
-            path = [*enclosing_paths(row.path), row.path][: depth + 1][-1]
+            path = row.path and [*enclosing_paths(row.path), row.path][: depth + 1][-1]
             groups[path, row.backward].append(row)
         rows = [_sum(*key, rows) for key, rows in groups.items()]
         return dataclasses.replace(self, rows=ordered(rows))
@@ -135,9 +141,9 @@ class ModuleTable(Pictured):
         """Sums the bytes at the peak by kind, the largest first."""
         return dict(Counter(self.total().at_peak or {}).most_common())
 
-    def held_by_path(self) -> dict[str, int | None]:
+    def held_by_path(self) -> dict[str | None, int | None]:
         """Sums the bytes at the peak by path, for both passes; None if unknown."""
-        held: dict[str, int | None] = {}
+        held: dict[str | None, int | None] = {}
         for row in self.rows:
             size = None if row.at_peak is None else sum(row.at_peak.values())
             other = held.get(row.path, 0)
@@ -152,9 +158,9 @@ class ModuleTable(Pictured):
             for kind, size in (row.at_peak or {}).items():
                 # Modules in one list are alike, so that what they make is one line. Arguments are
                 # one line for the whole program.
-                item = _ITEM.match(row.path)
-                is_made = kind in ("activations", "gradients", "temporaries")
-                key = kind, (item[1] if item else row.path) if is_made else ""
+                item = _ITEM.match(row.path or "")
+                is_made = kind in ("activations", "gradients", "intermediates")
+                key = kind, (item[1] if item else row.path or "") if is_made else ""
                 sizes[key] += size
                 items[key].update([item[0]] if item else [])
         words = []
@@ -176,15 +182,16 @@ class ModuleTable(Pictured):
 
     def summary(self) -> str:
         """Says what holds the peak, in a sentence."""
-        if self.peak is None:
+        if self.in_use is None:
             return f"what holds the peak is unknown: {self.why}"
         highest = max(self.over_time, key=lambda phase: phase.bytes, default=None)
         where = f", in {_pass(highest.path, highest.backward)}" if highest else ""
         rest = [f"{bytes_text(self.unattributed)} not attributed"] if self.unattributed else []
-        words = f"{bytes_text(self.peak)} at the peak{where}: {', '.join(self.holders() + rest)}"
+        words = f"{bytes_text(self.in_use)} at the peak{where}: {', '.join(self.holders() + rest)}"
         if self.reserved:
-            words += f"; {bytes_text(self.reserved)} more for code and gaps between arrays"
-        return words
+            words += f"; with {bytes_text(self.reserved)} for code and gaps between arrays, "
+            words += f"{bytes_text(self.peak)} have to be free"
+        return words if self.why is None else f"{words}; unknown: {self.why}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self.summary())
@@ -207,17 +214,22 @@ def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
     """Sorts rows by the bytes that they hold at the peak, then by flops, the largest first."""
 
     def key(row: ModuleRow) -> tuple[float, float, str]:
-        return -sum((row.at_peak or {}).values()), -(row.flops or 0), row.path
+        return -sum((row.at_peak or {}).values()), -(row.flops or 0), row.path or ""
 
     return tuple(sorted(rows, key=key))
 
 
-def _pass(path: str, backward: bool | None) -> str:
-    name = path or "what is outside of modules"
+def path_text(path: str | None) -> str:
+    """Writes the path of a row; unlike `unknown`, what is outside of modules has names."""
+    return "unknown" if path is None else path or "outside of modules"
+
+
+def _pass(path: str | None, backward: bool | None) -> str:
+    name = path or f"what is {path_text(path)}"
     return f"the backward pass of {name}" if backward else name
 
 
-def _sum(path: str, backward: bool | None, rows: Sequence[ModuleRow]) -> ModuleRow:
+def _sum(path: str | None, backward: bool | None, rows: Sequence[ModuleRow]) -> ModuleRow:
     """Adds up rows; a sum is None if one of its figures is."""
     sums: dict[str, float | None] = {}
     for name in ("flops", "bytes_accessed", "bytes_sent", "seconds"):

@@ -48,6 +48,7 @@ class Cost(Pictured):
         8 bits or less, with loops counted as often as they run; None before that is known.
       operations: the same of the operations that the device runs one after the other; those with a
         similar ratio of flops and bytes are one. Empty before that is known.
+      why: why figures are None, if some are: loops of unknown length, or custom calls.
     """
 
     flops: float | None
@@ -59,6 +60,7 @@ class Cost(Pictured):
     int8_flops: float | None = None
     fp8_flops: float | None = None
     operations: tuple[Operation, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    why: str | None = None
 
     @property
     def arithmetic_intensity(self) -> float | None:
@@ -71,6 +73,8 @@ class Cost(Pictured):
         figures = [count_text(self.flops), bytes_text(self.bytes_accessed)]
         rows = zip(_NAMES, [*figures, count_text(self.transcendentals)], strict=True)
         yield table((f"cost {self.stage}", ""), rows, numbers=1)
+        if self.why:
+            yield text(f"unknown: {self.why}", "yellow")
         if self.host_bytes:
             yield text(f"copied between device and host in one call: {bytes_text(self.host_bytes)}")
 

@@ -352,7 +352,7 @@ _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,1
 _SENDS = re.compile(r'"has_communication"\s*:\s*true')
 _LOCAL = re.compile(r'custom_call_target="(?:tpu_custom_call|xla_\w*python_\w*callback)"')
 _CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
-_CALLS |= {"true_computation", "false_computation"}
+_CALLS |= {"true_computation", "false_computation", "select", "scatter"}
 _CALLED = re.compile(r"\{[^{}]*\}|[^\s,{}]+")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/')
 _FLAT = rf'[(\[{{](?:[^"()\[\]{{}}/]|{_QUOTED.pattern})*+[)\]}}]'  # brackets without others in them

@@ -75,7 +75,7 @@ class ProgramReport(JsonForm):
     by_module: ModuleTable | None = None
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 7
+    _VERSION = 8
     _NOUN = "report of a program"
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:

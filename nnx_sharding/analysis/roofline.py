@@ -138,6 +138,8 @@ def _transfers(
                 seconds = bandwidth and even / bandwidth
                 if seconds is not None and links != _CHIP:
                     seconds += (collective.times or 1) * (hardware.latency or 0.0)
+                if collective.times is None:  # what is sent is that of one run
+                    seconds = None
                 if sent:
                     finite = None if bandwidth == math.inf else bandwidth
                     yield _Transfer(collective, links, finite, sent, seconds)
@@ -353,7 +355,8 @@ class Roofline(Pictured):
     (``async-start`` and ``async-done`` in the program): with these figures, a call takes between
     ``seconds`` and ``seconds_without_overlap``; as this program is scheduled, ``estimate``. They
     are no bounds of what is measured: a program compiled for CPUs is not the one that a TPU runs,
-    and conditionals take their largest branch. A time is None if a figure that it needs is unknown.
+    and conditionals take their largest branch. A time is None if a figure that it needs is unknown,
+    of which ``why`` names the reason.
     With figures that were measured by :func:`~nnx_sharding.planning.calibrate`, ``spread`` is the
     error of ``estimate``.
 
@@ -377,6 +380,7 @@ class Roofline(Pictured):
       sources: the page that each figure of the hardware is from.
       spread: the largest error of such estimates where they were measured, in parts of the
         estimate; None for peak figures.
+      why: why times are None, if some are.
     """
 
     hardware: str
@@ -391,6 +395,7 @@ class Roofline(Pictured):
     exposed_s: float | None
     sources: Mapping[str, str]
     spread: float | None
+    why: str | None = None
 
     @property
     def times(self) -> dict[Resource, float | None]:
@@ -467,7 +472,9 @@ class Roofline(Pictured):
         bounds += f", {time_text(self.seconds_without_overlap)} if nothing does"
         if self.hidden:
             bounds += f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide"
-        return printable(f"{time_text(self.estimate)}, {self.basis}: {times}; {bound}; {bounds}")
+        unknown = f"; unknown: {self.why}" if self.why else ""
+        line = f"{time_text(self.estimate)}, {self.basis}: {times}; {bound}; {bounds}{unknown}"
+        return printable(line)
 
 
 def roofline_of(
@@ -525,7 +532,21 @@ def roofline_of(
         exposed_s=_exposed(transfers, peak) if has_schedule else None,
         sources=peak.sources,
         spread=peak.spread,
+        why=None if known is not None else _why_unknown(cost, collectives, traffic),
     )
+
+
+def _why_unknown(
+    cost: Cost | None, collectives: Collectives | None, traffic: Sequence[Traffic]
+) -> str:
+    """Says why one of the three times is unknown."""
+    if cost is None or collectives is None:
+        return "the cost is unknown" if cost is None else "the collectives are unknown"
+    if collectives.has_unknown_times:
+        return cost.why or "a collective is in a loop of unknown length"
+    links = ", ".join(row.links for row in traffic if row.seconds is None)
+    bandwidth = f"the bandwidth of {links}" if links else ""
+    return "; ".join(filter(None, [cost.why, bandwidth])) or "the cost is not known"
 
 
 def _compute_seconds(cost: Cost | Operation, peak: Hardware) -> float | None:

@@ -1,10 +1,20 @@
-"""What a program computes, reads and writes: as XLA counts, but in all runs of loops.
+"""What a program computes, reads and writes, in all runs of loops.
 
-XLA's `HloCostAnalysis` is followed instruction by instruction (`work_of`): a flop for each element
-of an elementwise operation, 2·m·k·n for a product (`product_flops`), operands and results for the
-bytes (`_bytes`), of which slices and updates in place count their own size. The work of a
-computation then counts as often as it runs (`Module.runs`), where XLA counts a loop once; of a
-conditional the branch with the most work. Kernels count with their authors' estimates.
+A flop is an addition, multiplication or other operation on a pair of real numbers, so that figures
+compare with peak rates, of which a multiply-add is two (`work_of`):
+
+    elementwise   1 for each element, as XLA counts; of complex ones `_COMPLEX` (6 to multiply)
+    product       2·m·k·n (`product_flops`); complex 8·m·k·n
+    window        those on elements, without padding (`elements_in_windows`)
+    fft           5·n·log2(n) for n complex points, half of that for real ones
+    sort          a comparison counts 1; n·log2(n) of them for each row of n
+
+Bytes are those of operands and results, of which slices, gathers, and updates and scatters in place
+count what they touch (`_bytes`). The work of a computation counts as often as it runs
+(`Module.runs`), where XLA counts a loop once; of a conditional the branch with the most work.
+Kernels count with their authors' estimates. Work that is unknown, of other custom calls and in
+loops of unknown length, is counted too (`Work.unknown_flops`, `Work.unknown_runs`): sums that
+contain it become None (`Work.cost`).
 """
 
 from __future__ import annotations
@@ -14,19 +24,20 @@ import functools
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from .cost import Cost, Operation
+from .cost import COMPILED, Cost, Operation
 from .hlo import Module
 from .instructions import Instruction, Shape, total_bytes
 from .opcodes import ELEMENTWISE, FREE, PRODUCTS, SLICES, TRANSCENDENTAL, base
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
-UNKNOWN_LENGTH = "those of unknown length once"
 BRANCHES = "of conditionals the largest branch"
+UNKNOWN_LENGTH = "loops of unknown length"
 CUSTOM_CALLS = "custom calls of unknown cost"
 MAIN_MEMORY = "bytes of the main memory"
 
@@ -43,10 +54,21 @@ class Work(NamedTuple):
     int8_flops: int = 0
     fp8_flops: int = 0
     host_bytes: int = 0
+    unknown_flops: int = 0  # runs of operations whose flops are not known
+    unknown_runs: int = 0  # operations that run an unknown number of times, here counted once
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This plus ``times`` times the other."""
         return Work(*[a + times * b for a, b in zip(self, other, strict=True)])
+
+    def cost(self, stage: str = COMPILED) -> Cost:
+        """Returns the figures, None for those that are unknown."""
+        flops, transcendentals, accessed, int8, fp8, host = (
+            None if self.unknown_runs else float(min(figure, _MOST)) for figure in self[:6]
+        )
+        if self.unknown_flops:
+            flops = transcendentals = int8 = fp8 = None
+        return Cost(flops, accessed, transcendentals, stage, None, host, int8, fp8)
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
@@ -55,25 +77,38 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     if module.unread:
         return None
     parts = executed_work(module)
-    executed = Work()
+    total = Work()
     for name, part in parts.items():
-        executed = executed.plus(_sum(work for _, work in part), module.runs[name].least)
-    figures: dict[str, float | None] = {
-        name: float(min(figure, _MOST)) for name, figure in executed._asdict().items()
-    }
-    remarks = _remarks(module)
-    for name in ("flops", "transcendentals", "bytes_accessed"):
-        is_open = name != "bytes_accessed" and CUSTOM_CALLS in remarks
-        if is_open or getattr(cost, name) is None:
-            figures[name] = None
-    operations = () if None in figures.values() else _operations(module, parts)
-    stage = ", ".join([WITH_LOOPS, *remarks])
-    return dataclasses.replace(cost, **figures, stage=stage, operations=operations)
+        total = total.plus(_sum(work for _, work in part), module.runs[name].least)
+    remarks = {MAIN_MEMORY: module.is_for_tpu, BRANCHES: bool(module.with_opcode("conditional"))}
+    stage = [WITH_LOOPS, *(remark for remark, holds in remarks.items() if holds)]
+    is_known = not total.unknown_flops and not total.unknown_runs
+    return dataclasses.replace(
+        total.cost(", ".join(stage)),
+        optimal_seconds=cost.optimal_seconds,
+        operations=_operations(module, parts) if is_known else (),
+        why="; ".join(why_unknown(module, parts)) or None,
+    )
 
 
-def _operations(
-    module: Module, parts: Mapping[str, list[tuple[Instruction, Work]]]
-) -> tuple[Operation, ...]:
+ExecutedWork: TypeAlias = Mapping[str, list[tuple["Instruction", Work]]]  # by computation
+
+
+def why_unknown(module: Module, parts: ExecutedWork) -> list[str]:
+    """Names the loops and the custom calls because of which figures are unknown."""
+    reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for name, part in parts.items():
+        for instruction, work in part:
+            if work.unknown_runs:
+                callers = (caller for _, caller in module.around(name))
+                loops = (x for x in callers if x.name in module.loops_of_unknown_length)
+                reasons[UNKNOWN_LENGTH] |= {x.operation or x.name: None for x in loops}
+            if work.unknown_flops:
+                reasons[CUSTOM_CALLS][instruction.target or instruction.opcode] = None
+    return [f"{reason}: {', '.join([*names][:3])}" for reason, names in reasons.items()]
+
+
+def _operations(module: Module, parts: ExecutedWork) -> tuple[Operation, ...]:
     """Lists what the device does one after the other, without what it copies or sends meanwhile.
 
     Operations whose ratios of flops to bytes differ by less than a fifth are added up: their sum
@@ -103,26 +138,7 @@ def _operations(
     )
 
 
-def _remarks(module: Module) -> list[str]:
-    """Lists what the figures leave open."""
-    remarks = {
-        MAIN_MEMORY: module.is_for_tpu,
-        UNKNOWN_LENGTH: any(
-            loop.name not in module.trip_counts for _, loop in module.with_opcode("while")
-        ),
-        BRANCHES: bool(module.with_opcode("conditional")),
-        CUSTOM_CALLS: any(
-            call.target not in _WITHOUT_WORK
-            and _KNOWN.match(call.target) is None
-            and product_flops(call, module.within[home.name]) is None
-            and custom_work(call) is None
-            for home, call in module.with_opcode("custom-call")
-        ),
-    }
-    return [remark for remark, holds in remarks.items() if holds]
-
-
-def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
+def executed_work(module: Module) -> ExecutedWork:
     """Lists the instructions that do work in each computation that runs, with that of one run.
 
     What is applied to elements, and the bytes of what is fused, are the work of their callers.
@@ -138,11 +154,11 @@ def executed_work(module: Module) -> dict[str, list[tuple[Instruction, Work]]]:
             if instruction.opcode in _NO_WORK:
                 continue
             work = work_of(instruction, by_name, None if runs.is_fused else module)
-            if count := applications(instruction, by_name):
-                for callee in instruction.callees:
-                    work = work.plus(inside.get(callee, Work()), count)
+            for callee, count in applications(instruction, by_name):
+                work = work.plus(inside.get(callee, Work()), count)
             if any(work):
-                parts.append((instruction, work))
+                is_known = runs.is_applied or runs.times is not None
+                parts.append((instruction, work if is_known else work._replace(unknown_runs=1)))
         if runs.is_applied:
             inside[name] = _sum(work for _, work in parts)
         else:
@@ -159,70 +175,113 @@ def _sum(parts: Iterable[Work]) -> Work:
 
 def work_of(instruction: Instruction, by_name: ByName, module: Module | None) -> Work:
     """Counts the work of an instruction without what it calls; without a module, no bytes."""
-    opcode, operands = instruction.opcode, instruction.operand_names
-    custom_call = instruction.target if opcode == "custom-call" else ""
-    if opcode in _NO_WORK or custom_call in _WITHOUT_WORK:
+    opcode = instruction.opcode
+    if opcode in _NO_WORK or instruction.target in _WITHOUT_WORK:
         return Work()
-    elements = _elements(instruction.results)
-    accessed = 0 if module is None else _bytes(instruction, by_name, module)
-    if opcode in TRANSCENDENTAL:
-        return Work(0, elements, accessed)
-    if opcode in ELEMENTWISE:
-        return Work(elements, 0, accessed)
-    if base(opcode) in _COPIES:
-        return Work(bytes_accessed=accessed, host_bytes=_host_bytes(instruction, by_name))
-    if opcode in ("all-reduce", "all-reduce-start"):  # an addition for each element
-        return Work(sum(math.prod(shape.dims) for shape in instruction.results), 0, accessed)
-    if opcode == "sort" or _SORTS.match(custom_call):  # n log n, also of the first elements only
-        elements = max([elements, *(_elements(made_by(by_name, x)) for x in operands)])
-        return Work(elements * max(elements - 1, 0).bit_length(), 0, accessed)
-    if opcode == "fft":  # the lengths of its dimensions, each 8 n log n
-        lengths = re.findall(r"\d{1,9}", instruction.attributes.get("fft_length", ""))
-        steps = math.prod(max(int(length) - 1, 0).bit_length() for length in lengths)
-        return Work(8 * elements * steps, 0, accessed)
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
         return estimate
+    accessed = 0 if module is None else _bytes(instruction, by_name, module)
+    if base(opcode) in _COPIES or instruction.target in _HALVES:
+        return Work(bytes_accessed=accessed, host_bytes=_host_bytes(instruction, by_name))
+    if opcode in TRANSCENDENTAL or opcode in ("rng", "rng-bit-generator"):  # as XLA counts
+        return Work(0, _elements(instruction.results), accessed)
     flops = product_flops(instruction, by_name)
     if flops is None:
-        return Work(0, 0, accessed)
-    inputs = {by_name[name].results[0].dtype for name in operands[:2]}
+        flops = _other_flops(instruction, by_name)
+        return Work(flops or 0, 0, accessed, unknown_flops=int(flops is None))
+    inputs = {by_name[name].results[0].dtype for name in instruction.operand_names[:2]}
     int8, fp8 = (all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
     return Work(flops, 0, accessed, flops * int8, flops * fp8)
 
 
+def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
+    """Counts the flops of what is no product, without what it applies; None if unknown."""
+    opcode, results = instruction.opcode, instruction.results
+    elements = _elements(results)
+    if opcode in ELEMENTWISE:
+        operands = [made_by(by_name, name)[:1] for name in instruction.operand_names]
+        is_complex = any(_is_complex(shape) for shapes in (results, *operands) for shape in shapes)
+        return elements * (_COMPLEX.get(opcode, 1) if is_complex else 1)
+    if opcode in ("all-reduce", "all-reduce-start"):  # an addition for each element
+        return sum(math.prod(x.dims) * (2 if _is_complex(x) else 1) for x in results)
+    if opcode in ("sort", "topk") or _SORTS.match(instruction.target):  # also of the first only
+        arrays = [results, *(made_by(by_name, name) for name in instruction.operand_names)]
+        dims = max(arrays, key=_elements)[0].dims or (1,)
+        axis = re.search(r"\d{1,3}", instruction.attributes.get("dimensions", ""))
+        row = dims[int(axis[0]) if axis else -1]
+        return math.prod(dims) * max(row - 1, 0).bit_length()
+    if opcode == "fft":
+        lengths = [int(x) for x in re.findall(r"\d{1,9}", instruction.attributes["fft_length"])]
+        rows = math.prod(results[0].dims[: len(results[0].dims) - len(lengths)])
+        points = math.prod(lengths)  # an FFT over n × m is m FFTs of n, and n of m
+        is_real = "RFFT" in instruction.attributes.get("fft_type", "")
+        return round((2.5 if is_real else 5) * rows * points * math.log2(max(points, 1)))
+    is_unknown = opcode == "custom-call" and _KNOWN.match(instruction.target) is None
+    return None if is_unknown or opcode in _UNKNOWN else 0
+
+
 _COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
+# Real operations for one of complex numbers: (a + bi)(c + di) is 4 multiplications and 2 additions,
+# a quotient multiplies by the conjugate and divides twice. Others, such as `select`, count 1.
+_COMPLEX = {"add": 2, "subtract": 2, "negate": 2, "multiply": 6, "divide": 11, "abs": 3}
+# Opcodes that compilers expand, or replace by custom calls.
+_UNKNOWN = {"batch-norm-grad", "batch-norm-inference", "batch-norm-training", "cholesky", "scan"}
+_UNKNOWN |= {"scaled-dot", "triangular-solve"}
 # What the compilers themselves call, to pass values on and to mark them.
 _WITHOUT_WORK = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}
 _WITHOUT_WORK |= {"AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
 _WITHOUT_WORK |= {"LayoutConstraint", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding"}
-_WITHOUT_WORK |= {"SPMDFullToShardShape", "SPMDShardToFullShape", "SliceId", "X64Combine"}
-_WITHOUT_WORK |= {"X64SplitHigh", "X64SplitLow", "ZeroCrop"}
+_WITHOUT_WORK |= {"SPMDFullToShardShape", "SPMDShardToFullShape", "SliceId", "ZeroCrop"}
 _WITHOUT_WORK.add("annotate_device_placement")
+# How the TPU compiler reads and writes complex and 64-bit numbers, as two arrays of half the width.
+_HALVES = {"X64Combine", "X64SplitHigh", "X64SplitLow"}
 _SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
-_KNOWN = re.compile(rf"{_SORTS.pattern}|xla_\w*python_\w*callback")  # which runs on the host
+_KNOWN = re.compile(r"xla_\w*python_\w*callback")  # which runs on the host
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
-def applications(instruction: Instruction, by_name: ByName) -> int:
-    """Counts how often an instruction applies a computation to elements, as a reduction does."""
-    opcode = instruction.opcode
+def _is_complex(shape: Shape) -> bool:
+    return shape.dtype in ("c64", "c128")
+
+
+def applications(instruction: Instruction, by_name: ByName) -> list[tuple[str, int]]:
+    """Lists the computations that an instruction applies to elements, and how often."""
+    opcode, callees = instruction.opcode, instruction.callees
     if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
-        return 0
-    result = _elements(instruction.results)
-    operands = [_elements(made_by(by_name, name)) for name in instruction.operand_names] or [0]
+        return []
+    operands = [made_by(by_name, name) for name in instruction.operand_names] or [()]
+    result, first = _elements(instruction.results), _elements(operands[0])
+    if opcode == "select-and-scatter":  # which selects in windows of the operand, by two callees
+        source = operands[min(1, len(operands) - 1)]
+        counts = [_joined_in_windows(instruction, operands[0], source), _elements(source)]
+        return [*zip(callees, counts, strict=False)]
     if opcode == "reduce":
-        return max(operands[0] - result, 0)
-    if opcode == "reduce-window":
-        sizes, dims = window_of(instruction).get("size", [1]), instruction.results[0].dims
-        # Windows that cover all elements at any position: a reduction whose result is repeated.
-        if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, dims, strict=False)):
-            return operands[0]
-        return (math.prod(sizes) - 1) * result
-    if opcode == "select-and-scatter":
-        sources = operands[min(1, len(operands) - 1)]
-        return math.prod(window_of(instruction).get("size", [1])) * sources
-    return operands[-1] if opcode == "scatter" else result
+        count = max(first - result, 0)
+    elif opcode == "reduce-window":
+        count = _joined_in_windows(instruction, operands[0], instruction.results)
+    else:
+        count = _elements(operands[-1]) if opcode == "scatter" else result
+    return [(callee, count) for callee in callees]
+
+
+def _joined_in_windows(
+    instruction: Instruction, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> int:
+    """Counts how often two elements are joined, to make one of each window that is not empty."""
+    window = window_of(instruction)
+    sizes = window.get("size", [])
+    if not inputs or not outputs or len(sizes) != len(inputs[0].dims):
+        return 0
+    # Windows that cover all elements at any position: a reduction whose result is repeated.
+    if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, outputs[0].dims, strict=False)):
+        return _elements(inputs)
+    elements = windows = 1
+    for axis, dims in enumerate(zip(inputs[0].dims, sizes, outputs[0].dims, strict=True)):
+        in_window = elements_in_windows(*dims, *_along(window, axis))
+        elements *= int(in_window.sum())
+        windows *= int((in_window > 0).sum())
+    return elements - windows
 
 
 def custom_work(instruction: Instruction) -> Work | None:
@@ -264,7 +323,8 @@ def _bytes(instruction: Instruction, by_name: ByName, module: Module) -> int:
         return 0
     total = 0
     opcode = base(instruction.opcode)
-    parts = _read(instruction, module) if opcode in _READ_PARTS else itertools.repeat(None)
+    is_partial = opcode in _READ_PARTS
+    parts = _read(instruction, by_name, module) if is_partial else itertools.repeat(None)
     for name, part in zip(instruction.operand_names, parts, strict=False):
         total += _counted(made_by(by_name, name), module, part)
     written = _written(instruction, by_name, module) if opcode != "send" else []
@@ -278,10 +338,10 @@ def _counted(shapes: Iterable[Shape], module: Module, part: int | None) -> int:
     return size if part is None else min(size, part)
 
 
-_READ_PARTS = SLICES | {"dynamic-update-slice", "fusion"}
+_READ_PARTS = SLICES | {"dynamic-update-slice", "fusion", "scatter", "custom-call"}
 
 
-def _read(instruction: Instruction, module: Module) -> Sequence[int | None]:
+def _read(instruction: Instruction, by_name: ByName, module: Module) -> Sequence[int | None]:
     """Counts the bytes that an operation reads of each operand; None for all of it.
 
     A fusion reads as much of an operand as the slices and updates in it, if nothing else uses it.
@@ -291,6 +351,10 @@ def _read(instruction: Instruction, module: Module) -> Sequence[int | None]:
         return [total_bytes(instruction.results), *[0] * (count - 1)][:count]
     if opcode == "dynamic-update-slice":
         return [0, None, *[0] * (count - 2)][:count]  # in place: only what is written is read
+    if opcode == "scatter":  # in place, too: arrays, indices and an update of each array
+        return [*_read_by_scatter(instruction, by_name, module), *[None] * (count // 2 + 1)]
+    if instruction.target in _HALVES:
+        return [total_bytes(instruction.results)] * count
     callee = module.fused(instruction)
     if callee is None:
         return [None] * count
@@ -309,11 +373,33 @@ def _read(instruction: Instruction, module: Module) -> Sequence[int | None]:
         elif is_view or base(user.opcode) not in _READ_PARTS:
             parts |= dict.fromkeys([operand for _, operand in used])  # all of it
         else:
-            read = _read(user, module)
+            read = _read(user, module.within[callee.name], module)
             for i, operand in used:
                 known, more = parts.get(operand), read[i]
                 parts[operand] = None if known is None or more is None else known + more
     return [parts[operand] for operand in range(count)]
+
+
+def _read_by_scatter(scatter: Instruction, by_name: ByName, module: Module) -> Sequence[int | None]:
+    """Counts the bytes that a scatter reads of each array: as many as it writes, if it adds."""
+    updates = _updates_of_scatter(scatter, by_name)
+    combiner = next(map(module.by_name.get, scatter.callees), None)
+    if combiner is None:
+        return updates
+    # A combiner is given elements of all arrays, then of all updates. One that only assigns returns
+    # the latter.
+    given = {x.name: x.number for x in combiner.instructions if x.number is not None}
+    root = module.roots.get(combiner.name)
+    used = {given[name] for x in combiner.instructions for name in x.operand_names if name in given}
+    if root is not None and root.number is not None:
+        used.add(root.number)
+    return [part if number in used else 0 for number, part in enumerate(updates)]
+
+
+def _updates_of_scatter(scatter: Instruction, by_name: ByName) -> list[int | None]:
+    """Counts the bytes of the update of each array of a scatter."""
+    names = scatter.operand_names
+    return [total_bytes(made_by(by_name, name)) for name in names[len(names) // 2 + 1 :]]
 
 
 def _is_view(instruction: Instruction, module: Module) -> bool:
@@ -331,6 +417,8 @@ def _written(
     parts: list[int | None] = []
     if instruction.opcode == "dynamic-update-slice" and len(names) > 1:
         parts = [total_bytes(made_by(by_name, names[1]))]
+    elif instruction.opcode == "scatter":
+        parts = _updates_of_scatter(instruction, by_name)
     elif callee := module.fused(instruction):
         inner, root = module.within[callee.name], module.roots.get(callee.name)
         results: Sequence[str] = ()
@@ -347,8 +435,8 @@ def _written(
 
 ByName: TypeAlias = Mapping[str, Instruction]  # the instructions of a computation
 
-# Above this number of kernel positions, they are not examined one by one, and padding counts.
-_MAX_POSITIONS = 1 << 22
+# Larger windows, or more in one dimension, are not examined one by one, and padding counts.
+_MAX_WINDOWS, _MAX_WINDOW = 1 << 22, 1 << 30
 
 
 def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
@@ -376,7 +464,13 @@ def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
     axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]
     if any(axis >= len(lhs) for axis in axes):
         return None
-    return 2 * math.prod(result) * math.prod(lhs[axis] for axis in axes)
+    flops = 2 * math.prod(result) * math.prod(lhs[axis] for axis in axes)
+    return flops * _real_per_complex(instruction)
+
+
+def _real_per_complex(product: Instruction) -> int:
+    """Counts the real multiply-adds for each of a product: 4 of complex numbers."""
+    return 4 if _is_complex(product.results[0]) else 1
 
 
 _SUMMED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -442,23 +536,28 @@ def _convolution_flops(
     inputs, kernel, outputs = (dict(zip(names, sizes, strict=False)) for names, sizes in dims)
     window = window_of(instruction)
     count: int = kernel.get("i", 0) * outputs.get("b", 0) * outputs.get("f", 0)
+    count *= _real_per_complex(instruction)
     for axis in filter(str.isdigit, kernel):
         dimension = int(axis)
-        stride, low, dilation, spacing = (
-            window[key][dimension] if dimension < len(window.get(key, ())) else default
-            for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
-        )
-        count *= positions(
-            inputs.get(axis, 0), kernel[axis], outputs.get(axis, 0), stride, low, dilation, spacing
-        )
+        sizes = inputs.get(axis, 0), kernel[axis], outputs.get(axis, 0)
+        count *= int(elements_in_windows(*sizes, *_along(window, dimension)).sum())
     return 2 * count
 
 
+def _along(window: Mapping[str, Sequence[int]], axis: int) -> tuple[int, int, int, int]:
+    """Returns stride, lower padding, dilation and spacing of a window in one dimension."""
+    stride, low, dilation, spacing = (
+        window[key][axis] if axis < len(window.get(key, ())) else default
+        for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+    )
+    return stride, low, dilation, spacing
+
+
 @functools.lru_cache(maxsize=1024)
-def positions(
+def elements_in_windows(
     size: int, kernel: int, outputs: int, stride: int, low: int, dilation: int, spacing: int
-) -> int:
-    """Counts the elements in all windows of a kernel in one dimension, without padding.
+) -> np.ndarray:
+    """Counts the elements in each window of a kernel in one dimension, without padding.
 
     Args:
       size: of the input.
@@ -468,11 +567,23 @@ def positions(
       low: the padding before the first element.
       dilation: of the input, which has zeros between elements.
       spacing: of the elements of the kernel.
+
+    Returns:
+      The counts, of shape (outputs,).
     """
-    if kernel * outputs > _MAX_POSITIONS or not dilation:
-        return kernel * outputs
-    place = np.arange(outputs)[:, None] * stride + np.arange(kernel) * spacing - low
-    return int(((place >= 0) & (place % dilation == 0) & (place // dilation < size)).sum())
+    largest = max(size, kernel, stride, abs(low), dilation, spacing)
+    if outputs > _MAX_WINDOWS or largest > _MAX_WINDOW or min(dilation, spacing) < 1:
+        return np.array([kernel * outputs])
+    # A window begins at `start`, and its element k is at start + k·spacing: within the array for k
+    # from `first` to `last`, and at an element for each `step`-th of these, from `offset` on.
+    start = np.arange(outputs) * stride - low
+    first = np.maximum(0, -(start // spacing))
+    last = np.minimum(kernel - 1, ((size - 1) * dilation - start) // spacing)
+    common = math.gcd(spacing, dilation)
+    step = dilation // common
+    offset = -start // common * pow(spacing // common, -1, step) % step
+    counts = (last - offset) // step - (first - 1 - offset) // step
+    return np.where((start % common == 0) & (last >= first), counts, 0)
 
 
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")

@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 
 from .. import _compat
 from ..analysis.hardware import Hardware
-from ..analysis.work import positions
+from ..analysis.work import elements_in_windows
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
 from ..report.sharding import ShardingRow, check_sharding
@@ -127,7 +127,8 @@ def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) 
             sides = (lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec), (out, numbers.out_spec)
             sizes = [shape[spec[i + 2]] for shape, spec in sides]
             dilations = params["lhs_dilation"][i], params["rhs_dilation"][i]
-            count *= positions(*sizes, stride, params["padding"][i][0], *dilations)
+            window = *sizes, stride, params["padding"][i][0], *dilations
+            count *= int(elements_in_windows(*window).sum())
         return float(2 * count)
     if name.startswith("ragged_dot"):
         numbers = params["ragged_dot_dimension_numbers"]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, TypeAlias
 
+from ..analysis.by_module import path_text
 from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow, spec_text
@@ -264,7 +265,7 @@ def _of_modules(report: ProgramReport) -> dict[str, Value]:
     rows = () if report.by_module is None else report.by_module.rows
     figures: dict[str, Value] = {}
     for row in rows:
-        name = row.path or "outside of modules"
+        name = path_text(row.path)
         name = f"{name}, backward" if row.backward else name
         figures[f"{name}: at the peak"] = None if row.at_peak is None else sum(row.at_peak.values())
         figures[f"{name}: flops"] = row.flops

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from ..analysis.by_module import path_text
 from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import parse
@@ -225,7 +226,7 @@ class Comparison(JsonForm):
         held = {name: modules.at_depth(1).held_by_path() for name, modules in tables.items()}
         paths = dict.fromkeys(path for sizes in held.values() for path in sizes)
         rows = [
-            (path or "outside of modules", *(bytes_text(x.get(path, 0)) for x in held.values()))
+            (path_text(path), *(bytes_text(x.get(path, 0)) for x in held.values()))
             for path in paths
         ]
         yield table(("held at the peak", *held), rows, numbers=len(held))
@@ -282,13 +283,7 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
         why = f"not understood: {unread[0]:.120}" if unread else "the report does not have it"
         reasons |= dict.fromkeys(missing, why)
     elif report.roofline is not None and report.roofline.seconds is None:
-        links = [row.links for row in report.roofline.traffic if row.seconds is None]
-        missing_figure = f"the bandwidth of {', '.join(links)}"
-        if not links:
-            times = report.roofline.times
-            resource = next(name for name, time in times.items() if time is None)
-            missing_figure = f"the time of {resource}"
-        reasons["roofline"] = f"{missing_figure} is not known"
+        reasons["roofline"] = report.roofline.why or "the report does not say why"
     return reasons
 
 

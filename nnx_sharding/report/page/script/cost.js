@@ -79,8 +79,10 @@ function costSection({ cost }) {
     { label: "One device", number: true, cell: ([figure, show]) => show(cost[figure]) },
   ];
   const table = tableOf({ name: "Cost", columns, rows: COST });
-  return section("cost", "Cost", table.node, note(`Counted ${cost.stage}.`));
+  return section("cost", "Cost", table.node, note(`Counted ${cost.stage}.${unknown(cost)}`));
 }
+
+const unknown = ({ why }) => (why ? ` Unknown: ${why}.` : "");
 
 /** What collectives send over which links. */
 function trafficTable(rows) {
@@ -112,6 +114,7 @@ function rooflineSection({ roofline, cost }) {
   });
   const nodes = [
     bars(entries, time),
+    roofline.why && note(unknown(roofline)),
     trafficTable(traffic),
     note("If all of it overlaps ", time(combined(Math.max, timesOf(roofline))), ", if nothing does ", time(most), "."),
     isNumber(roofline.busy_s) && note("One operation after the other: ", time(roofline.busy_s), "."),

@@ -1,20 +1,21 @@
 // Memory and cost by module: a table, an icicle, and the memory over the schedule.
 
-const passOf = ({ path, backward }) => (path || "outside of modules") + (backward ? ", backward" : "");
+const nameOf = (path) => (path === null ? "unknown" : path || "outside of modules");
+const passOf = ({ path, backward }) => nameOf(path) + (backward ? ", backward" : "");
 const heldBy = ({ at_peak }) => at_peak && sum(Object.values(at_peak), (size) => size);
 
 /** The parts of a sum, from the whole on top to its parts below, as wide as they are large. */
 function icicle(rows, value, show, depth = 1) {
-  const name = ({ path }) => pathParts(path).slice(0, depth).join("");
+  const name = ({ path }) => pathParts(path ?? "").slice(0, depth).join("");
   const groups = [...Map.groupBy(rows, name)].filter(([, some]) => sum(some, value));
   const part = ([path, some]) => {
-    const title = `${path || "outside of modules"}: ${show(sum(some, value))}`;
-    const below = some.filter((row) => pathParts(row.path).length > depth);
+    const title = `${nameOf(path)}: ${show(sum(some, value))}`;
+    const below = some.filter((row) => pathParts(row.path ?? "").length > depth);
     const style = { "flex-grow": sum(some, value) };
     const inside = below.length > 0 && icicle(below, value, show, depth + 1);
     return el("div", { style }, el("code", { title }, pathParts(path).at(-1)), inside);
   };
-  const own = rows.filter((row) => pathParts(row.path).length < depth);
+  const own = rows.filter((row) => pathParts(row.path ?? "").length < depth);
   const rest = el("div", { style: { "flex-grow": sum(own, value) } });
   return el("div.icicle", groups.map(part), rest);
 }
@@ -38,7 +39,7 @@ function curve(phases) {
 
 function modulesSection({ by_module }) {
   if (!by_module) return null;
-  const { rows, peak, unattributed, reserved, over_time, why } = by_module;
+  const { rows, peak, in_use, unattributed, over_time, why } = by_module;
   const title = "Memory and cost by module";
   const kinds = ({ at_peak }) =>
     Object.entries(at_peak ?? {}).map(([kind, size]) => [kind, " ", bytes(size), el("br")]);
@@ -57,8 +58,8 @@ function modulesSection({ by_module }) {
   const draw = (name) => picture.replaceChildren(icicle(rows, ...figures[name]));
   const choice = choiceOf("Figure", Object.keys(figures), draw);
   draw("At the peak");
-  const sizes = [bytes(peak), " in use at the peak, ", bytes(unattributed), " of it not attributed; "];
-  const words = note(why ? `${why}. ` : [sizes, bytes(reserved), " more for code and gaps."]);
+  const sizes = [bytes(in_use), " in use at the peak, ", bytes(unattributed), " of it not attributed; with "];
+  const words = note(sizes, "code and gaps, ", bytes(peak), " have to be free.", unknown(by_module));
   const shown = over_time.length > 0 && curve(over_time);
   return section("modules", title, words, shown, el("div.controls", choice), picture, table.node);
 }
