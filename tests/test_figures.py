@@ -373,6 +373,59 @@ def test_names_of_gradients():
     assert not named & {"model.norm.mean", "model.norm.var"}
 
 
+class Words(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 16, rngs=rngs)
+        self.head = nnx.Linear(16, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, words):
+        return self.head(self.embed(words))
+
+
+def test_the_gradient_of_an_embedding_is_named():
+    """It adds up products with the kernel of the head, by a scatter; both may be in one sum."""
+    mesh = mesh_of((8,), ("data",))
+    model = nnx.eval_shape(lambda: Words(nnx.Rngs(0)))
+
+    def step(model, words):
+        return nnx_sharding.grad(lambda model: (model(words) ** 2).mean())(model)
+
+    shardings = nnx_sharding.partition.replicated(model), P("data")
+    words = jax.ShapeDtypeStruct((64, 8), "int32")
+    program = jit(step, in_shardings=shardings, mesh=mesh).lower(model, words).compile()
+    gradients = [x for x in program.collectives() if x.purpose == "gradient"]
+    named = {path for one in gradients for path in one.parameters}
+    assert named == {"model.embed.embedding", "model.head.kernel"}
+    kernels = 2 * 64 * 16 * 4
+    assert kernels <= sum(one.bytes for one in gradients) < kernels + 64
+
+
+@pytest.mark.parametrize(
+    ("dims", "is_gradient"),
+    [  # of a stack of 4 layers, of which a stage has one
+        ((1, 1, 1, 256, 128), True),
+        ((1, 256, 128), True),
+        ((128, 256), True),
+        ((4, 256, 128), True),
+        ((3, 256, 128), False),
+        ((256, 64), False),
+    ],
+)
+def test_gradients_of_one_layer_for_each_stage(dims, is_gradient):
+    from nnx_sharding.analysis.parameters import ParameterRow
+
+    shapes = (4, 256, 128), "float32", None, (1, 256, 128)
+    rows = [ParameterRow("m.up.kernel", *shapes, 1, 1, variable="Param")]
+    text = (
+        "HloModule m\n\nENTRY %e {\n  %a = f32[1,256,128]{2,1,0} parameter(0)\n"
+        f"  %g = f32[{','.join(map(str, dims))}]{{0}} negate(%a)\n"
+        f"  ROOT %s = f32[{','.join(map(str, dims))}]{{0}} all-reduce(%g), "
+        'replica_groups={{0,1}}, metadata={op_name="jit(f)/transpose(jvp(m))/up/dot_general"}\n}'
+    )
+    [one] = collectives_of(text, {"data": 2}, rows)
+    assert (one.purpose == "gradient") == is_gradient
+
+
 def test_one_sum_of_two_gradients_names_both():
     from nnx_sharding.analysis.parameters import ParameterRow
 

@@ -772,9 +772,30 @@ def test_the_largest_batch():
         plan(lambda m: m.kernel[...], model, maximize="batch", **options)
 
 
-def test_no_time():
-    with pytest.raises(ValueError, match="no program was compiled within"):
-        plan(train_step, *program("mlp"), devices=8, time_limit=1e-9)
+def test_no_time(tmp_path):
+    """What was predicted is there; the comparison says why it has no reports."""
+    arguments, options = program("mlp"), {"devices": 8, "hardware": "TPU v5e"}
+    found = plan(train_step, *arguments, time_limit=1e-9, **options)
+    assert found.predicted and not found.comparison.reports and found.best is None
+    assert {*found.predicted} <= {*found.ruled_out}
+    assert found.ruled_out[next(iter(found.predicted))] == "not compiled within 1e-09 s"
+    fastest = min(found.predicted, key=found.predicted.__getitem__)
+    assert f"predicted to be fastest: {fastest}" in str(found)
+    found.comparison.save(tmp_path / "none.json")
+    assert Comparison.load(tmp_path / "none.json") == found.comparison
+
+
+@pytest.mark.usefixtures("compile_here")
+def test_one_program_takes_one_slot():
+    """A batch of vectors has no sequence, so `+ sequence` declares what has no effect."""
+    chosen = {"strategies": ["fsdp + tensor", "fsdp + sequence"], "most": 3}
+    chosen |= {"meshes": [{"data": 2, "model": 4}, {"data": 4, "model": 2}]}
+    found = plan(train_step, *program("mlp"), devices=8, hardware="TPU v5e", **chosen)
+    assert {x.strategy for x in found.candidates.values()} == {"fsdp + tensor"}
+    assert len(found.candidates) == 2
+    assert found.ruled_out["fsdp + sequence, data 2 × model 4"] == (
+        "compiles to the program of fsdp + tensor, data 2 × model 4"
+    )
 
 
 @pytest.mark.usefixtures("compile_here")

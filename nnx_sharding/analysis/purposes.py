@@ -190,14 +190,22 @@ class _Variables:
           lengths: how often the loops run in which the part is made. A loop over layers takes one
             from the first dimension.
         """
+        if not dims:
+            return set()
+        long = tuple(size for size in dims if size > 1)  # `vmap` and loops over one leave ones
         # Gradients of products may be transposed.
-        orders = itertools.permutations(dims) if 1 < len(dims) < 5 else [tuple(dims)]
+        orders = itertools.permutations(long) if 1 < len(long) < 5 else [long]
         rows = [row for module in modules for row in self._rows.get(module, ())]
-        for order in orders if dims else ():
+        for order in orders:
             paths = set()
             for row in rows:
                 gone = 1 if row.shape[:1] and row.shape[0] in lengths else 0
-                if _is_part(order, row.shape[gone:], row.shard_shape[gone:]):
+                sizes = [*zip(row.shape, row.shard_shape, strict=True)][gone:]
+                # All layers of a stack, or that of a device whose stage has one.
+                whole = [pair for pair in sizes if pair[0] > 1]
+                if _is_part(order, whole) or _is_part(
+                    order, [pair for pair in whole if pair[1] > 1]
+                ):
                     paths.add(row.path)
             if paths:  # the order of the dimensions that fits first
                 return paths
@@ -209,11 +217,11 @@ _WITHOUT_GRADIENT = {"BatchStat", "Cache", "Intermediate", "MetricState", "RngCo
 _WITHOUT_GRADIENT |= {"OptArray", "OptState", "OptVariable", "RngState"}
 
 
-def _is_part(dims: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> bool:
-    """Tells whether an array can be several shards of a larger one."""
-    sizes = zip(dims, shape, shard, strict=False)
-    return len(dims) == len(shape) and all(
-        size and whole % size == 0 and size % part == 0 for size, whole, part in sizes
+def _is_part(dims: Sequence[int], sizes: Sequence[tuple[int, int]]) -> bool:
+    """Tells whether an array can be several shards of a larger one, of these (whole, shard)."""
+    return len(dims) == len(sizes) and all(
+        size and whole % size == 0 and size % shard == 0
+        for size, (whole, shard) in zip(dims, sizes, strict=True)
     )
 
 
@@ -313,7 +321,7 @@ class Origins:
             return instruction is not None and instruction.opcode in opcodes
 
         def before(x: Value) -> list[Value]:
-            return [] if is_one_of(x, "reduce", *PRODUCTS) else self._before(x)
+            return [] if is_one_of(x, "reduce", "scatter", *PRODUCTS) else self._before(x)
 
         products = (x for x in reached(value, before) if is_one_of(x, *PRODUCTS))
         factors = (factor for product in products for factor in self._module.operands(product))

@@ -102,6 +102,10 @@ class PlanningResult(Pictured):
 
     def summary(self) -> Iterator[str]:
         """Yields the best candidate, how much faster others may be, and its recipe, as lines."""
+        if not self.comparison.reports:
+            fastest = min(self.predicted, key=self.predicted.__getitem__, default="unknown")
+            yield f"best: none was compiled in time; predicted to be fastest: {fastest}"
+            return
         if self.best is None:
             yield "best: none fits"
             return
@@ -144,8 +148,8 @@ def plan(
 
     Each chain of strategies is tried on each mesh that the devices can form. What can be ruled out
     is not compiled: candidates whose arguments alone exceed the memory, those that shard everything
-    like another one, those that raise an error, and those whose products alone take longer than
-    what was compiled. The others are compiled side by side, those predicted to be fastest first;
+    like another one or become the same program, those that raise an error, and those whose products
+    alone take longer than what was compiled. The others are compiled side by side, those predicted to be fastest first;
     what was compiled corrects the predictions of the others.
 
     The chains have names such as ``"fsdp + tensor"``. Over the axes of the batch, ``data`` and
@@ -202,7 +206,8 @@ def plan(
       hardware: the figures for the roofline: peak ones, those of :func:`calibrate`, or a key of
         ``HARDWARE``; None uses those of the topology.
       most: the maximum number of programs to compile; None for all.
-      time_limit: seconds after which no more are compiled; all are predicted, though.
+      time_limit: seconds after which no more are compiled; all are predicted, though, also if none
+        is compiled in time.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
       by_module: whether the report of the best candidate has memory and cost by module, for which
         it is compiled again.
@@ -244,18 +249,18 @@ def plan(
     how: dict[str, Any] = {"memory_limit": search.limit, "hardware": search.hardware}
     how |= {"cache_dir": cache_dir, "devices": compile_on, "quiet": quiet}
     time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
-    found = compile_all(
-        "plan", search.programs, search.pick, most=most, time_limit=time_left, **how
-    )
+    limits = {"most": most, "time_limit": time_left, "ruled_out": search.ruled_out}
+    found = compile_all("plan", search.programs, search.pick, **limits, **how)
     failures = _failures_of_step(found)
-    if len(failures) == len(found.reports):  # a fault of the step rather than of candidates
+    # A fault of the step rather than of candidates.
+    if failures and len(failures) == len(found.reports):
         reasons = {name: failure.error for name, failure in failures.items()} | search.ruled_out
         cause = next(iter(failures.values())).exception
         raise ValueError(_listed_once("plan: no candidate can be lowered:", reasons)) from cause
     ranks = {name: _rank(name, found, search) for name in found.reports}
     order = sorted(ranks, key=ranks.__getitem__)  # the best that fits first
     reports = {name: found.reports[name] for name in order}
-    if by_module and found.fits(order[0]):
+    if by_module and order and found.fits(order[0]):
         best = {order[0]: search.entries[order[0]].lower}
         reports |= compile_all("modules of the best", best, by_module=True, **how).compiled
     compiled = len(reports) - len(failures)

@@ -253,7 +253,11 @@ class Search:
           best: the rows of the largest batch that fits any family; 0 while none does.
         """
         fits = {rows: {*names} & fitting for rows, names in sizes.items()}
-        compiled = [rows for rows, names in sizes.items() if found.reports.keys() >= {*names}]
+        # Others are the same program as one of another family.
+        tried = {rows: {*names} - self.ruled_out.keys() for rows, names in sizes.items()}
+        compiled = [
+            rows for rows, names in tried.items() if names and found.reports.keys() >= names
+        ]
         low = max((rows for rows, names in fits.items() if names), default=0)
         high = min((rows for rows in compiled if not fits[rows]), default=math.inf)
         rows: float = best

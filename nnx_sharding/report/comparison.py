@@ -67,7 +67,7 @@ class Comparison(JsonForm):
     _NOUN = "comparison"
 
     def __post_init__(self) -> None:
-        if not self.reports:
+        if not self.reports and not self.ruled_out:  # as where no time was left to compile
             raise ValueError("there is nothing to compare: give at least one report.")
         wrong = [
             f"  {name!r}: {report!r}"

@@ -41,8 +41,8 @@ from ..transforms.stages import Compiled, Lowered
 from .comparison import Comparison, Failure
 
 T = TypeVar("T")
-# Makes a program, and the mesh that it is for.
-Lower: TypeAlias = Callable[[], tuple[Lowered, Mesh | None]]
+Program: TypeAlias = tuple[Lowered, Mesh | None]  # and the mesh that it is for
+Lower: TypeAlias = Callable[[], Program]
 # Chooses the next program from the reports so far; None for none before others are compiled.
 Pick: TypeAlias = Callable[[Mapping[str, ProgramReport | Failure]], "str | None"]
 # A number of virtual CPU devices, or a TPU topology and its number of slices.
@@ -57,6 +57,7 @@ def compile_all(
     *,
     most: int | None = None,
     time_limit: float | None = None,
+    ruled_out: MutableMapping[str, str] | None = None,
     memory_limit: int | None = None,
     hardware: Hardware | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -72,19 +73,18 @@ def compile_all(
       pick: chooses the next one; None for the order of ``programs``.
       most: how many to compile at most; those that cannot be lowered do not count.
       time_limit: seconds after which none is started any more.
+      ruled_out: gets the names of programs that are equal to one that was started, and why; these
+        are not compiled. None compiles all.
       memory_limit: the bytes that a device has, for the comparison.
       hardware: for the rooflines.
       cache_dir: the folder for reports.
       devices: what processes compile for; None for the devices of this process.
       by_module: whether reports have memory and cost by module.
       quiet: whether to show no progress.
-
-    Raises:
-      ValueError: nothing was compiled within the time limit.
     """
     reports: dict[str, ProgramReport | Failure] = {}
     seconds: dict[str, float] = {}
-    started: list[str] = []
+    started: dict[str, str] = {}  # names by the digest of the program
     compiling = 0
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
@@ -98,8 +98,15 @@ def compile_all(
             if workers.is_free and (most is None or compiling < most):
                 name = pick(reports) if pick else next(iter(programs), None)
             if name is not None:
-                started.append(name)
-                compiling += workers.start(name, programs.pop(name))
+                lowered_in, program = _timed(partial(attempt, programs.pop(name)))
+                is_failure = isinstance(program, Failure)
+                digest = name if ruled_out is None or is_failure else _digest(*program)
+                same = started.setdefault(digest, name)
+                if ruled_out is not None and same != name:
+                    ruled_out[name] = f"compiles to the program of {same}"
+                    continue
+                compiling += not is_failure
+                workers.start(name, program, lowered_in)
                 continue
             if not workers.running:
                 break
@@ -108,10 +115,10 @@ def compile_all(
                     report = report.with_roofline(hardware)
                 reports[name], seconds[name] = report, round(duration, 3)
                 advance(name)
-    if not reports:
-        raise ValueError(f"{title}: no program was compiled within the time limit.")
-    in_order = {name: reports[name] for name in started if name in reports}
-    comparison = Comparison(in_order, None, seconds)
+    in_order = {name: reports[name] for name in started.values() if name in reports}
+    left = () if reports else [*started.values(), *programs]
+    late = dict.fromkeys(left, "not compiled within the time limit")
+    comparison = Comparison(in_order, None, seconds, late)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 
 
@@ -138,13 +145,9 @@ class _Workers:
         """Whether a thread has nothing to do."""
         return len(self.running) < len(_WORKERS)
 
-    def start(self, name: str, lower: Lower) -> bool:
-        """Lowers a program here and compiles it in a thread; tells whether it could be lowered."""
-        start = time.perf_counter()
-        program = attempt(lower)
-        seconds = time.perf_counter() - start
+    def start(self, name: str, program: Program | Failure, seconds: float) -> None:
+        """Compiles a program in a thread; it took some seconds to lower it."""
         self.running[self._executor.submit(self._compile, program, seconds)] = name
-        return not isinstance(program, Failure)
 
     def finished(self, timeout: float) -> Iterator[tuple[str, ProgramReport | Failure, float]]:
         """Waits until at least one program is compiled, or for some time."""
@@ -152,7 +155,7 @@ class _Workers:
         for future in concurrent.futures.wait(self.running, limit, "FIRST_COMPLETED").done:
             yield (self.running.pop(future), *future.result())
 
-    def _compile(self, program: tuple[Lowered, Mesh | None] | Failure, seconds: float) -> _Finished:
+    def _compile(self, program: Program | Failure, seconds: float) -> _Finished:
         start, process = time.perf_counter(), self._free.pop()
         report: ProgramReport | Failure
         if isinstance(program, Failure):
@@ -204,6 +207,19 @@ def attempt(make: Callable[[], T]) -> T | Failure:
         return make()
     except Exception as error:
         return Failure(f"{type(error).__name__}: {error}", error)
+
+
+def _timed(make: Callable[[], T]) -> tuple[float, T]:
+    """Calls a function; returns the seconds that it took, and its result."""
+    start = time.perf_counter()
+    result = make()
+    return time.perf_counter() - start, result
+
+
+def _digest(lowered: Lowered, mesh: Mesh | None) -> str:
+    """Digests what is compiled: candidates may declare different shardings of the same arrays."""
+    parts = None if mesh is None else MeshDescription.of(mesh), lowered.as_text()
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
