@@ -203,9 +203,8 @@ class _Variables:
                 sizes = [*zip(row.shape, row.shard_shape, strict=True)][gone:]
                 # All layers of a stack, or that of a device whose stage has one.
                 whole = [pair for pair in sizes if pair[0] > 1]
-                if _is_part(order, whole) or _is_part(
-                    order, [pair for pair in whole if pair[1] > 1]
-                ):
+                layer = [pair for pair in whole if pair[1] > 1]
+                if _is_part(order, whole) or _is_part(order, layer):
                     paths.add(row.path)
             if paths:  # the order of the dimensions that fits first
                 return paths

@@ -7,8 +7,10 @@ its first path, its arrays (one, unless the value is a pytree), and what is know
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -92,8 +94,32 @@ class NamedVariable(NamedTuple):
         return next((self.metadata[key] for key in keys if self.metadata.get(key)), None)
 
 
+# What modules hold, by their ids, while no model changes; with the modules, which keep their ids.
+_KNOWN: ContextVar[dict[int, tuple[object, Sequence[NamedVariable]]] | None]
+_KNOWN = ContextVar("_KNOWN", default=None)
+
+
+@contextlib.contextmanager
+def models_unchanged() -> Iterator[None]:
+    """Walks through each module once: a search asks hundreds of strategies for shardings of one."""
+    token = _KNOWN.set({})
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
 def variables(tree: object) -> Iterator[NamedVariable]:
     """Yields the Variables and bare arrays of a model, an optimizer or a pytree, by first path."""
+    known = _KNOWN.get()
+    if known is None or not _compat.is_node(tree):
+        return _variables(tree)
+    if id(tree) not in known:
+        known[id(tree)] = tree, [*_variables(tree)]
+    return iter(known[id(tree)][1])
+
+
+def _variables(tree: object) -> Iterator[NamedVariable]:
     flat = flatten(tree, graph=True)
     structure = flat.structure
     bare_parameters, layers = _bare_parameters(structure), LayerDimensions(flat)

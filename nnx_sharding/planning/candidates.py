@@ -14,6 +14,7 @@ Shardings have no mesh, so that the recipe that is printed works on any mesh of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -162,6 +163,12 @@ class Arguments:
         modules = {name: x for name, x in self.parts.items() if _compat.is_graph_object(x)}
         return {name: x for name, x in modules.items() if not isinstance(x, nnx.Optimizer)}
 
+    @functools.cached_property
+    def _owners(self) -> dict[str, str]:
+        """The model of each optimizer."""
+        optimizers = (name for name, x in self.parts.items() if isinstance(x, nnx.Optimizer))
+        return {name: self._model_of(name) for name in optimizers}
+
     def _model_of(self, name: str) -> str:
         """Finds the model of an optimizer: whose arrays its state has most, or else the nearest."""
         optimizer, order = self.parts[name], [*self.parts]
@@ -195,11 +202,7 @@ class Arguments:
           The shardings of all arguments, the lines of a recipe that make them, and its result.
         """
         recipe = _Recipe(mesh)
-        owners = {
-            name: self._model_of(name)
-            for name, part in self.parts.items()
-            if isinstance(part, nnx.Optimizer)
-        }
+        owners = self._owners
         # Models without an optimizer.
         alone = {name: name for name in self._models() if name not in owners.values()}
         names: dict[str, str] = {}  # of the sharding of each part, in the recipe

@@ -39,6 +39,7 @@ from ..analysis.units import read_bytes, time_text
 from ..diagnostics.progress import progress
 from ..errors import message, raise_listed
 from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
+from ..partition.variables import models_unchanged
 from ..report.comparison import Column, Comparison, Failure, names_by_value
 from ..report.compiling import Devices, compile_all
 from ..report.strategies import AnyMesh
@@ -149,8 +150,8 @@ def plan(
     Each chain of strategies is tried on each mesh that the devices can form. What can be ruled out
     is not compiled: candidates whose arguments alone exceed the memory, those that shard everything
     like another one or become the same program, those that raise an error, and those whose products
-    alone take longer than what was compiled. The others are compiled side by side, those predicted to be fastest first;
-    what was compiled corrects the predictions of the others.
+    alone take longer than what was compiled. The others are compiled side by side, those predicted
+    to be fastest first; what was compiled corrects the predictions of the others.
 
     The chains have names such as ``"fsdp + tensor"``. Over the axes of the batch, ``data`` and
     ``replica``, and over ``expert`` and ``context``, if these are used:
@@ -249,7 +250,8 @@ def plan(
     how: dict[str, Any] = {"memory_limit": search.limit, "hardware": search.hardware}
     how |= {"cache_dir": cache_dir, "devices": compile_on, "quiet": quiet}
     time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
-    limits = {"most": most, "time_limit": time_left, "ruled_out": search.ruled_out}
+    limits: dict[str, Any] = {"most": most, "time_limit": time_left}
+    limits["ruled_out"] = search.ruled_out
     found = compile_all("plan", search.programs, search.pick, **limits, **how)
     failures = _failures_of_step(found)
     # A fault of the step rather than of candidates.
@@ -323,7 +325,8 @@ def prepare(
             "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
         )
     search = Search(every, functions, named, peak, limit, most, maximize is not None)
-    with progress("plan: predicting", len(pairs), quiet=quiet) as advance:
+    predicting = progress("plan: predicting", len(pairs), quiet=quiet)
+    with predicting as advance, models_unchanged():
         for strategy, mesh in pairs:
             for index in range(len(every)):
                 search.add(strategy, mesh, index)

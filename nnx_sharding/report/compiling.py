@@ -99,13 +99,12 @@ def compile_all(
                 name = pick(reports) if pick else next(iter(programs), None)
             if name is not None:
                 lowered_in, program = _timed(partial(attempt, programs.pop(name)))
-                is_failure = isinstance(program, Failure)
-                digest = name if ruled_out is None or is_failure else _digest(*program)
-                same = started.setdefault(digest, name)
+                is_single = ruled_out is None or isinstance(program, Failure)
+                same = started.setdefault(name if is_single else _digest(program), name)
                 if ruled_out is not None and same != name:
                     ruled_out[name] = f"compiles to the program of {same}"
                     continue
-                compiling += not is_failure
+                compiling += not isinstance(program, Failure)
                 workers.start(name, program, lowered_in)
                 continue
             if not workers.running:
@@ -116,9 +115,9 @@ def compile_all(
                 reports[name], seconds[name] = report, round(duration, 3)
                 advance(name)
     in_order = {name: reports[name] for name in started.values() if name in reports}
-    left = () if reports else [*started.values(), *programs]
-    late = dict.fromkeys(left, "not compiled within the time limit")
-    comparison = Comparison(in_order, None, seconds, late)
+    late = [] if reports else [*started.values(), *programs]
+    why_not = dict.fromkeys(late, "not compiled within the time limit")
+    comparison = Comparison(in_order, None, seconds, why_not)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 
 
@@ -216,8 +215,10 @@ def _timed(make: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def _digest(lowered: Lowered, mesh: Mesh | None) -> str:
+def _digest(program: Program | Failure) -> str:
     """Digests what is compiled: candidates may declare different shardings of the same arrays."""
+    assert not isinstance(program, Failure)
+    lowered, mesh = program
     parts = None if mesh is None else MeshDescription.of(mesh), lowered.as_text()
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
