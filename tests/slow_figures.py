@@ -1,8 +1,8 @@
 """Figures of a traced program by the definitions of its operations: a slow interpreter.
 
 It knows nothing of HLO, nor of the reader in `nnx_sharding.analysis`: loops are run, and windows
-are looked at element by element. It counts what one device does: within a `shard_map`, arrays have the
-shapes of shards. `NotDefined` is raised where the figures depend on values, or on the algorithm.
+are looked at element by element. It counts what one device does: within a `shard_map`, arrays have
+the shapes of shards. `NotDefined` is raised where the figures depend on values, or on an algorithm.
 
     flops            operations on pairs of real numbers: 2·m·k·n for a product, n - 1 for a sum
     transcendentals  exponentials, roots and the like
@@ -87,9 +87,10 @@ def _of_equation(equation, sizes):
         flops = _count(updates) * _per_element("add", updates) if adds else 0
         return Figures(flops, accessed=(3 if adds else 2) * _bytes(updates) + _bytes(indices))
     if name in COLLECTIVES:
+        pairs = [*zip(inputs, outputs, strict=True)]
         group = math.prod(sizes[axis] for axis in _axes(params))
         flops = sum(_count(x) * _per_element("add", x) for x in outputs) if name in SUMS else 0
-        sent = sum(COLLECTIVES[name](_bytes(x), _bytes(y), group) for x, y in zip(inputs, outputs))
+        sent = sum(COLLECTIVES[name](_bytes(x), _bytes(y), group) for x, y in pairs)
         return Figures(flops, accessed=moved, sent=sent)
     flops, transcendentals = _computed(name, params, inputs, outputs)
     return Figures(flops, transcendentals, moved)
@@ -108,7 +109,7 @@ def _computed(name, params, inputs, outputs):
         joined = _count(inputs[0]) - _count(out)
         return joined * _per_element(REDUCTIONS[name], out), 0
     if name == "dot_general":
-        (contracted, _), (batch, _) = params["dimension_numbers"]
+        (contracted, _), _ = params["dimension_numbers"]
         shape = inputs[0].shape
         summed = math.prod(shape[d] for d in contracted)
         return 2 * (4 if _is_complex(out) else 1) * _count(out) * summed, 0
