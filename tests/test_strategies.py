@@ -42,6 +42,7 @@ from zoo import (
     WIDTH,
     Normed,
     assert_trains_alike,
+    cross_entropy,
     flax_gradient,
     loss_of,
     mesh_of,
@@ -60,7 +61,10 @@ class TrainingTest(parameterized.TestCase):
     def check(self, name, strategy, kind):
         # With a larger epsilon: Adam amplifies rounding where gradients are zero, as of key biases.
         tx, make, strategy = optax.adam(1e-2, eps=1e-3), MODELS[name], STRATEGIES[strategy]
-        options = {"loss": loss_of(name), "tx": tx, "rtol": 2e-3, "strict": True, "steps": 3}
+        # A loss outside of the model gets all logits, which is a warning on Explicit axes.
+        is_outside = loss_of(name) is cross_entropy and kind == "explicit"
+        options = {"loss": loss_of(name), "tx": tx, "rtol": 2e-3, "strict": not is_outside}
+        options["steps"] = 3
         if kind == "auto":
             options["step"] = step_of(flax_gradient(loss_of(name)))
         mesh = mesh_of((2, 4), ("data", "model"), kind)
@@ -73,11 +77,13 @@ class TrainingTest(parameterized.TestCase):
     def test_strategies(self, name, kind):
         self.check("mlp", name, kind)
 
+    @pytest.mark.filterwarnings("ignore:.*operations outside of modules")
     @parameterized.product(model=[*MODELS], kind=["auto", "explicit"])
     @pytest.mark.slow
     def test_models(self, model, kind):
         self.check(model, "both", kind)
 
+    @pytest.mark.filterwarnings("ignore:.*operations outside of modules")
     @parameterized.product(
         model=["attention", "words", "resnet", "lstm", "mixture"],
         name=[name for name in STRATEGIES if name != "both"],
