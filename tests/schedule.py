@@ -310,6 +310,7 @@ DRAWN = {
     "checkpoint_managers.py::test_lists_and_stacks": 1,
     "checkpoints.py::ShardingsTest::test_optimizers": 2,
     "combinations.py::test_pair": 3,
+    "crashes.py::test_at_drawn_calls": 2,
     "context.py::test_a_step_is_that_of_one_device": 1,
     "custom_derivatives.py::AsJaxTest::test_sharded": 1,
     "experts.py::test_equals_a_loop_over_all_experts[": 1,

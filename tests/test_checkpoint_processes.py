@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -19,6 +20,7 @@ WORKER = pathlib.Path(__file__).parent / "processes" / "checkpoint.py"
 sys.path.append(str(WORKER.parent))
 
 import checkpoint  # noqa: E402
+import failing_alone  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +30,9 @@ class CheckpointProcessesTest(absltest.TestCase):
     def _surroundings(self, tmp_path, capfd):
         self.folder, self.capfd = tmp_path, capfd
 
-    def launch(self, processes, *words, worker=WORKER, devices=8, code=0):
+    def launch(self, processes, *words, worker=WORKER, devices=8, code=0, timeout=100):
         options = ["--processes", processes, "--devices-per-process", devices // processes]
-        found = main(["launch", "--timeout", "100", *map(str, [*options, worker, *words])])
+        found = main(["launch", "--timeout", str(timeout), *map(str, [*options, worker, *words])])
         out, self.err = self.capfd.readouterr()
         self.assertEqual(found, code, out + self.err)
         return out
@@ -53,6 +55,40 @@ class CheckpointProcessesTest(absltest.TestCase):
 
     def test_one_process_and_four(self):
         self.exchange(4)
+
+    @pytest.mark.gate
+    def test_each_of_two_fails_alone(self):
+        """In some operations, which are drawn."""
+        cases = random.sample(sorted(failing_alone.CASES), 3)
+        self.fail_alone(2, *cases)
+
+    @pytest.mark.nightly
+    def test_each_of_two_fails_alone_in_each_operation(self):
+        self.fail_alone(2)
+
+    @pytest.mark.nightly
+    def test_each_of_four_fails_alone_in_each_operation(self):
+        self.fail_alone(4)
+
+    def fail_alone(self, processes, *cases):
+        (self.folder / "x").mkdir()
+        worker = WORKER.with_name("failing_alone.py")
+        out = self.launch(processes, self.folder / "x", *cases, worker=worker, timeout=1000)
+        [count, longest] = json.loads(re.search(r"^\[0\] (\[.*\])$", out, re.M)[1])
+        self.assertGreaterEqual(count, len(cases))
+        self.assertLess(longest, failing_alone.LIMIT)
+
+    def test_one_of_two_is_preempted_while_it_saves(self):
+        """All stop after the same step, from which the run goes on."""
+        start = 0
+        for _ in range(2):
+            out = self.launch(2, self.folder, worker=WORKER.with_name("preempted.py"))
+            found = {*re.findall(r"\] preempted (\d+) (\d+)", out)}
+            self.assertLen(found, 1)
+            [(first, last)] = found
+            self.assertEqual(int(first), start)
+            start = int(last)
+            self.assertGreater(start, int(first))
 
     @pytest.mark.oldest
     def test_a_hundred_arrays_of_three(self):

@@ -348,6 +348,13 @@ def process_id() -> int:
     return getattr(_distributed, "process_id", None) or 0
 
 
+def distributed_client() -> Any:
+    """The client of the service that connects processes: keys with values, for all of them."""
+    if _distributed.client is None:
+        raise RuntimeError("several processes need jax.distributed.initialize()")
+    return _distributed.client
+
+
 @functools.lru_cache(maxsize=8)
 def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
     """Returns CPU devices in addition to ``jax.devices()``; None if JAX cannot make them."""

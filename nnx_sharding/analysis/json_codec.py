@@ -2,7 +2,7 @@
 
 Reports consist of frozen dataclasses, whose annotations say how to read them: there is no second
 description of the format. A release reads the version that it writes; of other data it says what is
-wrong. Values are taken as they are, because a file with the right version was written by `as_data`.
+wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
+from ..core.publishing import write_file
 from .tables import Pictured
 from .units import printable
 
@@ -32,6 +33,19 @@ UNWRITTEN = {"written": False}
 def file_path(path: str | os.PathLike[str]) -> Path:
     """Returns a path that a user gave, with their home directory for ``~``."""
     return Path(path).expanduser()
+
+
+def unique_json(text: str | bytes) -> Any:
+    """Reads JSON; a ValueError if an object has a key twice, of which readers take either."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+            raise ValueError(f"{twice!r} is there twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def json_text(data: Any) -> str:
@@ -65,7 +79,7 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 def read(kind: type[T], data: Any, what: str, **made: Any) -> T:
     """Makes a dataclass, ``what`` in messages, from what :func:`as_data` returned, and ``made``."""
-    try:  # strings and numbers are taken as they are: the caller has checked the version
+    try:
         return typing.cast(T, _made(kind, data, made))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
@@ -78,7 +92,7 @@ def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType
     if origin in (typing.Union, types.UnionType):
         # One of them at most is written as a list or a dict.
         if not isinstance(data, list | dict):
-            return data
+            return _checked(arguments, data)
         return _made(next(kind for kind in arguments if kind not in _PLAIN), data)
     if kind is PartitionSpec:
         return _made_spec(data)
@@ -96,7 +110,19 @@ def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType
             return parts if origin is tuple else kind(parts)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {key: _made(arguments[1], value) for key, value in data.items()}
-    return float(data) if kind is float else data
+    return _checked((kind,), data)
+
+
+def _checked(kinds: Sequence[Any], data: Any) -> Any:
+    """Returns a value if it has one of these types; where there are others than plain ones, any."""
+    if float in kinds and type(data) in (int, float):
+        return float(data) if int not in kinds else data
+    if int in kinds and isinstance(data, float) and data.is_integer():  # 8e10, written by hand
+        return int(data)
+    if type(data) not in kinds and not {*kinds}.difference(_PLAIN):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"expected {names}, got {data!r:.100}")
+    return data
 
 
 _PLAIN = (str, int, float, bool, types.NoneType)
@@ -162,14 +188,14 @@ class JsonForm(Pictured):
     def from_json(cls, text: str | bytes) -> Self:
         """Reads what :meth:`to_json` returned; a ValueError as for :meth:`from_dict`."""
         try:
-            data = json.loads(text)
+            data = unique_json(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not a {cls._NOUN}: it is not JSON: {error}") from None
         return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file as JSON; an existing file is replaced."""
-        file_path(path).write_text(self.to_json(), encoding="utf-8")
+        write_file(Path(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

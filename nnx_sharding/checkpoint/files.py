@@ -1,16 +1,22 @@
 """``save`` and ``restore``: single checkpoints, and models as items of Orbax's managers.
 
-A new checkpoint is written next to an old one, which is replaced by two renames once the new one is
-complete. So an error, or a full disk, leaves the old one.
+A new checkpoint is written next to an old one, and exchanged with it once it is complete. So an
+error, a full disk or the end of the process leaves the old one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import functools
 import os
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,27 +25,29 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from .. import _compat
+from ..core.agreement import Operation, first_line
 from ..core.flatten import Flat, flatten
-from ..core.interrupts import signals_deferred
 from ..core.place import place_arrays
+from ..core.publishing import Draft
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import unsummed
 from .checksums import checksums
-from .names import NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
+from .names import NamedArray, digest, is_key, is_reference, is_storable, kind_of, named_arrays
 from .restore import restore_into
 from .stored import (
     MANIFEST,
     VERSION,
     FilePath,
     as_folder,
-    beside,
-    first_line,
     foreign_entries,
     is_checkpoint,
+    is_of_orbax,
     item_folder,
-    together,
+    opened,
 )
+
+T = TypeVar("T")
 
 
 @_compat.api_boundary
@@ -60,7 +68,8 @@ def save(
       checksums: whether to store a checksum of each array, which :func:`restore` compares.
 
     Raises:
-      FileExistsError: ``path`` exists, and ``overwrite`` is false or it is not only a checkpoint.
+      FileExistsError: ``path`` exists, and ``overwrite`` is false or it is not only a checkpoint;
+        or another job saves there at the same time.
       TypeError, ValueError: ``tree`` contains anything but arrays and numbers, arrays without
         values or two of the same name, or nothing.
       CheckpointError: writing failed. What was at ``path`` is still there.
@@ -77,66 +86,62 @@ def save(
       True
     """
     folder = as_folder(path)
-    together("save", folder, lambda: check_storable(tree), everywhere=True)
-    with progress(f"checksums of {folder.name}"):
-        args = _standard_args(ModelSave(tree, checksums))
-    exists, reason = together("save", folder, lambda: _obstacle(folder, overwrite))
+    is_bucket = "://" in str(folder)
+    with Operation("save", folder) as operation:
+        operation.agree(path=str(folder))
+        new, draft = folder, None
+        if operation.is_first:
+            _check_obstacles(folder, overwrite)
+            if is_bucket:  # where nothing can be exchanged
+                new = _beside(folder) if folder.exists() else folder
+            else:
+                draft = operation.enter(Draft(Path(folder), _is_of_draft))
+                new = draft.folder / _IN_DRAFT
+            # Orbax lets the other processes wait until the first one makes this folder.
+            as_folder(new / "array_metadatas").mkdir(parents=True)
+        new = as_folder(operation.agree(str(new)))
+        with progress(f"save {folder.name}"):
+            ModelHandler().save(new, args=ModelSave(tree, checksums))
+        if operation.is_first:
+            (new / "commit_success.txt").write_text("")  # by which Orbax knows complete ones
+            opened("save", new)
+            if draft is not None:
+                draft.publish(Path(new))
+            elif new != folder:
+                folder.rmtree()
+                new.rename(folder)
+
+
+_IN_DRAFT = "checkpoint"
+
+
+def _is_of_draft(path: str) -> bool:
+    """Whether a file of a draft is one of a checkpoint."""
+    above, _, below = path.partition("/")
+    return above == _IN_DRAFT and is_of_orbax(below)
+
+
+def _beside(folder: FilePath) -> FilePath:
+    """Returns a folder next to one in a bucket, after deleting what a killed process left there."""
+    new = folder.parent / f".{folder.name}.nnx_sharding-new"
+    new.rmtree(missing_ok=True)
+    return new
+
+
+def _check_obstacles(folder: FilePath, overwrite: bool) -> None:
+    """Raises an error if a folder exists and is not to be replaced."""
+    if not folder.exists():
+        return
+    reason = ""
+    if not overwrite:
+        reason = "exists; overwrite=True replaces it if it is a checkpoint"
+    elif not is_checkpoint(folder):
+        reason = "is not a checkpoint, so it is kept"
+    elif others := [name[:100] for name in foreign_entries(folder)]:
+        listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
+        reason = f"has files that are not of a checkpoint, so it is kept: {listed}"
     if reason:
         raise FileExistsError(f"save: {folder} {reason}.")
-    new = beside(folder, "new") if exists else folder
-
-    def write() -> None:
-        try:
-            handler = ocp.StandardCheckpointHandler()
-            with progress(f"save {folder.name}"), ocp.AsyncCheckpointer(handler) as checkpointer:
-                checkpointer.save(new, args=args, force=exists)  # may be left from a killed job
-        except Exception as error:
-            raise CheckpointError(
-                f"save: {folder} could not be written: {first_line(error)}"
-            ) from error
-
-    try:
-        together("save", folder, write, everywhere=True)
-        if exists:
-            together("save", folder, lambda: _replace(folder, new))
-    except BaseException:
-        if exists and jax.process_index() == 0:
-            for each in new.parent.glob(f"{new.name}*"):  # also what Orbax has begun
-                each.rmtree(missing_ok=True)
-        raise
-
-
-def _obstacle(folder: FilePath, overwrite: bool) -> tuple[bool, str]:
-    """Returns whether a folder exists, and why nothing can be saved there, if so."""
-    if not folder.exists():
-        # If Orbax cannot make it, its threads keep the process from ending for minutes.
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return False, ""
-    if not overwrite:
-        return True, "exists; overwrite=True replaces it if it is a checkpoint"
-    if not is_checkpoint(folder):
-        return True, "is not a checkpoint, so it is kept"
-    others = [name[:100] for name in foreign_entries(folder)]
-    if not others:
-        return True, ""
-    listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
-    return True, f"has files that are not of a checkpoint, so it is kept: {listed}"
-
-
-def _replace(folder: FilePath, new: FilePath) -> None:
-    """Replaces an old checkpoint by a new one, or leaves the old one there."""
-    old = beside(folder, "old")
-    if old.exists():  # of a process that was killed here
-        old.rmtree()
-    with signals_deferred():
-        folder.rename(old)
-        try:
-            new.rename(folder)
-        except BaseException:
-            if not folder.exists():
-                old.rename(folder)
-            raise
-    old.rmtree()
 
 
 @_compat.api_boundary
@@ -200,22 +205,82 @@ def restore(
       >>> restore(folder, model, P("model"), make_mesh({"model": -1})).kernel.sharding.spec
       P('model',)
     """
-    folder = item_folder("restore", path)
-    args = ModelRestore(tree, sharding, mesh, only, cast, rename)
-    with progress(f"restore {folder.name}"), ocp.Checkpointer(ModelHandler()) as checkpointer:
-        return checkpointer.restore(folder, args=args)
+    with Operation("restore", path) as operation:
+        folder = item_folder("restore", path)
+        operation.agree(path=str(folder))
+        with progress(f"restore {folder.name}"):
+            return restore_into(folder, ModelRestore(tree, sharding, mesh, only, cast, rename))
 
 
 class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
     """Saves and restores models; Orbax finds it by :class:`ModelSave` and :class:`ModelRestore`."""
 
-    async def async_save(self, directory: FilePath, args: ModelSave) -> Any:
+    async def async_save(self, directory: FilePath, args: ModelSave) -> list[_Written]:
         """Starts to write the arrays of a :class:`ModelSave`."""
-        return await super().async_save(directory, args=_standard_args(args))
+        with Operation("save", directory) as operation:
+            flat, arrays = check_storable(args.tree)
+            operation.agree(arrays=digest(arrays))  # from here on, devices compute together
+            standard = _standard_args(flat, arrays, args.checksums)
+            with _writing(directory):
+                futures = await super().async_save(directory, args=standard)
+        finalize = functools.partial(super().finalize, directory)
+        return [_Written(directory, Operation("save", directory), futures or (), finalize)]
+
+    def save(self, directory: FilePath, args: ModelSave) -> None:
+        """Writes a :class:`ModelSave`; Orbax would wait in a loop, and some releases nest loops."""
+        [written] = _off_loop(lambda: asyncio.run(self.async_save(directory, args)))
+        written.result()
+
+    def finalize(self, directory: FilePath) -> None:
+        """Does nothing: what was written is complete, see :class:`_Written`."""
 
     def restore(self, directory: FilePath, args: ModelRestore) -> Any:
         """Restores a :class:`ModelRestore`."""
         return restore_into(directory, args)
+
+
+def _off_loop(function: Callable[[], T]) -> T:
+    """Runs what runs a loop; in another thread if this one has a loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(copy_context().run, function).result()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What Orbax waits for, perhaps in a thread: all processes have written their arrays.
+
+    In ``finalize`` of a handler, the first process alone could fail, and the others would wait.
+    """
+
+    folder: FilePath
+    operation: Operation
+    futures: Sequence[Any]
+    finalize: Callable[[], object]
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits, and raises the error of any process."""
+        with self.operation, _writing(self.folder):
+            self.operation.wait_for(lambda: [future.result(timeout) for future in self.futures])
+            self.operation.agree()
+            if self.operation.is_first:
+                _off_loop(self.finalize)
+
+
+@contextlib.contextmanager
+def _writing(folder: FilePath) -> Iterator[None]:
+    """Raises a CheckpointError for the errors of Orbax and TensorStore, which are of many kinds."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"save: {folder} could not be written: {first_line(error)}"
+        ) from error
 
 
 @ocp.args.register_with_handler(ModelHandler, for_save=True)
@@ -266,9 +331,8 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     rename: Mapping[str, str] | None = None
 
 
-def _standard_args(args: ModelSave) -> Any:
+def _standard_args(flat: Flat, arrays: Sequence[NamedArray], has_sums: bool) -> Any:
     """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks."""
-    flat, arrays = check_storable(args.tree)
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
     summed = [None if unsummed(s) is s else unsummed(s) for s in shardings]
@@ -277,7 +341,8 @@ def _standard_args(args: ModelSave) -> Any:
     stored = {name: content for name, content in contents.items() if np.size(content)}
     if not stored:
         raise ValueError("save: expected arrays with at least one element, got none.")
-    sums = checksums(list(stored.values())) if args.checksums else []
+    with progress("checksums"):
+        sums = checksums(list(stored.values())) if has_sums else []
     keys = [array for array in arrays if array.name in stored and is_key(array.leaf)]
     empty = [array for array in arrays if array.name not in stored]  # which Orbax does not store
     totals = zip(map(".".join, stored), sums, strict=False)

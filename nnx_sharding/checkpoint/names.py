@@ -7,6 +7,7 @@ of the flattened ``nnx.state``, where each Variable is a level of its own with t
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,6 +69,12 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
     return arrays
 
 
+def digest(arrays: Iterable[NamedArray]) -> str:
+    """Returns a short text that is the same for arrays of the same names, shapes and dtypes."""
+    kinds = [(x.name, np.shape(x.leaf), str(getattr(x.leaf, "dtype", ""))) for x in arrays]
+    return f"{len(kinds)} of digest {hashlib.sha256(repr(kinds).encode()).hexdigest()[:8]}"
+
+
 def selected(
     caller: str,
     arrays: Sequence[NamedArray],
@@ -112,6 +119,11 @@ def present_sharding(leaf: Any) -> Sharding | None:
 def is_reference(x: object) -> bool:
     """Whether ``x`` refers to an array instead of being one."""
     return _compat.is_ref(x) or _compat.is_hijax_variable(x)
+
+
+def is_global(x: object) -> bool:
+    """Whether ``x`` is an array of which this process does not have all shards."""
+    return isinstance(x, jax.Array) and not is_reference(x) and not x.is_fully_addressable
 
 
 def is_key(x: object) -> bool:

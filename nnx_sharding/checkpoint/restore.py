@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.agreement import Operation
 from ..core.flatten import Flat, flatten
 from ..core.memory import other_memory
 from ..core.place import finish_on_cpu, place_arrays
@@ -40,6 +41,7 @@ from .names import (
     OF_ANOTHER_DTYPE,
     Name,
     NamedArray,
+    digest,
     filled,
     is_castable,
     is_key,
@@ -63,17 +65,20 @@ _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
 
 def restore_into(folder: Any, given: Any) -> Any:
     """Reads and checks everything, then fills the tree of a ``ModelRestore`` and returns it."""
-    flat = flatten(given.tree)
-    if not _compat.trace_is_clean():
-        raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
-    arrays = selected("restore", named_arrays(flat), given.only, is_storable)
-    shardings = _shardings(given.tree, flat, arrays, given.sharding, given.mesh)
-    stored = opened("restore", folder)
-    finder = _Finder(stored, given.rename)
-    targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
-    _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
-    values = load("restore", stored, _wanted(stored, targets))
-    return filled(flat, _converted(targets, values), "restore")
+    with Operation("restore", folder) as operation:
+        flat = flatten(given.tree)
+        if not _compat.trace_is_clean():
+            raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
+        arrays = selected("restore", named_arrays(flat), given.only, is_storable)
+        shardings = _shardings(given.tree, flat, arrays, given.sharding, given.mesh)
+        stored = opened("restore", folder)
+        finder = _Finder(stored, given.rename)
+        targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
+        _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
+        operation.agree(arrays=digest(arrays))
+        values = load("restore", stored, _wanted(stored, targets), operation)
+        converted = _converted(targets, values)
+    return filled(flat, converted, "restore")  # now that no process has failed
 
 
 def _shardings(

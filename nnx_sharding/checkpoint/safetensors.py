@@ -4,21 +4,19 @@
     a shard's region ── tensor_layouts ──► boxes of tensors ── tensor_files ──► runs of bytes
 
 Loading, JAX asks for the region of each shard, and its boxes are read. Saving goes the same way in
-reverse: each process writes the boxes of its shards into files that all share. New files have a
-name of their own until all are complete, so an error leaves the old model.
+reverse: each process writes the boxes of its shards into files that all share, which
+``tensor_release`` publishes once all are complete.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,32 +25,40 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from .. import _compat
+from ..core.agreement import Operation
 from ..core.constrain import sharding_of
 from ..core.flatten import flatten
-from ..core.interrupts import signals_deferred
 from ..core.place import place_arrays
 from ..core.problems import out_of_range
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import unsummed
-from .names import NamedArray, filled, is_reference, named_arrays, present_sharding, selected
-from .stored import FilePath, as_folder, together
+from .names import (
+    NamedArray,
+    digest,
+    filled,
+    is_global,
+    is_reference,
+    named_arrays,
+    present_sharding,
+    selected,
+)
+from .stored import as_folder
 from .tensor_files import (
     INDEX_FILE,
-    MODEL_FILE,
     NAMES,
-    UNFINISHED,
     Region,
     StoredTensor,
     create,
     empty,
-    open_file,
+    open_tensors,
     read_box,
-    stored_tensors,
+    read_header,
     write_box,
 )
 from .tensor_layouts import Placement
 from .tensor_matching import match_tensors
+from .tensor_release import Release, new_release
 from .tensor_rules import Rule, Rules, names_of_array, read_rules
 
 _LOAD, _SAVE = "load_safetensors", "save_safetensors"
@@ -124,34 +130,34 @@ def load_safetensors(
     """
     flat = flatten(model)
     everything = named_arrays(flat)
-    arrays = _weights(_LOAD, everything, only)
-    patterns = read_rules(_LOAD, rules)
-    tensors = stored_tensors(_LOAD, path)
-    head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
-    leaves = {array_path: array.leaf for array_path, array in arrays.items()}
-    filled_by = match_tensors(
-        head, patterns, tensors, leaves, {array.path for array in everything}, cast=cast
-    )
-    parts = {
-        array_path: [(placement, tensors[name]) for placement, name in pairs]
-        for array_path, pairs in filled_by.items()
-    }
-    return filled(flat, _loaded_arrays(arrays, parts), _LOAD)
+    is_alone = not any(is_global(array.leaf) for array in everything)
+    with Operation(_LOAD, os.fspath(path), alone=is_alone) as operation:
+        arrays = _weights(_LOAD, everything, only)
+        patterns = read_rules(_LOAD, rules)
+        leaves = {array_path: array.leaf for array_path, array in arrays.items()}
+        paths = {array.path for array in everything}
+        head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
+        with open_tensors(_LOAD, path) as tensors:
+            filled_by = match_tensors(head, patterns, tensors, leaves, paths, cast=cast)
+            operation.agree(path=str(as_folder(path)), arrays=digest(arrays.values()))
+            parts = {
+                array_path: [(placement, tensors[name]) for placement, name in pairs]
+                for array_path, pairs in filled_by.items()
+            }
+            values = _loaded_arrays(arrays, parts)
+        operation.agree()  # from here on, devices compute together
+        placed = place_arrays(values, [present_sharding(leaf) for leaf in leaves.values()])
+    return filled(flat, zip(arrays.values(), placed, strict=True), _LOAD)
 
 
-def _loaded_arrays(
-    arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts]
-) -> list[tuple[NamedArray, Array]]:
+def _loaded_arrays(arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts]) -> list[Array]:
     """Reads all arrays; an error lists those whose numbers do not fit into the model's dtype."""
-    values: list[tuple[NamedArray, Array]] = []
+    values: list[Array] = []
     overflows = []
-    with contextlib.ExitStack() as stack:
-        used = {tensor.file for pairs in parts.values() for _, tensor in pairs}
-        files = {file: stack.enter_context(open_file(file)) for file in used}
-        advance = stack.enter_context(progress(_LOAD, len(arrays)))
+    with progress(_LOAD, len(arrays)) as advance:
         for path, array in arrays.items():
             misfits: set[str] = set()
-            values.append((array, _loaded(array.leaf, parts[path], files, misfits)))
+            values.append(_loaded(array.leaf, parts[path], misfits))
             if misfits:
                 dtypes = " and ".join(sorted(misfits))
                 overflows.append(f"  {path}: {dtypes} as {array.leaf.dtype}")
@@ -184,14 +190,12 @@ def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[s
     return arrays
 
 
-def _loaded(
-    leaf: Any, parts: Parts, files: Mapping[FilePath, BinaryIO], misfits: set[str]
-) -> Array:
+def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
     """Returns what a leaf becomes, in its sharding; adds dtypes whose numbers do not fit."""
 
     @functools.cache  # devices may hold the same shard
     def read_once(bounds: Region) -> np.ndarray[Any, Any]:
-        return _read(leaf, parts, files, bounds, misfits)
+        return _read(leaf, parts, bounds, misfits)
 
     def read(index: Any) -> np.ndarray[Any, Any]:  # a tuple of slices
         pairs = zip(index, leaf.shape, strict=True)
@@ -203,15 +207,13 @@ def _loaded(
     sharding = present_sharding(leaf)
     if sharding is None:
         return jnp.asarray(read(everything))
-    array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
+    array: jax.Array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
     # Otherwise what is read for the next array would take memory simultaneously.
-    placed: jax.Array = place_arrays([array], [sharding])[0].block_until_ready()
-    return placed
+    jax.block_until_ready(array)
+    return array
 
 
-def _read(
-    leaf: Any, parts: Parts, files: Mapping[FilePath, BinaryIO], bounds: Region, misfits: set[str]
-) -> np.ndarray[Any, Any]:
+def _read(leaf: Any, parts: Parts, bounds: Region, misfits: set[str]) -> np.ndarray[Any, Any]:
     """Returns the values of a region of an array. Dtypes that do not fit go into ``misfits``."""
     result = empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
@@ -220,7 +222,7 @@ def _read(
                 target = part.view(chunk)
                 is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
                 out = target if is_alike else None
-                values = read_box(files[tensor.file], tensor, part.box, out)
+                values = read_box(tensor, part.box, out)
                 if np.may_share_memory(values, target):  # it was read in place, as it is
                     continue
                 values = values.reshape(target.shape)
@@ -310,92 +312,55 @@ def save_safetensors(
             f"{_SAVE}: several processes cannot write one file of {folder}. Save to a file system "
             "that they share, and upload the files."
         )
-    tensors: dict[str, NewTensor] = {}
-
-    def name_tensors() -> None:
+    with Operation(_SAVE, folder) as operation:
         arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
-        tensors.update(_tensors(arrays, read_rules(_SAVE, rules)))
+        tensors = _tensors(arrays, read_rules(_SAVE, rules))
+        operation.agree(path=str(folder), arrays=digest(arrays.values()))
+        groups = _split(tensors, max_shard_size)
+        release, sent = None, None
+        if operation.is_first:
+            release = operation.enter(new_release(folder, len(groups), overwrite=overwrite))
+            _create(release, groups, tensors)
+            sent = [str(release.local), release.files]
+        local, names = operation.agree(sent)
+        with progress(_SAVE, len(tensors)) as advance:
+            for name, group in zip(names, groups, strict=True):
+                _write_file(Path(local, name), {x: tensors[x] for x in group}, advance)
+        operation.agree()
+        if release is not None:
+            release.publish()
 
-    together(_SAVE, folder, name_tensors, everywhere=True)
-    # Objects in a bucket cannot be written in part.
-    place = tempfile.TemporaryDirectory() if is_bucket else contextlib.nullcontext(folder)
-    with progress(_SAVE, len(tensors)) as advance, place as local:
-        writer = _Writer(folder, as_folder(local), tensors, max_shard_size)
-        try:
-            together(_SAVE, folder, lambda: writer.create(overwrite=overwrite))
-            together(_SAVE, folder, lambda: writer.write(advance), everywhere=True)
-        except BaseException:
-            writer.discard()
-            raise
-        together(_SAVE, folder, writer.replace)
+
+def _create(
+    release: Release, groups: Sequence[Sequence[str]], tensors: Mapping[str, NewTensor]
+) -> None:
+    """Creates the files without values, and the index of several files."""
+    for name, group in zip(release.files, groups, strict=True):
+        create(release.local / name, {tensor: tensors[tensor] for tensor in group})
+    if len(groups) > 1:
+        index = {
+            "metadata": {"total_size": sum(x.nbytes for x in tensors.values())},
+            "weight_map": {
+                tensor: name
+                for name, group in zip(release.files, groups, strict=True)
+                for tensor in group
+            },
+        }
+        (release.local / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
-class _Writer:
-    """The new files of a model, which have names of their own until they are complete."""
-
-    def __init__(
-        self,
-        folder: FilePath,
-        local: FilePath,  # where files are written: the folder, or a temporary one for a bucket
-        tensors: Mapping[str, NewTensor],
-        max_shard_size: int,
-    ):
-        self._folder, self._local, self._tensors = folder, local, tensors
-        self._files = _split(tensors, max_shard_size)
-        self._made: list[FilePath] = []  # to delete after an error
-
-    def create(self, *, overwrite: bool) -> None:
-        """Creates the files without values, and the index; on the first process alone."""
-        folder, files = self._folder, self._files
-        folder.mkdir(parents=True, exist_ok=True)
-        present = _model_files(folder) | {name for name in files if (folder / name).exists()}
-        if present and not overwrite:
-            listed = ", ".join(sorted(present))
-            raise CheckpointError(f"{_SAVE}: {folder} has {listed}; overwrite=True replaces it.")
-        self._made = [_unfinished(folder, name) for name in (*files, INDEX_FILE)]
-        for name, names in files.items():
-            create(_unfinished(self._local, name), {n: self._tensors[n] for n in names})
-        if len(files) > 1:
-            index = {
-                "metadata": {"total_size": sum(x.nbytes for x in self._tensors.values())},
-                "weight_map": {tensor: name for name, names in files.items() for tensor in names},
-            }
-            _unfinished(folder, INDEX_FILE).write_text(json.dumps(index, indent=2))
-
-    def write(self, advance: Callable[[str], object]) -> None:
-        """Writes the values that this process has to write."""
-        for name, names in self._files.items():
-            file = _unfinished(self._local, name)
-            stored = stored_tensors(_SAVE, file)
-            with open(file, "r+b") as opened:
-                for tensor in names:
-                    _write(opened, stored[tensor], self._tensors[tensor].parts)
-                    advance(tensor)
-            if self._local != self._folder:
-                file.copy(_unfinished(self._folder, name), overwrite=True)
-                file.unlink()
-
-    def discard(self) -> None:
-        """Deletes what this process has created."""
-        for file in self._made:
-            file.unlink(missing_ok=True)
-
-    def replace(self) -> None:
-        """Gives the new files their names, and deletes old ones that no longer belong there."""
-        folder, new = self._folder, list(self._files)
-        if len(new) > 1:
-            new.append(INDEX_FILE)  # the last: it makes the others a model
-        old = _model_files(folder)
-        with signals_deferred():
-            if not old.isdisjoint(self._files):
-                # Killed now, the folder has no index: better than one of old and of new tensors.
-                (folder / INDEX_FILE).unlink(missing_ok=True)
-            for name in new:
-                _unfinished(folder, name).replace(folder / name)
-            for name in old.difference(new):
-                (folder / name).unlink(missing_ok=True)
+def _write_file(
+    path: Path, tensors: Mapping[str, NewTensor], advance: Callable[[str], object]
+) -> None:
+    """Writes the values of a file that this process has to write."""
+    with path.open("r+b", buffering=0) as file:
+        stored = read_header(_SAVE, path, file)
+        for name, tensor in tensors.items():
+            _write(stored[name], tensor.parts)
+            advance(name)
+        os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
 
 
 class NewTensor(NamedTuple):
@@ -436,7 +401,7 @@ def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTen
     return tensors
 
 
-def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> dict[str, list[str]]:
+def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> list[list[str]]:
     """Returns the names of the tensors in each file."""
     groups: list[list[str]] = [[]]
     total = 0
@@ -446,43 +411,21 @@ def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> dict[str, l
             total = 0
         groups[-1].append(name)
         total += tensor.nbytes
-    if len(groups) == 1:
-        return {MODEL_FILE: groups[0]}
-    count = len(groups)
-    return {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups, 1)}
+    return groups
 
 
-def _model_files(folder: FilePath) -> set[str]:
-    """Finds the files of the model in a folder: the single one, or the index and what it names."""
-    names = {name for name in (MODEL_FILE, INDEX_FILE) if (folder / name).exists()}
-    if INDEX_FILE in names:
-        try:
-            listed = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return names  # not an index: nothing else is known to be of the model
-        # A name with a folder in it is not one of ours.
-        names.update(x for x in listed if type(x) is str and Path(x).name == x)
-    return {name for name in names if (folder / name).is_file()}
-
-
-def _unfinished(folder: FilePath, name: str) -> FilePath:
-    """Returns the name of a file that is not complete, which no reader takes for one of a model."""
-    return folder / f".{name}{UNFINISHED}"
-
-
-def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement, Array]]) -> None:
+def _write(tensor: StoredTensor, parts: Iterable[tuple[Placement, Array]]) -> None:
     """Writes the parts of a tensor that this process holds."""
     for placement, value in parts:
         for bounds, data in _shards(value):
             for chunk_bounds, chunk in _chunks(data, bounds):
                 for part in placement.parts(chunk_bounds):
-                    write_box(file, tensor, part.box, part.view(chunk))
+                    write_box(tensor, part.box, part.view(chunk))
 
 
 def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
     """Yields the regions of an array that this process writes, with their values."""
-    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
-    if not is_global and jax.process_index() != 0:
+    if not is_global(value) and jax.process_index() != 0:
         return  # all processes have the same array, and the first one writes it
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)

@@ -12,6 +12,7 @@ import json
 import operator
 import os
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,13 +20,14 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from .. import _compat
+from ..core.agreement import Operation
 from ..core.flatten import flatten
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, NoCheckpointError
 from ..specs.fitting import suggestion
 from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
-from .stored import DATA, MODEL, FilePath, as_folder, together
+from .stored import DATA, MODEL, FilePath, as_folder
 
 _SUM = ".crc32"  # the ending of the file with the checksum of a state
 
@@ -110,23 +112,30 @@ class Checkpoints:
         self._check_is_next(step, latest)
         if not force and not self.manager.should_save(step):
             return False
-        self.manager.wait_until_finished()  # as `manager.save` does
-        self.manager.reload()
-        newest = together("save", self.manager.directory, self.manager.latest_step)
-        if newest != latest:
-            self._check_is_next(step, newest, " Another job has saved it since this one started.")
-        items: dict[str, Any] = {MODEL: ModelSave(tree, checksums)}
-
-        def check() -> None:
+        with self._operation("save") as operation:
+            operation.agree(step=str(step), directory=str(self.manager.directory))
+            self.manager.wait_until_finished()  # as `manager.save` does
+            self.manager.reload()
+            newest = operation.agree(self.manager.latest_step())
+            if newest != latest:
+                self._check_is_next(step, newest, " Another job has saved it since this started.")
+            # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
             check_storable(tree)
+            items: dict[str, Any] = {MODEL: ModelSave(tree, checksums)}
             if data is not None:
                 items[DATA] = _DataArgs(_encoded(data))
+            operation.agree()
+            args = ocp.args.Composite(**items)
+            with progress(f"save step {step}"):
+                return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
 
-        # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
-        together("save", self.manager.directory, check, everywhere=True)
-        args = ocp.args.Composite(**items)
-        with progress(f"save step {step}"):
-            return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
+    def wait_until_finished(self) -> None:
+        """Waits for what is being written; a CheckpointError if it cannot be."""
+        with self._operation("wait_until_finished", alone=True):
+            self.manager.wait_until_finished()
+
+    def _operation(self, name: str, *, alone: bool = False) -> Operation:
+        return Operation(f"Checkpoints.{name}", self.manager.directory, alone=alone)
 
     def _check_is_next(self, step: int, latest: int | None, cause: str = "") -> None:
         if latest is not None and step <= latest:
@@ -198,36 +207,52 @@ class Checkpoints:
           TypeError: ``tree`` has arrays outside of Variables, which cannot be changed in place.
           CheckpointError: as for :meth:`restore`.
         """
-        flat = flatten(tree)
-        outside = [x.path for x in named_arrays(flat) if x.slot in flat.structure.root_slots]
-        if outside:
-            raise TypeError(
-                "Checkpoints.resume: these arrays belong to no module or Variable and cannot be "
-                f"changed in place: {', '.join(outside)}. Use restore, which returns them."
-            )
-        found = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
-        if found is None:
-            return None
-        for later in sorted(self.manager.all_steps(), reverse=True):
-            if discard_later and later > found[0]:
-                self.manager.delete(later)
-        return found[0]
+        with self._operation("resume"):
+            flat = flatten(tree)
+            outside = [x.path for x in named_arrays(flat) if x.slot in flat.structure.root_slots]
+            if outside:
+                raise TypeError(
+                    "Checkpoints.resume: these arrays belong to no module or Variable and cannot "
+                    f"be changed in place: {', '.join(outside)}. Use restore, which returns them."
+                )
+            found = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
+            if found is None:
+                return None
+            for later in sorted(self.manager.all_steps(), reverse=True):
+                if discard_later and later > found[0]:
+                    self.manager.delete(later)
+            return found[0]
 
     def _restored(self, step: int | None, args: ModelRestore, data: Any) -> tuple[int, Any] | None:
         """Restores a step, and returns it and its tree; None if no step is stored."""
-        self.manager.wait_until_finished()
-        steps = sorted(self.manager.all_steps())
-        if step is None and not steps:
-            return None
-        step = steps[-1] if step is None else operator.index(step)
-        if step not in steps:
-            raise NoCheckpointError(
-                f"Checkpoints: step {step} is not in {self.manager.directory}, only "
-                f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps) or '.'}"
+        with self._operation("restore") as operation:
+            self.manager.wait_until_finished()
+            steps = sorted(self.manager.all_steps())
+            last = steps[-1] if steps else None
+            wanted = last if step is None else operator.index(step)
+            # Without a step, all restore the last one that the first process sees.
+            wanted = operation.agree(
+                wanted,
+                step=str(step),
+                steps="a list of some" if steps else "an empty list",
+                directory=str(self.manager.directory),
             )
+            if wanted is None:
+                return None
+            if wanted not in steps:
+                raise NoCheckpointError(
+                    f"Checkpoints: step {wanted} is not in {self.manager.directory}, only "
+                    f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(wanted, steps) or '.'}"
+                )
+            with progress(f"restore step {wanted}"):
+                return wanted, self._read_or_suggest(wanted, steps, args, data)
+
+    def _read_or_suggest(
+        self, step: int, steps: Sequence[int], args: ModelRestore, data: Any
+    ) -> Any:
+        """Reads a step; an error names the earlier ones."""
         try:
-            with progress(f"restore step {step}"):
-                return step, self._read(step, args, data)
+            return self._read(step, args, data)
         except KeyError as error:
             raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
         except (CheckpointError, FileNotFoundError) as error:
@@ -260,7 +285,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.manager.close()
+        with self._operation("close", alone=True):
+            self.manager.close()
 
 
 class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
@@ -270,11 +296,16 @@ class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
 
     def save(self, directory: FilePath, args: _DataArgs) -> None:
         """Writes the state of this process, and its checksum."""
-        (directory / _file_name()).write_bytes(args.state)
-        (directory / (_file_name() + _SUM)).write_text(str(zlib.crc32(args.state)))
+        with Operation("Checkpoints.save", directory):
+            (directory / _file_name()).write_bytes(args.state)
+            (directory / (_file_name() + _SUM)).write_text(str(zlib.crc32(args.state)))
 
     def restore(self, directory: FilePath, args: _DataArgs) -> bytes:
         """Reads the state of this process."""
+        with Operation("Checkpoints.restore", directory):
+            return self._read(directory)
+
+    def _read(self, directory: FilePath) -> bytes:
         file, sums = directory / _file_name(), directory / (_file_name() + _SUM)
         if not file.exists():
             states = (path.name for path in directory.glob("process_*") if path.suffix != _SUM)

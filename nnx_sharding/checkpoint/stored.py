@@ -3,32 +3,30 @@
 A checkpoint is a folder of Orbax for an ``nnx.state``. What Orbax does not keep is in its metadata,
 under the name of this library: checksums, the kinds of PRNG keys (Orbax stores their words), and
 arrays without elements. One that Orbax wrote alone has none of it, and can be read as well.
-
-Several processes read and write one checkpoint. Each step runs ``together``: it fails on all of
-them if it fails on one, so none waits for another that has raised an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from ..analysis.json_codec import file_path
 from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, table
 from ..analysis.units import bytes_text
+from ..core.agreement import Operation, first_line
+from ..core.publishing import Identity, drafts, identity
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..specs.fitting import unsummed
 from ..specs.paths import path_key, path_string
@@ -43,13 +41,13 @@ VERSION = 1  # of the manifest
 MANIFEST = "nnx_sharding"  # the entry of this library in the metadata of a checkpoint
 
 _NAMES_FILE = "_METADATA"  # Orbax's file with the names of arrays
+# The files of a checkpoint; TensorStore writes each under the second name first.
 _OF_ORBAX = re.compile(
-    r"_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas|commit_success\.txt|d|"
-    r"manifest\.ocdbt|ocdbt\.process_\d+"
+    r"(_METADATA|_CHECKPOINT_METADATA|_sharding|commit_success\.txt|array_metadatas(/process_\d+)?|"
+    r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d(/[0-9a-f]{32})?))(\.__lock)?"
 )
 _BELOW = ("", MODEL, "default")  # Orbax calls the only item of a step "default"
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_MESSAGE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +118,7 @@ class Stored(NamedTuple):
     """An open checkpoint: its folder, Orbax's metadata and its arrays by name."""
 
     folder: FilePath
+    version: Identity  # of the folder, which another process may replace
     tree: Any
     entries: Mapping[Name, Entry]
 
@@ -127,8 +126,9 @@ class Stored(NamedTuple):
 def opened(caller: str, folder: FilePath) -> Stored:
     """Opens a checkpoint; the errors are those of :func:`contents`."""
     try:
+        before = version_of(folder)
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
-        return Stored(folder, metadata.tree, _entries(metadata))
+        return Stored(folder, before, metadata.tree, _entries(metadata))
     except CheckpointError as error:
         raise CheckpointError(f"{caller}: {folder}: {error}") from None
     except Exception as error:
@@ -141,42 +141,9 @@ def as_folder(path: str | os.PathLike[str]) -> FilePath:
     return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 
 
-def beside(folder: FilePath, what: str) -> FilePath:
-    """Returns a path of this library's own, next to a checkpoint."""
-    return folder.parent / f".{folder.name}.nnx_sharding-{what}"
-
-
-def together(
-    caller: str, folder: FilePath, step: Callable[[], Any], *, everywhere: bool = False
-) -> Any:
-    """Runs a step on the first process, or on all, and fails on all of them if it does on one.
-
-    All get the result of the first process, which JSON has to be able to hold. With ``everywhere``
-    the step runs on all of them and has no result.
-    """
-    result: Any = None
-    error: Exception | None = None
-    try:
-        if everywhere or jax.process_index() == 0:
-            result = step()
-    except Exception as caught:
-        error = caught
-        if isinstance(caught, OSError):
-            error = CheckpointError(f"{caller}: cannot use {folder}: {caught}.")
-            error.__cause__ = caught
-    if jax.process_count() > 1:
-        # Collectives need arrays of one shape, so a message has a fixed length.
-        text = json.dumps([None if everywhere else result, error and first_line(error)])
-        sent = np.frombuffer(text.encode().ljust(_MESSAGE_BYTES), np.uint8)
-        received = np.asarray(multihost_utils.process_allgather(sent))
-        answers = [json.loads(bytes(row)) for row in received.reshape(-1, _MESSAGE_BYTES)]
-        result = answers[0][0]
-        failed = next((i for i, (_, text) in enumerate(answers) if text), None)
-        if failed is not None and error is None:
-            error = CheckpointError(f"{caller}: process {failed} failed: {answers[failed][1]}")
-    if error is not None:
-        raise error
-    return result
+def version_of(path: FilePath) -> Identity:
+    """Returns what is different once a file or folder is replaced; None in a bucket."""
+    return None if "://" in str(path) else identity(Path(path))
 
 
 def is_checkpoint(folder: FilePath) -> bool:
@@ -184,15 +151,19 @@ def is_checkpoint(folder: FilePath) -> bool:
     return bool((folder / _NAMES_FILE).exists())
 
 
-def foreign_entries(folder: FilePath) -> list[str]:
-    """Lists the entries of a checkpoint's folder that Orbax did not write."""
-    return sorted(x.name for x in folder.iterdir() if not _OF_ORBAX.fullmatch(x.name))
+def foreign_entries(folder: FilePath, above: str = "") -> Iterator[str]:
+    """Yields what is in a checkpoint's folder, at any depth, that Orbax did not write."""
+    for path in sorted(folder.iterdir()):
+        name = above + path.name
+        if not is_of_orbax(name) or os.path.islink(path):
+            yield name
+        elif path.is_dir():
+            yield from foreign_entries(path, f"{name}/")
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the kind of an error and the beginning of its message."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+def is_of_orbax(path: str) -> bool:
+    """Whether Orbax may have written a file or made a folder, by its path in a checkpoint."""
+    return _OF_ORBAX.fullmatch(path) is not None
 
 
 def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
@@ -201,10 +172,10 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
     if _UNFINISHED in folder.name:
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
     if not folder.exists():
-        begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*"))
+        begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*")) or (
+            "://" not in str(folder) and drafts(Path(folder))
+        )
         hint = " One with this name was begun, but not written completely." if begun else ""
-        old = beside(folder, "old")  # a process died while it replaced it
-        hint += f" The checkpoint that was to be replaced is {old}." if old.exists() else ""
         raise NoCheckpointError(f"{caller}: no checkpoint found at {folder}.{hint}")
     for below in _BELOW:
         if is_checkpoint(folder / below):
@@ -284,7 +255,12 @@ def key_words(keys: jax.Array | StoredArray) -> jax.ShapeDtypeStruct:
     return words
 
 
-def load(caller: str, stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, Any]:
+def load(
+    caller: str,
+    stored: Stored,
+    wanted: Mapping[Name, Sharding | None],
+    operation: Operation,
+) -> dict[Name, Any]:
     """Reads arrays, each process its own shards, and compares their checksums.
 
     ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys come as words.
@@ -305,6 +281,11 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Sharding | None]) ->
         is_cut = isinstance(item, jax.Array) and isinstance(dtype, np.dtype) and item.dtype != dtype
         if entry.checksum is not None and not is_cut:
             summed.append((entry, arrays[name]))
+    if version_of(stored.folder) != stored.version:
+        raise CheckpointError(
+            f"{caller}: another job replaced {stored.folder} while it was read. Read it again."
+        )
+    operation.agree()  # from here on, devices compute together
     sums = checksums([array for _, array in summed])
     wrong = [
         f"  {entry.array.path or 'the root'}"

@@ -13,23 +13,25 @@ for each slice.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..analysis.json_codec import unique_json
+from ..core.publishing import drafts
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
-from .stored import FilePath, as_folder
+from .stored import FilePath, as_folder, version_of
 
 INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
-UNFINISHED = ".unfinished"  # the ending of files that are not complete
 
 DTYPES = {
     "BOOL": "bool",
@@ -69,31 +71,47 @@ class HasShape(Protocol):
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file: where its bytes begin, its shape and dtype."""
+    """One tensor of an open file: where its bytes begin, its shape and dtype."""
 
-    file: FilePath
+    file: BinaryIO
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | str  # a string, the name in the file, if NumPy has no such dtype
 
 
-def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file, or of the files in a folder, by name."""
+@contextlib.contextmanager
+def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[dict[str, StoredTensor]]:
+    """Opens a file, or the files in a folder, and yields their tensors by name.
+
+    Another job may replace the files. Those that are open stay what they are, and if the index has
+    become another one while they were opened, they are opened again.
+    """
     folder = as_folder(path)
+    index = folder / INDEX_FILE
+    for is_last in (False, False, True):
+        version = version_of(index)
+        with contextlib.ExitStack() as files:
+            try:
+                tensors = _indexed(caller, folder, files)
+            except NoCheckpointError:
+                if is_last or version == version_of(index):
+                    raise
+                continue
+            if version == version_of(index):
+                yield tensors
+                return
+    raise CheckpointError(f"{caller}: {folder} is being replaced by other jobs. Load it again.")
+
+
+def _indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """Opens the single file, or those that the index of a folder names."""
     if not (folder / INDEX_FILE).is_file():
-        if (folder / f".{INDEX_FILE}{UNFINISHED}").exists():
-            raise CheckpointError(
-                f"{caller}: {folder} was being replaced when the process was killed. All files are "
-                f"complete: rename each .NAME{UNFINISHED} in it to NAME, {INDEX_FILE} as the last."
-            )
-        return _header(caller, folder / MODEL_FILE if folder.is_dir() else folder)
+        return _opened(caller, folder / MODEL_FILE if folder.is_dir() else folder, files)
     try:
-        located = dict(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"])
-        if outside := [name for name in located.values() if Path(name).name != name]:
-            raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
+        located = read_index(folder)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{caller}: {folder / INDEX_FILE} is damaged: {error!r}") from error
-    inside = {name: _header(caller, folder / name) for name in sorted(set(located.values()))}
+    inside = {name: _opened(caller, folder / name, files) for name in sorted({*located.values()})}
     raise_listed(
         CheckpointError,
         f"{caller}: these tensors are not in the file that {folder / INDEX_FILE} names:",
@@ -102,19 +120,42 @@ def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, Store
     return {name: inside[file][name] for name, file in located.items()}
 
 
-def _header(caller: str, path: FilePath) -> dict[str, StoredTensor]:
+def read_index(folder: FilePath) -> dict[str, str]:
+    """Returns the name of the file of each tensor; the errors are those of wrong JSON data."""
+    located = unique_json((folder / INDEX_FILE).read_bytes())["weight_map"]
+    if type(located) is not dict:
+        raise TypeError(f"weight_map is a {type(located).__name__}")
+    if outside := [name for name in located.values() if Path(name).name != name]:
+        raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
+    return located
+
+
+def _opened(caller: str, path: FilePath, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """Opens a file and reads its header."""
+    try:
+        # A buffer would read eight KiB for a run of one.
+        is_bucket = "://" in os.fspath(path)
+        opened = files.enter_context(
+            path.open("rb") if is_bucket else Path(path).open("rb", buffering=0)  # noqa: SIM115
+        )
+        return read_header(caller, path, opened)
+    except OSError as error:
+        begun = "://" not in str(path) and drafts(Path(path.parent, MODEL_FILE))
+        hint = " Files were begun there, but not written completely." if begun else ""
+        raise NoCheckpointError(
+            f"{caller}: cannot read {path}: {error.strerror or error}.{hint}"
+        ) from error
+
+
+def read_header(caller: str, path: FilePath, file: BinaryIO) -> dict[str, StoredTensor]:
     """Reads the header of a file, which may be of anyone: nothing in it is believed unchecked."""
     try:
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            end = path.stat().length
-            if not 8 < start <= end:
-                raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
-            return _tensors(path, json.loads(file.read(start - 8)), start, end)
-    except OSError as error:
-        raise NoCheckpointError(
-            f"{caller}: cannot read {path}: {error.strerror or error}."
-        ) from error
+        start = 8 + int.from_bytes(file.read(8), "little")
+        end = file.seek(0, os.SEEK_END)
+        if not 8 < start <= end:
+            raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
+        file.seek(8)
+        return _tensors(file, unique_json(file.read(start - 8)), start, end)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{caller}: {path} is damaged, or not a safetensors file: {error}."
@@ -122,7 +163,7 @@ def _header(caller: str, path: FilePath) -> dict[str, StoredTensor]:
 
 
 def _tensors(
-    path: FilePath, entries: Mapping[str, Any], start: int, end: int
+    file: BinaryIO, entries: Mapping[str, Any], start: int, end: int
 ) -> dict[str, StoredTensor]:
     """Returns the tensors of a file, whose bytes have to follow each other without gaps."""
     tensors: dict[str, StoredTensor] = {}
@@ -139,7 +180,7 @@ def _tensors(
         if isinstance(dtype, np.dtype) and last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} has bytes {first} to {last} of {end - start}")
         ranges.append((first, last, name))
-        tensors[name] = StoredTensor(path, start + first, shape, dtype)
+        tensors[name] = StoredTensor(file, start + first, shape, dtype)
     begin = 0
     for first, last, name in sorted(ranges):
         if first != begin:
@@ -166,15 +207,6 @@ def create(path: FilePath, tensors: Mapping[str, HasShape]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def open_file(path: FilePath) -> BinaryIO:
-    """Opens a file to read boxes."""
-    if "://" in os.fspath(path):
-        file: BinaryIO = path.open("rb")
-        return file
-    # A buffer would read eight KiB for a run of one.
-    return open(path, "rb", buffering=0)
-
-
 class Box(NamedTuple):
     """A box of elements of a tensor, whose dimensions may be split into several axes each."""
 
@@ -185,6 +217,12 @@ class Box(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The number of elements along each axis."""
         return tuple(last - first for first, last in self.ranges)
+
+    def check(self) -> None:
+        """Raises an error if the tensor does not have all of it: its bytes are of another one."""
+        for (first, last), size in zip(self.ranges, self.sizes, strict=True):
+            if not 0 <= first <= last <= size:
+                raise CheckpointError(f"{first}:{last} is outside of an axis of size {size}.")
 
     def runs(self) -> tuple[int, list[int]]:
         """Returns the length of its contiguous runs of elements, and where they begin."""
@@ -218,14 +256,15 @@ class Box(NamedTuple):
 
 
 def read_box(
-    file: BinaryIO, tensor: StoredTensor, box: Box, out: np.ndarray[Any, Any] | None = None
+    tensor: StoredTensor, box: Box, out: np.ndarray[Any, Any] | None = None
 ) -> np.ndarray[Any, Any]:
     """Reads a box of a tensor, in the dtype of the tensor and the shape of the box.
 
     If possible, the values are read into ``out``, which has this dtype and is contiguous.
     """
     assert isinstance(tensor.dtype, np.dtype)  # others were refused
-    size = tensor.dtype.itemsize
+    box.check()
+    file, size = tensor.file, tensor.dtype.itemsize
     wide = box.widened(-(-_SHORT // size))
     if out is not None and wide == box:
         data = out.reshape(box.shape)
@@ -238,18 +277,19 @@ def read_box(
         end = done + run * size
         while done < end:
             if not (count := _read_into(file, memory[done:end])):
-                raise CheckpointError(f"{tensor.file} became shorter while it was read.")
+                raise CheckpointError(f"{file.name} became shorter while it was read.")
             done += count
     return data[box.within(wide)]
 
 
-def write_box(file: BinaryIO, tensor: StoredTensor, box: Box, values: np.ndarray[Any, Any]) -> None:
+def write_box(tensor: StoredTensor, box: Box, values: np.ndarray[Any, Any]) -> None:
     """Writes a box of a tensor, of values in its dtype and the shape of the box."""
+    box.check()
     memory, size = np.ascontiguousarray(values).reshape(-1).view("u1").data, values.dtype.itemsize
     run, begins = box.runs()
     for i, begin in enumerate(begins):
-        file.seek(tensor.offset + begin * size)
-        file.write(memory[i * run * size : (i + 1) * run * size])
+        tensor.file.seek(tensor.offset + begin * size)
+        tensor.file.write(memory[i * run * size : (i + 1) * run * size])
 
 
 def _read_into(file: BinaryIO, memory: memoryview) -> int:

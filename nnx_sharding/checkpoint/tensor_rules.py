@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ..errors import raise_listed
 from .tensor_layouts import Axis, Dimensions, Placement, names_in
 
@@ -73,7 +75,8 @@ class Tensor:
         put: Mapping[str, slice | int] | None = None,
         **sizes: int,
     ):
-        options = {"take": dict(take or {}), "put": dict(put or {}), "sizes": sizes}
+        numbers = {axis: _whole(size) for axis, size in sizes.items()}
+        options = {"take": _parts(take), "put": _parts(put), "sizes": numbers}
         vars(self).update(options, path=path, dimensions=dimensions)
         for reason in self._faults():
             raise ValueError(f"Tensor({path!r}, {dimensions!r}): {reason}.")
@@ -110,10 +113,27 @@ class Tensor:
             yield f"give the size in the tensor of {', '.join(unsized)}"
         if any(name in put for group in self.sides(0)[1] for name in group[1:]):
             yield "only the first axis of a dimension can be in put"
-        for x in (*take.values(), *put.values()):
-            is_range = isinstance(x, slice) and x.step in (None, 1)
-            if not isinstance(x, int) and not (is_range and 0 <= (x.start or 0) < (x.stop or 0)):
-                yield f"expected an index or a slice with start < stop, got {x!r}"
+        yield from self._faults_of_numbers()
+
+    def _faults_of_numbers(self) -> Iterator[str]:
+        """Says which sizes and positions are none: bytes beyond an axis are of other tensors."""
+        for axis, size in self.sizes.items():
+            if not _is_number(size) or size < 1:
+                yield f"expected a size of 1 or more for {axis}, got {size!r}"
+        for axis, part in (*self.take.items(), *self.put.items()):
+            if not _is_part(part):
+                yield (
+                    "expected an index of 0 or more, or a slice with 0 <= start < stop, for "
+                    f"{axis}, got {part!r}"
+                )
+        for axis, part in self.take.items():
+            if _bounds(part)[1] > self.sizes[axis]:
+                yield f"{axis} has the size {self.sizes[axis]}, and take is {part!r}"
+        for axis, part in self.put.items():
+            start, stop = _bounds(part)
+            first, last = _bounds(self.take.get(axis, slice(0, self.sizes.get(axis, stop - start))))
+            if stop - start != last - first:
+                yield f"{axis}: {last - first} of the tensor do not fit into {part!r}"
 
     def sides(self, rank: int) -> tuple[Dimensions, Dimensions]:
         """Returns the axes of each dimension of the tensor, and of an array of this rank."""
@@ -169,18 +189,56 @@ class Tensor:
 
     def _axis(self, axis: str, size: int, groups: Sequence[str]) -> Axis:
         """Returns an axis of this size in the array."""
-        index = int(groups[int(axis[1:-1])]) if axis.startswith("{") else self.put.get(axis)
+        index = _number_in(axis, groups) if axis.startswith("{") else self.put.get(axis)
         start, end = (0, size) if index is None else _bounds(index)
         if end > size:
             raise ValueError(
                 f"{axis} has the size {size} in the array, and the tensor is {start}:{end}"
             )
+        if start < 0:
+            raise ValueError(f"{axis} has the negative index {start}")
         is_new = isinstance(index, int)
         begin, stop = _bounds(self.take[axis]) if axis in self.take else (0, end - start)
         total = self.sizes[axis] if axis in self.take else end - start
         if stop > total or stop - begin != end - start:
             raise ValueError(f"{axis}: {begin}:{stop} of {total} does not fit {start}:{end}")
         return Axis(0 if is_new else total, begin, size, start, end - start)
+
+
+def _number_in(axis: str, groups: Sequence[str]) -> int:
+    """Returns the index that ``{0}`` among dimensions is, by the text of a group."""
+    text = groups[int(axis[1:-1])]
+    if not text.isdecimal():
+        raise ValueError(f"{axis} is {text!r}, which is no index of 0 or more")
+    return int(text)
+
+
+def _whole(x: Any) -> Any:
+    """Returns a whole number, also one of NumPy, as an int, and anything else as it is."""
+    return int(x) if isinstance(x, np.integer) else x
+
+
+def _parts(parts: Mapping[str, Any] | None) -> dict[str, slice | int]:
+    """Returns ``take`` or ``put`` with numbers of Python."""
+    return {
+        axis: slice(_whole(x.start), _whole(x.stop), _whole(x.step))
+        if isinstance(x, slice)
+        else _whole(x)
+        for axis, x in dict(parts or {}).items()
+    }
+
+
+def _is_number(x: object) -> bool:
+    return type(x) is int  # neither True nor 1.0
+
+
+def _is_part(x: object) -> bool:
+    """Whether ``x`` is an index, or a slice of which each end is given or can be left out."""
+    if not isinstance(x, slice):
+        return type(x) is int and x >= 0
+    start = 0 if x.start is None else x.start
+    is_whole = _is_number(start) and _is_number(x.stop) and (x.step is None or x.step == 1)
+    return is_whole and 0 <= start < x.stop
 
 
 def _bounds(part: slice | int) -> tuple[int, int]:

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import jax
 
 from ..analysis.hardware import hardware_of
-from ..analysis.json_codec import file_path
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
+from ..core.publishing import write_file
 from ..partition.mesh import on_topology, planning_mesh
 from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
 from ..planning.plan import PlanningResult, plan
@@ -151,7 +151,7 @@ def write(
     if arguments.html is not None:
         write_html(arguments.html, result, title, head)
     if arguments.json not in (None, "-"):
-        file_path(arguments.json).write_text(result.to_json(), encoding="utf-8")
+        write_file(Path(arguments.json), result.to_json().encode())
     # On a terminal with colors and its width; a file or a pipe gets plain text.
     if isinstance(result, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
         from rich.console import Console

@@ -214,7 +214,9 @@ def load(path: str | os.PathLike[str]) -> Exported:
         ) from None
     sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
     types = [[ArrayInfo.of("", aval, None).type for aval in avals] for _, avals in sides]
-    if types != [[info.type for info in infos] for infos, _ in sides]:
+    if manifest.devices != program.nr_devices or types != [
+        [info.type for info in infos] for infos, _ in sides
+    ]:
         raise ExportError(f"{path} has a manifest that does not describe its program.")
     return Exported(manifest, program, content)
 

@@ -11,9 +11,11 @@ import io
 import json
 import os
 import zipfile
+from pathlib import Path
 from typing import Any
 
-from ..analysis.json_codec import file_path
+from ..analysis.json_codec import file_path, unique_json
+from ..core.publishing import write_file
 from ..errors import ExportError
 
 _FORMAT = "nnx_sharding export"
@@ -38,7 +40,7 @@ def write(path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes
             archive.writestr(info, data)
         archive.comment = b"0" * _DIGEST
     sealed = buffer.getvalue()[:-_DIGEST]
-    file_path(path).write_bytes(sealed + _digest(sealed))
+    write_file(Path(path), sealed + _digest(sealed), check=read)
 
 
 def _digest(data: bytes) -> bytes:
@@ -60,7 +62,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
         )
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            manifest, program = json.loads(archive.read(_MANIFEST)), archive.read(_PROGRAM)
+            names = archive.namelist()
+            if len(names) > len(set(names)):
+                raise ValueError("it has a file twice")
+            manifest, program = unique_json(archive.read(_MANIFEST)), archive.read(_PROGRAM)
         found, version, _ = (manifest.pop(key) for key in ("format", "version", "program"))
     except Exception as error:  # zipfile raises errors of many kinds
         raise ExportError(f"{path} is not a file of nnx_sharding.export: {error}.") from None

@@ -156,6 +156,20 @@ class Manifest(Pictured):
     calling_convention: int
     versions: dict[str, str]
 
+    def __post_init__(self) -> None:
+        names = [argument.name for argument in self.arguments]
+        if len(set(names)) < len(names) or not self.updates.keys() <= set(names):
+            raise ValueError(f"arguments {names}, updates {[*self.updates]}")
+        if wrong := [x.mesh for x in (*self.inputs, *self.outputs) if x.mesh not in self._places()]:
+            raise ValueError(f"there is no mesh {wrong[0]}")
+        for argument in self.arguments:
+            check_tree(argument.tree, {"input": len(self.inputs)})
+        for tree in (self.result, *self.updates.values()):
+            check_tree(tree, {"input": len(self.inputs), "output": len(self.outputs)})
+
+    def _places(self) -> set[int | None]:
+        return {None, *range(len(self.meshes))}
+
     def _pictures(self, width: int) -> Iterable[Any]:
         devices = f"{self.devices} device{'s' * (self.devices > 1)}"
         meshes = "".join(f" ({mesh})" for mesh in self.meshes)
@@ -237,6 +251,28 @@ def _plain(key: Any) -> str | int:
     """Returns a key of a path as JSON can hold it."""
     key = plain_key(key)
     return key if type(key) in (str, int) else str(key)
+
+
+def check_tree(tree: Tree, counts: Mapping[str, int]) -> None:
+    """Raises a ValueError unless data has the form of a tree, of so many inputs and outputs."""
+    if tree is None:
+        return
+    if not isinstance(tree, dict) or len(tree) != 1:
+        raise ValueError(f"expected an array or a container, got {tree!r:.100}")
+    [(kind, content)] = tree.items()
+    if kind in counts:
+        if type(content) is not int or not 0 <= content < counts[kind]:
+            raise ValueError(f"there is no {kind} {content!r:.100}")
+        return
+    if kind not in {*_KINDS.values(), "object"} or not isinstance(content, list):
+        raise ValueError(f"expected a container, got {tree!r:.100}")
+    paths = set()
+    for path, part in content:
+        is_path = isinstance(path, list) and all(type(key) in (str, int) for key in path)
+        if not is_path or (kind != "state" and len(path) != 1) or tuple(path) in paths:
+            raise ValueError(f"expected another path than {path!r:.100}")
+        paths.add(tuple(path))
+        check_tree(part, counts)
 
 
 def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:

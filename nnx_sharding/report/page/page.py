@@ -9,10 +9,11 @@ import json
 import os
 import re
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from ...analysis.json_codec import file_path
 from ...analysis.program import ProgramReport
+from ...core.publishing import write_file
 from ..changes import Changes
 from ..comparison import Comparison, load
 
@@ -72,7 +73,7 @@ def write_html(
     path: str | os.PathLike[str], report: Any, title: str | None = None, head: str = ""
 ) -> None:
     """Writes :func:`html_page` to a file, which is replaced if it exists."""
-    file_path(path).write_text(html_page(report, title, head), encoding="utf-8")
+    write_file(Path(path), html_page(report, title, head).encode())
 
 
 def _made_with(report: ProgramReport) -> str:

@@ -1,0 +1,220 @@
+"""Agreement of processes: an operation on files succeeds on all of them, or fails on all.
+
+A process that fails alone would leave the others waiting for it. So each operation is a block, in
+which processes meet at the same points and at the end:
+
+    with Operation("save", folder) as operation:
+        ...                                  # an error here is raised on all processes
+        operation.agree(path=str(folder))    # they are all here, and mean the same path
+        ...
+
+Messages go through the service that connects the processes, not through devices: those of a process
+that failed may have a program to run first, and threads cannot run programs of several processes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+
+from .. import _compat
+from ..errors import CheckpointError, ExportError, NoCheckpointError
+
+T = TypeVar("T")
+
+# How long the others may take: they compile, or write more than this one.
+_PATIENCE = 3600.0  # seconds
+_LAST_PATIENCE = 60.0  # seconds, after another error
+_POLL = 500  # milliseconds, after which is looked whether another process has failed
+
+# The errors that all processes raise if one of them does; instead of others a CheckpointError.
+_KINDS = (CheckpointError, NoCheckpointError, ExportError, FileExistsError, TypeError, ValueError)
+
+_HEARD = "of_all_processes"  # the attribute of errors that were not this process's own
+
+_current: contextvars.ContextVar[Operation | None] = contextvars.ContextVar(
+    "operation", default=None
+)
+_operations = itertools.count()
+
+
+class Operation:
+    """What all processes do together with the files at one place; a context manager.
+
+    Processes have to begin the same operations in the same order. One that begins within the block
+    of another fails with it.
+
+    Args:
+      caller: the function of the user, for messages.
+      place: the path, for messages.
+      alone: whether this process does it without the others.
+    """
+
+    def __init__(self, caller: str, place: object, *, alone: bool = False):
+        self._caller, self._place = caller, place
+        self._is_shared = not alone and jax.process_count() > 1
+        self._parent = _current.get()
+        self._resources = contextlib.ExitStack()
+        self._begun, self._meetings = itertools.count(), itertools.count()
+        numbers = _operations if self._parent is None else self._parent._begun
+        above = "nnx_sharding" if self._parent is None else self._parent._key
+        # The same in all processes; those that are alone do not count.
+        self._key: str = f"{above}/{next(numbers)}" if self._is_shared else ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what only one has to do."""
+        return not self._is_shared or jax.process_index() == 0
+
+    def __enter__(self) -> Operation:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _current.reset(self._token)
+        with self._resources:
+            try:
+                if error is None:
+                    self.agree()
+                elif isinstance(error, OSError) and not isinstance(error, _KINDS):
+                    text = f"{self._caller}: cannot use {self._place}: {error}."
+                    raise CheckpointError(text) from error
+                else:
+                    raise error
+            except BaseException as own:
+                self._leave(own)
+                if own is not error:
+                    raise
+
+    def enter(self, resource: AbstractContextManager[T]) -> T:
+        """Enters a context that ends with the operation, once no process works there any more."""
+        return self._resources.enter_context(resource)
+
+    def _leave(self, error: BaseException) -> None:
+        """Reports an error to the others; the first process waits until they have stopped, too."""
+        if not self._is_shared:
+            return
+        client, index = _compat.distributed_client(), jax.process_index()
+        if not hasattr(error, _HEARD):
+            name = next((kind.__name__ for kind in _KINDS if type(error) is kind), "")
+            report = json.dumps([name, first_line(error)])
+            client.key_value_set(f"{self._key}/failed/{index}", report, True)
+        client.key_value_set(f"{self._key}/left/{index}", "", True)
+        end = time.monotonic() + _LAST_PATIENCE
+        for other in range(jax.process_count()) if index == 0 else ():
+            left = max(1, int(1000 * (end - time.monotonic())))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                client.blocking_key_value_get(f"{self._key}/left/{other}", left)
+
+    def agree(self, value: Any = None, **facts: str) -> Any:
+        """Waits until all processes are here, and returns what the first one gives, a JSON value.
+
+        Raises:
+          ValueError: the facts, such as paths, differ among processes.
+          CheckpointError: another process has failed, or does not come; and other errors as there.
+        """
+        if not self._is_shared:
+            return value
+        client = _compat.distributed_client()
+        key, index = f"{self._key}/{next(self._meetings)}", jax.process_index()
+        if index:
+            client.key_value_set(f"{key}/{index}", json.dumps(facts))
+            verdict = json.loads(self._wait(f"{key}/verdict", 0))
+        else:
+            others = [f"{key}/{i}" for i in range(1, jax.process_count())]
+            given = [facts, *(json.loads(self._wait(x, i)) for i, x in enumerate(others, 1))]
+            verdict = {"value": value, "differ": _differences(given)}
+            client.key_value_set(f"{key}/verdict", json.dumps(verdict))
+            for other in others:  # one short verdict stays for each meeting
+                client.key_value_delete(other)
+        if verdict["differ"]:
+            raise _heard(
+                ValueError(
+                    f"{self._caller}: all processes have to call it with the same arguments, but "
+                    f"got {verdict['differ']}."
+                )
+            )
+        return verdict["value"]
+
+    def wait_for(self, function: Callable[[], T]) -> T:
+        """Runs what may wait for another process; if that one fails, raises its error instead."""
+        if not self._is_shared:
+            return function()
+        result = concurrent.futures.Future[T]()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        # Not a pool: the interpreter would wait for its threads at the end.
+        threading.Thread(target=run, daemon=True).start()
+        while True:
+            done, _ = concurrent.futures.wait([result], _POLL / 1000)
+            if done:
+                return result.result()
+            self._raise_errors_of_others()
+
+    def _wait(self, key: str, process: int) -> str:
+        """Returns what another process has written, or raises its error."""
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end:
+            try:
+                return str(_compat.distributed_client().blocking_key_value_get(key, _POLL))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise CheckpointError(f"{self._caller}: {first_line(error)}") from error
+            self._raise_errors_of_others()
+        raise CheckpointError(
+            f"{self._caller}: process {process} did not come within {_PATIENCE:.0f} s. All "
+            "processes have to call it."
+        )
+
+    def _raise_errors_of_others(self) -> None:
+        operation: Operation | None = self
+        while operation is not None:
+            found = _compat.distributed_client().key_value_dir_get(f"{operation._key}/failed/")
+            for key, report in found:
+                name, text = json.loads(report)
+                kind = next((kind for kind in _KINDS if kind.__name__ == name), CheckpointError)
+                process = key.rpartition("/")[2]
+                raise _heard(kind(f"{self._caller}: process {process} failed: {text}"))
+            operation = operation._parent
+
+
+def _heard(error: Exception) -> Exception:
+    """Marks an error that all processes know already."""
+    setattr(error, _HEARD, True)
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the kind of an error and the beginning of its message."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _differences(given: list[Mapping[str, str]]) -> str:
+    """Describes a fact that differs between the first process and another one."""
+    for process, facts in enumerate(given):
+        for name, text in facts.items():
+            if given[0].get(name) != text:
+                return f"the {name} {given[0].get(name)} (process 0) and {text} ({process})"
+    return ""

@@ -1,0 +1,258 @@
+"""Publishing files: at every moment a path holds all of the old content or all of the new.
+
+    model/                           what readers see
+    .model.nnx_sharding-lock         locked by the only writer
+    .model.nnx_sharding-1f6a09c2…/   its draft: what is written, and later what was replaced
+
+A writer locks the path, writes and syncs a draft, and exchanges both in one system call. The system
+unlocks what a killed process had locked, so whoever has the lock knows that all other drafts of
+this path were abandoned, and deletes them. What no writer could have made is never deleted.
+
+Some file systems have no locks. There, drafts have different names, a draft is only published if
+nobody has published another one since it was begun, and abandoned ones stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+from .interrupts import signals_deferred
+
+if sys.platform != "win32":
+    import fcntl
+
+_MARK = ".nnx_sharding-"
+
+# Of `renameat2`, from <linux/fs.h>.
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+
+# What tells that a file or a folder was replaced: inodes are used again, so not they alone.
+Identity: TypeAlias = tuple[int, int, int] | None
+
+
+class Draft:
+    """A folder next to a path, for what is to be published there; a context manager.
+
+    Args:
+      path: what is to be replaced or made. Folders above it that are missing are made, and deleted
+        again if nothing is published.
+      is_ours: whether a writer could have made a file, by its path in the draft. Only these are
+        deleted, so that a draft with anything else stays.
+      sweep: is called with a draft before it is deleted, also with those of killed writers.
+
+    Raises:
+      FileExistsError: another process is writing to this path.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        is_ours: Callable[[str], object],
+        sweep: Callable[[Path], None] = lambda draft: None,
+    ):
+        self.path, self._is_ours, self._sweep = path, is_ours, sweep
+        self._prefix = f".{path.name[:50]}{_MARK}"  # names of files have at most 255 bytes
+        self.folder = path.with_name(self._prefix + secrets.token_hex(8))
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> Draft:
+        with contextlib.ExitStack() as stack:
+            self._make_parents(stack)
+            is_locked = stack.enter_context(_locked(self.path, self._prefix + "lock"))
+            self._was = identity(self.path)
+            if is_locked:
+                for folder in drafts(self.path):
+                    self._delete(folder)
+            stack.callback(self._delete, self.folder)
+            self.folder.mkdir()
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def publish(self, new: Path) -> None:
+        """Puts a file or a folder of the draft at the path; what was there is then in the draft.
+
+        Raises:
+          FileExistsError: somebody else has made or replaced the path since the draft was begun.
+        """
+        sync(new)
+        check_unchanged(self.path, self._was)
+        exchange(new, self.path)
+        sync(self.path.parent, deep=False)
+
+    def _make_parents(self, stack: contextlib.ExitStack) -> None:
+        missing = [x for x in self.path.parents if not x.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            stack.callback(_remove_empty, folder)
+
+    def _delete(self, draft: Path) -> None:
+        self._sweep(draft)
+        for root, _, names in os.walk(draft, topdown=False):
+            for path in (Path(root, name) for name in names):
+                if self._is_ours(path.relative_to(draft).as_posix()):
+                    path.unlink(missing_ok=True)
+            _remove_empty(Path(root))
+
+
+def drafts(path: Path) -> list[Path]:
+    """Returns the drafts of a path that exist, of writers that are busy or were killed."""
+    pattern = re.compile(re.escape(f".{path.name[:50]}{_MARK}") + "[0-9a-f]{16}")
+    if not path.parent.is_dir():
+        return []
+    return [x for x in path.parent.iterdir() if pattern.fullmatch(x.name) and x.is_dir()]
+
+
+def write_file(path: Path, content: bytes, check: Callable[[Path], object] | None = None) -> None:
+    """Writes a file: after an error, the old one is there; a link still names the same file.
+
+    ``check`` may raise an error for the new file before it is published.
+    """
+    path = path.expanduser()
+    if (path.exists() and not path.is_file()) or path.is_relative_to("/dev"):
+        path.write_bytes(content)  # a pipe or a terminal, which nothing can replace
+        return
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    with Draft(target, target.name.__eq__) as draft:
+        new = draft.folder / target.name
+        new.write_bytes(content)
+        if target.exists():
+            shutil.copymode(target, new)
+        if check is not None:
+            check(new)
+        draft.publish(new)
+
+
+def check_unchanged(path: Path, was: Identity) -> None:
+    """Raises an error if a path was made, replaced or deleted since it had this identity."""
+    if identity(path) != was:
+        raise FileExistsError(
+            f"{path} was changed by another job while this one was writing. What is there now is "
+            "complete and was kept; nothing is left of what this job has written."
+        )
+
+
+def identity(path: Path) -> Identity:
+    """Returns what is different once a path is replaced; None if nothing is there."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def sync(path: Path, *, deep: bool = True) -> None:
+    """Waits until a file or a folder, with all that is in it, is on the disk."""
+    if deep and path.is_dir():
+        for child in path.iterdir():
+            sync(child)
+    if path.is_dir() and os.name == "nt":  # which cannot open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of folders, in some file systems
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def exchange(new: Path, path: Path) -> None:
+    """Moves a file or a folder to a path; what was there, a folder at least, is then at ``new``."""
+    if not path.exists():
+        if not _renameat2(new, path, _NOREPLACE):
+            new.rename(path)
+    elif not _renameat2(new, path, _EXCHANGE):
+        if path.is_file():
+            new.replace(path)
+        else:
+            _exchange_folders(new, path)
+
+
+def _exchange_folders(new: Path, path: Path) -> None:
+    """Exchanges folders where no system call does: killed between the renames, none is there."""
+    aside = new.with_name(f"{new.name}.replaced")
+    with signals_deferred():
+        path.rename(aside)
+        try:
+            new.rename(path)
+        except BaseException:
+            aside.rename(path)
+            raise
+        aside.rename(new)
+
+
+def _renameat2(old: Path, new: Path, flags: int) -> bool:
+    """Renames with flags; returns False where the system or the file system cannot do that."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if _IS_LINUX else None
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(new))
+
+
+_IS_LINUX = sys.platform == "linux"
+
+
+def _remove_empty(folder: Path) -> None:
+    """Deletes a folder if nothing is in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(path: Path, name: str) -> Iterator[bool]:
+    """Locks a path by a file next to it; yields False where the file system has no locks."""
+    file = path.with_name(name)
+    descriptor, is_locked = _lock(path, file)
+    try:
+        yield is_locked
+    finally:
+        # Unlinked while it is locked; one who waits to open it gets another file.
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path, file: Path) -> tuple[int, bool]:
+    """Opens and locks a file, which the previous owner may just be deleting."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if sys.platform == "win32":
+                return descriptor, False
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if identity(file) is not None and os.path.samestat(file.stat(), os.fstat(descriptor)):
+                return descriptor, True
+        except BlockingIOError:
+            os.close(descriptor)
+            raise FileExistsError(
+                f"{path} is being written by another job. Nothing of this job has been written."
+            ) from None
+        except FileNotFoundError:  # deleted between two of these lines
+            pass
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                return descriptor, False
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
