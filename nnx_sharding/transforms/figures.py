@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import Mesh
 
 from ..analysis.by_module import ModuleTable
 from ..analysis.collectives import Collectives, collectives_of
@@ -40,6 +41,11 @@ class Figures:
         self._compiled = compiled
         self._stage: jax.stages.Compiled = compiled._stage
         self._plan = compiled._plan
+        self._module_tables: dict[Hardware | None, ModuleTable] = {}  # by the peak figures
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh | None:
+        return mesh_of(self._compiled.shardings())
 
     @functools.cached_property
     def cost(self) -> Cost | None:
@@ -52,9 +58,10 @@ class Figures:
         """What XLA counts, with the body of each loop once."""
         return cost_of(self._stage.cost_analysis(), COMPILED)
 
+    @functools.cached_property
     def memory(self) -> Memory | None:
         """See :meth:`Compiled.memory`."""
-        used = [row for row in self.parameters() if row.used]
+        used = [row for row in self._arguments if row.used]
         by_path = {row.path: row.bytes_per_device for row in used}
         analysis = self._stage.memory_analysis()
         total = getattr(analysis, "argument_size_in_bytes", None)
@@ -70,11 +77,13 @@ class Figures:
 
     def by_module(self, depth: int | None, hardware: Hardware | str | None) -> ModuleTable:
         """See :meth:`Compiled.by_module`."""
-        mesh = mesh_of(self._compiled.shardings())
+        mesh = self._mesh
         peak = None if hardware is None else hardware_of(hardware)
         if hardware is None and mesh is not None:
             peak = HARDWARE.get(mesh.devices.flat[0].device_kind)
-        table = self.dumped.table(self.parameters(), mesh, peak)
+        if peak not in self._module_tables:
+            self._module_tables[peak] = self.dumped.table(self._arguments, mesh, peak)
+        table = self._module_tables[peak]
         return table if depth is None else table.at_depth(depth)
 
     @functools.cached_property
@@ -90,8 +99,7 @@ class Figures:
     @functools.cached_property
     def collectives(self) -> Collectives | None:
         """See :meth:`Compiled.collectives`."""
-        mesh = mesh_of(self._compiled.shardings())
-        return collectives_of(self.module, mesh, self.parameters(), self._updated_paths())
+        return collectives_of(self.module, self._mesh, self._arguments, self._updated_paths())
 
     def _updated_paths(self) -> list[str | None]:
         """Returns, for each output of the program, the path of the Variable that it updates.
@@ -115,7 +123,7 @@ class Figures:
 
     def roofline(self, hardware: Hardware | str) -> Roofline:
         """See :meth:`Compiled.roofline`."""
-        mesh = mesh_of(self._compiled.shardings())
+        mesh = self._mesh
         if mesh is None:
             return roofline_of(self.cost, self.collectives, hardware)
         description, platform = MeshDescription.of(mesh), mesh.devices.flat[0].platform
@@ -128,5 +136,9 @@ class Figures:
 
     def parameters(self) -> ParameterTable:
         """See :meth:`Compiled.parameters`."""
+        return ParameterTable(self._arguments)  # a list, which the caller may change
+
+    @functools.cached_property
+    def _arguments(self) -> ParameterTable:
         used = self._stage.input_shardings[0]
         return argument_rows(self._plan, self._stage.args_info[0], used, self._plan.shardings)

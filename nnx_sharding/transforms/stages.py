@@ -456,7 +456,7 @@ class Compiled(Stage):
 
         Printing it says what holds the peak, and compiles like :meth:`by_module` for this.
         """
-        return self._figures.memory()
+        return self._figures.memory
 
     def by_module(
         self, depth: int | None = None, *, hardware: Hardware | str | None = None
