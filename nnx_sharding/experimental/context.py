@@ -20,6 +20,7 @@ from .. import _compat
 from ..activations.calls import Tag
 from ..partition.optimizer import with_optimizer
 from ..partition.strategies import activations_of, base_specs, mesh_and_axis
+from ..partition.variables import variables
 from ..specs.activation_sharding import InOutSharding
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
@@ -86,12 +87,13 @@ def context_parallel(
       (2, 16, 32)
     """
     mesh, axis = mesh_and_axis("context_parallel", mesh, axis, across_slices=across_slices)
-    specs = base_specs("context_parallel", model, base, mesh)
+    parameters = variables(model)
+    specs = base_specs("context_parallel", parameters, base, mesh)
     rest = PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(rest, axis, rest)
     attention = InOutSharding(spec, input=spec, schedule=_InRing(axis, balanced))
     entries = {_attends: attention, nnx.Embed: spec}
-    return with_optimizer(specs, model, optimizer, activations_of(base).extended(entries))
+    return with_optimizer(specs, parameters, optimizer, activations_of(base).extended(entries))
 
 
 # The second one is not in all releases of Flax.

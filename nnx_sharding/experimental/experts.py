@@ -82,7 +82,8 @@ def expert_parallel(
       P('expert', 'model', None)
     """
     mesh, axes = mesh_and_axes("expert_parallel", mesh, axis, across_slices=across_slices)
-    specs, problems = base_specs("expert_parallel", model, base, mesh), []
+    parameters = variables(model)
+    specs, problems = base_specs("expert_parallel", parameters, base, mesh), []
     experts = _number_of_experts(model) if experts is None else experts
     weights = [*_expert_weights(model, experts, where)]
     for weight, dimension in weights:
@@ -98,7 +99,7 @@ def expert_parallel(
             f"expert_parallel: the model has no weights of {experts} experts: parameters of a "
             f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
         )
-    return with_optimizer(specs, model, optimizer, activations_of(base).extended(kept=axes))
+    return with_optimizer(specs, parameters, optimizer, activations_of(base).extended(kept=axes))
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:

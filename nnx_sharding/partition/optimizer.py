@@ -8,7 +8,7 @@ known which dimensions of the owner it has.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -70,66 +70,74 @@ def optimizer_sharding(
       >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None)
       P(None, 'model')
     """
-    return from_paths(optimizer_specs(optimizer, sharding, model))
+    parameters = None if model is None else variables(model)
+    return from_paths(optimizer_specs(optimizer, sharding, parameters))
 
 
-def optimizer_specs(optimizer: object, sharding: StateSharding, model: object) -> SpecsByPath:
-    """Returns the sharding of each path of an optimizer, as :func:`optimizer_sharding` does."""
+def optimizer_specs(
+    optimizer: object, sharding: StateSharding, parameters: Sequence[NamedVariable] | None
+) -> SpecsByPath:
+    """Returns the sharding of each path of an optimizer, as :func:`optimizer_sharding` does.
+
+    ``parameters`` are those of its model; None for those of the model that the optimizer holds.
+    """
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
     # An `optax.GradientTransformation` is easily passed in place of the optimizer with its state.
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
-    if is_transformation or not any(True for _ in variables(optimizer)):
+    states = [] if is_transformation else variables(optimizer)
+    if not states:
         raise TypeError(
             f"optimizer_sharding: {type(optimizer).__name__} holds no state. Pass "
             "nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
-    if model is None:
+    if parameters is None:
         if not isinstance(optimizer, nnx.ModelAndOptimizer):
             raise ValueError(
                 "optimizer_sharding: the shapes of the parameters are needed. Pass model=..., "
                 "which may be abstract."
             )
-        model = optimizer.model
-    parameters = {parameter.path: parameter for parameter in variables(model)}
+        parameters = variables(optimizer.model)
     specs: SpecsByPath = {}
-    for path, parameter in parameters.items():
-        index, spec = sharding.find(path, parameter.variable)
-        specs[path] = PartitionSpec() if index is None else spec
+    for parameter in parameters:
+        index, spec = sharding.find(parameter.path, parameter.variable)
+        specs[parameter.path] = PartitionSpec() if index is None else spec
     # State without an owner is replicated: on the mesh of the parameters, if all name the same.
     meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs.values()}
     mesh = meshes.pop() if len(meshes) == 1 else None
     replicated = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
     return {
         state.path: replicated if owner is None else _follow(state, owner, specs[owner.path])
-        for state, owner in _with_owners(optimizer, parameters)
+        for state, owner in _with_owners(optimizer, states, parameters)
     }
 
 
-def optimizer_variables(optimizer: object, model: object) -> list[NamedVariable]:
+def optimizer_variables(
+    optimizer: object, parameters: Iterable[NamedVariable]
+) -> list[NamedVariable]:
     """Lists the Variables of an optimizer, with the dimensions of layers that their owners have."""
-    parameters = {parameter.path: parameter for parameter in variables(model)}
     return [
         state if owner is None else state._replace(layers=_follow_layers(state, owner))
-        for state, owner in _with_owners(optimizer, parameters)
+        for state, owner in _with_owners(optimizer, variables(optimizer), parameters)
     ]
 
 
 def _with_owners(
-    optimizer: object, parameters: Mapping[Path, NamedVariable]
+    optimizer: object, states: Iterable[NamedVariable], parameters: Iterable[NamedVariable]
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
     # Optax keeps copies as pytrees of its own, so their places are found by type.
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
     copies = {tuple(plain_key(path_key(key)) for key in keys) for keys, x in leaves if _is_state(x)}
-    for state in variables(optimizer):
+    owners = {parameter.path: parameter for parameter in parameters}
+    for state in states:
         path = state.path
         start = next((n for n in range(len(path) + 1) if path[:n] in copies), None)
         if start is None:  # the longest path that its own ends with
             candidates = (path[n:] for n in range(len(path) + 1))
         else:  # in a copy, the longest one that its own starts with there
             candidates = (path[start:end] for end in range(len(path), start - 1, -1))
-        yield state, next((parameters[x] for x in candidates if x in parameters), None)
+        yield state, next((owners[x] for x in candidates if x in owners), None)
 
 
 def _is_state(x: object) -> bool:
@@ -203,14 +211,14 @@ def _follow_entries(
 
 def with_optimizer(
     specs: SpecsByPath,
-    model: object,
+    parameters: Sequence[NamedVariable],
     optimizer: object,
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
     """Makes the result of a strategy: its specs and, if not None, the optimizer's that follow."""
     if optimizer is not None:
-        specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
+        specs = union(specs, optimizer_specs(optimizer, from_paths(specs), parameters))
     return from_paths(specs, activations, notes)
 
 

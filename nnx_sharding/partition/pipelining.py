@@ -151,7 +151,8 @@ def pipeline(
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(NO_PREFETCH)
     _warn_of_left_out(model, stacks, schedule)
-    specs = base_specs("pipeline", model, base, mesh)
+    parameters = variables(model)
+    specs = base_specs("pipeline", parameters, base, mesh)
     block_specs = _shard_layers(specs, model, stacks, axis, mesh)
     filters = {}
     for path, module in stacks.items():
@@ -160,7 +161,7 @@ def pipeline(
         called = [(*path, number) for number in range(blocks)] or [path]
         own = dataclasses.replace(schedule, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
-    return with_optimizer(specs, model, optimizer, activations.extended(filters))
+    return with_optimizer(specs, parameters, optimizer, activations.extended(filters))
 
 
 def _shard_layers(

@@ -4,9 +4,10 @@ A *strategy* reads the paths, shapes and metadata of a model, never its values, 
 ``StateSharding``. All of them, also those in other files, go the same way::
 
     mesh, axes = mesh_and_axes(name, mesh, axis)         the mesh axes to shard over, checked
-    specs = base_specs(name, model, base, mesh)          path → what `base` has there, else P()
+    parameters = variables(model)                        flattens the model, once
+    specs = base_specs(name, parameters, base, mesh)     path → what `base` has there, else P()
     …                                                    replace entries of this table
-    with_optimizer(specs, model, optimizer, …, notes)    the same for the optimizer's state
+    with_optimizer(specs, parameters, optimizer, …)      the same for the optimizer's state
 
 ``base`` is the result of an earlier strategy, to which this one adds; ``name`` is that of the
 strategy, for messages. A *note* says why an array stays replicated; ``check_sharding`` shows it.
@@ -55,8 +56,9 @@ def replicated(
     Returns:
       For each path the spec of ``base``, else ``P()``.
     """
-    specs = base_specs("replicated", model, base, given_mesh("replicated", mesh))
-    return with_optimizer(specs, model, optimizer, activations_of(base))
+    parameters = variables(model)
+    specs = base_specs("replicated", parameters, base, given_mesh("replicated", mesh))
+    return with_optimizer(specs, parameters, optimizer, activations_of(base))
 
 
 @_compat.api_boundary
@@ -129,10 +131,11 @@ def fsdp(
             "fsdp: prefetch=1 gathers the parameters of the next layer of a Stack, and the model "
             "has none. Make one of its layers: stack(blocks)."
         )
-    specs = base_specs("fsdp", model, base, mesh)
-    notes = _shard_large("fsdp", specs, variables(model), axes, mesh, min_size)
+    parameters = variables(model)
+    specs = base_specs("fsdp", parameters, base, mesh)
+    notes = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
-    return with_optimizer(specs, model, optimizer, activations, notes)
+    return with_optimizer(specs, parameters, optimizer, activations, notes)
 
 
 @_compat.api_boundary
@@ -179,9 +182,10 @@ def zero1(
     This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     mesh, axes = mesh_and_axes("zero1", mesh, axis, across_slices=True)
-    specs = base_specs("zero1", model, base, mesh)
-    state_specs = optimizer_specs(optimizer, from_paths(specs), model)
-    state = optimizer_variables(optimizer, model)
+    parameters = variables(model)
+    specs = base_specs("zero1", parameters, base, mesh)
+    state_specs = optimizer_specs(optimizer, from_paths(specs), parameters)
+    state = optimizer_variables(optimizer, parameters)
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is no state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]
     notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
@@ -237,7 +241,10 @@ def mesh_and_axis(
 
 
 def base_specs(
-    name: str, model: object, base: StateSharding | None, mesh: AnyMesh | None
+    name: str,
+    parameters: Iterable[NamedVariable],
+    base: StateSharding | None,
+    mesh: AnyMesh | None,
 ) -> SpecsByPath:
     """Returns the sharding that ``base`` has for each path of a model, ``P()`` where it has none.
 
@@ -251,7 +258,7 @@ def base_specs(
     specs: SpecsByPath = {}
     misfits = []
     on_indivisible = (base and base.on_indivisible) or "error"
-    for variable in variables(model):
+    for variable in parameters:
         spec = None if base is None else base.find(variable.path, variable.variable)[1]
         for shape in variable.shapes:  # the spec has to fit all arrays of the Variable
             fit = fit_sharding(spec, mesh, shape, on_indivisible=on_indivisible)

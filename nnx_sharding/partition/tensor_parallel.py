@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..specs.filters import Paths
 from ..specs.fitting import axes_of
-from ..specs.paths import Path
+from ..specs.paths import Path, path_string
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, AxisName
 from .layer_styles import Rule, Style, rules_of_layer
@@ -24,7 +24,7 @@ from .strategies import (
     mesh_and_axes,
     shard_dimension,
 )
-from .variables import NamedVariable, SpecsByPath, variables
+from .variables import NamedVariable, SpecsByPath, paths_in, variables
 
 # Keys between a layer and the attribute that says what it is for.
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
@@ -99,18 +99,20 @@ def tensor_parallel(
     arXiv:1909.08053), sequences as by Korthikanti et al. (2022, arXiv:2205.05198).
     """
     mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis, across_slices=across_slices)
-    before = base_specs("tensor_parallel", model, base, mesh)
-    known = {_identity(variable): variable for variable in variables(model)}
+    every = variables(model)
+    before = base_specs("tensor_parallel", every, base, mesh)
+    known = {_identity(variable.path, variable.variable): variable for variable in every}
     specs = dict(before)
     row_layers = list[Path]()  # whose outputs are sums over the axes
     covered = set[Path]()  # the parameters of all layers that have a rule
     # From the inside, so that the rule of attention replaces those of its linear layers.
     for path, layer, name, rule, attributes in _layers(model, known):
+        named = ((path_string(inner), inner, subject) for inner, subject in paths_in(layer))
         parameters = {
-            variable.name: known[_identity(variable, path)]
-            for variable in variables(layer)
-            if _identity(variable, path) in known
-            and (attributes is None or variable.name in attributes)
+            key: known[identity]
+            for key, inner, subject in named
+            if (identity := _identity((*path, *inner), subject)) in known
+            and (attributes is None or key in attributes)
         }
         styles = rule(layer, name) if callable(rule) else rule
         styled, style = _apply_first_style(styles, parameters, before, axes, mesh)
@@ -132,7 +134,7 @@ def tensor_parallel(
         # The outputs: (batch, positions, features).
         activations = activations.extended({Paths(row_layers): PartitionSpec(rest, entry, rest)})
     notes = _notes(known.values(), specs, covered, axes)
-    return with_optimizer(specs, model, optimizer, activations, notes)
+    return with_optimizer(specs, every, optimizer, activations, notes)
 
 
 def _notes(
@@ -167,13 +169,12 @@ def _notes(
     return notes
 
 
-def _identity(variable: NamedVariable, start: Path = ()) -> int | Path:
-    """Returns what identifies a parameter in the model and in a layer at the path ``start``.
+def _identity(path: Path, subject: object) -> int | Path:
+    """Returns what identifies a parameter at a path in the model.
 
     A layer shares its Variables with the model; a bare array is known by its path only.
     """
-    is_variable = isinstance(variable.variable, nnx.Variable)
-    return id(variable.variable) if is_variable else (*start, *variable.path)
+    return id(subject) if isinstance(subject, nnx.Variable) else path
 
 
 def _layers(

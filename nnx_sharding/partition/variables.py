@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..core.flatten import flatten
+from ..core.flatten import Flat, flatten
 from ..core.structure import Structure, VariableEntry, atoms
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.filters import Paths
@@ -109,33 +109,53 @@ def models_unchanged() -> Iterator[None]:
         _KNOWN.reset(token)
 
 
-def variables(tree: object) -> Iterator[NamedVariable]:
-    """Yields the Variables and bare arrays of a model, an optimizer or a pytree, by first path."""
+def variables(tree: object) -> Sequence[NamedVariable]:
+    """Lists the Variables and bare arrays of a model, an optimizer or a pytree, by first path.
+
+    It flattens the tree, which takes most of the time of a strategy for many Variables: a strategy
+    lists those of a model once, and all its stages use the list.
+    """
     known = _KNOWN.get()
     if known is None or not _compat.is_node(tree):
         return _variables(tree)
     if id(tree) not in known:
-        known[id(tree)] = tree, [*_variables(tree)]
-    return iter(known[id(tree)][1])
+        known[id(tree)] = tree, _variables(tree)
+    return known[id(tree)][1]
 
 
-def _variables(tree: object) -> Iterator[NamedVariable]:
+def _variables(tree: object) -> list[NamedVariable]:
     flat = flatten(tree, graph=True)
+    bare_parameters, layers = _bare_parameters(flat.structure), LayerDimensions(flat)
+    named = []
+    for path, subject, slots, is_variable in _places(flat):
+        arrays = tuple(flat.leaves[slot] for slot in slots)
+        is_buffer = not is_variable and bare_parameters.isdisjoint(slots)
+        shape = tuple(getattr(arrays[0], "shape", ()))
+        stacked, is_norm = layers.find(path, subject, slots, shape), layers.is_norm(subject)
+        named.append(NamedVariable(path, subject, arrays, is_buffer, stacked, is_norm))
+    return named
+
+
+def paths_in(layer: object) -> Iterator[tuple[Path, Any]]:
+    """Yields the path of each Variable and array in a layer of a model that has been listed."""
+    if _KNOWN.get() is not None:  # other strategies will ask for the same layer
+        return ((x.path, x.variable) for x in variables(layer))
+    return ((path, subject) for path, subject, *_ in _places(flatten(layer, graph=True)))
+
+
+def _places(flat: Flat) -> Iterator[tuple[Path, Any, Sequence[int], bool]]:
+    """Yields each Variable or bare array in a flattened tree: path, itself, slots, which it is."""
     structure = flat.structure
-    bare_parameters, layers = _bare_parameters(structure), LayerDimensions(flat)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        arrays = tuple(flat.leaves[slot] for slot in location.slots)
         # A Variable of None, or of a pytree without leaves.
-        if not arrays:
+        if not location.slots:
             continue
         index = location.entry  # of the Variable or reference; None for a bare array
-        is_array = index is None or not isinstance(structure.entries[index], VariableEntry)
-        subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
-        is_buffer = is_array and bare_parameters.isdisjoint(location.slots)
-        path = tuple(map(plain_key, location.path))
-        shape = tuple(getattr(arrays[0], "shape", ()))
-        stacked = layers.find(path, subject, location.slots, shape)
-        yield NamedVariable(path, subject, arrays, is_buffer, stacked, layers.is_norm(subject))
+        path, slots = tuple(map(plain_key, location.path)), location.slots
+        if index is not None and isinstance(structure.entries[index], VariableEntry):
+            yield path, flat.objects[index], slots, True
+        else:
+            yield path, flat.leaves[slots[0]], slots, False
 
 
 def _bare_parameters(structure: Structure) -> Set[int]:
