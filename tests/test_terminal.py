@@ -19,7 +19,7 @@ from rich.console import Console
 import reports
 from draws import specs
 from nnx_sharding import StateSharding
-from nnx_sharding.analysis import parameter_table
+from nnx_sharding.analysis import parameter_table, tables
 from nnx_sharding.analysis.parameters import ParameterTable
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
 from nnx_sharding.report import Comparison, ProgramReport, check_sharding, diff
@@ -149,6 +149,26 @@ def test_parameters():
     assert "65536" in str(rows) and "65536" not in text
     assert "shard shape" in text and "shard shape" not in printed(rows, width=80)
     assert rows == list(rows)
+
+
+CELLS = ("", "a", "path/é", "全角", "12345", "███", "x y  z", "a\tb", "a\nb", " lead", "trail ")
+
+
+@given(st.data())
+def test_text_is_laid_out_as_rich_does(data):
+    """``print`` lays tables out itself, since rich is slow for thousands of rows."""
+    count = data.draw(st.integers(1, 4))
+    cell = st.sampled_from(CELLS)
+    row = st.tuples(*[cell | st.builds(tables.text, cell, st.just("blue"))] * count)
+    drawn = tables.table(
+        data.draw(row),
+        data.draw(st.lists(row, max_size=4)),
+        numbers=data.draw(st.integers(0, count)),
+        footer=data.draw(st.none() | row),
+        most=data.draw(st.sampled_from((None, 2))),
+    )
+    by_rich = printed(drawn, width=1000).splitlines()
+    assert tables.drawn(drawn) == "\n".join(line.rstrip() for line in by_rich)
 
 
 def test_names_are_not_markup():

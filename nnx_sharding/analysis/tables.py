@@ -6,14 +6,16 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .units import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.table import Table
     from rich.text import Text
+
+Cell: TypeAlias = "str | Text"
+_WIDTH = 100_000  # of plain text: more columns than any table has
 
 
 class Pictured:
@@ -49,9 +51,21 @@ class Pictured:
 
 
 def drawn(*pictures: RenderableType) -> str:
-    """Pictures as plain text, in as many columns as they need."""
-    lines = _recording(*pictures).export_text().splitlines()
-    return "\n".join(line.rstrip() for line in lines)
+    """Returns pictures as plain text, in as many columns as they need."""
+    return "\n".join(line.rstrip() for picture in pictures for line in _lines(picture))
+
+
+def _lines(picture: RenderableType) -> Iterable[str]:
+    """Lays out a picture as rich does: rich itself takes 0.6 ms for each row of a table."""
+    from rich.text import Text
+
+    if isinstance(picture, Pictured):
+        return itertools.chain.from_iterable(map(_lines, picture._pictures(_WIDTH)))
+    if isinstance(picture, Table):
+        return picture.lines()
+    if isinstance(picture, Text) and len(picture) < _WIDTH:
+        return picture.plain.split("\n")
+    return _recording(picture).export_text().splitlines()
 
 
 def _recording(*pictures: RenderableType) -> Console:
@@ -59,7 +73,7 @@ def _recording(*pictures: RenderableType) -> Console:
     from rich.console import Console
 
     console = Console(
-        file=io.StringIO(), record=True, width=100_000, color_system=None,
+        file=io.StringIO(), record=True, width=_WIDTH, color_system=None,
         force_terminal=False, force_jupyter=False,
     )  # fmt: skip
     for picture in pictures:
@@ -77,41 +91,95 @@ def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None)
     return shown
 
 
+class Table:
+    """A table of texts, which rich draws, and breaks where it is too wide."""
+
+    def __init__(
+        self,
+        header: Sequence[Cell],
+        rows: Iterable[Sequence[Cell]],
+        numbers: int,
+        footer: Sequence[Cell] | None,
+        most: int | None,
+    ):
+        every = [*rows]
+        self._header, self._rows, self._footer = header, every[:most], footer
+        if most is not None and len(every) > most:
+            more = f"… and {len(every) - most} more"
+            self._rows.append((more, *[""] * (len(header) - 1)))
+        self._is_number = [i >= len(header) - numbers for i in range(len(header))]
+
+    def __rich__(self) -> RenderableType:
+        from rich.box import Box
+        from rich.table import Table
+
+        rules = Box("    \n    \n -  \n    \n    \n -  \n    \n    \n")
+        table = Table(
+            box=rules, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="",
+            show_footer=self._footer is not None,
+        )  # fmt: skip
+        footer = self._footer or [""] * len(self._header)
+        for number, (name, sum_, is_number) in enumerate(
+            zip(self._header, footer, self._is_number, strict=True)
+        ):
+            table.add_column(
+                _cell(name),
+                _cell(sum_),
+                justify="right" if is_number else "left",
+                overflow="fold",  # names are never cut off
+                no_wrap=number > 0,  # only the first column, with paths, is broken
+            )
+        for row in self._rows:
+            table.add_row(*map(_cell, row))
+        return table
+
+    def lines(self) -> list[str]:
+        """Lays out the table in full width, with the same result as by rich."""
+        parts = [[self._header], self._rows, [] if self._footer is None else [self._footer]]
+        texts = [[[_plain(cell) for cell in row] for row in part] for part in parts]
+        every = [row for part in texts for row in part]
+        widths = [max(map(_width, column)) for column in zip(*every, strict=True)]
+        # rich keeps one column between the cells, and one to the right of each but the last.
+        rule = " ".join(["-" * (width + 1) for width in widths[:-1]] + ["-" * max(widths[-1], 1)])
+        header, rows, footer = ([self._line(row, widths) for row in part] for part in texts)
+        return [*header, rule, *rows, *([rule, *footer] if footer else [])]
+
+    def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        cells = []
+        for cell, width, is_number in zip(row, widths, self._is_number, strict=True):
+            shown = cell.rstrip()  # though its width counts all of it
+            space = " " * (width - _width(shown))
+            cells.append(space + shown if is_number else shown + space)
+        return "  ".join(cells)
+
+
 def table(
-    header: Sequence[Any],
-    rows: Iterable[Sequence[Any]],
+    header: Sequence[Cell],
+    rows: Iterable[Sequence[Cell]],
     *,
     numbers: int = 0,
-    footer: Sequence[Any] | None = None,
+    footer: Sequence[Cell] | None = None,
     most: int | None = None,
 ) -> Table:
-    """A table of texts, whose last columns may be numbers, with the first ``most`` rows."""
-    from rich.box import Box
-    from rich.table import Table
-
-    rules = Box("    \n    \n -  \n    \n    \n -  \n    \n    \n")
-    table = Table(
-        box=rules, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="",
-        show_footer=footer is not None,
-    )  # fmt: skip
-    for number, name in enumerate(header):
-        table.add_column(
-            _cell(name),
-            _cell("" if footer is None else footer[number]),
-            justify="left" if number < len(header) - numbers else "right",
-            overflow="fold",  # names are never cut off
-            no_wrap=number > 0,  # only the first column, with paths, is broken
-        )
-    rows = [*rows]
-    for row in rows[:most]:
-        table.add_row(*map(_cell, row))
-    if most is not None and len(rows) > most:
-        table.add_row(f"… and {len(rows) - most} more")
-    return table
+    """Makes a table, whose last columns may be numbers, with the first ``most`` rows."""
+    return Table(header, rows, numbers, footer, most)
 
 
-def _cell(content: Any) -> Text:
+def _cell(content: Cell) -> Text:
     return text(content) if isinstance(content, str) else content
+
+
+def _plain(content: Cell) -> str:
+    return printable(content) if isinstance(content, str) else content.plain
+
+
+def _width(content: str) -> int:
+    """Counts the columns of a terminal that a text takes."""
+    if content.isascii():
+        return len(content)
+    from rich.cells import cell_len
+
+    return cell_len(content)
 
 
 def axis_styles(axes: Iterable[str]) -> dict[str, str]:

@@ -189,7 +189,7 @@ def check_sharding(
     if mesh is None and any(isinstance(spec, PartitionSpec) for spec in sharding.shardings):
         raise NoMeshError("check_sharding: a PartitionSpec has no mesh. Pass mesh=...")
     flat = flatten(model)
-    rules = tuple(_rule_text(sharding, rule) for rule in range(len(sharding.names)))
+    rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
     action = on_indivisible or sharding.on_indivisible or "error"
     # What is refused is shown with the part of its spec that fits.
     shown: OnIndivisible = "drop" if action == "error" else action
@@ -198,7 +198,8 @@ def check_sharding(
     decisions = [*_decisions(flat, sharding)]
     rows, indivisible = list[ShardingRow](), list[str]()
     for decision in decisions:
-        for row, is_indivisible in _rows(flat, decision, sharding, fit, strict=action == "error"):
+        strict = action == "error"
+        for row, is_indivisible in _rows(flat, decision, sharding, rules, fit, strict=strict):
             rows.append(row)
             if is_indivisible:
                 indivisible.append(row.path)
@@ -261,6 +262,7 @@ def _rows(
     flat: Flat,
     decision: _Decision,
     sharding: StateSharding,
+    rules: Sequence[str],  # the filters, as texts
     fit: Callable[[Any, tuple[int, ...]], Fit],
     *,
     strict: bool,
@@ -284,7 +286,7 @@ def _rows(
             array,
             fitted.sharding,
             rule=rule,
-            rule_text=None if rule is None else _rule_text(sharding, rule),
+            rule_text=None if rule is None else rules[rule],
             declared=declared,
             why="no rule matches" if is_open else fitted.reasons or None,
             is_fault=is_open or is_refused,
@@ -330,10 +332,6 @@ def _rule_warnings(
         earlier = f"only what rule {', '.join(map(str, by))} before it matches"
         nothing = f"nothing{misspelt(filter_, keys)}"
         yield f"rule {number}, {rules[number]}, matches {earlier if by else nothing}"
-
-
-def _rule_text(sharding: StateSharding, rule: int) -> str:
-    return _ADDRESS.sub("", sharding.names[rule])
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, different in each process
