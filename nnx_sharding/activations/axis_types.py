@@ -1,10 +1,22 @@
-"""Calls of modules with Auto axes in the place of Explicit ones."""
+"""Runs a method of a module with Auto axes where the axes around it are Explicit.
+
+On Explicit axes the type of each array says how it is sharded, and JAX refuses operations whose
+result it cannot type. A strategy infers shardings, so its modules run with Auto axes, as in
+``jax.sharding.auto_axes``::
+
+    inputs   typed on the Explicit axes → the same arrays on Auto axes
+    method   the compiler chooses
+    outputs  get a type again: each unchanged or updated array its old one, new ones by `retype`
+
+New arrays are typed by what is declared for them, and else like the leading dimensions of the first
+input (:func:`output_spec`): those of the batch, which most methods keep.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -15,68 +27,91 @@ from ..core.flatten import flatten
 from ..core.rebuild import rebuild
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
 from ..specs.fitting import axes_of_type, only_axes, spec_axes
+from ..specs.types import AxisName
+
+Inputs = TypeVar("Inputs")
 
 
 def with_auto_axes(
-    tree: Any,
-    call: Callable[[Any], Any],
-    axes: frozenset[Any],
-    leave: Callable[[jax.Array], jax.Array],
-) -> Any:
-    """Calls a function of a tree with some Explicit axes Auto; ``leave`` types what it returns."""
+    inputs: Inputs,
+    call: Callable[[Inputs], object],
+    axes: frozenset[AxisName],
+    retype: Callable[[jax.Array], jax.Array],
+) -> object:
+    """Calls a function while some Explicit axes are Auto.
+
+    Args:
+      inputs: a pytree of arrays, and of modules, which the function may change.
+      call: the function of ``inputs``.
+      axes: the axes.
+      retype: gives a new array of the result its type on the axes outside.
+
+    Returns:
+      What the function returns, with the types of the axes outside.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    retyping = AxisTypeChange.of(mesh, axes, AxisType.Auto, name="activation_shardings")
-    if retyping is None:
-        return call(tree)
-    flat = flatten(tree)
-    arrays = RetypedArrays.of(retyping, flat.leaves)
+    change = AxisTypeChange.of(mesh, axes, AxisType.Auto, name="activation_shardings")
+    if change is None:
+        return call(inputs)
+    before = flatten(inputs)
+    arrays = RetypedArrays.of(change, before.leaves)
     try:
-        after = call_retyped(flat, arrays, call)
+        after = call_retyped(before, arrays, call)
     except BaseException:
-        rebuild(flat._replace(leaves=arrays.inside), flat.leaves, foreign=True)
+        # The modules hold arrays of the Auto axes; a caller that catches the error uses them.
+        rebuild(before._replace(leaves=arrays.inside), before.leaves, foreign=True)
         raise
-    left, untyped = arrays.leave(flat.structure, after)
+    leaves, untyped = arrays.leave(before.structure, after)
     for slot, x in untyped.items():
-        left[slot] = leave(x)
-    return rebuild(after, left, foreign=True)
+        leaves[slot] = retype(x)
+    return rebuild(after, leaves, foreign=True)
 
 
 def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:
-    """How an output is sharded that leaves a call with Auto axes: by ``spec``, as far as it says.
+    """Returns the spec on Explicit axes of an output of a method that ran with Auto axes.
 
-    The rest is like the leading dimensions of the first input; all of it, for the same shape.
+    Args:
+      x: the output.
+      first: the first input with a type.
+      spec: what is known of the output's spec, with ``OPEN`` where nothing is; None for nothing.
+
+    Returns:
+      ``spec``, with open dimensions like those of the input as long as sizes are equal. The last
+      dimension, of features, stays whole, unless all of the shape is that of the input.
     """
-    count = x.ndim if x.shape == first.shape and spec is None else max(x.ndim - 1, 0)
+    is_like = x.shape == first.shape and spec is None
+    count = x.ndim if is_like else max(x.ndim - 1, 0)
     entries = jax.typeof(first).sharding.spec.partitions
     dimensions = zip(x.shape[:count], first.shape, entries, strict=False)
     same = itertools.takewhile(lambda dimension: dimension[0] == dimension[1], dimensions)
     like = PartitionSpec(*(entry for *_, entry in same))
     if spec is None:
         return like
+    # An axis can shard one dimension only.
     free = only_axes(like, {*spec_axes(like)}.difference(spec_axes(spec))).partitions
     pairs = itertools.zip_longest(spec.partitions, free)
     return PartitionSpec(*(new if old is OPEN else old for old, new in pairs))
 
 
 def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
-    """A spec that leaves dimensions without an axis open."""
+    """Returns a spec that leaves dimensions without an axis open."""
     return None if spec is None else PartitionSpec(*(x or OPEN for x in spec.partitions))
 
 
 OPEN = PartitionSpec.UNCONSTRAINED
 
 
-def first_typed(inputs: Any) -> Any:
-    """The first array with a sharding in its type, or None."""
+def first_typed(inputs: object) -> jax.Array | None:
+    """Returns the first array with a sharding over Explicit axes in its type, or None."""
     return next((x for x in arrays_in(inputs) if type_spec(x) is not None), None)
 
 
-def arrays_in(tree: Any) -> list[jax.Array]:
-    """The arrays in a pytree, without those in modules."""
+def arrays_in(tree: object) -> list[jax.Array]:
+    """Lists the arrays in a pytree, without those in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
-def explicit_axes_here() -> frozenset[Any]:
-    """The Explicit axes of the mesh in context."""
+def explicit_axes_here() -> frozenset[AxisName]:
+    """Returns the Explicit axes of the mesh in context."""
     return frozenset(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))

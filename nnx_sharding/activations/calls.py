@@ -1,10 +1,19 @@
-"""Calls of modules during a trace: their names in the program, and a record of their outputs."""
+"""What is known of the calls of modules during a trace.
+
+    Tag       of each module: its path from the user's argument, and what is declared for it
+    Frame     of each call: what was chosen for its arrays; the calls around it are a stack, `FRAME`
+    Calls     of a trace that is made for a report: one `ReturnedArray` for each output
+    Recorder  makes such a trace, later, without the arrays of the call
+
+The paths are also the name scopes of operations, which XLA keeps: so the compiled program says
+which module an operation is of.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -19,6 +28,7 @@ from ..core.plan import Plan
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
+from ..specs.types import Arrays, AxisName
 
 if TYPE_CHECKING:  # a trace needs nothing of `analysis`, which takes long to import
     from ..analysis.parameters import ChosenBy
@@ -41,26 +51,34 @@ class ReturnedArray(NamedTuple):
 class Calls(list[ReturnedArray]):
     """What calls of modules returned during one trace."""
 
+    # By identity: a context of JAX is a part of the keys of its caches, and this one is filled.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
 
-# As part of the keys of JAX's caches it also makes JAX retrace what it has traced before.
+# Where the current trace is recorded. A new record makes JAX trace again what it has traced before.
 RECORD = jax.make_user_context()
 # The innermost call of a module that has not returned yet.
 FRAME: ContextVar[Frame | None] = ContextVar("FRAME", default=None)
 
 
+class VariableSpecs(NamedTuple):
+    """How a Variable of a module is sharded, outside of loops over layers."""
+
+    inside: PartitionSpec  # while the module runs
+    shape: Shape
+    is_gathered: bool  # whether its value is replaced by a gathered one while the module runs
+    outside: PartitionSpec
+
+
 class Tag(NamedTuple):
     """What is known about a module; Flax passes it on with the module."""
 
-    name: str  # of its argument
-    path: Path
-    sources: tuple[ActivationSharding, ...]
-    axes: frozenset[Any]  # over which its own Variables are gathered
-    # The spec of each own Variable while the module runs, its shape outside of loops, whether it is
-    # gathered, and its spec outside.
-    specs: Mapping[Path, tuple[PartitionSpec, Shape, bool, PartitionSpec]]
+    name: str  # of the argument of the user's function that holds it
+    path: Path  # in that argument
+    sources: tuple[ActivationSharding, ...]  # what is declared for it, the user's first
+    axes: frozenset[AxisName]  # over which its own Variables are gathered while it runs
+    specs: Mapping[Path, VariableSpecs]  # of its own Variables
     mesh: Any  # that of the trace
 
     @property
@@ -69,31 +87,32 @@ class Tag(NamedTuple):
         return accessor(self.name, self.path)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.path))
+        return hash((self.name, self.path))  # mappings have none
 
 
 class Frame:
     """One call of a module that has not returned yet."""
 
-    def __init__(self, tag: Tag, module: Any, method: str):
+    def __init__(self, tag: Tag, module: object, method: str):
         self.tag, self.module, self.method = tag, module, method
         self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
         self.is_strict = False  # whether it is an error if they do not fit
         self.is_by_strategy = False  # whether a strategy chose the types of the output
         self.is_outermost = FRAME.get() is None
         self._calls: Calls | None = RECORD.value
-        self._constrained: list[tuple[Any, NamedSharding]] = []
+        # A list, as tracers have no hash, with the arrays, whose ids could be those of dead ones.
+        self._chosen: list[tuple[jax.Array, NamedSharding]] = []
 
-    def constrained(self, x: Any, sharding: NamedSharding) -> None:
-        """Records the sharding that was chosen for an array."""
-        self._constrained.append((x, sharding))
+    def note_sharding(self, x: jax.Array, sharding: NamedSharding) -> None:
+        """Notes the sharding that was chosen for an array."""
+        self._chosen.append((x, sharding))
 
-    def sharding_of(self, x: Any) -> NamedSharding | None:
-        """The sharding that was chosen for an array, or None."""
-        return next((sharding for array, sharding in self._constrained if array is x), None)
+    def sharding_of(self, x: jax.Array) -> NamedSharding | None:
+        """Returns the sharding that was chosen for an array, or None."""
+        return next((sharding for array, sharding in self._chosen if array is x), None)
 
-    def returned(self, out: Any) -> None:
-        """Records what the call returns."""
+    def record(self, out: object) -> None:
+        """Records what the call returns, if the trace is recorded."""
         if self._calls is None:
             return
         path, name = self.tag.accessor, type(self.module).__name__
@@ -102,23 +121,29 @@ class Frame:
             if isinstance(x, jax.Array):
                 aval, output = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.tree_util.keystr(keys)
                 where = path, name, self.method, output
-                self._calls.append(ReturnedArray(*where, aval, *self._sharding(x)))
+                self._calls.append(ReturnedArray(*where, aval, *self._final_sharding(x)))
 
-    def _sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
+    def _final_sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
+        """Returns how an output is sharded, and who decided so."""
         if (sharding := self.sharding_of(x)) is not None:
             return sharding, self.chosen_by
-        of_type = jax.typeof(x).sharding
-        if axes_of_type(of_type.mesh, AxisType.Explicit):
-            return of_type, "strategy" if self.is_by_strategy else "types"
+        typed = jax.typeof(x).sharding
+        if axes_of_type(typed.mesh, AxisType.Explicit):
+            return typed, "strategy" if self.is_by_strategy else "types"
         return None, "compiler"
 
 
 @contextlib.contextmanager
 def in_call(frame: Frame) -> Iterator[Frame]:
-    """Adds the path of a module, below that of the call around it, to names in the program."""
+    """Makes a call the innermost one, and adds its module's path to names in the program.
+
+    Scopes are nested, so a module within the one around it adds only the rest of its path.
+    """
     outer, path = FRAME.get(), frame.tag.accessor
-    inside = path if outer is None else path.removeprefix(outer.tag.accessor)
-    name = (inside.lstrip(".") or frame.method) if inside[:1] in ("", ".", "[") else path
+    rest = path if outer is None else path.removeprefix(outer.tag.accessor)
+    # "model.up" is within "model", but "model_2" is not.
+    is_within = rest[:1] in ("", ".", "[")
+    name = (rest.lstrip(".") or frame.method) if is_within else path
     token = FRAME.set(frame)
     try:
         with jax.named_scope(name):
@@ -130,14 +155,16 @@ def in_call(frame: Frame) -> Iterator[Frame]:
 class Recorder:
     """Traces a function once more, to record the calls of modules in it. It holds no arrays."""
 
-    def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Sequence[Any]):
+    def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Arrays):
         self._fun, self._plan = fun, plan
+        # The trace is made later, perhaps under another mesh.
         mesh = _compat.context_mesh()
         self._mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+        # A trace makes its own modules and Variables, and asks the caller only for static objects.
         static = {*flat.structure.static_indices()}
         self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
-        # The structure holds them weakly.
-        self._held = [one.value for one in flat.structure.identities()]
+        # Kept alive, as the structure holds them weakly.
+        self._identities = [static.value for static in flat.structure.identities()]
         shardings = [x.sharding if is_committed(x) else None for x in leaves]
         types = [x.aval if type(x) is _compat.ArrayImpl else abstract(x) for x in leaves]
         self._types = [*zip(types, shardings, strict=True)]
@@ -145,7 +172,7 @@ class Recorder:
     @functools.cached_property
     def leaves(self) -> list[Any]:
         """The arrays of the call, as abstract ones."""
-        return [abstract(own, sharding) for own, sharding in self._types]
+        return [abstract(aval, sharding) for aval, sharding in self._types]
 
     @functools.cached_property
     def calls(self) -> Calls:

@@ -1,6 +1,13 @@
 """Passes the calls of modules to a handler while a function is traced.
 
-Each method is replaced for good by a descriptor, which gives the method itself without a handler.
+Models are not written for this, so it changes their classes: each method is replaced by a
+descriptor (:class:`Method`), once and for good, since other threads may call the class meanwhile.
+The handler is in a context variable, so it is that of one thread and one trace:
+
+    module.method(x)                        the user's code
+      Method.__get__                        without a handler here: the method itself
+      Method.__call__                       with one:
+        handler(module, name, call, …)      `call` is the method, bound; the handler calls it
 """
 
 from __future__ import annotations
@@ -15,12 +22,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flax import nnx
 
-# Called in place of a method, with the module, the name of the method, the bound method, and its
-# arguments.
-Handler: TypeAlias = Callable[[Any, str, Callable[..., Any], Any, Any], Any]
+Call: TypeAlias = Callable[..., Any]
+Arguments: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
+# Called instead of a method: with the module, the name of the method, the bound method, and its
+# positional and keyword arguments.
+Handler: TypeAlias = Callable[[Any, str, Call, Arguments, Keywords], Any]
 
 
 class _Current(NamedTuple):
+    """The handler in a context."""
+
     handler: Handler
     named: frozenset[str]  # the methods to intercept besides __call__ and public ones
 
@@ -29,42 +41,46 @@ _CURRENT: contextvars.ContextVar[_Current | None] = contextvars.ContextVar("hand
 
 
 class Method:
-    """A method of a module class, in the place of the original one."""
+    """A descriptor that replaces a method of a class of modules."""
 
-    __slots__ = ("_name", "_replacement", "original")
+    __slots__ = ("_intercepted", "_name", "original")
 
     def __init__(self, name: str, original: Any):
         self._name, self.original = name, original
 
-        def replacement(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def intercepted(module: object, /, *args: Any, **kwargs: Any) -> Any:
             return self(module, *args, **kwargs)
 
-        # Without its attributes: `nnx.capture` marks methods with one.
-        self._replacement = functools.update_wrapper(replacement, original, updated=())
+        # A function, as libraries ask for the signature and `__wrapped__` of methods. Without the
+        # attributes of the original: `nnx.capture` marks methods with one.
+        self._intercepted = functools.update_wrapper(intercepted, original, updated=())
 
-    def __get__(self, module: Any, kind: Any = None) -> Any:
+    def __get__(self, module: object, kind: type | None = None) -> Any:
         current = _CURRENT.get()
         if current is None or not _is_method(self._name, self.original, current.named):
             return self.original.__get__(module, kind)
         if module is None:
-            return self._replacement
-        return types.MethodType(self._replacement, module)
+            return self._intercepted
+        return types.MethodType(self._intercepted, module)
 
-    def __call__(self, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: object, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the method of a module, by the handler if there is one."""
         current, call = _CURRENT.get(), self.original.__get__(module, type(module))
         # A method called through `super()` is part of the subclass's method.
-        if current is None or not isinstance(module, _KINDS) or not self._is_in(type(module)):
+        if current is None or not isinstance(module, _KINDS) or not self._is_method_of(module):
             return call(*args, **kwargs)
         return current.handler(module, self._name, call, args, kwargs)
 
-    def _is_in(self, kind: type) -> bool:
-        """Whether it is the method of a class, perhaps wrapped, and not one that is overridden."""
-        owner = next((base for base in kind.__mro__ if self._name in vars(base)), kind)
-        found = vars(owner).get(self._name)
-        while found is not None and type(found) is not Method:
-            found = getattr(found, "__wrapped__", None)
-        return found is self
+    def _is_method_of(self, module: object) -> bool:
+        """Returns whether it is what the module has by this name, and not overridden there.
+
+        A decorator may have wrapped it after it was put into the class.
+        """
+        owners = (base for base in type(module).__mro__ if self._name in vars(base))
+        method = vars(next(owners, type(module))).get(self._name)
+        while method is not None and type(method) is not Method:
+            method = getattr(method, "__wrapped__", None)
+        return method is self
 
     def __getattr__(self, name: str) -> Any:  # such as the mark of `nnx.capture`
         return getattr(self.original, name)
@@ -74,16 +90,28 @@ class Method:
 
 
 def handler_here() -> Handler | None:
-    """The current handler of the calls of modules."""
+    """Returns the current handler of the calls of modules, or None."""
     current = _CURRENT.get()
     return None if current is None else current.handler
 
 
 def with_handler(
-    handler: Handler, named: Collection[str], fun: Callable[..., Any], /, *args: Any, **kwargs: Any
+    handler: Handler, named: Collection[str], fun: Call, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function, and passes calls of modules, ``named`` methods too, to a handler."""
+    """Calls a function, and passes the calls of modules in it to a handler.
+
+    Args:
+      handler: the handler. It may call the one around it (:func:`handler_here`).
+      named: methods to pass on as well though their names are private.
+      fun: the function.
+      *args: its arguments.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      What the function returns.
+    """
     outer = _CURRENT.get()
+    # Those that an outer handler wants stay intercepted.
     named = frozenset(named) if outer is None else outer.named.union(named)
     for kind in _module_types():
         for name, value in [*vars(kind).items()]:
@@ -96,28 +124,34 @@ def with_handler(
         _CURRENT.set(outer)
         return out
 
-    # In a context of its own, which ends with the call wherever an interrupt arrives.
+    # In a context of its own, which ends with the call wherever an interrupt arrives: a `finally`
+    # that resets the variable may be interrupted itself.
     context = contextvars.copy_context()
     out = context.run(call)
-    for variable, value in context.items():  # those that the function has set
+    for variable, value in context.items():  # what the function has set is to stay
         if variable.get(context) is not value:
             variable.set(value)
     return out
 
 
 def original_of(method: Any) -> Any:
-    """The method of a class as it was defined."""
+    """Returns a method of a class as it was defined."""
     return method.original if type(method) is Method else method
 
 
-_KINDS = (nnx.Module, nnx.Optimizer)
+_KINDS = (nnx.Module, nnx.Optimizer)  # whose methods are intercepted
 _NOT_METHODS = (staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
+# Packages with bases of modules, such as `typing.Generic`, that are not changed: no method of
+# theirs is a call of a module.
 _FOREIGN = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
 
 
 def _module_types() -> Iterator[type]:
-    """All existing classes of these kinds, and the classes from which they inherit methods."""
+    """Yields all existing classes of these kinds, and the bases from which they inherit methods.
+
+    At each trace anew, since classes may have been defined after the last one.
+    """
     kinds: set[type] = {nnx.Optimizer}
     pending: list[Any] = [*_KINDS]
     while pending:
@@ -129,12 +163,14 @@ def _module_types() -> Iterator[type]:
 
 
 def _is_foreign(kind: type) -> bool:
-    """Whether a class belongs to Python or JAX, such as ``typing.Generic``."""
+    """Returns whether a class belongs to Python or JAX, such as ``typing.Generic``."""
+    # Not by the name of the module alone, which a user's class may have as well.
     is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
     return is_there and kind.__module__.partition(".")[0] in _FOREIGN
 
 
-def _is_method(name: str, value: Any, named: Collection[str]) -> bool:
+def _is_method(name: str, value: object, named: Collection[str]) -> bool:
+    """Returns whether an attribute of a class is a method to intercept."""
     if name == "__call__" or name in named:
         return hasattr(value, "__get__") and not isinstance(value, _NOT_METHODS)
     is_public = not name.startswith("_") and name not in _OF_EVERY_MODULE

@@ -67,6 +67,7 @@ from ..specs.fitting import (
 )
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
+from ..specs.types import AnyArray, Arrays, AxisName, Objects
 from .axis_types import (
     OPEN,
     arrays_in,
@@ -76,12 +77,19 @@ from .axis_types import (
     output_spec,
     with_auto_axes,
 )
-from .calls import RECORD, Frame, Shape, Tag, in_call
+from .calls import RECORD, Frame, Shape, Tag, VariableSpecs, in_call
 from .constraints import exact_path, refuse_constraint
-from .intercept import handler_here, original_of, with_handler
+from .intercept import Call, Keywords, handler_here, original_of, with_handler
 from .schedules import SCHEDULE_USES, PendingCall, Place, ScheduleUses
 from .updates import update
-from .variables import is_layer, is_parameter, modules_in, own_variables, replaced_values
+from .variables import (
+    Variable,
+    is_layer,
+    is_parameter,
+    modules_in,
+    own_variables,
+    replaced_values,
+)
 from .whole_outputs import WholeOutputs
 
 
@@ -92,7 +100,9 @@ class _TraceContext:
     context must not grow with the model, and declarations are hashed once for each trace.
     """
 
-    def __init__(self, batch_axes: frozenset[Any], within_outermost: dict[Hashable, _TraceContext]):
+    def __init__(
+        self, batch_axes: frozenset[AxisName], within_outermost: dict[Hashable, _TraceContext]
+    ):
         self.batch_axes = batch_axes
         self.used = set[tuple[int, int]]()  # the filters that matched: of which source, and which
         # The contexts within one outermost trace, by their declarations: equal ones share a
@@ -107,8 +117,8 @@ CONTEXT = jax.make_user_context()
 PREFETCHED = jax.make_user_context()
 
 
-def batch_axes_here() -> frozenset[Any]:
-    """The axes that shard the first dimension of the data of the current trace, as far as known."""
+def batch_axes_here() -> frozenset[AxisName]:
+    """Returns the axes that shard the rows of the data of the current trace, as far as known."""
     context = CONTEXT.value
     return frozenset() if context is None else context.batch_axes
 
@@ -124,19 +134,28 @@ _TAGS: Callable[[_Key], AbstractContextManager[None]] = jax.make_user_context()
 _KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
 
 
-class Known(dict[int, tuple[Path, Any]]):
+class Known(dict[int, tuple[Path, object]]):
     """The modules known to a surrounding ``remat`` with filters: by id, path and module."""
 
-    def __init__(self, modules: Mapping[int, tuple[Path, Any]]):
+    def __init__(self, modules: Mapping[int, tuple[Path, object]]):
         super().__init__(modules)
-        self.trace = object()  # JAX keeps this, and so must not keep the modules
+        self.trace = object()  # stands for this object in keys of JAX, which outlive the modules
 
 
 KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
 
-def inherited(objects: Sequence[Any]) -> AbstractContextManager[None]:
-    """Where JAX reuses no trace of modules with other tags, or other paths in a ``remat``."""
+def inherited(objects: Objects) -> AbstractContextManager[None]:
+    """Makes JAX use no trace of modules with other tags, or other paths in a ``remat``.
+
+    A trace of a function of modules depends on both, which none of its arguments shows to JAX.
+
+    Args:
+      objects: the objects among the arguments of the function.
+
+    Returns:
+      A context for its call.
+    """
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
     paths = tuple((x.trace, *(x.get(id(one), (None,))[0] for one in objects)) for x in KNOWN.get())
     if not paths and not any(tags):
@@ -148,14 +167,14 @@ def inherited(objects: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def pass_tags(known: Caller | Flat, built: Built | Flat) -> None:
-    """Passes the declarations for modules on to copies of them, such as in an inner trace."""
+    """Gives copies of modules, such as those in an inner trace, the tags of the originals."""
     for old, new in zip(known.objects, built.objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(new, tag)
 
 
 def pass_paths(caller: Caller, built: Built) -> None:
-    """Passes the paths of modules known to a surrounding ``remat`` on to an inner trace."""
+    """Makes the modules of an inner trace known by the paths that a surrounding ``remat`` knows."""
     for known in KNOWN.get():
         for old, new in zip(caller.objects, built.objects, strict=True):
             if id(old) in known:
@@ -163,10 +182,15 @@ def pass_paths(caller: Caller, built: Built) -> None:
 
 
 @contextlib.contextmanager
-def sharded_activations(
-    plan: Plan, caller: Caller, built: Built, leaves: Sequence[Any]
-) -> Iterator[Callable[..., Any]]:
-    """Shards the activations of modules in a trace; yields what to call for the user's function."""
+def sharded_activations(plan: Plan, caller: Caller, built: Built, leaves: Arrays) -> Iterator[Call]:
+    """Shards the activations of modules in a trace; yields what to call for the user's function.
+
+    Args:
+      plan: what is known of the function.
+      caller: the call that is traced.
+      built: the objects of the trace.
+      leaves: its arrays.
+    """
     assert isinstance(plan.transform, Sharded)
     pass_paths(caller, built)
     scope = Scope(plan, plan.transform, built, leaves)
@@ -174,6 +198,7 @@ def sharded_activations(
         pass_tags(caller, built)
         yield caller.fun
         return
+    # If none is in context, that in the types of the arrays, for what modules ask of it.
     types = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
     mesh = next(types, None) if jax.sharding.get_abstract_mesh().empty else None
     try:
@@ -198,7 +223,7 @@ def sharded_activations(
 class Scope:
     """The handler of the calls of modules during one trace."""
 
-    def __init__(self, plan: Plan, transform: Sharded, built: Built, leaves: Sequence[Any]):
+    def __init__(self, plan: Plan, transform: Sharded, built: Built, leaves: Arrays):
         declared = transform.activation_shardings
         sources = () if declared is None else (declared,)
         self._transform, self._plan, self._built = transform, plan, built
@@ -211,16 +236,18 @@ class Scope:
         manual = transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of single ones
-        self._declared = len(sources)
-        self._roots: dict[int, tuple[Tag, Any]] = {}
+        self._num_declared = len(sources)  # by the user; strategies declare the others
+        # Tags of modules that the function has from elsewhere, by id, with the module itself, so
+        # that no other one gets its id.
+        self._foreign_tags: dict[int, tuple[Tag, object]] = {}
         # Within another trace, that one explains and records.
         self._observes = handler_here() is None and bool(
             self._explicit_axes or RECORD.value is not None
         )
-        self._misfits: dict[str, None] = {}
+        self._misfits: dict[str, None] = {}  # lines for an error, in order, each once
         self._pending: list[PendingCall] = []  # what calls returned that run later
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
-        self._whole = WholeOutputs()
+        self._whole_outputs = WholeOutputs()
         self._tag_arguments(sources)
         self.context = self._context()
 
@@ -243,7 +270,7 @@ class Scope:
         """Whether there is anything to apply, explain or record."""
         return bool(self._sources) or self._observes
 
-    def run(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, fun: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the user's function; a module's method is called as a method."""
         named = {x.method for source in self._sources for x in source.shardings}
         name = getattr(fun, "__name__", "")
@@ -251,16 +278,18 @@ class Scope:
             method = original_of(inspect.getattr_static(type(args[0]), name, None))
             while method is not None and method is not fun:
                 method = original_of(getattr(method, "__wrapped__", None))
-            if method is fun:
+            if method is fun:  # such as `jit(Model.__call__)(model, x)`
                 bound = functools.partial(fun, args[0])
                 fun, args = self, (args[0], name, bound, args[1:], kwargs)
                 kwargs = {}
         out = self._with_uses(named, fun, args, kwargs)
         self._check()  # here, as an error at the end of a block would show frames of contextlib
-        self._whole.warn(self._transform.name, out, strict=self._transform.strict)
+        self._whole_outputs.warn(self._transform.name, out, strict=self._transform.strict)
         return out
 
-    def _with_uses(self, named: set[str], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _with_uses(
+        self, named: set[str], fun: Call, args: tuple[Any, ...], kwargs: Keywords
+    ) -> Any:
         """Calls a function, and reports schedules that it did not use."""
         outer = SCHEDULE_USES.get()
         if outer is not None or not self._schedules:
@@ -275,6 +304,7 @@ class Scope:
         return out
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
+        """Tags the modules in all arguments, and notes the schedules that are given for them."""
         plan, built = self._plan, self._built
         parts = [
             (
@@ -303,9 +333,10 @@ class Scope:
                         self._schedules[name, schedule.module_path(path)] = schedule
 
     def _tag(
-        self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
+        self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: object
     ) -> Tag:
-        specs: dict[Path, Any] = {}
+        """Makes the tag of a module, with the specs of its own Variables."""
+        specs: dict[Path, VariableSpecs] = {}
         batch = self._plan.batch_axes
         named = (batch if source.gather is True else source.gather or () for source in sources)
         axes = self._axes.intersection(axis for axes in named for axis in axes)
@@ -322,14 +353,14 @@ class Scope:
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
                 whole, outside = (with_entries(x, padded(x, len(shape))) for x in (kept, pair[0]))
                 is_gathered = is_parameter(variable) and not axes.isdisjoint(spec_axes(pair[0]))
-                specs[own_path] = whole, shape, is_gathered, outside
+                specs[own_path] = VariableSpecs(whole, shape, is_gathered, outside)
         return Tag(name, path, sources, axes, specs, self._mesh)
 
     def __call__(
-        self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
+        self, module: Any, method: str, call: Call, args: tuple[Any, ...], kwargs: Keywords
     ) -> Any:
         """Calls a method of a module with the shardings chosen for it, or updates an optimizer."""
-        tag = _compat.tag_of(module) or self._root_tag(module)
+        tag = _compat.tag_of(module) or self._tag_foreign(module)
         if isinstance(module, nnx.Optimizer) and method == "update":
             with jax.named_scope(tag.accessor):  # for `by_module`
                 return update(module, call, args, kwargs)
@@ -337,28 +368,29 @@ class Scope:
         is_other = schedule is None and method != "__call__"
         unscheduled = self._schedule(tag, module, "__call__") if is_other else None
         if schedule is not None:
-            tag, module, args = schedule.redirect(tag, module, args, kwargs)
+            tag, module, redirected = schedule.redirect(tag, module, args, kwargs)
             if module is None:  # it runs when a later one is called
-                self._pending.append(args)
-                return args
+                self._pending.append(redirected)
+                return redirected
+            args = redirected
         if (uses := SCHEDULE_USES.get()) is not None and method == "__call__":
             (uses.call if schedule is None else uses.run)(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
             try:
-                out = self._called(frame, schedule, call, args, kwargs)
+                out = self._call_sharded(frame, schedule, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
                 self._refuse_untyped(frame, (args, kwargs), error)
             except ValueError as error:
                 if self._explicit_axes:
                     self._explain(frame, error)
                 raise
-            frame.returned(out)
+            frame.record(out)
         if unscheduled is not None:
             unscheduled.report_other_method(tag, method, args, out)
         return out
 
     def _explain(self, frame: Frame, error: ValueError) -> None:
-        """Says in JAX's error about axis types which module has which, the innermost one first."""
+        """Adds to JAX's error about axis types which module has which, the innermost one first."""
         if _is_explained(error):
             return
         path, name = frame.tag.path, frame.tag.accessor
@@ -370,57 +402,62 @@ class Scope:
             entry = {exact_path(path): as_written}
             error.add_note(f"{name} {_NOTE} activation_shardings={entry!r}.")
 
-    def _schedule(self, tag: Tag, module: Any, method: str) -> CallSchedule | None:
-        """How a strategy runs a call of a method, or None."""
+    def _schedule(self, tag: Tag, module: object, method: str) -> CallSchedule | None:
+        """Returns how a strategy runs a call of a method, or None."""
         found = (x.find_schedule(tag.path, module, method) for x in tag.sources)
         first = next(filter(None, found), None)
         return None if first is None or first.is_running or self._mesh is None else first
 
-    def _called(
+    def _call_sharded(
         self,
         frame: Frame,
         schedule: CallSchedule | None,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Keywords,
     ) -> Any:
+        """Calls a method with the shardings of its input, parameters, axis types and output."""
         if frame.tag.specs:
-            self._whole.begin_layer()
+            self._whole_outputs.begin_layer()
         chosen = self._find(frame)
         if chosen.input is not None and args:
-            args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
+            args = (self._constrain_tree(args[0], chosen.input, frame, "input"), *args[1:])
         if schedule is not None and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
             call = schedule.wrap(frame.module, call, self._mesh, self._plan.batch_axes, ahead)
-        with replaced_values(self._gathered(frame)):
+        with replaced_values(self._gather_variables(frame)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh)
-            if explicit and pair is not None and pair[0].unreduced:  # only Explicit axes can be
+            if explicit and pair is not None and pair[0].unreduced:
+                # Only Explicit axes can be, and only the layer itself can leave out the sum.
                 kwargs = {**kwargs, "out_sharding": only_axes(pair[0], explicit)}
             axes = self._auto_axes(frame, chosen, explicit, (args, kwargs))
 
-            def constrained(*args: Any, **kwargs: Any) -> Any:
+            def call_and_constrain(*args: Any, **kwargs: Any) -> Any:
                 out = call(*args, **kwargs)
                 if chosen.output is not None:
-                    return self._constrained(out, chosen.output, frame, "output")
+                    return self._constrain_tree(out, chosen.output, frame, "output")
                 if explicit and not axes:
-                    return out
+                    return out  # its types say how it is sharded
                 shard = functools.partial(self._shard_columns, frame)
                 return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
 
             if not axes:
-                return constrained(*args, **kwargs)
+                return call_and_constrain(*args, **kwargs)
             frame.is_by_strategy = True
             leave = functools.partial(self._leave_auto_axes, frame, (args, kwargs), axes, mesh)
+            # The module, too, as it holds arrays with types.
             inputs = frame.module, args, kwargs
-            return with_auto_axes(inputs, lambda x: constrained(*x[1], **x[2]), axes, leave)
+            return with_auto_axes(
+                inputs, lambda inside: call_and_constrain(*inside[1], **inside[2]), axes, leave
+            )
 
-    def _shard_columns(self, frame: Frame, x: Any) -> Any:
+    def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
         """Shards an output of a layer on Auto axes like the columns of its kernel."""
-        spec = self._columns(frame, x) if isinstance(x, jax.Array) else None
+        spec = self._spec_of_columns(frame, x) if isinstance(x, jax.Array) else None
         if spec is None:
             return x
-        self._whole.end_layer(x, spec)
+        self._whole_outputs.end_layer(x, spec)
         if self._mesh is None or not any(spec_axes(spec)):
             return x
         [new] = apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])
@@ -429,8 +466,8 @@ class Scope:
     def _leave_auto_axes(
         self,
         frame: Frame,
-        inputs: Any,
-        axes: frozenset[Any],
+        inputs: object,
+        axes: frozenset[AxisName],
         mesh: AbstractMesh,
         x: jax.Array,
     ) -> jax.Array:
@@ -441,29 +478,35 @@ class Scope:
         """
         explicit = axes_of_type(mesh, AxisType.Explicit)
         known, like = frame.sharding_of(x), first_typed(inputs)
+        assert like is not None  # or no axis of the module would be Auto
         spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
-        if spec is None and frame.tag.path and (columns := self._columns(frame, x)):
+        if spec is None and frame.tag.path and (columns := self._spec_of_columns(frame, x)):
             spec = only_axes(columns, explicit)
         new: jax.Array = retype(x, mesh, output_spec(x, like, spec))
         if known is not None:
-            frame.constrained(new, jax.typeof(new).sharding)
+            frame.note_sharding(new, jax.typeof(new).sharding)
         elif frame.is_outermost:
             sizes = {axis: mesh.shape[axis] for axis in axes - self._plan.batch_axes}
-            self._whole.add(frame.tag.accessor, frame.module, new, like, sizes)
+            self._whole_outputs.add(frame.tag.accessor, frame.module, new, like, sizes)
         return new
 
-    def _columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
-        """The spec of an output whose last dimensions are those of the columns of a kernel."""
+    def _spec_of_columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
+        """Returns the spec of an output whose last dimensions are the columns of a kernel.
+
+        A kernel (…, in, out) makes (batch, …, out): its last dimensions have the specs of the
+        kernel's, and all others are open. None if the module has no such kernel.
+        """
         tag = frame.tag
         if not self._explicit_axes or not any(source.infer for source in tag.sources):
             return None
         features = getattr(frame.module, "out_features", None)
-        count = len(features) if isinstance(features, tuple) else 1
+        count = len(features) if isinstance(features, tuple) else 1  # of dimensions of columns
         for path, variable in own_variables(frame.module):
             shape = getattr(_compat.get_value(variable), "shape", ())
             is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
             if is_kernel and path in tag.specs:
-                whole = spec_of_slice(*tag.specs[path][:2], shape)
+                stacked = tag.specs[path]
+                whole = spec_of_slice(stacked.inside, stacked.shape, shape)
                 spec = PartitionSpec(*whole.partitions[-count:])
                 # Axes that are Auto around the model are the compiler's, as on Auto axes alone.
                 free = only_axes(spec, self._explicit_axes.difference(self._plan.batch_axes))
@@ -471,9 +514,18 @@ class Scope:
         return None
 
     def _auto_axes(
-        self, frame: Frame, chosen: InOutSharding, explicit: frozenset[Any], inputs: Any
-    ) -> frozenset[Any]:
-        """The Explicit axes that are Auto in a method: declared so, inferred, or of a layer."""
+        self,
+        frame: Frame,
+        chosen: InOutSharding,
+        explicit: frozenset[AxisName],
+        inputs: tuple[tuple[Any, ...], Keywords],
+    ) -> frozenset[AxisName]:
+        """Returns which Explicit axes are Auto in a method: all or none of them.
+
+        They are if that is declared, and by default where shardings are inferred, and in a layer
+        with a declared output. Methods that get no typed array, or that are told the sharding of
+        their output, run as they are.
+        """
         if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
             return frozenset()
         if chosen.axis_types is not None:
@@ -481,14 +533,15 @@ class Scope:
         tag, module = frame.tag, frame.module
         for source in tag.sources:
             if any(x.axis_types is AxisType.Explicit for x in source.shardings):
-                inside = (((*tag.path, *path), one) for path, one in modules_in(module))
-                if any(source.is_explicit(*one) for one in inside):
+                # Declared for a module inside, which could not run as written on Auto axes.
+                inside = (((*tag.path, *path), inner) for path, inner in modules_in(module))
+                if any(source.is_explicit(path, inner) for path, inner in inside):
                     return frozenset()
         infers = any(source.infer for source in tag.sources)
         is_chosen = infers or (chosen.output is not None and is_layer(module))
         return explicit if is_chosen else frozenset()
 
-    def _refuse_untyped(self, frame: Frame, inputs: Any, error: Exception) -> NoReturn:
+    def _refuse_untyped(self, frame: Frame, inputs: object, error: Exception) -> NoReturn:
         """Raises an error that names the innermost module in which JAX cannot type an operation."""
         module, method = frame.module, frame.method
         values = [_compat.get_value(variable) for _, variable in own_variables(module)]
@@ -498,7 +551,8 @@ class Scope:
         # Suggests what shards the input, but not its last dimension, the features, which the output
         # need not have, nor trailing dimensions that nothing shards.
         sharded = [i for i, axes in enumerate(spec.partitions[:-1]) if axes]
-        entry: Any = PartitionSpec(*spec.partitions[: sharded[-1] + 1 if sharded else 0])
+        entry: PartitionSpec | InOutSharding
+        entry = PartitionSpec(*spec.partitions[: sharded[-1] + 1 if sharded else 0])
         if not is_layer(module):
             entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
         elif method != "__call__":
@@ -517,20 +571,26 @@ class Scope:
         )
         raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
 
-    def _root_tag(self, module: Any) -> Tag:
-        """Tags a module that is not from the arguments, as the root of a path, and all in it."""
-        known = self._roots.get(id(module))
-        if known is None:
+    def _tag_foreign(self, module: object) -> Tag:
+        """Returns the tag of a module that is not from the arguments: the root of a path.
+
+        All modules in it get tags, too. They are kept here, because what the function has captured
+        or made is not to be changed.
+        """
+        if id(module) not in self._foreign_tags:
             sources, name = tuple(self._sources), type(module).__name__
             for path, inner in modules_in(module):
                 if _compat.tag_of(inner) is None:
                     tag = self._tag(name, path, sources, inner)
-                    self._roots.setdefault(id(inner), (tag, inner))
-            known = self._roots[id(module)]
-        return known[0]
+                    self._foreign_tags.setdefault(id(inner), (tag, inner))
+        tag, _ = self._foreign_tags[id(module)]
+        return tag
 
     def _find(self, frame: Frame) -> InOutSharding:
-        """The choice of the first source that has one."""
+        """Returns what the first source that has a filter for the call chooses.
+
+        Filters of all sources that match count as used.
+        """
         chosen = None
         for source in frame.tag.sources:
             index, sharding = source.find(frame.tag.path, frame.module, frame.method)
@@ -539,44 +599,67 @@ class Scope:
                 self.context.used.add((number, index))
                 if chosen is None:
                     chosen, frame.is_strict = sharding, source.strict
-                    frame.chosen_by = "user" if number < self._declared else "strategy"
+                    frame.chosen_by = "user" if number < self._num_declared else "strategy"
         return chosen or _NOTHING
 
-    def _gathered(self, frame: Frame) -> list[tuple[Any, Any]]:
-        """The module's own Variables, with gathered values."""
-        tag, axes = frame.tag, frame.tag.axes
+    def _gather_variables(self, frame: Frame) -> list[tuple[Variable, jax.Array]]:
+        """Returns the module's own Variables that it uses otherwise than they are, with the values.
+
+        Those of a Variable are an array that is gathered over the axes of the module's tag.
+        """
+        tag = frame.tag
         is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
-        if not is_explicit and not axes:
+        if not is_explicit and not tag.axes:
             return []
-        changes: list[tuple[Any, Any]] = []
-        ahead = PREFETCHED.value or ()
+        changes: list[tuple[Variable, jax.Array]] = []
+        ahead = PREFETCHED.value or ()  # what the loop around this has gathered already
         for path, variable in own_variables(frame.module):
             value = _compat.get_value(variable)
             if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
                 continue
-            spec, new = type_spec(value), value
-            if spec is not None:
-                kept = spec
-                if is_parameter(variable) and not axes.isdisjoint(spec_axes(spec)):
-                    kept = with_entries(spec, only_axes(spec, self._axes - axes).partitions)
-                if spec.reduced:  # of which JAX counts some gradients several times
-                    kept = with_reduced(kept, ())
-                if kept != spec:
-                    goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
-                    new = jax.sharding.reshard(value, goal)
-            elif self._mesh is not None and tag.specs.get(path, (None, None, False, None))[2]:
-                here = spec_of_slice(*tag.specs[path][:2], value.shape)
-                goals = [NamedSharding(mesh_here(self._mesh), here)]
-                [new] = apply_shardings([value], goals)
+            new = self._gather(tag, path, variable, value)
             if new is value:
                 continue
+            # Its gradient goes to the same partial sum.
             if found := (partial := PARTIAL.get() or {}).get(id(value)):
                 partial[id(new)] = new, found[1]
             changes.append((variable, new))
         return changes
 
-    def _constrained(self, tree: Any, prefix: Any, frame: Frame, side: str) -> Any:
-        """A pytree of activations with the specs of a prefix."""
+    def _gather(self, tag: Tag, path: Path, variable: Variable, value: jax.Array) -> jax.Array:
+        """Gathers a Variable's value as its module uses it: by its type, else by a constraint."""
+        spec = type_spec(value)
+        if spec is not None:
+            kept = spec
+            if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
+                kept = with_entries(spec, only_axes(spec, self._axes - tag.axes).partitions)
+            if spec.reduced:  # of which JAX counts some gradients several times
+                kept = with_reduced(kept, ())
+            if kept == spec:
+                return value
+            goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
+            gathered: jax.Array = jax.sharding.reshard(value, goal)
+            return gathered
+        known = tag.specs.get(path)
+        if self._mesh is None or known is None or not known.is_gathered:
+            return value
+        inside = spec_of_slice(known.inside, known.shape, value.shape)
+        [gathered] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), inside)])
+        return gathered
+
+    def _constrain_tree(self, tree: Any, prefix: object, frame: Frame, side: str) -> Any:
+        """Constrains what a method takes or returns to the specs declared for it.
+
+        Args:
+          tree: a pytree of activations.
+          prefix: a pytree prefix of it, with specs as leaves; None leaves activations as they are.
+          frame: the call.
+          side: ``input`` or ``output``, for messages.
+
+        Returns:
+          The same pytree with constrained arrays. A prefix of another structure is noted, for the
+          error at the end of the trace that lists all.
+        """
         name = f"{side} of {frame.tag.accessor}"
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
         try:
@@ -585,12 +668,15 @@ class Scope:
             self._misfits[f"{name}: {error}"] = None
             return tree
         new = [
-            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, frame, name), part)
+            jax.tree.map(lambda x, spec=spec: self._constrain_array(x, spec, frame, name), part)
             for part, spec in zip(parts, specs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(treedef, new)
 
-    def _constrained_array(self, x: Any, spec: Any, frame: Frame, name: str) -> Any:
+    def _constrain_array(
+        self, x: AnyArray, spec: PartitionSpec | NamedSharding | None, frame: Frame, name: str
+    ) -> AnyArray:
+        """Constrains an activation to a spec, or to the part of it that fits its shape."""
         if spec is None or not isinstance(x, jax.Array):
             return x
         pair = spec_and_mesh(spec, self._mesh)
@@ -600,15 +686,16 @@ class Scope:
         action = self._transform.on_indivisible
         fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
         if fit.problems:
+            # What a strategy declares is for models of any shape, so there it is no error.
             if frame.is_strict:
                 self._misfits[fit.line(name).strip()] = None
             return x
-        spec = fit.sharding
+        fitted: Any = fit.sharding
         if AxisType.Auto not in mesh.axis_types:  # there JAX does not support UNCONSTRAINED
-            spec = without_unconstrained(spec, x, mesh)
-        sharding = NamedSharding(mesh, spec)
+            fitted = without_unconstrained(fitted, x, mesh)
+        sharding = NamedSharding(mesh, fitted)
         [new] = apply_shardings([x], [sharding])
-        frame.constrained(new, sharding)
+        frame.note_sharding(new, sharding)
         return new
 
     def _check(self) -> None:
@@ -644,14 +731,15 @@ class Scope:
         )
 
 
-def _unused_line(filter_: Any, method: str) -> str:
+def _unused_line(filter_: object, method: str) -> str:
+    """Returns a line about a filter that matched no call, with a hint if it looks like a glob."""
     of = "" if method == "__call__" else f", method {method!r}"
     hint = glob_hint(filter_) if isinstance(filter_, str) else ""
     return f"  {filter_!r}{of}{hint and '.' + hint}"
 
 
 def _is_explained(error: Exception) -> bool:
-    """Whether a module inside has said already that it runs with Auto axes."""
+    """Returns whether a module inside has said already that it runs with Auto axes."""
     return any(_NOTE in note for note in getattr(error, "__notes__", ()))
 
 
@@ -659,6 +747,7 @@ _NOTE = (
     "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
     "reshard or a mesh itself, pass"
 )
+# Messages of JAX about arrays on Auto axes where it wants Explicit ones.
 _USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)
 _NOTHING = InOutSharding()
 
@@ -679,12 +768,12 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
     return PartitionSpec(*max(entries, key=_num_sharded, default=()))
 
 
-def _num_sharded(entries: Sequence[Any]) -> int:
+def _num_sharded(entries: Sequence[object]) -> int:
     return sum(map(bool, entries))
 
 
 def _mesh_of(plan: Plan) -> Any:
-    """The mesh of a trace: that of the transform, of a spec, or the one in context."""
+    """Returns the mesh of a trace: that of the transform, of a spec, or the one in context."""
     if plan.transform.context is not None:
         return plan.transform.context
     meshes = (spec.mesh for spec in plan.object_specs.values() if isinstance(spec, NamedSharding))

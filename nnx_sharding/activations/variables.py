@@ -1,19 +1,27 @@
-"""Modules and their Variables while a call is intercepted: found, read and set without hooks."""
+"""Finds the Variables and submodules of a module, and replaces values for the time of its call.
+
+A trace asks for them at each call of each module, so this reads ``__dict__`` directly, much faster
+than ``nnx.iter_graph``, and no hook of a class (``on_get_value``, ``__getattr__``) runs that the
+user's code would not have run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 
 from .. import _compat
 from ..specs.paths import Path
+from ..specs.types import AnyArray
 
-# The types of most attributes of modules.
+Variable: TypeAlias = "nnx.Variable[Any]"
+
+# The types of most attributes of modules, which hold nothing.
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
 # Found among the base classes: isinstance with abstract base classes would dominate the run time.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
@@ -21,78 +29,93 @@ _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
 _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
-def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
-    """A module's own Variables by path, without those of submodules, random state and caches."""
+def own_variables(module: object) -> Iterator[tuple[Path, Variable]]:
+    """Yields a module's own Variables by path, also those in its lists and dicts.
+
+    Those of submodules are not its own, and random state and caches are no parameters.
+    """
     # In a trace, attributes are sorted: the last one first, so that kernels come before biases.
-    for path, value in reversed([*_held(module, nested=False)]):
+    for path, value in reversed([*_walk(module, into_modules=False)]):
         if _compat.is_variable(value) and _NO_PARAMETERS.isdisjoint(type(value).__mro__):
             yield path, value
 
 
-def is_parameter(variable: Any) -> bool:
-    """Whether a strategy gathers a Variable while its module runs: Params only.
+def is_parameter(variable: Variable) -> bool:
+    """Returns whether a strategy gathers a Variable while its module runs: Params only.
 
     Others are data, such as a cache of keys, and are used as they are sharded.
     """
     return nnx.Param in type(variable).__mro__
 
 
-def modules_in(root: Any) -> Iterator[tuple[Path, Any]]:
-    """A module and those in it, each once, with its first path."""
-    return ((path, value) for path, value in _held(root, nested=True) if _is_node(value))
+def modules_in(root: object) -> Iterator[tuple[Path, Any]]:
+    """Yields a module and all below it, each once, with its first path from ``root``."""
+    return ((path, value) for path, value in _walk(root, into_modules=True) if _is_node(value))
 
 
-def is_layer(module: Any) -> bool:
-    """Whether a module has no submodules."""
+def is_layer(module: object) -> bool:
+    """Returns whether a module has no submodules."""
     return sum(isinstance(inner, nnx.Module) for _, inner in modules_in(module)) == 1
 
 
-def _held(root: Any, *, nested: bool) -> Iterator[tuple[Path, Any]]:
-    """A module and what it holds, by path: in containers and, if nested, in other modules."""
-    seen: set[int] = set()
-    stack: list[tuple[Path, Any]] = [((), root)]
-    while stack:
+def _walk(root: object, *, into_modules: bool) -> Iterator[tuple[Path, Any]]:
+    """Yields ``root`` and what it holds with paths, depth-first; modules only once.
+
+    It goes into containers, and into other modules than ``root`` if ``into_modules``; they are
+    yielded in either case. Plain values, such as numbers and functions, are left out.
+    """
+    seen = set[int]()
+    stack: list[tuple[Path, object]] = [((), root)]
+    while stack:  # no recursion: models may be nested deeply
         path, value = stack.pop()
         if type(value) in _ATOMS or id(value) in seen:
             continue
         if _is_node(value):
-            seen.add(id(value))
+            seen.add(id(value))  # modules may form cycles; lists and dicts in them do not
         yield path, value
-        if nested or value is root or not _CONTAINERS.isdisjoint(type(value).__mro__):
+        is_container = not _CONTAINERS.isdisjoint(type(value).__mro__)
+        if value is root or into_modules or is_container:
+            # The last one is taken from the stack first.
             stack += [((*path, key), part) for key, part in reversed([*_items(value)])]
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
+    # Node types of other libraries may have no __dict__ to read.
     return _compat.is_node(value) and hasattr(value, "__dict__")
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a module or a container holds, by key."""
+def _items(value: object) -> Iterable[tuple[Any, object]]:
+    """Returns what a module or a container holds, by attribute, key or index."""
     if _is_node(value):
-        is_list = isinstance(value, nnx.List)
         attributes = vars(value).items()
-        return [(int(k) if is_list and k.isdigit() else k, part) for k, part in attributes]
+        if isinstance(value, nnx.List):  # whose items are attributes named "0", "1", …
+            return [(int(k) if k.isdigit() else k, part) for k, part in attributes]
+        return attributes
     if isinstance(value, dict):
         return value.items()
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 @contextlib.contextmanager
-def replaced_values(values: Iterable[tuple[Any, Any]]) -> Iterator[None]:
-    """Replaces values of Variables within the block; what is set in it is kept, resharded."""
-    before = [(variable, _compat.get_value(variable), new) for variable, new in values]
-    for variable, _, new in before:
+def replaced_values(values: Iterable[tuple[Variable, jax.Array]]) -> Iterator[None]:
+    """Gives Variables other values within the block, such as gathered ones.
+
+    Afterwards they have their old values again. What the block itself assigned stays, resharded
+    like the old value.
+    """
+    replaced = [(variable, _compat.get_value(variable), new) for variable, new in values]
+    for variable, _, new in replaced:
         _compat.set_value(variable, new)
     try:
         yield
-    finally:
-        for variable, old, new in before:
+    finally:  # also after an error, which the function may catch
+        for variable, old, new in replaced:
             value = _compat.get_value(variable)
             _compat.set_value(variable, old if value is new else resharded(value, old))
 
 
-def resharded(value: Any, like: Any) -> Any:
-    """An array with the sharding in the type of another one of its rank, if that is on a mesh."""
+def resharded(value: AnyArray, like: AnyArray) -> Any:
+    """Reshards an array like another one of its shape, if the type of that has a mesh."""
     new, old = jax.typeof(value), jax.typeof(like)
     sharding = getattr(old, "sharding", None)  # values of a hijax type have none
     if sharding is None or sharding.mesh.empty or new.shape != old.shape:

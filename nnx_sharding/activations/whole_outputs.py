@@ -21,21 +21,25 @@ from jax.sharding import PartitionSpec
 from .. import _compat
 from ..errors import UnshardedWarning, message, warn_or_raise
 from ..specs.fitting import axes_of, padded, spec_axes
+from ..specs.types import AxisName
 from .axis_types import arrays_in
 from .calls import Shape, Tag
 from .variables import modules_in
 
 
-def column_axes(model: Any, size: int) -> frozenset[Any]:
-    """The mesh axes over which a model shards all dimensions of its Variables of this size."""
+def column_axes(model: object, size: int) -> frozenset[AxisName]:
+    """Returns the mesh axes over which a model shards all dimensions of its Variables of a size.
+
+    An output of this size is sharded like these: the logits of a model like its vocabulary.
+    """
     tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
-    pairs = [pair[:2] for tag in tags if tag is not None for pair in tag.specs.values()]
-    entries = [entry for spec, shape in pairs for entry in _entries(spec, shape, size)]
+    variables = [variable for tag in tags if tag is not None for variable in tag.specs.values()]
+    entries = [axes for x in variables for axes in _axes_of_size(x.inside, x.shape, size)]
     return frozenset[Any].intersection(*map(frozenset, entries)) if entries else frozenset()
 
 
-def _entries(spec: PartitionSpec, shape: Shape, size: int) -> list[tuple[Any, ...]]:
-    """The axes of each dimension of a size."""
+def _axes_of_size(spec: PartitionSpec, shape: Shape, size: int) -> list[tuple[AxisName, ...]]:
+    """Lists the axes of each dimension of a size."""
     pairs = zip(padded(spec, len(shape)), shape, strict=True)
     return [axes_of(entry) for entry, length in pairs if length == size]
 
@@ -45,8 +49,8 @@ class _GatheredOutput(NamedTuple):
 
     name: str
     array: jax.Array
-    over: str  # the axes, in words
-    spec: PartitionSpec  # of the output
+    over: str  # the axes over which it is gathered, in words
+    spec: PartitionSpec  # that it has then
 
     def __str__(self) -> str:
         # Only a warning needs `analysis`, which takes long to import.
@@ -62,37 +66,51 @@ class WholeOutputs:
 
     def __init__(self) -> None:
         self._gathered: list[_GatheredOutput] = []
-        self._layer: tuple[int, frozenset[Any]] = 0, frozenset()  # columns of the last one, axes
+        # The last layer that ran: how many columns it has, and the axes that shard them.
+        self._last_layer: tuple[int, frozenset[AxisName]] = 0, frozenset()
 
     def begin_layer(self) -> None:
-        """Forgets the columns of earlier layers."""
-        self._layer = 0, frozenset()
+        """Forgets the columns of earlier layers, which are not those of what follows."""
+        self._last_layer = 0, frozenset()
 
     def end_layer(self, x: jax.Array, spec: PartitionSpec) -> None:
         """Remembers how a layer shards its columns."""
-        self._layer = x.shape[-1], frozenset(spec_axes(spec))
+        self._last_layer = x.shape[-1], frozenset(spec_axes(spec))
 
     def add(
-        self, name: str, model: Any, x: jax.Array, first: jax.Array, sizes: Mapping[Any, int]
+        self,
+        name: str,
+        model: object,
+        x: jax.Array,
+        first: jax.Array,
+        sizes: Mapping[AxisName, int],
     ) -> None:
-        """Adds an output, if it is gathered over some axes of these sizes.
+        """Notes an output of an outermost module, if it is gathered over axes of its columns.
 
-        A last dimension that is also one of the first input is of the data, not of columns; for
-        integers, such as tokens, columns are an additional dimension.
+        Args:
+          name: the module, as an expression.
+          model: the module.
+          x: the output, typed.
+          first: the first input. A last dimension of ``x`` that is also one of it is of the data,
+            not of columns.
+          sizes: those of the axes that can shard columns.
         """
         spec = jax.typeof(x).sharding.spec
+        # Tokens (batch, length) become (batch, length, columns).
         is_integer = jnp.issubdtype(first.dtype, jnp.integer)
         if x.ndim < max(2, first.ndim + is_integer) or x.shape == first.shape[: x.ndim]:
             return
-        columns, of_layer = self._layer
         axes = column_axes(model, x.shape[-1])
-        axes = (axes | of_layer if columns == x.shape[-1] else axes).difference(spec_axes(spec))
-        if gathered := sorted(axis for axis in axes if sizes.get(axis, 1) > 1):
+        columns, axes_of_layer = self._last_layer
+        if columns == x.shape[-1]:
+            axes |= axes_of_layer
+        axes = axes.difference(spec_axes(spec))  # these still shard it
+        if gathered := sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str):
             over = ", ".join(map(repr, gathered))
             self._gathered.append(_GatheredOutput(name, x, over, spec))
 
-    def warn(self, name: str, result: Any, *, strict: bool) -> None:
-        """Warns of the outputs that are used in the function, rather than returned by it."""
+    def warn(self, name: str, result: object, *, strict: bool) -> None:
+        """Warns of the outputs that the function uses, rather than returns in ``result``."""
         returned = {id(x) for x in arrays_in(result)}
         used = [output for output in self._gathered if id(output.array) not in returned]
         if not used:
@@ -109,7 +127,7 @@ class WholeOutputs:
 
 
 def _short(spec: PartitionSpec) -> PartitionSpec:
-    """A spec without the trailing dimensions that are not sharded."""
+    """Returns a spec without the trailing dimensions that are not sharded."""
     entries = [*spec.partitions]
     while entries and entries[-1] is None:
         entries.pop()
