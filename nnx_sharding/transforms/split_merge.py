@@ -7,7 +7,7 @@ pairing of old and new objects by path and type.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..core.rebuild import node_changes, update_operations
+from ..core.rebuild import node_changes, rebuild, update_operations
 from ..core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
 from ..core.unflatten import perform, pytree_of, unflatten, value_at
 from ..errors import by_kind, raise_listed
@@ -114,13 +114,12 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     if into is None:
         return unflatten(structure, leaves, share=True).root
     old = flatten(into)
+    if old.structure == structure and all(isinstance(x, _UPDATED) for x in structure.entries):
+        _refuse_other_traces(old.objects)
+        return rebuild(old, leaves)  # only arrays differ
     pairs = _pair_objects(old.structure, structure)
     existing = {index: old.objects[before] for index, before in pairs.items()}
-    of_another_trace = {type(x).__name__ for x in existing.values() if not _compat.can_update(x)}
-    if of_another_trace:
-        raise _compat.TraceContextError(
-            f"merge cannot change objects of another trace: {', '.join(sorted(of_another_trace))}."
-        )
+    _refuse_other_traces(existing.values())
     # All is built and checked before anything is changed.
     built = unflatten(structure, leaves, existing, share=True)
     changes, variables = [], []
@@ -135,6 +134,17 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
             variables.append(index)
     perform(update_operations(structure, leaves, built.objects, variables, variables, changes))
     return built.root
+
+
+_UPDATED = (NodeEntry, VariableEntry)  # what `merge` changes in place; all else is made anew
+
+
+def _refuse_other_traces(objects: Iterable[object]) -> None:
+    """Raises an error that names the types of objects that belong to another trace."""
+    if names := {type(x).__name__ for x in objects if not _compat.can_update(x)}:
+        raise _compat.TraceContextError(
+            f"merge cannot change objects of another trace: {', '.join(sorted(names))}."
+        )
 
 
 def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
@@ -153,7 +163,7 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
         is_open = isinstance(old_child, int) and old_child not in paired
         if is_open and isinstance(new_child, int) and new_child not in pairs:
             old_entry, new_entry = old.entries[old_child], new.entries[new_child]
-            is_mutable = isinstance(old_entry, NodeEntry | VariableEntry) and new_entry is not None
+            is_mutable = isinstance(old_entry, _UPDATED) and new_entry is not None
             if is_mutable and old_entry.type is new_entry.type:  # type: ignore[union-attr]
                 pairs[new_child] = old_child
                 paired.add(old_child)
@@ -168,6 +178,9 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
 def _locations(structure: Structure) -> Iterator[Location]:
     """Yields all places of arrays in a structure."""
     return structure.walk(structure.root, iter(structure.root_slots))
+
+
+_ARRAYS = (_compat.ArrayImpl, jax.core.Tracer, jax.ShapeDtypeStruct)
 
 
 def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]:
@@ -191,6 +204,9 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
         if isinstance(value, nnx.Variable):
             value = value.get_raw_value()
         pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
+        if pytree is None and isinstance(value, _ARRAYS) and len(location.slots) == 1:
+            leaves[location.slots[0]] = value  # nearly all: no pytree has to be flattened
+            continue
         expected = jax.tree_util.tree_structure(0) if pytree is None else pytree.treedef
         arrays, treedef = jax.tree_util.tree_flatten(value)
         if treedef != expected:
