@@ -175,11 +175,20 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         self._finalizer = weakref.finalize(self, Feed.stop, self._feed)
         self._finalizer.atexit = False
 
-    @_compat.api_boundary
     def __next__(self) -> Any:
-        loaded = self._feed.take()
+        loaded = self._take()
+        if loaded is None:
+            raise StopIteration
         self._state = loaded.batch_size, loaded.loader
         return loaded.value
+
+    @_compat.api_boundary
+    def _take(self) -> Loaded | None:
+        # The end is no error: as one, JAX would filter its traceback, as long as for ten batches.
+        try:
+            return self._feed.take()
+        except StopIteration:
+            return None
 
     def close(self) -> None:
         """Ends the iteration and its thread; batches that were loaded ahead are dropped.
