@@ -3,7 +3,7 @@
 Each case is measured at three sizes, ours and a peer in turns in one process. Figures are the least
 CPU time of several repeats, in all threads, without garbage collection: other programs on the
 machine change them less than the time on a clock. The exponent is the slope of the figures over the
-sizes, both as logarithms: 1 is linear, 2 quadratic. A run of all cases is written to
+sizes, both as logarithms: 1 is linear, 2 quadratic. With ``--write`` the figures go to
 ``benchmarks/results/growth.json``, from which ``tools/draw_performance.py`` makes a table.
 """
 
@@ -41,25 +41,28 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(names), help=f"of {','.join(names)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="the smallest sizes, once")
+    parser.add_argument("--write", action="store_true", help=f"put the figures into {RESULT.name}")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     chosen = options.cases.split(",")
     if options.child:
         print(json.dumps(measure_case(growth_cases.CASES[chosen[0]], options)))
         return
-    machine = {"date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", **report.machine()}
+    machine = {"date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", "idle": report.is_idle()}
+    machine |= report.machine()
     print(f"{report.describe_machine(machine)}\n\n{HEAD}", flush=True)
-    rows = []
     for name in chosen:
         command = [sys.executable, "-m", "benchmarks.growth", "--child", f"--cases={name}"]
         command += [f"--repeats={options.repeats}", *(["--smoke"] if options.smoke else [])]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         new = json.loads(out.splitlines()[-1])
         print("\n".join(map(line, new)), flush=True)
-        rows += new
-    if chosen == names and not options.smoke:
-        text = json.dumps({"machine": machine, "rows": rows}, indent=1, ensure_ascii=False)
-        RESULT.write_text(text + "\n", encoding="utf-8")
+        if options.write:  # after each case, since all together may take an hour
+            found = json.loads(RESULT.read_text("utf-8")) if RESULT.exists() else {}
+            found |= {name: {"machine": machine, "rows": new}}
+            ordered = {case: found[case] for case in names if case in found}
+            text = json.dumps(ordered, indent=1, ensure_ascii=False)
+            RESULT.write_text(text + "\n", encoding="utf-8")
 
 
 def measure_case(case: Any, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -280,7 +280,7 @@ def batches(kilobytes: int) -> dict[str, Maker]:
     mesh = jax.make_mesh((8,), ("data",))
     sharding, rows = NamedSharding(mesh, P("data")), 64
     half = np.ones((rows, kilobytes * 1024 // rows // 4 // 2), np.float32)
-    batch, count = {"x": half, "y": half.copy()}, 20
+    batch, count = {"x": half, "y": half.copy()}, 50
 
     def put() -> Any:
         for _ in range(count):
@@ -441,7 +441,7 @@ CASES: dict[str, Case] = {
     ),
     "reports": Case(
         "layers",
-        (4, 16, 64),
+        (4, 12, 36),
         reports,
         (
             Row("second `by_module()`", "by_module()", "collectives()", 2.0),

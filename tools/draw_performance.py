@@ -1,5 +1,7 @@
 """Puts the figures of the last run of ``python -m benchmarks`` into README and documentation.
 
+Those of ``python -m benchmarks.growth`` as well.
+
 ``python tools/draw_performance.py`` writes the parts of the pages between two marks, and the plots
 in ``docs/images``, for which it needs matplotlib. With ``--check`` it only fails if the parts are
 not of that run.
@@ -15,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for the benchmarks
+
+from benchmarks.growth import HEAD, line  # noqa: E402
+
 IMAGES, RESULTS = ROOT / "docs/images", ROOT / "benchmarks/results"
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/performance.md")]
 # Those of one line are within a sentence.
@@ -64,7 +70,8 @@ STYLE = {
 
 def main() -> None:
     """Checks or writes the parts of the pages, and writes the plots."""
-    runs = {path: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
+    paths = RESULTS.glob("2*.json")  # their names begin with the date
+    runs = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
     if not runs:
         sys.exit(f"no run in {RESULTS}")
     last, found = max(runs.items(), key=lambda run: run[1]["machine"]["date"])
@@ -176,11 +183,23 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
+def growth(_: dict[str, Any]) -> str:
+    """The table of ``python -m benchmarks.growth``."""
+    found = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
+    rows = [line(row) for case in found.values() for row in case["rows"]]
+    runs: dict[str, list[str]] = {}
+    for name, case in found.items():
+        runs.setdefault(described(case["machine"]), []).append(name)
+    texts = (f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in runs.items())
+    return "\n".join([HEAD, *rows, "", "\n\n".join(texts)])
+
+
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "calls": calls,
     "others": others,
     "shard_map": shard_maps,
     "overhead": overhead,
+    "growth": growth,
 }
 
 
