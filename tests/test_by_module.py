@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -106,7 +107,8 @@ def test_activations_of_a_stack_by_hand(remat):
 
     table = jit(step).lower(model, x).compile().by_module()
     kept = 8 * 4096 * 64 * 4
-    assert kept <= table.by_kind()["activations"] <= 2 * kept
+    # Older releases of XLA keep one array more.
+    assert kept <= table.by_kind()["activations"] <= 3 * kept
     assert table.by_kind()["intermediates"] < kept / 2
 
 
@@ -165,7 +167,9 @@ def test_depths_are_sums(table):
     paths = {row.path for row in shallow.rows}
     assert {"model.blocks[0]", "model.blocks[1]", "model.blocks[2]", ""} <= paths
     assert not any(path.endswith(".up") for path in paths)
-    assert shallow.total() == table.total()
+    sums = [dataclasses.replace(x.total(), seconds=None) for x in (shallow, table)]
+    assert sums[0] == sums[1]
+    assert shallow.total().seconds == pytest.approx(table.total().seconds)
     row = next(row for row in shallow.rows if (row.path, row.backward) == ("model.blocks[1]", True))
     assert row == table.total("model.blocks[1]", backward=True)
     both = [table.total("model", backward=one).flops for one in (False, True)]

@@ -24,6 +24,7 @@ from nnx_sharding.partition import fsdp, make_mesh, pipeline, planning_mesh
 from nnx_sharding.partition.mesh import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective, assert_overlappable
+from test_figure_grid import ProgramForTpu, check
 from zoo import Block
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -352,6 +353,30 @@ def test_blocks_of_a_list_move_to_stages_of_tpus(repeats, uncached):
     # Two kernels of eight layers, in bfloat16, and their gradients, in float32.
     held = (2 * 512 * 2048) * 8 // 8
     assert sum(each.bytes for each in moved) == pytest.approx((2 + 4) * held, rel=0.01)
+
+
+@needs_compiler
+@pytest.mark.parametrize("part", range(4))
+def test_figures_of_random_programs_by_definition(part, uncached):
+    """At least 500 cells in all, of which a few are None, each with a reason."""
+    programs = map(ProgramForTpu, range(part, 320, 4))
+    count, unknown = check(program for program in programs if program.is_as_written)
+    assert count >= 500 / 4 and unknown < count / 3
+
+
+@needs_compiler
+def test_a_cache_update_touches_its_rows():
+    """Of 32 sequences of 512 tokens, one row each: updates are read and rows written."""
+    mesh = planning_mesh("v5e:2x4", {"data": 8})
+
+    def update(cache, place, new):
+        return cache.at[jnp.arange(32), place].set(new)
+
+    shapes = ((32, 512, 1024), "bfloat16"), ((32,), "int32"), ((32, 1024), "bfloat16")
+    step = jit(update, donate_argnums=0, mesh=mesh, in_shardings=(P(), P(), P()))
+    with without_cache():
+        compiled = step.lower(*(jax.ShapeDtypeStruct(*x) for x in shapes)).compile()
+    assert compiled.cost().bytes_accessed == pytest.approx(2 * 32 * 1024 * 2, rel=0.05)
 
 
 @needs_compiler
