@@ -25,6 +25,7 @@ from nnx_sharding.partition import (
     tensor_parallel,
 )
 from nnx_sharding.placement import place
+from nnx_sharding.training import fetched, offload
 from zoo import STRATEGIES, P, assert_close, assert_placed, mesh_of, misfits
 
 RATE = 1e-2
@@ -58,8 +59,21 @@ def lookahead():
     return optax.GradientTransformation(init, update)
 
 
+def with_value(tx, **further):
+    """A transformation that is also given the loss."""
+
+    def update(updates, state, params):
+        return tx.update(updates, state, params, value=jnp.float32(0.5), **further)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def objective(params):
+    return sum(jnp.sum(jnp.sin(3 * x) ** 2) for x in jax.tree.leaves(params)) / 1000
+
+
 def optimizers():
-    """Those of Optax that take only gradients and parameters."""
+    """Those of Optax: with gradients and parameters, some with the loss or its function."""
     by_rate = """adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage
     lamb lars lion nadam nadamw novograd optimistic_adam_v2 optimistic_gradient_descent
     radam rmsprop rprop sgd sign_sgd signum sm3 yogi"""
@@ -95,7 +109,12 @@ def optimizers():
         "prodigy": contrib.prodigy(),
         "sam": contrib.sam(sgd, optax.sgd(0.01), sync_period=2),
         "schedule": optax.adam(optax.cosine_decay_schedule(RATE, 10)),
+        "reduce_on_plateau": with_value(optax.chain(sgd, contrib.reduce_on_plateau(patience=1))),
+        "momo": with_value(contrib.momo(RATE)),
+        "momo_adam": with_value(contrib.momo_adam(RATE)),
         "schedule_free": contrib.schedule_free(adam, RATE),
+        "sophia": with_value(contrib.sophia(RATE), obj_fn=objective),
+        "split_real_and_imaginary": contrib.split_real_and_imaginary(adam),
     }
 
 
@@ -104,7 +123,7 @@ def optimizers():
 # a singular value decomposition that is not unique; lbfgs divides by differences of gradients.
 AMPLIFYING = ("galore", "galore of low rank", "lbfgs")
 OPTIMIZERS = optimizers()
-NAMES = ("fsdp", "zero1", "tensor", "both", "zero1 both")
+NAMES = ("fsdp", "zero1", "tensor", "both", "zero1 both", "offload")
 
 
 class Model(nnx.Module):
@@ -133,10 +152,20 @@ def flat_state(optimizer_or_model):
     return {path: x for path, x in flat if isinstance(x.get_raw_value(), jax.Array)}
 
 
+def arrays_of(tree):
+    """Those with dimensions, which can be offloaded."""
+    return [x for x in jax.tree.leaves(nnx.state(tree)) if hasattr(x, "ndim") and x.ndim]
+
+
+def offloadable(path, variable):
+    return path[0] == "opt_state"
+
+
 def step(pairs):
     for model, optimizer in pairs.values():
         gradients = jax.tree.map(lambda x: jnp.cos(9 * x) / 4, nnx.state(model, nnx.Param))
-        optimizer.update(model, gradients)
+        with fetched(optimizer):  # what a sharding has offloaded
+            optimizer.update(model, gradients)
 
 
 @functools.cache
@@ -155,10 +184,13 @@ class AsOnOneDeviceTest(parameterized.TestCase):
 
     def compare(self, names, strategy, kind):
         mesh, make = mesh_of((2, 4), ("data", "model"), kind), makes(names)
-        shardings = {
-            name: STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer)
-            for name, (model, optimizer) in nnx.eval_shape(make).items()
-        }
+        is_offloaded = strategy == "offload"
+        shardings = {}
+        for name, (model, optimizer) in nnx.eval_shape(make).items():
+            chosen = STRATEGIES["fsdp" if is_offloaded else strategy]
+            shardings[name] = chosen(model, mesh=mesh, optimizer=optimizer)
+            if is_offloaded and arrays_of(optimizer.opt_state):
+                shardings[name] = offload(shardings[name], optimizer, offloadable, mesh=mesh)
         ours = sharded_init(make, shardings, mesh)
         run = jit(step, in_shardings=(shardings,), mesh=mesh)
         for _ in range(3):
@@ -170,6 +202,11 @@ class AsOnOneDeviceTest(parameterized.TestCase):
             for tree in (model, optimizer):
                 self.assertEqual(misfits(tree, shardings[name], mesh), [])
                 assert_placed(tree, shardings[name], mesh)
+            if is_offloaded:
+                declared = specs_by_path(optimizer, shardings[name])
+                for path, x in flat_state(optimizer).items():
+                    kind = getattr(declared[path], "memory_kind", "device")
+                    self.assertEqual(x.sharding.memory_kind, kind, path)
             if strategy.startswith("zero1"):
                 continue
             specs = specs_by_path(model, shardings[name])
@@ -181,7 +218,9 @@ class AsOnOneDeviceTest(parameterized.TestCase):
                         self.assertEqual(x.sharding.spec, spec, (name, path))
 
     def test_some(self):
-        strategy, kind = random.choice([("fsdp", "explicit"), ("zero1 both", "auto")])
+        strategy, kind = random.choice(
+            [("fsdp", "explicit"), ("zero1 both", "auto"), ("offload", "auto")]
+        )
         self.check([random.choice(sorted(OPTIMIZERS))], strategy, kind)
 
     def test_constants_in_the_state(self):
