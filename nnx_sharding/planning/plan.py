@@ -333,11 +333,17 @@ def prepare(
             advance(strategy)
     if not search.programs:
         raise ValueError(_listed_once("plan: no candidate can fit:", search.ruled_out))
-    # Only the CPU's compiler can compile in other processes for virtual devices.
-    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for _, mesh in pairs)
-    if target is None and is_cpu:
-        return search, max(mesh.size for _, mesh in pairs)
-    return search, target
+    return search, _devices_of_compilers([mesh for _, mesh in pairs], target)
+
+
+def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Devices | None:
+    """Returns the devices for processes that compile: of a topology, or so many CPU devices.
+
+    None for other devices of this machine, which only this process has.
+    """
+    if target is None and all(mesh.devices.flat[0].platform == "cpu" for mesh in meshes):
+        return max(mesh.size for mesh in meshes)
+    return target
 
 
 def _all_pairs(
