@@ -91,6 +91,7 @@ class Operation:
         with self._resources:
             try:
                 if error is None:
+                    self._resources.close()  # so that nothing is left when the others return
                     self.agree()
                 elif isinstance(error, OSError) and not isinstance(error, _KINDS):
                     text = f"{self._caller}: cannot use {self._place}: {error}."
