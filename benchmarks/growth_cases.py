@@ -422,7 +422,7 @@ CASES: dict[str, Case] = {
         "Variables",
         (500, 2000, 8000),
         strategies,
-        (Row("`fsdp(tensor_parallel)` with optimizer", OURS, "a loop", 5.0),),
+        (Row("`fsdp(tensor_parallel)` with optimizer", OURS, "a loop", 1.0),),
     ),
     "printing": Case(
         "rows",
