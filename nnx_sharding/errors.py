@@ -6,6 +6,7 @@ Each is also of the type that ``jax.jit`` raises for the same mistake, so code m
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import re
 import sys
@@ -13,7 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -212,3 +213,24 @@ _LIBRARIES = tuple(str(Path(file).parent) for file in _FILES if file)
 def is_library(filename: str) -> bool:
     """Whether a file belongs to this package, JAX or Flax."""
     return filename.startswith(_LIBRARIES)
+
+
+def moved_name(module: str, name: str, moved: Mapping[str, str]) -> Any:
+    """Returns what a module had under a name that is elsewhere now, with a DeprecationWarning.
+
+    For a ``__getattr__`` of the old module, so that programs for the last release still run.
+
+    Args:
+      module: the old module.
+      name: the attribute.
+      moved: the new modules, by name.
+
+    Raises:
+      AttributeError: the name is none of these.
+    """
+    if name not in moved:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    new = f"{moved[name]}.{name}"
+    text = f"{module}.{name} is {new} now; the old name will be removed in release 0.5."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(moved[name]), name)

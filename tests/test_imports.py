@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import os
 import re
 import subprocess
@@ -186,3 +187,21 @@ def test_calls_load_no_tools():
     """Neither an import nor a call loads what only reports and tests of users need."""
     env = {**os.environ, "XLA_FLAGS": ""}  # one device
     subprocess.run([sys.executable, "-c", IMPORTS_AND_CALLS], check=True, cwd=ROOT.parent, env=env)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("checkpoint", "transfer"),
+        ("partition", "ring_attention"),
+        ("partition", "ExpertStatistics"),
+    ],
+)
+def test_names_that_moved_are_found_with_a_warning(module, name):
+    old = importlib.import_module(f"nnx_sharding.{module}")
+    new = getattr(importlib.import_module("nnx_sharding.experimental"), name)
+    with pytest.warns(DeprecationWarning, match=f"{name} is nnx_sharding.experimental.{name} now"):
+        assert getattr(old, name) is new
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        old.nothing  # noqa: B018
+    assert name not in old.__all__

@@ -7,6 +7,9 @@
   ``tensor_files`` (which bytes) say.
 """
 
+from typing import Any
+
+from ..errors import moved_name
 from .files import ModelRestore, ModelSave, restore, save
 from .safetensors import load_safetensors, save_safetensors
 from .steps import Checkpoints
@@ -24,3 +27,9 @@ __all__ = [
     "save",
     "save_safetensors",
 ]
+
+_MOVED = {"transfer": "nnx_sharding.experimental"}
+
+
+def __getattr__(name: str) -> Any:
+    return moved_name(__name__, name, _MOVED)

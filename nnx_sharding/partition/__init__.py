@@ -1,5 +1,8 @@
 """Choosing how arrays are partitioned over a mesh."""
 
+from typing import Any
+
+from ..errors import moved_name
 from .axis_modes import auto_axes, explicit_axes
 from .constrain import reshard, with_sharding_constraint
 from .init import abstract_init, sharded_init
@@ -35,3 +38,19 @@ __all__ = [
     "with_sharding_constraint",
     "zero1",
 ]
+
+_MOVED = dict.fromkeys(
+    (
+        "ExpertStatistics",
+        "balanced_order",
+        "context_parallel",
+        "dispatch_to_experts",
+        "expert_parallel",
+        "ring_attention",
+    ),
+    "nnx_sharding.experimental",
+)
+
+
+def __getattr__(name: str) -> Any:
+    return moved_name(__name__, name, _MOVED)
