@@ -238,7 +238,10 @@ def _rules_of_user_class(
             biases = {k: x for k, x in shapes.items() if k != name and x}
             yield functools.partial(_kernel_styles, name, shape, biases)
         elif (role := _AFFIXES.sub("", name.lower())) in _COLUMNS | _ROWS:
-            yield _kernel_styles(name, shape, {}, None, role)
+            # Next to the kernels of experts, a gate is their router.
+            is_router = role == "gate" and any(len(x) > len(shape) for x in shapes.values())
+            if not is_router:
+                yield _kernel_styles(name, shape, {}, None, role)
 
 
 def _rule_of_einsum(
