@@ -171,12 +171,18 @@ def _work_by_place(
 def _memory_by_place(
     attribution: Attribution, buffers: Buffers
 ) -> tuple[dict[Place, Counter[MemoryUse]], list[Phase]]:
-    """Sums what each place holds at the peak, and lists the phases of the schedule."""
+    """Sums what each place holds at the peak, and lists the phases of the schedule.
+
+    Returns:
+      The bytes by place and use, in which memory without a place is left out; and the phases.
+    """
     in_use, places = buffers.in_use(), attribution.places(buffers.schedule)
     peak = max(range(len(in_use)), key=in_use.__getitem__)  # the first step with the most bytes
     backward_steps = [step for step, place in enumerate(places) if place.backward]
     held: defaultdict[Place, Counter[MemoryUse]] = defaultdict(Counter)
     for allocation in buffers.allocations:
+        # An allocation may be held for an argument or a result all the time, and for other buffers
+        # in between. Who comes last takes the bytes that it needs first, so none count twice.
         owners = []
         live = [buffer for buffer in allocation.values if buffer.first <= peak <= buffer.last]
         if allocation.parameter is not None:
@@ -187,8 +193,6 @@ def _memory_by_place(
         for buffer in live:
             owner = attribution.owner(buffer, allocation, backward_steps, len(places))
             owners.append((owner, buffer.size))
-        # What is live in a block that is held for a result or an argument counts first, so that no
-        # byte counts twice.
         rest = allocation.size
         for owner, size in reversed(owners):
             taken = min(size, rest)

@@ -133,7 +133,14 @@ class ProgramReport(JsonForm):
 
 
 def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
-    """Makes the report of a program, which calls this; see ``Compiled.report``."""
+    """Makes the report of a program.
+
+    Args:
+      compiled: a ``Compiled``, whose method ``report`` calls this. Its class is not imported: it is
+        in ``transforms``, which this package does not depend on.
+      name: the name of the function.
+      hlo: the text of the compiled program; None if the backend has none.
+    """
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
     if mesh is not None:
@@ -153,7 +160,7 @@ def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
-        # Which would hold the program.
+        # Its table by module refers to the program, which would stay in memory with the report.
         memory=memory and dataclasses.replace(memory, by_module=None),
         cost=compiled.cost(),
         collectives=compiled.collectives(),

@@ -60,6 +60,8 @@ def uses_of(
     """
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
+    # Parameters have the names that JAX gave them, such as ``model['up'].value``; paths are better,
+    # but only known if the compiler has kept the parameters in their order.
     arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
     if inputs_of(module, used):
         arguments |= {number: row.path for number, row in enumerate(used)}

@@ -325,21 +325,35 @@ def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bo
 
 
 def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware) -> _Route:
-    """Finds the links between TPUs; the rows are their slices and coordinates."""
+    """Finds the links between the TPUs of a group.
+
+    Args:
+      places: (4, devices): the slice, x, y and z of each device; the cores of one chip have equal
+        ones. Devices of a group are evenly spaced, since mesh axes are.
+      extents: the number of chips along x, y and z in the whole mesh.
+      hardware: the kind of TPU.
+    """
     torus, words, is_open = [], [], False
     for i, (name, column) in enumerate(zip("xyz", places[1:], strict=True)):
-        values = np.unique(column)
-        if (size := len(values)) < 2:
+        coordinates = np.unique(column)
+        size = len(coordinates)
+        if size < 2:
             continue
-        gap = int(np.diff(values).min())  # the groups in between use the same links
+        # Between these chips are those of as many other groups, which share the links.
+        gap = int(np.diff(coordinates).min())
         is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
         is_open |= not is_ring
         torus.append((size, (2 if is_ring else 1) / gap))
         shape = f"{'ring' if is_ring else 'line'} of {size}"
         words.append(f"{name} ({shape}, {gap} apart)" if gap > 1 else f"{name} ({shape})")
-    chips, slices = len(np.unique(places, axis=1).T), len(np.unique(places[0]))
-    links = f"ICI {' + '.join(words)}"
-    return _Route(links, places.shape[1], chips, slices, tuple(torus), is_open)
+    return _Route(
+        links=f"ICI {' + '.join(words)}",
+        devices=places.shape[1],
+        chips=len(np.unique(places, axis=1).T),
+        slices=len(np.unique(places[0])),
+        torus=tuple(torus),
+        is_open=is_open,
+    )
 
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]

@@ -9,7 +9,10 @@ one step back through what passes arrays on unchanged:
     fusion, call, conditional        the root of what it calls
 
 A loop whose condition compares a counter with a constant, and whose body adds one, has a known
-length (`_Counter`), also where XLA has not noted it.
+length (`_Counter`), also where XLA has not noted it. A counter is followed as a `_Number`, a
+constant or "what the loop carries there, plus a constant":
+
+    while (i, x)   condition: i + 0 < 10   body returns: (i + 1, …)   → 10 runs from i = 0
 """
 
 from __future__ import annotations
@@ -154,9 +157,9 @@ _MAX_DEPTH = 200  # of steps from a value to a constant; more are in damaged tex
 
 
 class _Number(NamedTuple):
-    """An integer; with ``carried``, the value that a loop carries there plus an integer."""
+    """An integer that is known, or known up to what a loop carries: ``carried + plus``."""
 
-    carried: Value | None
+    carried: Value | None  # a part of the loop's tuple, at the start of a run; None counts as 0
     plus: int
 
 
@@ -200,7 +203,7 @@ class _Counter:
         return _runs(limit - first - left.plus, after.plus, direction)
 
     def _fixed(self, number: _Number | None) -> int | None:
-        """Returns a number, if loops carry it unchanged."""
+        """Returns a number as an integer; None if it is unknown, or if a loop changes it."""
         if number is None or number.carried is None:
             return number and number.plus
         initial, after = self._carried(number.carried)
@@ -208,27 +211,34 @@ class _Counter:
         return None if first is None else first + number.plus
 
     def _carried(self, value: Value) -> Sequence[_Number | None]:
-        """Returns what a loop carries there at first, and after a run."""
+        """Returns what a loop carries at ``value`` at first, and after a run; None if unknown."""
         numbers = [*map(self._number, self._values.passed(value))]
         return numbers if len(numbers) == 2 else (None, None)  # where text is damaged
 
     def _number(self, value: Value, depth: int = 0) -> _Number | None:
+        """Returns a value as a number, and keeps it; None if it is unknown.
+
+        ``depth`` counts the steps back to constants, because of which Python's stack may end.
+        """
         if value not in self._known:
             self._known[value] = None  # where text is damaged, it may be computed from itself
             self._known[value] = self._computed(value, depth) if depth < _MAX_DEPTH else None
         return self._known[value]
 
     def _computed(self, value: Value, depth: int) -> _Number | None:
+        """Returns a value as a number, by the instruction that makes it."""
         maker, values = self._values.maker(value), self._values
         if maker is None:
             return None
         if maker.opcode == "constant":
             text = "".join(maker.operands)
             return _Number(None, int(text)) if _INTEGER.fullmatch(text) else None
-        loops = [c for c in values.callers.get(value.computation, ()) if c[1].opcode == "while"]
-        if maker.opcode == "parameter" and loops:
-            return _Number(Value(loops[0][0].name, loops[0][1].name, value.index), 0)
-        if maker.opcode == "while":
+        callers = values.callers.get(value.computation, ())
+        loops = [(home, caller) for home, caller in callers if caller.opcode == "while"]
+        if maker.opcode == "parameter" and loops:  # of a body or a condition
+            home, loop = loops[0]
+            return _Number(carried=Value(home.name, loop.name, value.index), plus=0)
+        if maker.opcode == "while":  # what is known after a loop is what it leaves as it was
             fixed = self._fixed(_Number(value, 0))
             return None if fixed is None else _Number(None, fixed)
         if maker.opcode in _ARITHMETIC and len(maker.operand_names) == 2:
