@@ -614,7 +614,7 @@ class ShardAndGatherTest(parameterized.TestCase):
         given = {"x": put(ones(8), P("a")), "n": np.ones(8), "s": "text", "v": nnx.Param(ones(8))}
         with programs() as compiled:
             full = gather(given)
-        assert len(compiled) == 1 and full["s"] == "text"  # the others come from one device
+        assert not compiled and full["s"] == "text"  # parts in host memory need no program
         assert all(type(full[key]) is np.ndarray for key in "xn")
         assert type(full["v"].get_raw_value()) is np.ndarray
         np.testing.assert_array_equal(full["x"], ones(8))

@@ -108,7 +108,7 @@ class Splits:
 
 def records(own: guards.Guards) -> list[Any]:
     """What is known of each set of arguments."""
-    return [*own._records.values()]
+    return [*own._guards.values()]
 
 
 def num_guards(own: guards.Guards) -> int:

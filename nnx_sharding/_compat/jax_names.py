@@ -355,6 +355,11 @@ def distributed_client() -> Any:
     return _distributed.client
 
 
+def is_timeout(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether an error of the service says that a key was not set in time."""
+    return "DEADLINE_EXCEEDED" in str(error)
+
+
 @functools.lru_cache(maxsize=8)
 def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
     """Returns CPU devices in addition to ``jax.devices()``; None if JAX cannot make them."""

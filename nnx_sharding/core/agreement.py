@@ -180,7 +180,7 @@ class Operation:
             try:
                 return str(_compat.distributed_client().blocking_key_value_get(key, _POLL))
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not _compat.is_timeout(error):
                     raise CheckpointError(f"{self._caller}: {first_line(error)}") from error
             self._raise_errors_of_others()
         raise CheckpointError(

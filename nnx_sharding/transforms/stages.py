@@ -484,7 +484,7 @@ class Compiled(Stage):
           >>> compiled = jit(lambda model, x: model(x)).lower(model, jnp.ones((4, 8))).compile()
           >>> table = compiled.by_module()
           >>> table.total("model.layers[0]").flops
-          1088
+          1088.0
           >>> table.total("model").at_peak["parameters"]
           576
         """
