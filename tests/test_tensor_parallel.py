@@ -256,6 +256,9 @@ CLASSES = {
                   {**dict.fromkeys(("wq", "wk", "wv"), P(None, "model")), "wo": P("model", None)}),
     "heads": (of_class("Own", w_q=(8, 4, 2), w_k=(8, 2, 2), w_o=(4, 2, 8)),
               {"w_q": P(None, "model", None), "w_o": P("model", None, None)}),
+    "heads with a bias": (lambda rngs: nnx.Dict(q_proj=of_class(
+        "Own", kernel=(8, 4, 2), bias=(4, 2))(rngs)),
+        {"q_proj/kernel": P(None, "model", None), "q_proj/bias": P("model", None)}),
     "gated": (of_class("Own", gate_up_proj=(8, 64), down_proj=(32, 8)),
               {"gate_up_proj": P(None, "model"), "down_proj": P("model", None)}),
     "with a layer": (lambda rngs: nnx.Dict(layer=nnx.Linear(8, 9, rngs=rngs), a=nnx.Param(

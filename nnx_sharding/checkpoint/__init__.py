@@ -7,7 +7,7 @@
   ``tensor_files`` (which bytes) say.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import moved_name
 from .files import ModelRestore, ModelSave, restore, save
@@ -31,5 +31,7 @@ __all__ = [
 _MOVED = {"transfer": "nnx_sharding.experimental"}
 
 
-def __getattr__(name: str) -> Any:
-    return moved_name(__name__, name, _MOVED)
+if not TYPE_CHECKING:  # with it, type checkers would find any name here
+
+    def __getattr__(name: str) -> Any:
+        return moved_name(__name__, name, _MOVED)

@@ -1,6 +1,6 @@
 """Choosing how arrays are partitioned over a mesh."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import moved_name
 from .axis_modes import auto_axes, explicit_axes
@@ -52,5 +52,7 @@ _MOVED = dict.fromkeys(
 )
 
 
-def __getattr__(name: str) -> Any:
-    return moved_name(__name__, name, _MOVED)
+if not TYPE_CHECKING:  # with it, type checkers would find any name here
+
+    def __getattr__(name: str) -> Any:
+        return moved_name(__name__, name, _MOVED)

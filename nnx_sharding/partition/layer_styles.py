@@ -226,6 +226,7 @@ def _rules_of_user_class(
         for name, shape in shapes.items()
         if sum(size > 1 for size in shape) > 1  # others are vectors, made to broadcast
         and name not in paired
+        and not name.endswith("bias")  # of heads, (heads, features): it follows its kernel
         and not isinstance(attributes[name], nnx.LoRAParam)
     }
     is_alone = len(matrices) == 1 and not paired and not _POSITIONS.search(class_name)
