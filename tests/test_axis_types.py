@@ -16,7 +16,18 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
-from nnx_sharding import StateSharding, auto_axes, explicit_axes, jit, place, reshard
+from nnx_sharding import (
+    StateSharding,
+    auto_axes,
+    explicit_axes,
+    grad,
+    jit,
+    place,
+    remat,
+    reshard,
+    value_and_grad,
+    vjp,
+)
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.partition import fsdp, tensor_parallel
 from zoo import MLP, Net, Normed, P, assert_same_state, mesh_of, mlp_specs
@@ -700,3 +711,35 @@ def test_abstract_arguments_on_devices(kind):
         fun().lower(x)
     assert str(found.value) == str(expected.value)
     assert fun(on_committed="move").lower(x).compile().input_shardings[0][0].spec == P("data")
+
+
+def _pulled(function):
+    def gradients(model, x):
+        y, pull = vjp(function, model, x)
+        return pull(jnp.ones_like(y))[0]
+
+    return gradients
+
+
+@pytest.mark.parametrize("kind", ["explicit", "mixed"])
+@pytest.mark.parametrize("inside", [lambda f: f, jit, remat], ids=["plain", "jit", "remat"])
+@pytest.mark.parametrize(
+    "transform",
+    [grad, lambda f: lambda *args: value_and_grad(f)(*args)[1], _pulled],
+    ids=["grad", "value_and_grad", "vjp"],
+)
+def test_gradients_of_arrays_on_no_mesh(transform, inside, kind):
+    """A layer of which only the kernel is on the mesh; bare JAX cannot add up the bias's terms."""
+
+    def loss(linear, x):
+        return jnp.sum(jnp.sin(linear(x))) + jnp.sum(linear.bias[...])
+
+    linear, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.asarray(X)
+    expected = grad(loss)(linear, x)
+    linear.kernel.set_value(put(linear.kernel[...], None, "model", mesh=MESHES[kind]))
+    with jax.set_mesh(MESHES[kind]):
+        found = transform(inside(loss))(linear, x)
+    for name, spec in {"bias": P(None), "kernel": P(None, "model")}.items():
+        gradient, truth = (getattr(of, name).get_value() for of in (found, expected))
+        np.testing.assert_allclose(gradient, truth, rtol=1e-5)
+        assert gradient.sharding.spec == spec

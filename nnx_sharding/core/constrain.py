@@ -180,6 +180,21 @@ def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> A
     return next(meshes, None) if default is None else default
 
 
+def type_in_context(x: Any) -> Any:
+    """Gives an array that is on no mesh the type that ``jax.jit`` gives it, if axes are Explicit.
+
+    Outside of ``jax.jit``, JAX types it without a mesh. A gradient is then added up from terms with
+    and without one, which raises an AssertionError, or has the sharding of a term.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty or not axes_of_type(context, AxisType.Explicit):
+        return x
+    # An array that was put on a device is on another device than the mesh: JAX says so.
+    if type(x) is not _compat.ArrayImpl or x.committed or type_mesh(x) is not None:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec())
+
+
 def type_as(x: object, goal: NamedSharding) -> Any:
     """Gives an array the type that it has on the mesh of another sharding.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from ..core.call_context import Caller
+from ..core.constrain import type_in_context
 from ..core.flatten import Flat
 from ..core.functions import name_of
 from ..core.plan import Plan
@@ -31,12 +32,14 @@ class Differentiation(InnerTransform):
 
     Attributes:
       has_aux: whether the function returns a pair of its output and auxiliary data.
+      is_reverse: whether derivatives go from outputs to arrays.
     """
 
     returns_any: ClassVar[bool] = True  # auxiliary data
 
     in_name: str = "primals"
     has_aux: bool = False
+    is_reverse: bool = False
 
     def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
         """Checks what the function returns."""
@@ -91,6 +94,9 @@ class Differentiable(Inner[P, R]):
         inline, derivatives = self._program(plan, flat).inline, list[Any]()
 
         def execute(*leaves: object) -> Any:
+            if self._transform.is_reverse:
+                leaves = tuple(map(type_in_context, leaves))
+
             def function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)
                 *groups, outcome = outputs = inline(*all_leaves)

@@ -200,6 +200,7 @@ class _Gradient(Differentiation):
     """
 
     in_name: str = "argnums"
+    is_reverse: bool = True
     wrt: tuple[tuple[int | str, Any], ...]
     is_chosen: bool
     is_single: bool

@@ -261,7 +261,7 @@ def _differentiate(
     differentiate: _Differentiate,
 ) -> _Derivative:
     """Calls and differentiates a function, as the transform of this name."""
-    transform = Differentiation(name=name, has_aux=has_aux)
+    transform = Differentiation(name=name, has_aux=has_aux, is_reverse=name == "vjp")
     lifted: Any = lift(_AtPoint, fun, transform, Roles(), *modes)
     derivative: _Derivative = lifted.differentiate_at(primals, differentiate)
     return derivative
