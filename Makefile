@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help install demo test coverage test-python test-guard test-modes test-oldest test-matrix
-.PHONY: install-oldest test-tpu asan lint types docs links package wheels check nightly release-check bench clean
+.PHONY: install-oldest test-debian test-tpu asan lint types docs links package wheels check nightly release-check bench clean
 
 LIST = awk -F ':.*\#\# ' '/^[a-z-]+:.*\#\# / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 help:  ## show this list
@@ -108,6 +108,10 @@ test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Py
 
 # What takes longer depends on devices and numbers, not on the Python: `make coverage` runs that once.
 MATRIX := (not slow or gate) and not nightly
+# For a Python that is not installed, such as the newest.
+test-debian:  ## run the tests on the Python of Debian sid, in a chroot (as root, with debootstrap)
+	tools/test_on_debian.sh -m "$(MATRIX)" $(PYTEST_ARGS)
+
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
 	$(BIN)/nox --session tests -- -m "$(MATRIX)" $(PYTEST_ARGS)
 

@@ -21,7 +21,7 @@ def main() -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    print(f"{files[0].name}: {', '.join(module.FIELDS['Kind'])}")
+    print(f"{files[0].name}: {module.FIELDS}")
 
 
 if __name__ == "__main__":

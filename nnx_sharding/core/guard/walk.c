@@ -11,9 +11,9 @@
  * arrays and what differs. Each word is in an object that is held by what the words before it
  * say, so if all words before are the same, the memory is there to be read. The content of a dict
  * outside of its object is not words: CPython notifies us when such a dict changes (a dict watcher);
- * before Python 3.12 a dict has a version tag, which is one word. Python 3.13 keeps attributes in
- * the object itself, without notice, as words. From 3.14 on their layout is not known here, and all
- * is read each time.
+ * before Python 3.12 a dict has a version tag, which is one word. Python 3.13 and 3.14 keep
+ * attributes in the object itself, without notice, as words. From 3.15 on their layout is not known
+ * here, and all is read each time.
  *
  * While only dicts, lists, tuples and slots are read, no Python code runs, so the stream borrows its
  * items: each is held by the one from which it was read. They become owned before Python code opens
@@ -438,7 +438,8 @@ static int note(Walk *walk, const void *place, size_t size) {
 
 #if PY_VERSION_HEX >= 0x030D0000
 /* The values of a dict whose class has its keys. Where they are stored inline in an object, Python
- * 3.13 does not notify watchers of their changes. Their order follows them, in whole words. */
+ * does not notify watchers of their changes. Their order follows them, in whole words. It is the
+ * `_dictvalues` of Python 3.13 and 3.14. */
 typedef struct {
     uint8_t capacity, size, embedded, valid;
     PyObject *values[1];
@@ -457,7 +458,7 @@ static int note_dict(Walk *walk, PyObject *dict, const void **places, Py_ssize_t
 #if PY_VERSION_HEX >= 0x030D0000
     const PyDictObject *own = (const PyDictObject *)dict;
     if (own->ma_values != NULL) {
-        if (PY_VERSION_HEX >= 0x030E0000) return 0; /* not yet known */
+        if (PY_VERSION_HEX >= 0x030F0000) return 0; /* not yet known */
         const Values *values = (const Values *)own->ma_values;
         const uint8_t *order = (const uint8_t *)&values->values[values->capacity];
         for (Py_ssize_t i = 0; i < count; i++) places[i] = &values->values[order[i]];
