@@ -267,7 +267,13 @@ def check(case):
 SEED = os.environ["NNX_SHARDING_TEST_SEED"]
 
 
-@pytest.mark.parametrize("case", random.Random(SEED).sample([*all_cases()], 2), ids=repr)
+# A look-up on a mesh whose other axes are Auto.
+ONCE_WRONG = [Case("222", (), ("b", "a"), "one spec", "Embeddings", 2, named=True)]
+
+
+@pytest.mark.parametrize(
+    "case", [*ONCE_WRONG, *random.Random(SEED).sample([*all_cases()], 2)], ids=repr
+)
 def test_some(case):
     check(case)
 

@@ -163,6 +163,8 @@ class PartialSums:
         if all(x is None for x in partials) or not is_possible:
             return call(*args, **kwargs)
         if not self._takes_rows(mesh, module, by_rows, args, kwargs):
+            if by_rows is _looks_up and "out_sharding" not in kwargs:
+                kwargs = {**kwargs, "out_sharding": _looked_up_sharding(mesh, values, args)}
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
             # Within, the axes of the rows are manual, which specs do not name.
@@ -271,6 +273,24 @@ def _looks_up(module: Any, *_: object) -> bool:
     spec, mesh = type_spec(_compat.get_value(module.embedding)), jax.sharding.get_abstract_mesh()
     auto = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
     return spec is not None and not any(spec_axes(spec)) and not auto
+
+
+def _looked_up_sharding(
+    mesh: AbstractMesh, values: Sequence[object], args: Sequence[object]
+) -> PartitionSpec | None:
+    """Returns the spec of what an embedding looks up; None where JAX finds it.
+
+    JAX does not type a look-up by sharded indices on a mesh that has Auto axes as well, even if all
+    of the table is on each device. The axes of the rows may be Explicit only because gradients are
+    accumulated over them.
+    """
+    indices = type_spec(args[0]) if len(args) == 1 else None
+    [table] = map(type_spec, values)
+    if indices is None or table is None or any(spec_axes(table)):
+        return None
+    if not axes_of_type(mesh, AxisType.Auto) or not any(spec_axes(indices)):
+        return None
+    return PartitionSpec(*padded(indices, jnp.ndim(args[0])), None)  # type: ignore[arg-type]
 
 
 def _convolves_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
