@@ -54,6 +54,7 @@ from ..specs.paths import enclosing_paths
 from .buffers import Allocation, Buffer, Buffers
 from .by_module import MemoryOverTime, MemoryUse, ModuleRow, ModuleTable, Phase, ordered
 from .collectives import Collective, Collectives
+from .cost import Cost
 from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction, Shape, arrays
@@ -68,7 +69,10 @@ from .work import ExecutedWork, Work, executed_work, why_unknown
 
 
 class Place(NamedTuple):
-    """The module that something belongs to, and whether it is for the backward pass."""
+    """The module that something belongs to, and whether it is for the backward pass.
+
+    `line_attribution.py` has a line of code, as ``file:line``, in place of the module.
+    """
 
     path: str | None  # empty outside of modules, None if it is unknown
     backward: bool
@@ -108,30 +112,22 @@ def module_table(
       mesh: where its devices are.
     """
     attribution = Attribution(module, rows, paths)
-    parts = {} if module.unread else executed_work(module)
-    work = None if module.unread else _work_by_place(module, parts, attribution)
-    sent: defaultdict[Place, list[Collective]] = defaultdict(list)
-    for collective in collectives or ():
-        sent[attribution.place_of_collective(collective)].append(collective)
-    held, phases = ({}, ()) if buffers is None else _memory_by_place(attribution, buffers)
+    figures, phases, reasons = figures_by_place(
+        attribution, module, buffers, collectives, hardware, mesh
+    )
     table = []
-    for place in {**(work or {}), **sent, **held}:
-        cost = None if work is None else work.get(place, Work()).cost()
-        own_sent = None if collectives is None else Collectives(sent.get(place, ()))
-        roofline = None if hardware is None else roofline_of(cost, own_sent, hardware, mesh)
+    for place, (cost, own_sent, seconds, held) in figures.items():
         row = ModuleRow(
             *place,
             flops=None if cost is None else cost.flops,
             bytes_accessed=None if cost is None else cost.bytes_accessed,
             bytes_sent=None if own_sent is None else _known_bytes_sent(own_sent),
-            seconds=None if roofline is None else roofline.seconds,
-            at_peak=None if buffers is None else dict(held.get(place, Counter()).most_common()),
+            seconds=seconds,
+            at_peak=None if held is None else dict(held.most_common()),
         )
-        if work is not None or own_sent or row.at_peak:
+        if cost is not None or own_sent or row.at_peak:
             table.append(row)
-    reasons = why_unknown(module, parts)
     if buffers is None:
-        reasons += ["the compiler does not say what it assigns"]
         return ModuleTable(ordered(table), why="; ".join(reasons))
     if required is None:
         required = sum(allocation.size for allocation in buffers.allocations)  # with gaps in them
@@ -141,10 +137,53 @@ def module_table(
         peak=max(required, in_use),
         in_use=in_use,
         reserved=max(required - in_use, 0),
-        unattributed=in_use - sum(uses.total() for uses in held.values()),
+        unattributed=in_use - sum((x.at_peak or Counter()).total() for x in figures.values()),
         over_time=MemoryOverTime(phases),
         why="; ".join(reasons) or None,
     )
+
+
+class PlaceFigures(NamedTuple):
+    """What one device does and holds for a place; None for what is unknown."""
+
+    cost: Cost | None
+    collectives: Collectives | None
+    seconds: float | None
+    at_peak: Counter[MemoryUse] | None
+
+
+def figures_by_place(
+    attribution: Attribution,
+    module: Module,
+    buffers: Buffers | None,
+    collectives: Collectives | None,
+    hardware: Hardware | None,
+    mesh: MeshDescription | None,
+    places: Iterable[Place] = (),
+) -> tuple[dict[Place, PlaceFigures], Sequence[Phase], list[str]]:
+    """Sums cost and memory of a program by place, also of ``places`` that have none.
+
+    Returns:
+      The figures of each place, the phases of the schedule, and why figures are unknown.
+    """
+    parts = {} if module.unread else executed_work(module)
+    work = None if module.unread else _work_by_place(module, parts, attribution)
+    sent: defaultdict[Place, list[Collective]] = defaultdict(list)
+    for collective in collectives or ():
+        sent[attribution.place_of_collective(collective)].append(collective)
+    held, phases = ({}, ()) if buffers is None else _memory_by_place(attribution, buffers)
+    figures = {}
+    for place in dict.fromkeys([*places, *(work or {}), *sent, *held]):
+        cost = None if work is None else work.get(place, Work()).cost()
+        own_sent = None if collectives is None else Collectives(sent.get(place, ()))
+        roofline = None if hardware is None else roofline_of(cost, own_sent, hardware, mesh)
+        seconds = None if roofline is None else roofline.seconds
+        at_peak = None if buffers is None else held.get(place, Counter())
+        figures[place] = PlaceFigures(cost, own_sent, seconds, at_peak)
+    reasons = why_unknown(module, parts)
+    if buffers is None:
+        reasons.append("the compiler does not say what it assigns")
+    return figures, phases, reasons
 
 
 def _known_bytes_sent(collectives: Collectives) -> int | None:
@@ -310,12 +349,16 @@ class Attribution:
         """Finds the place of an instruction by its name, or by the names of what is in it."""
         name = instruction.name
         if name not in self._named_places:
-            place = self.named(instruction.operation or "")
+            place = self._written_place(instruction)
             if place is None and instruction.opcode in _COMPOSED:
                 within = map(self._place_within, instruction.callees)
                 place = next(filter(None, within), None)
             self._named_places[name] = place
         return self._named_places[name]
+
+    def _written_place(self, instruction: Instruction) -> Place | None:
+        """Reads the place from what the compiler kept of the user's operation; None for its own."""
+        return self.named(instruction.operation or "")
 
     def _place_within(self, callee: str) -> Place | None:
         """Finds the place of the last instruction of a computation that has one."""
@@ -336,7 +379,8 @@ class Attribution:
             found: dict[str, list[Place]] = {}
             for side, names in sides.items():
                 linked = self._linked(home, names, side) - seen
-                places = {x: self._named_place(self._module.within[home][x]) for x in linked}
+                within = self._module.within[home]
+                places = {name: self._named_place(within[name]) for name in sorted(linked)}
                 found[side] = [place for place in places.values() if place is not None]
                 sides[side] = {x for x, place in places.items() if place is None}
                 seen |= linked
@@ -346,11 +390,15 @@ class Attribution:
                 continue
             backward = any(p.backward for p in before) or all(p.backward for p in known)
             parameters = self._modules_of_parameters(value) if not distance else set[str]()
-            paths = parameters or {place.path for place in before + after if place.path}
+            paths = [*parameters] or [place.path for place in before + after if place.path]
             if paths:
-                return Place(common(sorted(paths)), backward)
+                return Place(self._joined(paths), backward)
             outside = outside or Place("", backward)
         return outside
+
+    def _joined(self, paths: Sequence[str]) -> str:
+        """Returns the place of what serves several: the innermost module around all of them."""
+        return common(sorted(paths))
 
     def _linked(self, home: str, names: Iterable[str], side: str) -> set[str]:
         """Collects the operands or the users of instructions of a computation."""

@@ -454,11 +454,16 @@ def _bytes_sent(kind: CollectiveKind, larger: int, size: int) -> int:
     return -(-larger * passes * (size - 1) // size)  # rounded up
 
 
-def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """Returns the innermost line that is not in a library, else the innermost."""
+def users_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """Returns the innermost frame, as (file, line), that is not in a library; None without one."""
     library = ("site-packages", "<frozen")  # a layer of Flax says less than the line that calls it
     users = (f for f in frames if not (is_library(f[0]) or any(part in f[0] for part in library)))
-    file, line = next(users, frames[0] if frames else ("", 0))
+    return next(users, None)
+
+
+def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
+    """Returns the innermost line that is not in a library, else the innermost."""
+    file, line = users_frame(frames) or (frames[0] if frames else ("", 0))
     return f"{PurePath(file).name}:{line}" if file else None
 
 

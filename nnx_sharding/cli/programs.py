@@ -1,4 +1,4 @@
-"""``inspect``, ``compare`` and ``plan``: what the programs of a function of the user need.
+"""``inspect``, ``source``, ``compare`` and ``plan``: what programs of the user need.
 
 Each calls a function that the user names, in the context of a mesh, and makes a result of what it
 returns (``_report``, ``_comparison``, ``_plan``). Errors of the user's code are ``UserError``s, so
@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from ..analysis.by_line import LineTable
 from ..analysis.hardware import hardware_of
+from ..analysis.json_codec import json_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..core.publishing import write_file
@@ -40,6 +42,8 @@ T = TypeVar("T")
 
 _WITHOUT_DEVICES = "Nothing is run, so neither the devices nor their memory have to be available."
 
+_JSON = "write JSON; - prints nothing else"
+
 _INSPECT = """\
 The function returns what to compile: (function, *arguments), a function of nnx_sharding.jit, or
 the result of its trace, lower or compile. Arguments may be abstract. For example:
@@ -49,6 +53,15 @@ the result of its trace, lower or compile. Arguments may be abstract. For exampl
 
 exit code: 0; 1 if more than the memory limit is needed or the function failed; 2 if the command
 line is wrong"""
+
+_SOURCE = """\
+The function returns what to compile, as for the command inspect. A program that it has only traced
+is not compiled: the types of its values on Explicit axes are shown, without cost. For example:
+
+  python -m nnx_sharding source train.py:step --mesh data=4,model=2
+  python -m nnx_sharding source train.py:step --topology v5e:8x8 --mesh data=-1 --all
+
+exit code: 0; 1 if the function failed; 2 if the command line is wrong"""
 
 _COMPARE = """\
 The function returns (strategies, function, *arguments), which are the arguments of
@@ -74,6 +87,11 @@ def add_commands(subparsers: object) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
     _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
+    summary = "show the lines of yours that a function runs, with types, collectives and cost"
+    source = _add_parser(subparsers, "source", run_source, summary, _SOURCE)
+    source.add_argument("--json", type=output, metavar="FILE", help=_JSON)
+    folded = "show all types, collectives and modules of each line"
+    source.add_argument("--all", action="store_true", help=folded)
     summary = "compile a function with several strategies and show them in one table"
     _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
     summary = "search for the mesh and the strategy with which a training step is fastest"
@@ -93,7 +111,7 @@ def add_commands(subparsers: object) -> None:
     add("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
 
 
-def _add_command(
+def _add_parser(
     subparsers: Any,
     name: str,
     run: Callable[[argparse.Namespace], int],
@@ -101,6 +119,7 @@ def _add_command(
     epilog: str,
     devices: str = "",
 ) -> argparse.ArgumentParser:
+    """Adds a command that calls a function of the user, with the options for this."""
     description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
     # One summary in both places, so that they agree.
     texts = {"help": summary, "description": description, "epilog": epilog}
@@ -122,6 +141,23 @@ def _add_command(
     add("--devices", type=count, metavar="N", help=devices or virtual)
     roofline = 'show the roofline of this hardware, such as "TPU v5e"'
     add("--hardware", type=option(hardware_of), metavar="NAME", help=roofline)
+    donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
+    donate += "function that is not jitted"
+    add("--donate", nargs="+", metavar="NAME", help=donate)
+    return parser
+
+
+def _add_command(
+    subparsers: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    epilog: str,
+    devices: str = "",
+) -> argparse.ArgumentParser:
+    """Adds a command that makes reports."""
+    parser = _add_parser(subparsers, name, run, summary, epilog, devices)
+    add = parser.add_argument
     limit = "the memory of a device, such as 16GiB (default: that of --hardware, else of the "
     limit += "devices compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
@@ -130,9 +166,6 @@ def _add_command(
     )
     modules += "each program once more"
     add("--by-module", action="store_true", help=modules)
-    donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
-    donate += "function that is not jitted"
-    add("--donate", nargs="+", metavar="NAME", help=donate)
     add_outputs(parser)
     return parser
 
@@ -140,7 +173,7 @@ def _add_command(
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Adds the options for where results are written."""
     add = partial(parser.add_argument, type=output, metavar="FILE")
-    add("--json", help="write JSON; - prints nothing else")
+    add("--json", help=_JSON)
     add("--html", help="write a self-contained page")
 
 
@@ -184,6 +217,17 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     limit = f"the limit is {bytes_text(judged.memory_limit)} on each device"
     say(f"inspect: {report.name}: {needs}; {limit}", error=True)
     return 1
+
+
+def run_source(arguments: argparse.Namespace) -> int:
+    """Shows the table of lines; returns the exit code."""
+    lines = _called(arguments, _lines)
+    data = json_text(lines.as_dict())
+    if arguments.json not in (None, "-"):
+        write_file(Path(arguments.json), data.encode())
+    shown = lines.full() if arguments.all else lines
+    say(data if arguments.json == "-" else shown)
+    return 0
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -343,27 +387,50 @@ def _use_virtual_devices(number: int) -> None:
 
 def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramReport:
     """Compiles a program that a function returned, and returns its report."""
-    function, *args = value if isinstance(value, tuple) and value else (value,)
-    is_stage = isinstance(value, Traced | Lowered | Compiled)
-    options, named = _options(arguments, target, function), arguments.hardware
+    named = arguments.hardware
     # A function may compile by itself, with options that the command line lacks.
     if isinstance(value, ProgramReport):
+        _options(arguments, target, value)
         return value if named is None else value.with_roofline(named)
-    if not is_stage and (not callable(function) or isinstance(function, type)):
-        raise UserError(
-            f"{target} returned {value!r:.200}. It has to return (function, *arguments), a "
-            "function of nnx_sharding.jit, the result of its trace, lower or compile, or a report."
-        )
     with user_code(f"what {target} returned cannot be compiled"):
-        if not is_stage:
-            jitted = function if isinstance(function, Lifted) else jit(function, **options)
-            value = jitted.trace(*args)
+        compiled = _compiled(_staged(arguments, target, value, "or a report"))
+        return compiled.report(hardware=named, by_module=arguments.by_module)
+
+
+def _lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
+    """Compiles a program that a function returned, unless it is traced, and lists its lines."""
+    with user_code(f"what {target} returned cannot be compiled"):
         if isinstance(value, Traced):
-            value = value.lower()
-        if isinstance(value, Lowered):
-            value = value.compile()
-        report: ProgramReport = value.report(hardware=named, by_module=arguments.by_module)
-        return report
+            _options(arguments, target, value)
+            return value.by_line()
+        compiled = _compiled(_staged(arguments, target, value))
+        return compiled.by_line(hardware=arguments.hardware)
+
+
+def _staged(
+    arguments: argparse.Namespace, target: str, value: Any, others: str = ""
+) -> Traced | Lowered | Compiled:
+    """Returns a program that a function returned, traced if it is not; ``others`` may it return."""
+    function, *args = value if isinstance(value, tuple) and value else (value,)
+    options = _options(arguments, target, function)
+    if isinstance(value, Traced | Lowered | Compiled):
+        return value
+    if not callable(function) or isinstance(function, type):
+        kinds = ["(function, *arguments)", "a function of nnx_sharding.jit"]
+        last = "the result of its trace, lower or compile"
+        listed = (
+            f"{', '.join(kinds)}, {last}, {others}" if others else f"{', '.join(kinds)}, or {last}"
+        )
+        raise UserError(f"{target} returned {value!r:.200}. It has to return {listed}.")
+    jitted = function if isinstance(function, Lifted) else jit(function, **options)
+    return jitted.trace(*args)
+
+
+def _compiled(stage: Traced | Lowered | Compiled) -> Compiled:
+    """Lowers and compiles a stage, as far as it is not."""
+    if isinstance(stage, Traced):
+        stage = stage.lower()
+    return stage.compile() if isinstance(stage, Lowered) else stage
 
 
 def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Comparison:

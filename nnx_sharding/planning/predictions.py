@@ -22,16 +22,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..analysis.hardware import Hardware
+from ..analysis.line_attribution import jaxprs_in
 from ..analysis.work import elements_in_windows
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
@@ -93,22 +94,13 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
             size = sum(math.prod(array.shape) * array.dtype.itemsize for array in shaped)
             is_narrow = all(array.dtype.itemsize == 1 for array in arrays[:2])
             parts.append(Products(flops, size, flops, is_narrow))
-        elif inner := [products_in(x.eqns) for x in _jaxprs_in(equation.params.values())]:
+        elif inner := [products_in(x.eqns) for x in jaxprs_in(equation.params.values())]:
             if name == "cond":
                 largest = max(inner)
                 inner = [largest._replace(least=min(part.least for part in inner))]
             parts += [part.times(equation.params.get("length", 1)) for part in inner]
     flops, accessed, least = (sum(part[i] for part in parts) for i in range(3))
     return Products(flops, accessed, least, any(part.is_narrow for part in parts))
-
-
-def _jaxprs_in(values: Iterable[Any]) -> Iterator[Jaxpr]:
-    """Yields the jaxprs among the parameters of an equation."""
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from _jaxprs_in(value)
-        elif hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-            yield inner
 
 
 def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) -> float:

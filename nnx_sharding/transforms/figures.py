@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
+from ..analysis.by_line import LineTable
 from ..analysis.by_module import ModuleTable
 from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import COMPILED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
+from ..analysis.line_attribution import line_table, made_values
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterTable, mesh_of
@@ -77,14 +79,30 @@ class Figures:
 
     def by_module(self, depth: int | None, hardware: Hardware | str | None) -> ModuleTable:
         """See :meth:`Compiled.by_module`."""
-        mesh = self._mesh
-        peak = None if hardware is None else hardware_of(hardware)
-        if hardware is None and mesh is not None:
-            peak = HARDWARE.get(mesh.devices.flat[0].device_kind)
+        mesh, peak = self._mesh, self._hardware(hardware)
         if peak not in self._module_tables:
             self._module_tables[peak] = self.dumped.table(self._arguments, mesh, peak)
         table = self._module_tables[peak]
         return table if depth is None else table.at_depth(depth)
+
+    def by_line(self, hardware: Hardware | str | None) -> LineTable:
+        """See :meth:`Compiled.by_line`."""
+        mesh, program = self._mesh, self.dumped
+        return line_table(
+            made_values(self._compiled._recorder.traced, program.paths),
+            program.paths,
+            program.module,
+            program.buffers,
+            collectives=collectives_of(program.module, mesh, self._arguments),
+            hardware=self._hardware(hardware),
+            mesh=None if mesh is None else MeshDescription.of(mesh),
+        )
+
+    def _hardware(self, hardware: Hardware | str | None) -> Hardware | None:
+        """Returns the figures of the named hardware; those of the devices of the mesh for None."""
+        if hardware is not None:
+            return hardware_of(hardware)
+        return None if self._mesh is None else HARDWARE.get(self._mesh.devices.flat[0].device_kind)
 
     @functools.cached_property
     def dumped(self) -> DumpedProgram:

@@ -43,6 +43,7 @@ from ..specs.paths import plain_key
 from .out_of_memory import CompileWith, explain_memory
 
 if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to import
+    from ..analysis.by_line import LineTable
     from ..analysis.by_module import ModuleTable
     from ..analysis.collectives import Collectives
     from ..analysis.cost import Cost
@@ -285,6 +286,29 @@ class Traced(Stage):
         """The aval of each array of the result."""
         return self._outputs(self._stage.out_avals, self._stage.in_avals)
 
+    def by_line(self) -> LineTable:
+        """Lists the types of the values that each line of the user's code makes.
+
+        Specs are those of Explicit axes; on Auto axes the compiler chooses, so that
+        :meth:`Compiled.by_line` has them. The first call traces the function once more.
+
+        Returns:
+          The table, in which all figures of cost are None.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from nnx_sharding import jit
+          >>> model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+          >>> table = jit(lambda model, x: model(x)).trace(model, jnp.ones((4, 8))).by_line()
+          >>> table.rows[0].types[0].dtype, table.rows[0].types[0].shape
+          ('float32', (4, 16))
+        """
+        from ..analysis.line_attribution import made_values, typed_table
+
+        paths = {call.path for call in self._recorder.calls}
+        return typed_table(made_values(self._recorder.traced, paths))
+
     @_compat.api_boundary
     def lower(
         self, *, lowering_platforms: tuple[str, ...] | None = None, **unknown: object
@@ -489,6 +513,31 @@ class Compiled(Stage):
           576
         """
         return self._figures.by_module(depth, hardware)
+
+    def by_line(self, *, hardware: Hardware | str | None = None) -> LineTable:
+        """Attributes types, cost and memory to the lines of the user's code that make them.
+
+        A line that runs in several modules, or in both passes, has one row. Flops, bytes and
+        collectives add up to those of the program: what no line causes is the last row. The first
+        call traces and compiles the function once more, as for :meth:`by_module`.
+
+        Args:
+          hardware: for the column of seconds, as for :meth:`by_module`.
+
+        Returns:
+          The table. ``print`` shows one type and one collective of each line, ``full()`` all.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from nnx_sharding import jit
+          >>> model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+          >>> compiled = jit(lambda model, x: model(x)).lower(model, jnp.ones((4, 8))).compile()
+          >>> table = compiled.by_line()
+          >>> sum(row.flops for row in table.rows) == compiled.cost().flops
+          True
+        """
+        return self._figures.by_line(hardware)
 
     def collectives(self) -> Collectives | None:
         """Lists what the devices exchange, with bytes and mesh axes; None if that is unknown."""

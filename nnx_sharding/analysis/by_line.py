@@ -1,0 +1,169 @@
+"""Tables of types and cost by line of the user's code; line_attribution.py fills them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import linecache
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .collectives import CollectiveKind, MeshAxes, axes_text
+from .json_codec import as_data
+from .parameters import spec_text
+from .tables import Pictured, drawn, table, text
+from .units import bytes_text, count_text, time_text
+
+NO_LINE = "no line of yours"
+_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueType:
+    """A type of values that a line makes.
+
+    Attributes:
+      dtype: such as ``float32``.
+      shape: the global shape; under ``shard_map`` that of one device.
+      spec: how it is sharded: on Explicit axes by its type, on Auto axes as the compiled program
+        has it. None if unknown; ``LineTable.why_types`` says why.
+      backward: whether they are made in the backward pass.
+      count: how many values of this type one call makes, in all modules and runs of loops; in a
+        loop of unknown length those of one run.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    spec: PartitionSpec | None
+    backward: bool
+    count: int
+
+    def __str__(self) -> str:
+        name = self.dtype.rstrip("0123456789")
+        short = _SHORT.get(name, name) + self.dtype[len(name) :]
+        spec = "" if self.spec is None else f" {spec_text(self.spec)}"
+        count = f" ({self.count} ×)" if self.count > 1 else ""
+        backward = ", backward" if self.backward else ""
+        return f"{short}[{','.join(map(str, self.shape))}]{spec}{backward}{count}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineCollectives:
+    """The collectives of one kind over the same mesh axes that a line causes.
+
+    Attributes:
+      kind: such as ``all-reduce``.
+      axes: the mesh axes; None if unknown.
+      bytes: what one device sends in one call; None in a loop of unknown length.
+      count: how many instructions they are; one in a loop counts once.
+    """
+
+    kind: CollectiveKind
+    axes: MeshAxes
+    bytes: int | None
+    count: int
+
+    def __str__(self) -> str:
+        count = f"{self.count} × " if self.count > 1 else ""
+        return f"{count}{self.kind} over {axes_text(self.axes)}, {bytes_text(self.bytes)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineRow:
+    """What one line of the user's code makes and costs on one device, forward and backward.
+
+    A figure that is not known is None.
+
+    Attributes:
+      file, line: where it is. Both are None in the row of what no line of the user's causes.
+      code: its text; empty if the file cannot be read.
+      types: the values that it makes: its result first, those of the backward pass last.
+      modules: the modules in whose calls it runs, such as ``model.blocks[0]``.
+      collectives: what it sends.
+      flops: additions and multiplications in one call.
+      bytes: the bytes that its operations read and write in one call.
+      seconds: the roofline of these figures.
+      at_peak: the bytes of arrays made by it that are live at the peak; of no line: arguments, and
+        what the compiler does not attribute.
+    """
+
+    file: str | None
+    line: int | None
+    code: str = ""
+    types: tuple[ValueType, ...] = ()
+    modules: tuple[str, ...] = ()
+    collectives: tuple[LineCollectives, ...] | None = None
+    flops: float | None = None
+    bytes: float | None = None
+    seconds: float | None = None
+    at_peak: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LineTable(Pictured):
+    """Types and cost by line: what ``by_line`` of stages returns. ``print`` shows a table.
+
+    Rows are exclusive: flops, bytes and collectives add up to those of the program.
+
+    Attributes:
+      rows: by file and line; last the row without a line, in a compiled program.
+      why: why figures are None, if some are.
+      why_types: why specs are None or lack axes, and which are from the compiled program.
+    """
+
+    rows: tuple[LineRow, ...] = ()
+    why: str | None = None
+    why_types: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all of it as data for JSON."""
+        data: dict[str, Any] = as_data(self)
+        return data
+
+    def full(self) -> str:
+        """Writes the table with all types, collectives and modules of each line."""
+        return drawn(*self._tables(most=None))
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        yield from self._tables(most=1)
+
+    def _tables(self, most: int | None) -> Iterator[Any]:
+        """Makes a table for each file; of a line ``most`` types and collectives, None for all."""
+        for file in dict.fromkeys(row.file for row in self.rows):
+            rows = [row for row in self.rows if row.file == file]
+            yield text(file or NO_LINE)
+            yield table(_HEADER, [x for row in rows for x in _cells(row, most)], numbers=4)
+            yield text("")
+        if self.why is not None:
+            yield text(f"unknown: {self.why}")
+        if self.why_types is not None:
+            yield text(self.why_types)
+
+
+_HEADER = "line", "code", "types", "collectives", "flops", "bytes", "at least", "at the peak"
+
+
+def _cells(row: LineRow, most: int | None) -> Iterator[tuple[str, ...]]:
+    """Makes the lines of a row, whose figures are in the first; each shows ``most`` texts."""
+    sent = ["?"] if row.collectives is None else [*map(str, row.collectives)]
+    texts = [row.code[:60], *(f"  in {path}" for path in row.modules)]
+    columns = [texts[:most], _folded([*map(str, row.types)], most), _folded(sent, most)]
+    sizes = time_text(row.seconds), bytes_text(row.at_peak)
+    figures = count_text(row.flops), bytes_text(row.bytes), *sizes
+    number = "" if row.line is None else str(row.line)
+    for index, middle in enumerate(itertools.zip_longest(*columns, fillvalue="")):
+        yield (number, *middle, *figures) if index == 0 else ("", *middle, *[""] * 4)
+
+
+def _folded(texts: list[str], most: int | None) -> list[str]:
+    """Keeps the first ``most`` texts, and counts the others in the last of them."""
+    if most is None or len(texts) <= most:
+        return texts
+    return [*texts[: most - 1], f"{texts[most - 1]} +{len(texts) - most}"]
+
+
+def source_text(file: str, line: int) -> str:
+    """Returns the text of a line; empty if the file cannot be read."""
+    return linecache.getline(file, line).strip()

@@ -1,0 +1,332 @@
+"""Attributes types, work and memory of a program to lines of the user's code.
+
+**Types** come from the trace, as on Explicit axes types have specs. The line of an operation is the
+innermost frame of its traceback that is not in a library. JAX traces a function such as `jnp.where`
+once for all of its callers, so frames outside of the innermost trace are those of the first caller,
+and an operation without a line inside of it has that of the call:
+
+    jit[name=_where]     model.py:10     from the traceback of the call
+      select_n           model.py:10     as there is no user's frame within the trace of _where
+
+**Cost** is that of `attribution.py` with another key: a place is a line instead of a module. XLA
+keeps the tracebacks of operations; only lines that the trace has count, so that the line that
+compiles the program does not.
+
+On **Auto** axes the compiler chooses how values are sharded, and writes only the shapes on one
+device. They say how the value is sharded where mesh axes have different sizes:
+
+    mesh data 2 × model 4     f32[8,64] in the trace, f32[4,16] on one device: P('data', 'model')
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import AxisType, PartitionSpec
+
+from .attribution import UNKNOWN, Attribution, Owner, Place, figures_by_place
+from .buffers import Buffers
+from .by_line import LineCollectives, LineRow, LineTable, ValueType, source_text
+from .collectives import Collective, Collectives, users_frame
+from .hardware import Hardware
+from .hlo import Module
+from .instructions import Instruction
+from .meshes import MeshDescription
+from .names import module_of, operations
+
+Line: TypeAlias = tuple[str, int]  # file, line
+Shape: TypeAlias = tuple[int, ...]
+
+# An operation of a line in a module, and whether it is in the backward pass.
+OperationKey: TypeAlias = tuple[str, str, bool, str | None]
+
+FROM_PROGRAM = "specs on Auto axes are those of the compiled program"
+_UNDER_SHARD_MAP = "specs under shard_map, where shapes are those of one device"
+_BY_COMPILER = "specs on Auto axes or without a mesh in the trace, which the compiler chooses"
+
+
+class MadeValue(NamedTuple):
+    """A value of the trace."""
+
+    line: Line | None
+    operation: str
+    dtype: str
+    shape: Shape
+    spec: PartitionSpec | None
+    why: str | None  # why the spec is unknown, or lacks axes
+    backward: bool
+    module: str | None
+    times: int
+
+
+def made_values(traced: jax.stages.Traced, modules: Collection[str]) -> list[MadeValue]:
+    """Lists what a traced function makes; ``modules`` are the paths of those that it calls."""
+    return [*_walk(traced.jaxpr.jaxpr, None, "", 1, modules)]
+
+
+def _walk(
+    jaxpr: Jaxpr, line_around: Line | None, scope_around: str, times: int, modules: Collection[str]
+) -> Iterator[MadeValue]:
+    """Yields what the equations of a jaxpr, which runs ``times`` times, and those in them make."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        avals: list[Any] = [x.aval for x in equation.outvars]
+        line = _line_of(equation) or line_around
+        scope = f"{scope_around}{equation.source_info.name_stack}/"
+        # A kernel works on parts of arrays, which are no values of the program.
+        inner = [] if name == "pallas_call" else [*jaxprs_in(equation.params.values())]
+        runs = times * equation.params["length"] if name == "scan" else times
+        for part in inner:
+            yield from _walk(part, line, scope, runs, modules)
+        # A call returns what is made in it; a loop stacks that.
+        if any([x.aval for x in part.outvars] == avals for part in inner):
+            continue
+        backward, module = "transpose(" in scope, module_of(scope, modules)
+        for aval in avals:
+            if hasattr(aval, "shape"):  # tokens have none
+                kind = str(aval.dtype), tuple(aval.shape), *_spec_of(aval)
+                yield MadeValue(line, name, *kind, backward, module, times)
+
+
+def jaxprs_in(values: Iterable[Any]) -> Iterator[Jaxpr]:
+    """Yields the jaxprs among the parameters of an equation."""
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from jaxprs_in(value)
+        elif hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+            yield inner
+
+
+def _line_of(equation: JaxprEqn) -> Line | None:
+    """Returns the line of an equation within the innermost trace; None without one of the user."""
+    traceback = equation.source_info.traceback
+    frames: list[Any] = [] if traceback is None else traceback.frames  # innermost first
+    inside = itertools.takewhile(lambda x: "trace_to_jaxpr" not in x.function_name, frames)
+    return users_frame((frame.file_name, frame.line_num) for frame in inside)
+
+
+def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
+    """Returns the spec of a type, and why it is unknown or lacks axes."""
+    sharding = getattr(aval, "sharding", None)
+    if not aval.shape:  # a number has no dimension to shard
+        return PartitionSpec() if sharding is None else sharding.spec, None
+    if sharding is None or sharding.mesh.empty:
+        return None, _BY_COMPILER
+    sizes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
+    kinds = {kind for kind, size in sizes if size > 1}
+    if AxisType.Manual in kinds:
+        return None, _UNDER_SHARD_MAP
+    why = _BY_COMPILER if AxisType.Auto in kinds else None
+    return (None if kinds == {AxisType.Auto} else sharding.spec), why
+
+
+class _LineAttribution(Attribution):
+    """Finds the lines, of those in the trace, of instructions and of arrays."""
+
+    def __init__(self, module: Module, lines: Iterable[Line]):
+        super().__init__(module, (), ())
+        self.lines: dict[str, Line] = {_path(line): line for line in lines}
+        self._known = {line: Place(path, False) for path, line in self.lines.items()}
+
+    def all_places(self) -> list[Place]:
+        """Lists the places of all lines, and that of what has none."""
+        return [*self._known.values(), UNKNOWN]
+
+    def local_shapes(self, modules: Collection[str]) -> Mapping[OperationKey, set[Shape]]:
+        """Collects the shapes on one device of what operations of lines make."""
+        shapes = defaultdict[OperationKey, set[Shape]](set)
+        for computation in self._module.computations:
+            for instruction in computation.instructions:
+                place = self._written_place(instruction)
+                if place is None:
+                    continue
+                for name in operations(instruction.operation or ""):
+                    operation, backward = name.rpartition("/")[2], "transpose(" in name
+                    key = place.path or "", operation, backward, module_of(name, modules)
+                    shapes[key].update(shape.dims for shape in instruction.results)
+        return shapes
+
+    def argument(self, number: int) -> Owner:
+        """Returns the owner of an argument, which no line of the program makes."""
+        return Owner(None, "inputs")
+
+    def named(self, operation: str) -> Place | None:
+        """Returns None: names do not say the line."""
+        return None
+
+    def _written_place(self, instruction: Instruction) -> Place | None:
+        """Reads the line from the traceback of the operation, which the compiler kept."""
+        frames = self._module.source(instruction)
+        return next((self._known[frame] for frame in frames if frame in self._known), None)
+
+    def place_of_collective(self, collective: Collective) -> Place:
+        """Finds the line of a collective by its source, which may have been completed, or else."""
+        end = f"/{collective.source}"
+        places = [place for place in self._known.values() if f"/{place.path}".endswith(end)]
+        return places[0] if len(places) == 1 else super().place_of_collective(collective)
+
+    def _joined(self, paths: Sequence[str]) -> str:
+        """Returns the line of what serves several: the first, which makes what is moved."""
+        return paths[0]
+
+
+def line_table(
+    made: Sequence[MadeValue],
+    modules: Collection[str],
+    module: Module,
+    buffers: Buffers | None,
+    *,
+    collectives: Collectives | None,
+    hardware: Hardware | None,
+    mesh: MeshDescription | None,
+) -> LineTable:
+    """Sums types, cost and memory of a compiled program by line.
+
+    Args:
+      made: the values of its trace.
+      modules: the paths of the modules that it calls.
+      module: the program.
+      buffers: what it keeps in memory; None if the compiler did not say.
+      collectives: what it sends, if known.
+      hardware: for the roofline of each line; None for none.
+      mesh: where its devices are.
+    """
+    attribution = _LineAttribution(module, [value.line for value in made if value.line])
+    figures, _, reasons = figures_by_place(
+        attribution, module, buffers, collectives, hardware, mesh, attribution.all_places()
+    )
+    if mesh is not None:
+        made = _with_compiled_specs(made, attribution.local_shapes(modules), mesh.axes)
+    typed = {(row.file, row.line): row for row in typed_table(made).rows}
+    held = {place: figure.at_peak for place, figure in figures.items()}
+    if buffers is not None:  # the rest is of arguments, or of what the compiler made
+        lines = (sizes.total() for place, sizes in held.items() if sizes and place.path)
+        rest = max(buffers.in_use()) - sum(lines)
+    rows = []
+    for place, (cost, sent, seconds, sizes) in figures.items():
+        line = attribution.lines.get(place.path or "", (None, None))
+        at_peak = None if sizes is None else sizes.total() if place.path else rest
+        rows.append(
+            dataclasses.replace(
+                typed.get(line, LineRow(*line)),
+                collectives=None if sent is None else _by_kind(sent),
+                flops=None if cost is None else cost.flops,
+                bytes=None if cost is None else cost.bytes_accessed,
+                seconds=seconds,
+                at_peak=at_peak,
+            )
+        )
+    why = "; ".join(reasons) or None
+    return LineTable(_ordered(rows), why, _remark(made))
+
+
+def typed_table(made: Sequence[MadeValue]) -> LineTable:
+    """Lists the types that each line of a trace makes, without cost."""
+    counts: defaultdict[Line | None, Counter[tuple[Any, ...]]] = defaultdict(Counter)
+    modules: defaultdict[Line | None, set[str]] = defaultdict(set)
+    for value in reversed(made):  # the result of a line is what it makes last
+        kind = value.dtype, value.shape, value.spec, value.backward
+        counts[value.line][kind] += value.times
+        modules[value.line].update(filter(None, [value.module]))
+    rows = []
+    for line, kinds in counts.items():
+        types = sorted(itertools.starmap(ValueType, ((*x, n) for x, n in kinds.items())), key=_pass)
+        file, number = line or (None, None)
+        code = "" if line is None else source_text(*line)
+        rows.append(LineRow(file, number, code, tuple(types), tuple(sorted(modules[line]))))
+    return LineTable(_ordered(rows), "figures, as the program is not compiled", _remark(made))
+
+
+def _pass(kind: ValueType) -> bool:
+    return kind.backward  # what the forward pass makes is sorted first
+
+
+def _ordered(rows: Iterable[LineRow]) -> tuple[LineRow, ...]:
+    """Sorts rows by file and line; that without a line is the last."""
+    return tuple(sorted(rows, key=lambda row: (row.file is None, row.file or "", row.line or 0)))
+
+
+def _remark(made: Iterable[MadeValue]) -> str | None:
+    """Says which specs are unknown, and which are not from types."""
+    unknown = dict.fromkeys(value.why for value in made if value.why is not None)
+    remarks = [FROM_PROGRAM] if FROM_PROGRAM in unknown else []
+    if reasons := [why for why in unknown if why != FROM_PROGRAM]:
+        remarks.append(f"unknown: {', '.join(reasons)}")
+    return "; ".join(remarks) or None
+
+
+def _by_kind(collectives: Collectives) -> tuple[LineCollectives, ...]:
+    """Sums the collectives of each kind over the same axes."""
+    groups: defaultdict[tuple[Any, Any], list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        groups[collective.kind, collective.axes].append(collective)
+    sums = []
+    for (kind, axes), group in groups.items():
+        runs = Collectives(group)
+        sent = None if runs.has_unknown_times else runs.bytes_sent
+        sums.append(LineCollectives(kind, axes, sent, len(group)))
+    return tuple(sums)
+
+
+def _with_compiled_specs(
+    made: Sequence[MadeValue],
+    local_shapes: Mapping[OperationKey, set[Shape]],
+    sizes: Mapping[str, int],
+) -> list[MadeValue]:
+    """Adds the specs that a compiled program has, where the types of the trace do not say them."""
+    global_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)  # by rank
+    for value in made:
+        global_shapes[_key(value), len(value.shape)].add(value.shape)
+    completed = []
+    for value in made:
+        key, rank = _key(value), len(value.shape)
+        candidates = [shape for shape in local_shapes.get(key, ()) if len(shape) == rank]
+        # With several shapes of one rank it is not known which on one device is of which.
+        is_clear = len(global_shapes[key, rank]) == len(candidates) == 1
+        if value.why == _BY_COMPILER and is_clear:
+            spec = spec_of_shard(value.shape, candidates[0], sizes)
+            if spec is not None:
+                value = value._replace(spec=spec, why=FROM_PROGRAM)
+        completed.append(value)
+    return completed
+
+
+def _key(value: MadeValue) -> OperationKey:
+    return _path(value.line), value.operation, value.backward, value.module
+
+
+def _path(line: Line | None) -> str:
+    """Writes a line as the path of a place."""
+    return "" if line is None else f"{line[0]}:{line[1]}"
+
+
+def spec_of_shard(
+    shape: Shape, shard_shape: Shape, sizes: Mapping[str, int]
+) -> PartitionSpec | None:
+    """Returns the spec with which an array has shards of a shape; None if there is not just one.
+
+    Example:
+      >>> from nnx_sharding.analysis.line_attribution import spec_of_shard
+      >>> spec_of_shard((8, 64), (4, 16), {"data": 2, "model": 4})
+      P('data', 'model')
+      >>> spec_of_shard((8, 64), (4, 64), {"data": 2, "model": 2}) is None
+      True
+    """
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    subsets = [x for n in range(len(axes) + 1) for x in itertools.combinations(axes, n)]
+    choices = []
+    for whole, part in zip(shape, shard_shape, strict=True):
+        # Of a dimension that does not divide, the last shard is padded.
+        counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}
+        choices.append([subset for subset, n in counts.items() if -(-whole // n) == part])
+    found = [x for x in itertools.product(*choices) if len({*sum(x, ())}) == len(sum(x, ()))]
+    if len(found) != 1:
+        return None
+    return PartitionSpec(*(x[0] if len(x) == 1 else x or None for x in found[0]))

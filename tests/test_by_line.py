@@ -1,0 +1,255 @@
+"""Types and cost by line of the user's code, against the totals of the program."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from module_programs import PROGRAMS
+from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding.analysis import HARDWARE
+from nnx_sharding.analysis.line_attribution import FROM_PROGRAM, spec_of_shard
+from nnx_sharding.cli.main import main
+from nnx_sharding.partition import fsdp, make_mesh
+
+WIDTH, ROWS, LAYERS = 32, 64, 3
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.up(x)
+        hidden = jnp.where(hidden > 0, hidden, 0.5)
+        return x + self.down(hidden)
+
+
+class List(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = stack([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        return self.layers(x)
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+def lines_of(code, owner=Layer.__call__):
+    """The number of the line of a function with this code."""
+    source, start = inspect.getsourcelines(owner)
+    return start + next(i for i, line in enumerate(source) if code in line)
+
+
+def traced(make, axis_type, sizes=None, fun=None):
+    sizes = sizes or {"data": 4}
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = make_mesh(sizes, axis_types=axis_type, devices=devices)
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    sharding = fsdp(model, mesh=mesh, min_size=0)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    fun = jit(fun or value_and_grad(loss), in_shardings=(sharding, P("data")), mesh=mesh)
+    return fun.trace(model, x)
+
+
+CASES = {
+    "auto": lambda: traced(List, AxisType.Auto).lower(),
+    "explicit": lambda: traced(List, AxisType.Explicit).lower(),
+    "stack": lambda: traced(Stacked, AxisType.Auto).lower(),
+    "stack, explicit": lambda: traced(Stacked, AxisType.Explicit).lower(),
+    "one device": lambda: jit(loss).lower(List(nnx.Rngs(0)), jnp.ones((ROWS, WIDTH))),
+    **{name: PROGRAMS[name] for name in PROGRAMS if name != "mlp"},
+}
+SLOW = {*PROGRAMS, "stack, explicit"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
+)
+def test_sums_are_those_of_the_program(name):
+    compiled = CASES[name]().compile()
+    table = compiled.by_line(hardware="TPU v5e")
+    cost, collectives = compiled.cost(), compiled.collectives()
+    assert table.why is None
+    assert sum(row.flops for row in table.rows) == pytest.approx(cost.flops, rel=0.01)
+    accessed = sum(row.bytes for row in table.rows)
+    assert accessed == pytest.approx(cost.bytes_accessed, rel=0.01)
+    sent = [part for row in table.rows for part in row.collectives]
+    assert sum(part.bytes for part in sent) == collectives.bytes_sent
+    totals = {}
+    for part in sent:
+        key = part.kind, part.axes
+        totals[key] = totals.get(key, 0) + part.count
+    assert totals == {key: number for key, (number, _) in collectives.totals().items()}
+    assert sum(row.at_peak for row in table.rows) == compiled.by_module().in_use
+    # The user's lines do nearly all of it; the last row is what has none.
+    assert [row.line is None for row in table.rows] == [False] * (len(table.rows) - 1) + [True]
+    assert table.rows[-1].flops <= 0.05 * cost.flops
+    assert json.loads(json.dumps(table.as_dict()))["rows"][0]["code"] == table.rows[0].code
+
+
+@pytest.fixture(scope="module")
+def auto():
+    return CASES["auto"]().compile()
+
+
+def test_layers_are_folded(auto):
+    """One row for a line of a method; its types are counted over layers."""
+    table = auto.by_line()
+    [row] = [x for x in table.rows if x.line == lines_of("self.up(x)")]
+    assert (row.file, row.code) == (__file__, "hidden = self.up(x)")
+    assert set(row.modules) == {f"model.layers[{i}].up" for i in range(LAYERS)}
+    forward = [kind for kind in row.types if not kind.backward]
+    assert (forward[0].shape, forward[0].dtype) == ((ROWS, 4 * WIDTH), "float32")
+    assert forward[0].count == 2 * LAYERS  # the product, and its sum with the bias
+    product = 2 * ROWS // 4 * WIDTH * 4 * WIDTH * LAYERS
+    # Forward, and the gradients of the kernels and but for the first layer's of the input.
+    assert row.flops == pytest.approx((3 - 1 / LAYERS) * product, rel=0.05)
+
+
+def test_no_line_that_compiles_is_listed(auto):
+    files = {row.file for row in auto.by_line().rows}
+    assert files == {__file__, None}
+    first = min(row.line for row in auto.by_line().rows if row.line)
+    assert first >= lines_of("self.up(x)")
+    assert not any("lower" in row.code or "trace" in row.code for row in auto.by_line().rows)
+
+
+def test_a_cached_function_of_jax_has_the_line_of_each_call():
+    def run(x):
+        first = jnp.where(x > 0, x, 0.5)
+        return jnp.where(first > 1, first, 0.5)
+
+    table = jit(run).trace(jnp.ones(7)).by_line()
+    made = {row.code.split(" = ")[0]: [x.shape for x in row.types] for row in table.rows}
+    assert [*made] == ["first", "return jnp.where(first > 1, first, 0.5)"]
+    assert all((7,) in shapes for shapes in made.values())
+
+
+def test_types_of_a_trace_on_explicit_axes():
+    mesh = make_mesh({"data": 2, "model": 4}, axis_types=AxisType.Explicit)
+    model = nnx.eval_shape(lambda: Stacked(nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    table = jit(loss, in_shardings=(P(), P("data")), mesh=mesh).trace(model, x).by_line()
+    [row] = [x for x in table.rows if x.line == lines_of("return x + self.down")]
+    assert row.types[0].spec == P("data", None) and row.types[0].shape == (ROWS, WIDTH)
+    assert row.types[0].count == LAYERS * 3  # the product, and the sums with bias and input
+    assert (row.flops, row.bytes, row.at_peak, row.collectives) == (None,) * 4
+    assert "not compiled" in table.why
+    assert all(kind.spec is not None for kind in row.types)
+    assert "P('data', None)" in str(table)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_types_of_a_trace_of_layers_on_auto_axes(axis_type):
+    """The strategy runs layers on Auto axes in any case."""
+    table = traced(List, axis_type).by_line()
+    [row] = [x for x in table.rows if x.line == lines_of("self.up(x)")]
+    assert all(kind.spec is None for kind in row.types)
+    assert "the compiler chooses" in table.why_types
+
+
+def test_specs_on_auto_axes_are_those_of_the_program(auto):
+    table = auto.by_line()
+    [row] = [x for x in table.rows if x.line == lines_of("self.up(x)")]
+    assert row.types[0].spec == P("data", None)
+    assert FROM_PROGRAM in table.why_types
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard", "sizes", "spec"),
+    [
+        ((8, 64), (4, 16), {"data": 2, "model": 4}, P("data", "model")),
+        ((8, 64), (8, 64), {"data": 2, "model": 4}, P(None, None)),
+        ((8, 64), (1, 64), {"data": 2, "model": 4}, P(("data", "model"), None)),
+        ((8, 64), (4, 64), {"data": 2, "model": 2}, None),  # either
+        ((8, 64), (3, 64), {"data": 2, "model": 4}, None),  # neither
+        ((7,), (4,), {"data": 2}, P("data")),  # padded
+        ((1,), (1,), {"data": 2}, None),  # as is what is padded to one row for each
+        ((), (), {"data": 2}, P()),
+    ],
+)
+def test_spec_of_a_shard(shape, shard, sizes, spec):
+    assert spec_of_shard(shape, shard, sizes) == spec
+
+
+PROGRAM = """\
+    import jax, jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import PartitionSpec as P
+    from nnx_sharding import jit
+    from nnx_sharding.partition import fsdp
+
+    def apply(model, x):
+        return model(x).sum()
+
+    def step(mesh):
+        model = nnx.eval_shape(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+        sharding = fsdp(model, mesh=mesh, min_size=0)
+        f = jit(apply, in_shardings=(sharding, P("data")), mesh=mesh)
+        return f, model, jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def traced(mesh):
+        f, *args = step(mesh)
+        return f.trace(*args)
+
+    def nothing(mesh):
+        return 3
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "code", "words"),
+    [
+        ("step", [], 0, ["return model(x).sum()", "no line of yours", "all-"]),
+        ("step", ["--all"], 0, ["in model", "f32[8,16]"]),
+        ("traced", [], 0, ["return model(x).sum()", "not compiled"]),
+        ("nothing", [], 1, ["returned 3. It has to return"]),
+        ("stepp", [], 2, ["no 'stepp'; did you mean 'step'"]),
+    ],
+)
+def test_command(tmp_path, monkeypatch, capsys, function, options, code, words):
+    file = tmp_path / f"source_{function}_{len(options)}.py"
+    file.write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    mesh = [] if code == 1 else ["--json", str(tmp_path / "lines.json")]
+    assert main(["source", f"{file}:{function}", "--mesh", "data=4", *options, *mesh]) == code
+    shown = "".join(capsys.readouterr())
+    assert all(word in shown for word in words), shown
+    if code == 0:
+        rows = json.loads((tmp_path / "lines.json").read_text())["rows"]
+        assert rows[0]["file"] == str(file) and rows[0]["code"] in shown
+
+
+def test_command_with_a_bad_path(capsys):
+    assert main(["source", "nowhere.py:step", "--mesh", "data=4"]) == 2
+    assert "no such file: nowhere.py" in capsys.readouterr().err
+
+
+def test_seconds_are_of_the_hardware(auto):
+    rows = auto.by_line(hardware=HARDWARE["TPU v5e"]).rows
+    assert all(row.seconds is not None for row in rows) and sum(x.seconds for x in rows) > 0
+    assert all(row.seconds is None for row in auto.by_line().rows)  # of CPUs nothing is known
