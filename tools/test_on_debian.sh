@@ -16,7 +16,8 @@ fi
 # Those of this machine, which may know a proxy.
 certificates=/etc/ssl/certs/ca-certificates.crt
 cp "$certificates" "$folder$certificates"
-cp /etc/resolv.conf "$folder/etc/resolv.conf"
+# Gloo asks for the address of this machine by its name.
+cp /etc/resolv.conf /etc/hosts "$folder/etc/"
 
 unmount() { umount "$folder/dev" "$folder/proc"; }
 mount --bind /proc "$folder/proc"
