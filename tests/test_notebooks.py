@@ -32,10 +32,12 @@ ONE_LINE = {
     "Collective",
     "Instruction",
     "Leaf",
+    "LineCollectives",
     "MeshDescription",
     "Misfit",
     "Retrace",
     "ShardingRow",
+    "ValueType",
     "_GatheredOutput",
 }
 
@@ -70,6 +72,7 @@ def objects_with_tables(folder):
         compiled.roofline("TPU v5e"),
         compiled.collectives(),
         compiled.memory(),
+        compiled.by_line(),
         compiled.by_module(),
         compiled.by_module().over_time,
         compiled.cost(),
