@@ -95,14 +95,22 @@ class Outside(nnx.Module):
         return self.out(x)
 
 
+class OwnEmbed(nnx.Embed):
+    """One with a Variable besides its table."""
+
+    def __init__(self, *args, rngs):
+        super().__init__(*args, rngs=rngs)
+        self.shift = nnx.Param(normal(6, WIDTH))
+
+
 class Embeddings(nnx.Module):
     def __init__(self, rngs):
-        self.tokens = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.tokens = OwnEmbed(WORDS, WIDTH, rngs=rngs)
         self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
         self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, ids):
-        return self.out(self.tokens(ids) + self.positions(jnp.arange(ids.shape[1])))
+        return self.out(self.tokens(ids) + self.positions(jnp.arange(ids.shape[1]), None))
 
 
 class Scaled(nnx.Module):

@@ -318,9 +318,12 @@ def spec_of_shard(
       P('data', 'model')
       >>> spec_of_shard((8, 64), (4, 64), {"data": 2, "model": 2}) is None
       True
+      >>> spec_of_shard((8, 64), (1, 64), {"data": 2, "model": 4}) is None
+      True
     """
     axes = [axis for axis, size in sizes.items() if size > 1]
-    subsets = [x for n in range(len(axes) + 1) for x in itertools.combinations(axes, n)]
+    # Shapes do not say the order of axes, so that several over one dimension are never clear.
+    subsets = [x for n in range(len(axes) + 1) for x in itertools.permutations(axes, n)]
     choices = []
     for whole, part in zip(shape, shard_shape, strict=True):
         # Of a dimension that does not divide, the last shard is padded.
@@ -329,4 +332,4 @@ def spec_of_shard(
     found = [x for x in itertools.product(*choices) if len({*sum(x, ())}) == len(sum(x, ()))]
     if len(found) != 1:
         return None
-    return PartitionSpec(*(x[0] if len(x) == 1 else x or None for x in found[0]))
+    return PartitionSpec(*(subset[0] if subset else None for subset in found[0]))

@@ -180,19 +180,21 @@ def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> A
     return next(meshes, None) if default is None else default
 
 
-def type_in_context(x: Any) -> Any:
-    """Gives an array that is on no mesh the type that ``jax.jit`` gives it, if axes are Explicit.
+def typed_in_context(leaves: Sequence[Any]) -> Sequence[Any]:
+    """Gives arrays that are on no mesh the type that ``jax.jit`` gives them, if axes are Explicit.
 
-    Outside of ``jax.jit``, JAX types it without a mesh. A gradient is then added up from terms with
-    and without one, which raises an AssertionError, or has the sharding of a term.
+    Outside of ``jax.jit``, JAX types them without a mesh. A gradient is then added up from terms
+    with and without one, which raises an AssertionError, or has the sharding of a term.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.empty or not axes_of_type(context, AxisType.Explicit):
-        return x
-    # An array that was put on a device is on another device than the mesh: JAX says so.
-    if type(x) is not _compat.ArrayImpl or x.committed or type_mesh(x) is not None:
-        return x
-    return jax.sharding.reshard(x, PartitionSpec())
+        return leaves
+    return [jax.sharding.reshard(x, PartitionSpec()) if _is_on_no_mesh(x) else x for x in leaves]
+
+
+def _is_on_no_mesh(x: Any) -> bool:
+    # Of an array that was put on a device, JAX says that this is not the mesh.
+    return type(x) is _compat.ArrayImpl and not x.committed and type_mesh(x) is None
 
 
 def type_as(x: object, goal: NamedSharding) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from ..core.call_context import Caller
-from ..core.constrain import type_in_context
+from ..core.constrain import typed_in_context
 from ..core.flatten import Flat
 from ..core.functions import name_of
 from ..core.plan import Plan
@@ -95,7 +95,7 @@ class Differentiable(Inner[P, R]):
 
         def execute(*leaves: object) -> Any:
             if self._transform.is_reverse:
-                leaves = tuple(map(type_in_context, leaves))
+                leaves = tuple(typed_in_context(leaves))
 
             def function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)

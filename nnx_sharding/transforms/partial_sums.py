@@ -164,7 +164,8 @@ class PartialSums:
             return call(*args, **kwargs)
         if not self._takes_rows(mesh, module, by_rows, args, kwargs):
             if by_rows is _looks_up and "out_sharding" not in kwargs:
-                kwargs = {**kwargs, "out_sharding": _looked_up_sharding(mesh, values, args)}
+                spec = _looked_up_sharding(mesh, module, args)
+                kwargs = kwargs if spec is None else {**kwargs, "out_sharding": spec}
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
             # Within, the axes of the rows are manual, which specs do not name.
@@ -276,7 +277,7 @@ def _looks_up(module: Any, *_: object) -> bool:
 
 
 def _looked_up_sharding(
-    mesh: AbstractMesh, values: Sequence[object], args: Sequence[object]
+    mesh: AbstractMesh, module: Any, args: Sequence[object]
 ) -> PartitionSpec | None:
     """Returns the spec of what an embedding looks up; None where JAX finds it.
 
@@ -285,7 +286,7 @@ def _looked_up_sharding(
     accumulated over them.
     """
     indices = type_spec(args[0]) if len(args) == 1 else None
-    [table] = map(type_spec, values)
+    table = type_spec(_compat.get_value(module.embedding))
     if indices is None or table is None or any(spec_axes(table)):
         return None
     if not axes_of_type(mesh, AxisType.Auto) or not any(spec_axes(indices)):
