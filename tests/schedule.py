@@ -119,6 +119,7 @@ GATE = (
     "modules_once.py::test_results_and_state_of_all_types[explicit]",
     "modules_once.py::test_results_and_state_of_all_types[mixed]",
     "notebooks.py::test_all_objects_with_tables",
+    "notebooks.py::test_example_runs_and_shows_what_it_did",
     "offloading.py::test_training[AxisType.Explicit]",
     "optimizers.py::AsOnOneDeviceTest::test_some",
     "options.py::TestOrderOfCalls::test_shardings_of_a_batch[True]",

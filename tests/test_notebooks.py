@@ -1,11 +1,17 @@
-"""What notebooks show: each object that prints a table also has an HTML form of it."""
+"""What notebooks show: each object that prints a table also has an HTML form of it.
+
+To run the example anew and keep its outputs: ``jupyter nbconvert --execute --inplace
+examples/first_program.ipynb``.
+"""
 
 from __future__ import annotations
 
 import html
 import importlib
+import os
 import pkgutil
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -112,3 +118,24 @@ def test_all_objects_with_tables(tmp_path):
 def test_what_prints_several_lines_is_among_them():
     own = {x for x in all_classes() if "__str__" in vars(x) and not issubclass(x, Pictured)}
     assert {x.__name__ for x in own} == ONE_LINE
+
+
+def tables(notebook) -> list[str]:
+    """Returns the HTML of all outputs that have some."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [x.data["text/html"] for x in outputs if "text/html" in x.get("data", {})]
+
+
+def test_example_runs_and_shows_what_it_did():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    path = Path(__file__).parents[1] / "examples" / "first_program.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    stored = tables(notebook)
+    assert len(stored) == 3
+    # The kernel compiles as a user's does: the figures are those of an optimized program.
+    changed = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "PYTHONWARNINGS": "error::UserWarning"}
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client.execute(env={**os.environ, **changed})
+    assert tables(notebook) == stored
+    # Collectives name the cell, not the file that IPython made of it.
+    assert re.search(r"In\[\d+\]:\d+", stored[1])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
@@ -464,7 +465,18 @@ def users_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
 def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
     """Returns the innermost line that is not in a library, else the innermost."""
     file, line = users_frame(frames) or (frames[0] if frames else ("", 0))
-    return f"{PurePath(file).name}:{line}" if file else None
+    return f"{file_title(file)}:{line}" if file else None
+
+
+def file_title(file: str) -> str:
+    """Returns the name of a file without its folder; of the third cell of a notebook, ``In[3]``."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and (shell := ipython.get_ipython()) is not None:
+        # IPython compiles a cell under a name made from a hash, which says nothing to its author.
+        cell: tuple[str, str] | None = shell.compile.format_code_name(file)
+        if cell is not None:
+            return cell[1]
+    return PurePath(file).name
 
 
 def _with_metadata(
