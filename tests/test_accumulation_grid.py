@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
+from draws import try_all
 from nnx_sharding import StateSharding, accumulate_gradients, jit, stack, value_and_grad
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel, zero1
 from nnx_sharding.specs.filters import Paths
@@ -288,5 +289,4 @@ def test_some(case):
 
 @pytest.mark.slow
 def test_all():
-    for case in all_cases():
-        check(case)
+    try_all(check, all_cases())

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import random
 import re
 import subprocess
@@ -21,6 +22,7 @@ from jax.experimental.layout import Format, Layout
 
 import flax_functions
 import nnx_sharding
+from draws import try_all
 from libraries import OURS, Transforms, assert_same
 from test_transform_nesting import MESHES, MODES, NAMES
 
@@ -128,16 +130,29 @@ def outcome_of(function, mesh=None):
         return function(model, x), nnx.to_pure_dict(nnx.state(model))
 
 
-@pytest.mark.parametrize("program", flax_functions.PROGRAMS)
-def test_functions_of_flax(program):
+SURROUNDINGS = [
+    *itertools.product((in_jit, in_remat, in_grad, in_cond), MODES, (None, *MESHES)),
+]
+
+
+def check_functions(program, transform, mode, kind):
     function = flax_functions.PROGRAMS[program]
     if not all(hasattr(nnx, name.partition(".")[0]) for name in program.split()):
         pytest.skip("This Flax does not have them.")
-    transform = random.choice((in_jit, in_remat, in_grad, in_cond))
-    mode, kind = random.choice([*MODES]), random.choice([None, *MESHES])
     mesh = kind and jax.make_mesh((2, 4), ("data", "model"), axis_types=MESHES[kind])
     run = transform(Transforms(nnx_sharding, **MODES[mode]), function)
     assert_same(outcome_of(run, mesh), outcome_of(function), rtol=1e-5)
+
+
+@pytest.mark.parametrize("program", flax_functions.PROGRAMS)
+def test_functions_of_flax(program):
+    check_functions(program, *random.choice(SURROUNDINGS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", flax_functions.PROGRAMS)
+def test_functions_of_flax_everywhere(program):
+    try_all(lambda case: check_functions(program, *case), SURROUNDINGS)
 
 
 @pytest.mark.parametrize("library", [nnx, nnx_sharding], ids=["flax", "ours"])
