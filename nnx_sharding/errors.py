@@ -1,4 +1,4 @@
-"""Errors and warnings beyond those of JAX and Flax.
+"""The errors and warnings that the library adds to those of JAX and Flax.
 
 Each is also of the type that ``jax.jit`` raises for the same mistake, so code may catch either.
 """

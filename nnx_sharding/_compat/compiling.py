@@ -154,7 +154,7 @@ def compile_module(
     Args:
       devices: by id.
       module: the program, as bytecode of MLIR.
-      options: those of the compiler, serialized.
+      options: the options of the compiler, serialized.
       ids: of the devices to compile for, in their order.
     """
     chosen = [devices[i] for i in ids]

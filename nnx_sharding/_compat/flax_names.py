@@ -51,7 +51,7 @@ class NodeForm(NamedTuple):
     names: tuple[str, ...]  # of the attributes, in the order of the ``__dict__``
     order: tuple[int, ...]  # by key: the position among the names
     pick: Callable[[Sequence[Any]], Iterable[Any]]  # values by name → by key
-    statuses: Any = None  # those of all these nodes, one object, if they are equal
+    statuses: Any = None  # one object for all these nodes, if their statuses are equal
 
     @classmethod
     def of(cls, keys: tuple[Any, ...], is_data: tuple[bool | None, ...], *rest: Any) -> NodeForm:

@@ -288,7 +288,7 @@ def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None
         equation: Any = entry() if isinstance(entry, weakref.ref) else entry
         if equation is None:
             continue
-        # Some equations are those of a jaxpr already; others change until the trace ends.
+        # Some equations are final (of a jaxpr); others change until the trace ends.
         is_final = not hasattr(equation, "in_tracers")
         replacement = replace(equation if is_final else _Equation(equation))
         if replacement is None:
@@ -301,7 +301,7 @@ def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None
 
 
 class _Equation:
-    """An equation of a trace that still goes on, with what those of a jaxpr have."""
+    """An equation of an unfinished trace, with the attributes of an equation of a jaxpr."""
 
     def __init__(self, equation: Any):
         self.equation = equation

@@ -31,7 +31,7 @@ class ValueType:
         has it. None if unknown; ``LineTable.why_types`` says why.
       backward: whether they are made in the backward pass.
       count: how many values of this type one call makes, in all modules and runs of loops; in a
-        loop of unknown length those of one run.
+        loop of unknown length, this is the figure of one run.
     """
 
     dtype: str
@@ -105,7 +105,7 @@ class LineRow:
 class LineTable(Pictured):
     """Types and cost by line: what ``by_line`` of stages returns. ``print`` shows a table.
 
-    Rows are exclusive: flops, bytes and collectives add up to those of the program.
+    Rows are exclusive: flops, bytes and collectives add up to the totals of the program.
 
     Attributes:
       rows: by file and line; last the row without a line, in a compiled program.

@@ -97,7 +97,7 @@ class ModuleTable(Pictured):
       peak: what has to be free for a call, as ``Memory.peak``: the next two together.
       in_use: the bytes of arrays at the step with the most: live, or held for the whole call.
       reserved: the rest: the program's code, and gaps between arrays.
-      unattributed: those of ``in_use`` that are in no row, as the compiler does not say what it
+      unattributed: the bytes of ``in_use`` that are in no row, as the compiler does not say what it
         made them for.
       over_time: the memory in use over the schedule.
       why: why figures are None, if some are.

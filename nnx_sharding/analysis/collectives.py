@@ -256,7 +256,7 @@ def _cells(collective: Collective) -> tuple[str, ...]:
 
 
 def _alike(collective: Collective) -> tuple[str, ...]:
-    """Writes the cells of a collective, the same for those of modules in one list."""
+    """Writes the cells of a collective; collectives of modules in one list get the same cells."""
     *cells, of, source = _cells(collective)
     if collective.parameters:
         first, *rest = collective.parameters
@@ -265,7 +265,7 @@ def _alike(collective: Collective) -> tuple[str, ...]:
 
 
 def _end(name: str, most: int) -> str:
-    """Returns the end of a long name, of which at least 8 characters remain."""
+    """Shortens a long name to its end, to no fewer than 8 characters."""
     most = max(most, 8)
     return f"…{name[1 - most :]}" if len(name) > most else name
 
@@ -420,7 +420,7 @@ def _groups(instruction: Instruction, count: int) -> Groups:
     groups, attributes = instruction.replica_groups or (), instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
     of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
-    # These are groups of replicas, of which JAX has one, and all partitions take part in each.
+    # These are groups of replicas. JAX has one replica, and all partitions take part in each group.
     if groups == () or (groups == ((0,),) and over_partitions and of_replicas):
         return (tuple(range(count)),)
     return groups

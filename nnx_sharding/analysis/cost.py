@@ -44,7 +44,7 @@ class Cost(Pictured):
         compiles for, with the bodies of loops counted once. Only the TPU compiler makes one.
       host_bytes: the bytes copied between device and host memory, with loops counted as often as
         they run; None before that is known.
-      int8_flops, fp8_flops: those of ``flops`` that are products of integers, or of floats, of
+      int8_flops, fp8_flops: the part of ``flops`` in products of integers, or of floats, of
         8 bits or less, with loops counted as often as they run; None before that is known.
       operations: the same of the operations that the device runs one after the other; those with a
         similar ratio of flops and bytes are one. Empty before that is known.

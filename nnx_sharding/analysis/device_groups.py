@@ -1,6 +1,6 @@
 """Groups of devices as HLO writes them, and the mesh axes over which they run.
 
-XLA writes groups in three forms, of which the last two stand for an array of device numbers:
+XLA writes groups in three forms. The last two stand for an array of device numbers:
 
     {{0,1},{2,3}}                            lists
     [2,4]<=[4,2]T(1,0)                       range(8) as (4, 2), transposed, as 2 groups of 4
@@ -70,7 +70,7 @@ def _mesh_groups(text: str) -> Groups:
         devices = np.array(_sizes(order))
     else:
         devices = _iota(order or f"[{math.prod(sizes.values())}]")
-    # Each axis becomes three dimensions, of which the middle one is in the groups: an axis may be
+    # Each axis becomes three dimensions. The middle one is in the groups: an axis may be
     # used in part, as in 'a':(2)4, which leaves 2 before and the rest after.
     dims: list[int] = []
     grouped = []

@@ -31,10 +31,10 @@ class Hardware(JsonForm):
       network_bandwidth: bytes per second that it can send to devices outside its slice or domain;
         None if that is unknown.
       int8_flops, fp8_flops: additions and multiplications per second of dense products of integers,
-        or of floats, of 8 bits; None if they take as long as those of bfloat16.
+        or of floats, of 8 bits; None if they take as long as products in bfloat16.
       sources: the page that each figure is from.
-      latency: the seconds that a collective takes besides those for its bytes: for TPUs those of
-        one hop between chips, the least that it may take; None if unknown.
+      latency: the seconds that a collective takes in addition to sending its bytes. For TPUs, the
+        time of one hop between chips, which is the least that it may be; None if unknown.
       spread: the largest difference between a measured time and its estimate from these figures, in
         parts of the estimate; None for peak figures, which :func:`~nnx_sharding.planning.calibrate`
         did not measure.

@@ -132,7 +132,7 @@ class Instruction(_Written):
 
     @property
     def shape(self) -> Shapes:
-        """The shape of the result, for a tuple those of its parts."""
+        """The shape of the result; for a tuple, the shapes of its parts."""
         return read_shape(self.shape_text)
 
     @functools.cached_property

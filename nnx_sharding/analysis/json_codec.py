@@ -36,7 +36,7 @@ def file_path(path: str | os.PathLike[str]) -> Path:
 
 
 def unique_json(text: str | bytes) -> Any:
-    """Reads JSON; a ValueError if an object has a key twice, of which readers take either."""
+    """Reads JSON; a ValueError if an object has a key twice, which readers treat differently."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -2,7 +2,7 @@
 
 **Types** come from the trace, as on Explicit axes types have specs. The line of an operation is the
 innermost frame of its traceback that is not in a library. JAX traces a function such as `jnp.where`
-once for all of its callers, so frames outside of the innermost trace are those of the first caller,
+once for all of its callers, so frames outside of the innermost trace belong to the first caller,
 and an operation without a line inside of it has that of the call:
 
     jit[name=_where]     model.py:10     from the traceback of the call
@@ -47,8 +47,8 @@ Shape: TypeAlias = tuple[int, ...]
 # An operation of a line in a module, and whether it is in the backward pass.
 OperationKey: TypeAlias = tuple[str, str, bool, str | None]
 
-FROM_PROGRAM = "specs on Auto axes are those of the compiled program"
-_UNDER_SHARD_MAP = "specs under shard_map, where shapes are those of one device"
+FROM_PROGRAM = "specs on Auto axes come from the compiled program"
+_UNDER_SHARD_MAP = "specs under shard_map, where each shape is that of one device"
 _BY_COMPILER = "specs on Auto axes or without a mesh in the trace, which the compiler chooses"
 
 

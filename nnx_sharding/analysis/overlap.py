@@ -33,7 +33,7 @@ class Scheduled(NamedTuple):
     home: str  # the computation that runs it, of fusions the one around them
     before: Work  # what the device does before it starts, in one run of this computation
     beside: Work  # from the start to the end
-    operations: tuple[str, ...]  # those with the most flops beside it
+    operations: tuple[str, ...]  # the operations with the most flops that run concurrently with it
 
 
 class Overlap:

@@ -115,7 +115,7 @@ def residual_of(
             if not calls:
                 return residual("argument", source=names[position])
             outer, call = calls[-1]
-            # The last inputs of the call: a `cond` has its predicate before those of a branch.
+            # The last inputs of the call: a `cond` has its predicate before the inputs of a branch.
             given = call.invars[len(call.invars) - len(jaxpr.invars) + position]
             # A loop stacks the carry of each step, which is no array outside of it.
             if given.aval.shape != aval.shape:  # type: ignore[attr-defined]

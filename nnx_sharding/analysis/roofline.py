@@ -339,7 +339,7 @@ def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware)
         size = len(coordinates)
         if size < 2:
             continue
-        # Between these chips are those of as many other groups, which share the links.
+        # Between these chips are the chips of as many other groups, which share the links.
         gap = int(np.diff(coordinates).min())
         is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
         is_open |= not is_ring
@@ -390,7 +390,7 @@ class Roofline(Pictured):
         of both times, one after the other. None as ``exposed_s``, or if they are unknown.
       exposed_s: seconds in which the device only waits for collectives, as the compiler has
         scheduled them: those over the same links one after another. None if the time for one is
-        unknown, or the program is one for CPUs and the figures are those of other hardware.
+        unknown, or the program is compiled for CPUs and the rates are those of other hardware.
       sources: the page that each figure of the hardware is from.
       spread: the largest error of such estimates where they were measured, in parts of the
         estimate; None for peak figures.
@@ -564,7 +564,7 @@ def _why_unknown(
 
 
 def _compute_seconds(cost: Cost | Operation, peak: Hardware) -> float | None:
-    """Returns the time for all flops, those of 8-bit numbers at their own rates."""
+    """Returns the time for all flops; products of 8-bit numbers have rates of their own."""
     if cost.flops is None:
         return None
     int8, fp8 = cost.int8_flops or 0.0, cost.fp8_flops or 0.0

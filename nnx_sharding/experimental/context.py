@@ -59,7 +59,7 @@ def context_parallel(
         ``fsdp(model, axis=("data", "context"), base=...)`` shards parameters over both axes.
       axis: the mesh axis.
       balanced: whether causal attention moves tokens so that all devices have equal work; see
-        :func:`ring_attention`. Not needed where ``input_positions`` are those of
+        :func:`ring_attention`. Not needed where ``input_positions`` come from
         :func:`balanced_order`.
       across_slices: whether the axis may have devices of several TPU slices, over whose network
         keys and values are then sent.

@@ -288,7 +288,7 @@ def _plan(
     only: Any,
     donate: bool,
 ) -> list[_Step]:
-    """Returns the steps that move the arrays of one structure into those of another."""
+    """Returns the steps that move the arrays of one structure into the arrays of another."""
     sources, targets = (
         {x.path: x for x in selected("transfer", named_arrays(each), only, is_shardable, "arrays")}
         for each in (given, flat)

@@ -101,7 +101,7 @@ def export(
 
 
 def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
-    """Raises an error that lists the arguments that refer to an array, rather than hold one."""
+    """Raises an error that lists the arguments that only refer to an array."""
     refs = {slot for slot, leaf in enumerate(leaves) if _compat.is_ref(leaf)}
     refs |= plan.structure.slots_of(RefEntry)
     lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]

@@ -47,8 +47,8 @@ class Result(NamedTuple):
       output: what the function returned. Tuples, lists and dicts keep their type; a module is an
         ``nnx.State``, and an object of any other class a dict.
       updates: the new arrays, by name of the argument, of each argument that the function changed:
-        those of changed and added Variables. They have the form in which the argument was passed: a
-        mapping by path if it was a mapping, else an ``nnx.State``.
+        the values of changed and added Variables. They have the form in which the argument was
+        passed: a mapping by path if it was a mapping, else an ``nnx.State``.
     """
 
     output: Any

@@ -51,7 +51,7 @@ def _digest(data: bytes) -> bytes:
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
     """Reads the manifest as JSON data, and the program."""
     data = file_path(path).read_bytes()
-    # A file that was cut within these four bytes is damaged, rather than of another kind.
+    # A file that was cut within these four bytes is damaged, not a file of another kind.
     if not data or not _START.startswith(data[: len(_START)]):
         raise ExportError(f"{path} is not a file of nnx_sharding.export: it starts differently.")
     if _digest(data[:-_DIGEST]) != data[-_DIGEST:]:

@@ -144,7 +144,7 @@ class GlobalBatches(Iterator[Loaded]):
                 f"{_NAME}: process {jax.process_index()} has no batch, so the others would wait "
                 "for it. Each process has to yield equally many batches; one without rows yields "
                 "batches of 0 rows, with uneven='pad' and the dtypes and other dimensions of "
-                "those of the other processes."
+                "the leaves of the other processes."
             )
         if self._dropped:
             assert self._sharding is not None

@@ -29,7 +29,7 @@ def calibrate(
 ) -> Hardware:
     """Measures what the devices at hand reach, while all of them work.
 
-    The flops are those of products of square matrices, the bandwidth of the memory that of reading
+    The flops are measured with products of square matrices, the bandwidth of the memory by reading
     and writing a large array. Of all-gathers of several sizes, a line is fitted through time and
     bytes: the latency and the bandwidth of the interconnect (Hockney, 1994,
     https://doi.org/10.1016/S0167-8191(06)80021-9). Then training steps of perceptrons of several

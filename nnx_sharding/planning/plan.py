@@ -254,7 +254,7 @@ def plan(
     limits["ruled_out"] = search.ruled_out
     found = compile_all("plan", search.programs, search.pick, **limits, **how)
     failures = _failures_of_step(found)
-    # A fault of the step rather than of candidates.
+    # The step is at fault, not the candidates.
     if failures and len(failures) == len(found.reports):
         reasons = {name: failure.error for name, failure in failures.items()} | search.ruled_out
         cause = next(iter(failures.values())).exception

@@ -46,9 +46,9 @@ from .candidates import SHARDING, Arguments, Axes, Candidate, split_name
 class Products(NamedTuple):
     """The matrix products and convolutions of a step, on all devices together."""
 
-    flops: float = 0.0  # of a conditional those of the largest branch
+    flops: float = 0.0  # a conditional counts its largest branch
     accessed: float = 0.0  # the bytes of their operands and results, likewise
-    least: float = 0.0  # the flops, of a conditional those of the smallest branch
+    least: float = 0.0  # the flops; a conditional counts its smallest branch
     is_narrow: bool = False  # whether some are of 8-bit numbers
 
     def times(self, count: float) -> Products:

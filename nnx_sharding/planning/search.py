@@ -292,7 +292,7 @@ def _recipe(mesh: Mesh, variant: Variant, lines: Sequence[str], shardings: str) 
 
 
 def is_of_compiler(failure: Failure) -> bool:
-    """Tells whether a compiler failed, rather than the step or a strategy."""
+    """Reports whether the compiler failed, not the step or a strategy."""
     return isinstance(failure.exception, jax.errors.JaxRuntimeError)
 
 

@@ -31,7 +31,7 @@ class Variant(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of the arguments in a recipe: those of the function, as far as known."""
+        """The names of the arguments in a recipe: as in the function, as far as known."""
         try:
             parameters = [*inspect.signature(self.fun).parameters.values()]
         except (TypeError, ValueError):  # of a function written in C, say
@@ -53,7 +53,7 @@ def variants_of(
     Args:
       step: a function; or by name functions, or tuples of a function and its own arguments.
       args: the arguments of functions without their own.
-      grid: values of options, of which all are combined; see ``variants`` of ``plan``.
+      grid: values of options; all combinations are tried. See ``variants`` of ``plan``.
       options: of jit, for all.
     """
     if wrong := [name for name, values in grid.items() if isinstance(values, str) or not [*values]]:

@@ -154,7 +154,7 @@ class Comparison(JsonForm):
             of ``hardware``, else the old one, else that of the devices compiled for, if known.
           hardware: for the roofline; None leaves it unchanged.
         """
-        # Of several, no peak figures are those of all.
+        # Several kinds of hardware have no common peak rates.
         kinds = {report.device_kind for report in self.compiled.values()}
         peak = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
         limit, reports = self.memory_limit, self.reports

@@ -65,7 +65,7 @@ def compile_all(
     by_module: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Compiles programs, of which it takes those that it starts.
+    """Compiles programs.
 
     Args:
       title: of the bar that shows progress.

@@ -40,7 +40,7 @@ from ..transforms.jit import jit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardingRow(parameters.ParameterRow):
-    """The sharding of one array, and why; ``spec`` and the other fields are those of its base.
+    """The sharding of one array, and why. Its base class has ``spec`` and the other fields.
 
     Attributes:
       rule: the index of the rule that decides; None if none matches.
@@ -233,7 +233,7 @@ class _Decision(NamedTuple):
     location: Location
     path: Path
     path_in_module: Path  # that rules see: it starts at the module with the sharding
-    matches: list[int]  # the rules that match, of which the first decides
+    matches: list[int]  # the rules that match; the first one decides
     subject: Any  # what filters are given
 
 
@@ -249,7 +249,7 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
         seen.add(location.slots)
         subject = named.subject(flat.objects, flat.leaves)
         path = tuple(map(plain_key, (*named.part.keys, *location.path)))
-        # The paths that rules may see, of which the first with a match counts, else the last.
+        # The paths that rules may see. The first one with a match counts, else the last one.
         for candidate in candidates(named.part.below, location.path):
             below = tuple(map(plain_key, candidate))
             matches = [number for number, matches in predicates if matches(below, subject)]

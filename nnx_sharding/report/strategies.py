@@ -161,7 +161,7 @@ def unwrapped(
         fun = fun.__dict__["__wrapped__"]
     if isinstance(fun, Lifted) or not callable(fun):
         raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
-    jit(fun, **options)  # raises for wrong options once, rather than for each strategy
+    jit(fun, **options)  # raises for wrong options once, not for each strategy
     return fun, dict(options)
 
 

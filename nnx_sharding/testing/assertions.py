@@ -384,7 +384,7 @@ def _replicated_rows(
     if isinstance(model, Compiled | ProgramReport):
         program = _report(model)
         rows = [row for row in program.parameters if row.used]
-        # A report has no shardings of one device, of which `is_replicated` would know.
+        # A report has no shardings of one device, so `is_replicated` cannot tell.
         is_sharded = program.num_devices > 1
         return rows, [x for x in rows if is_sharded and x.shard_shape == x.shape]
     if sharding is None:

@@ -122,7 +122,7 @@ def _reason(code: int) -> str:
 
 
 def _environment(rank: int, processes: int, devices: int, platform: str, at: str) -> dict[str, str]:
-    """Returns the variables of one process: those of a Slurm step, which tell JAX rank and size."""
+    """Returns the environment of one process as in a Slurm step, where JAX finds rank and size."""
     # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
