@@ -135,6 +135,31 @@ SURROUNDINGS = [
 ]
 
 
+# An option that JAX has removed. Names of ours that mean something else, and `eval_shape`, whose
+# function may have a keyword `f` of its own.
+OTHER_OPTIONS = {"reduce_axes"}
+OTHER_FUNCTIONS = {"split", "merge", "eval_shape"}
+
+
+@pytest.mark.parametrize("name", sorted({*dir(nnx)} & {*nnx_sharding.__all__} - OTHER_FUNCTIONS))
+def test_arguments_have_the_names_of_flax(name):
+    """Programs that give the function as a keyword, ``scan(f=step)``, run with our import."""
+    ours, flax = getattr(nnx_sharding, name), getattr(nnx, name)
+    if not inspect.isfunction(flax):
+        return
+    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+    def names(function, *kinds):
+        return [x.name for x in inspect.signature(function).parameters.values() if x.kind in kinds]
+
+    missing = {*names(flax, positional, keyword)} - {*names(ours, positional, keyword)}
+    assert missing <= OTHER_OPTIONS
+    order = names(flax, positional)
+    assert [x for x in names(ours, positional) if x in order] == [
+        x for x in order if x in names(ours, positional)
+    ]
+
+
 def check_functions(program, transform, mode, kind):
     function = flax_functions.PROGRAMS[program]
     if not all(hasattr(nnx, name.partition(".")[0]) for name in program.split()):

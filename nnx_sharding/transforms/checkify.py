@@ -17,16 +17,16 @@ from .lifted import P, R, lift
 
 @_compat.api_boundary
 def checkify(
-    fun: Callable[..., object],
+    f: Callable[..., object],
     errors: frozenset[object] = jax_checkify.user_checks,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Makes a function that also returns the errors that the checks of ``fun`` find.
+    """Makes a function that also returns the errors that the checks of ``f`` find.
 
     Args:
-      fun: the function. Changes that it makes to its arguments are made to the caller's own
+      f: the function. Changes that it makes to its arguments are made to the caller's own
         objects, whether a check fails or not.
       errors: the checks: a set of ``jax.experimental.checkify``, such as ``float_checks``. By
         default those that call ``checkify.check``.
@@ -48,7 +48,7 @@ def checkify(
 
     The semantics are those of ``jax.experimental.checkify.checkify`` and ``flax.nnx.checkify``.
     """
-    return lift(_Checked, fun, _Checkify(errors=errors), Roles(), graph, graph_updates)
+    return lift(_Checked, f, _Checkify(errors=errors), Roles(), graph, graph_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from .lifted import Lifted, lift
 
 @_compat.api_boundary
 def eval_shape(
-    fun: Callable[..., object],
+    f: Callable[..., object],
     /,
     *args: object,
     graph: bool | None = None,
@@ -30,7 +30,7 @@ def eval_shape(
     """Finds the shapes and dtypes of what a function returns, without computing it.
 
     Args:
-      fun: the function, such as one that makes a model.
+      f: the function, such as one that makes a model.
       *args: its arguments, in which ``jax.ShapeDtypeStruct`` may stand for arrays. They are not
         changed.
       graph: as in :func:`~nnx_sharding.jit`.
@@ -38,12 +38,12 @@ def eval_shape(
       **kwargs: its keyword arguments.
 
     Returns:
-      What ``fun`` returns, with ``jax.ShapeDtypeStruct`` in place of arrays; modules in it are new,
+      What ``f`` returns, with ``jax.ShapeDtypeStruct`` in place of arrays; modules in it are new,
       abstract ones. In the context of a mesh, Variables have the sharding that their metadata
       (``out_sharding``) names.
 
     Raises:
-      TypeError: arguments are not arrays, or do not fit the signature of ``fun``.
+      TypeError: arguments are not arrays, or do not fit the signature of ``f``.
 
     Example:
       >>> from flax import nnx
@@ -53,18 +53,18 @@ def eval_shape(
 
     The semantics are those of ``jax.eval_shape`` and ``flax.nnx.eval_shape``.
     """
-    lifted: Any = fun
+    lifted: Any = f
     # What `jit` made knows the shardings of its results.
-    if not isinstance(fun, Lifted):
+    if not isinstance(f, Lifted):
         transform = Jit(keeps_captures=False)
-        lifted = lift(Lifted, fun, transform, Roles(), graph, graph_updates)
+        lifted = lift(Lifted, f, transform, Roles(), graph, graph_updates)
     # Flax then gives Variables the shardings that their metadata name.
     return nnx.as_abstract(lifted.eval_shape(*args, **kwargs), graph=True)
 
 
 @_compat.api_boundary
 def make_jaxpr(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     *,
     static_argnums: int | Sequence[int] | None = None,
     graph: bool | None = None,
@@ -73,19 +73,19 @@ def make_jaxpr(
     """Makes a function that returns the jaxpr of another one.
 
     Args:
-      fun: the function.
+      f: the function.
       static_argnums: positions of static arguments.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
     Returns:
-      A function that takes the arguments of ``fun``, which it does not change, and returns a
+      A function that takes the arguments of ``f``, which it does not change, and returns a
       jaxpr. Its inputs are the arrays of the arguments; its outputs those of the result, then those
-      that ``fun`` changes.
+      that ``f`` changes.
 
     Raises:
-      TypeError: ``fun`` cannot be traced; at a call, arguments are not arrays, or do not fit the
-        signature of ``fun``.
+      TypeError: ``f`` cannot be traced; at a call, arguments are not arrays, or do not fit the
+        signature of ``f``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -97,16 +97,16 @@ def make_jaxpr(
     The semantics are those of ``jax.make_jaxpr`` and ``flax.nnx.make_jaxpr``.
     """
 
-    def decorate(fun: Callable[..., object]) -> Any:
+    def decorate(f: Callable[..., object]) -> Any:
         # The jaxpr has an input for each array of the arguments, also for those that are not used.
         transform = Jit(keep_unused=True, keeps_captures=False)
         roles = Roles.of(static_argnums)
-        lifted = lift(Lifted, fun, transform, roles, graph, graph_updates)
+        lifted = lift(Lifted, f, transform, roles, graph, graph_updates)
 
-        @functools.wraps(fun)
+        @functools.wraps(f)
         def jaxpr_of(*args: object, **kwargs: object) -> Any:
             return lifted._jaxpr(args, kwargs)
 
         return jaxpr_of
 
-    return decorate if fun is None else decorate(fun)
+    return decorate if f is None else decorate(f)

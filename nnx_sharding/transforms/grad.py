@@ -39,7 +39,7 @@ from .tangents import tangent_type, without_tangent
 
 @_compat.api_boundary
 def value_and_grad(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     *,
     argnums: object = 0,
     wrt: object = None,
@@ -49,36 +49,36 @@ def value_and_grad(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Makes a function that returns the value of ``fun`` and its gradient.
+    """Makes a function that returns the value of ``f`` and its gradient.
 
-    Modules, optimizers and Variables may be anywhere in the arguments; changes that ``fun`` makes
+    Modules, optimizers and Variables may be anywhere in the arguments; changes that ``f`` makes
     to them, such as to BatchNorm statistics and random streams, are made to the caller's own
     objects. A Variable that several arguments share is one input: its gradient covers all its uses
     and, as in Flax, is only in the first place.
 
     Args:
-      fun: the function. It returns a scalar or, with ``has_aux``, a pair of a scalar and anything
+      f: the function. It returns a scalar or, with ``has_aux``, a pair of a scalar and anything
         else.
       argnums: what to differentiate with respect to: the position or the name of an argument, an
         ``nnx.DiffState`` with a position and a filter, or a sequence of these.
       wrt: an NNX filter for the Variables of modules that are differentiated: by default all
         parameters or, without graph updates, everything. Arrays outside of modules, and bare
         Variables, are differentiated in any case.
-      has_aux: whether ``fun`` returns auxiliary data besides the scalar.
-      holomorphic: whether ``fun`` is promised to be holomorphic, as in ``jax.grad``.
+      has_aux: whether ``f`` returns auxiliary data besides the scalar.
+      holomorphic: whether ``f`` is promised to be holomorphic, as in ``jax.grad``.
       allow_int: whether integers may be differentiated; their gradients have dtype ``float0``.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
     Returns:
-      A function that returns ``(value, gradient)``; the value is what ``fun`` returns. The gradient
+      A function that returns ``(value, gradient)``; the value is what ``f`` returns. The gradient
       has the form of the argument, with an ``nnx.State`` of the differentiated Variables, perhaps
       empty, in place of each module; without graph updates and without a filter it is a new module,
       with gradients in place of the arrays. Optimizers take either. For a sequence of ``argnums``
       it is a tuple.
 
     Raises:
-      TypeError: ``argnums`` has something else, or ``wrt`` is not a filter; at a call, ``fun``
+      TypeError: ``argnums`` has something else, or ``wrt`` is not a filter; at a call, ``f``
         returns no scalar, or something that is differentiated is not floating-point or complex.
       ValueError: ``argnums`` counts positions of a bound method; at a call, it names unknown
         arguments, or no Variable matches ``wrt``.
@@ -99,12 +99,12 @@ def value_and_grad(
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
     modes = graph, graph_updates
-    return _make("value_and_grad", fun, argnums, wrt, modes, returns_value=True, **options)
+    return _make("value_and_grad", f, argnums, wrt, modes, returns_value=True, **options)
 
 
 @_compat.api_boundary
 def grad(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     *,
     argnums: object = 0,
     wrt: object = None,
@@ -114,14 +114,14 @@ def grad(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Makes a function that returns the gradient of ``fun``.
+    """Makes a function that returns the gradient of ``f``.
 
     Args:
-      fun: as for :func:`value_and_grad`, like all options.
+      f: as for :func:`value_and_grad`, like all options.
       argnums: what to differentiate with respect to.
       wrt: an NNX filter for the Variables of modules.
-      has_aux: whether ``fun`` returns auxiliary data.
-      holomorphic: whether ``fun`` is promised to be holomorphic.
+      has_aux: whether ``f`` returns auxiliary data.
+      holomorphic: whether ``f`` is promised to be holomorphic.
       allow_int: whether integers may be differentiated.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
@@ -144,7 +144,7 @@ def grad(
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
     modes = graph, graph_updates
-    return _make("grad", fun, argnums, wrt, modes, returns_value=False, **options)
+    return _make("grad", f, argnums, wrt, modes, returns_value=False, **options)
 
 
 def _make(

@@ -216,7 +216,7 @@ def _modules_of(plan: Plan, built: Built) -> Known:
 
 @_compat.api_boundary
 def remat(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     *,
     policy: Policy = None,
     prevent_cse: bool = True,
@@ -228,7 +228,7 @@ def remat(
     """Recomputes the values of a function in the backward pass instead of keeping them until then.
 
     Args:
-      fun: the function; it may take and return NNX objects.
+      f: the function; it may take and return NNX objects.
       policy: what is kept anyway: a name in ``jax.checkpoint_policies``, such as
         ``"dots_saveable"``; a policy of JAX; or a mapping (or pairs) from filters to one of
 
@@ -274,10 +274,10 @@ def remat(
     transform = _Remat(policy=_read_policy(policy), prevent_cse=prevent_cse)
     roles = Roles.of(static_argnums, static_argnames)
 
-    def decorate(fun: Callable[..., object]) -> Any:
-        return lift(Inner, fun, transform, roles, graph, graph_updates)
+    def decorate(f: Callable[..., object]) -> Any:
+        return lift(Inner, f, transform, roles, graph, graph_updates)
 
-    return decorate if fun is None else decorate(fun)
+    return decorate if f is None else decorate(f)
 
 
 def _read_policy(policy: Policy) -> Callable[..., bool] | _Rules | None:

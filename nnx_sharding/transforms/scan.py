@@ -52,7 +52,7 @@ StepOutput: TypeAlias = tuple[list[OutputGroup | None], Outcome]
 
 @_compat.api_boundary
 def scan(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     *,
     length: int | None = None,
     reverse: bool = False,
@@ -73,7 +73,7 @@ def scan(
     Python loop. Variables that no step writes are inputs of the loop and never outputs.
 
     Args:
-      fun: the function.
+      f: the function.
       length: the number of steps, if nothing is mapped.
       reverse: whether to run from the last slice to the first.
       unroll: how many steps to unroll in one iteration; True for all.
@@ -129,9 +129,9 @@ def scan(
     options = {"length": length, "reverse": reverse, "unroll": unroll}
     metadata = tuple((transform_metadata or {}).items())
 
-    def decorate(fun: Callable[..., object]) -> Any:
+    def decorate(f: Callable[..., object]) -> Any:
         # Positions do not count the object of a bound method, which is an argument of the function.
-        bound = len(unbind(fun)[1])
+        bound = len(unbind(f)[1])
         transform = Scan(
             in_specs=in_specs,
             out_specs=out_specs,
@@ -140,9 +140,9 @@ def scan(
             options=jax_options(**options, _split_transpose=_split_transpose),
             metadata=metadata,
         )
-        return lift(Inner, fun, transform, Roles(), graph, graph_updates)
+        return lift(Inner, f, transform, Roles(), graph, graph_updates)
 
-    return decorate if fun is None else decorate(fun)
+    return decorate if f is None else decorate(f)
 
 
 def _carry_in(axes: Any) -> int | str | None:

@@ -27,7 +27,7 @@ from .tangents import TangentForm, as_array, slots_by_path, tangent_type
 
 @_compat.api_boundary
 def vjp(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     *primals: object,
     has_aux: bool = False,
     graph: bool | None = None,
@@ -35,13 +35,13 @@ def vjp(
 ) -> Any:
     """Calls a function, and returns its output and the function that pulls cotangents back.
 
-    Without primals it is a decorator, whose function takes them. Changes that ``fun`` makes to its
+    Without primals it is a decorator, whose function takes them. Changes that ``f`` makes to its
     arguments are made to the caller's own objects.
 
     Args:
-      fun: the function. What it is bound to, if it is a method, is not differentiated.
+      f: the function. What it is bound to, if it is a method, is not differentiated.
       *primals: its arguments: modules, Variables, arrays, and pytrees of these.
-      has_aux: whether ``fun`` returns a pair of its output and auxiliary data.
+      has_aux: whether ``f`` returns a pair of its output and auxiliary data.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -67,15 +67,15 @@ def vjp(
 
     The semantics are those of ``jax.vjp`` and ``flax.nnx.vjp``.
     """
-    if fun is None or not primals:
+    if f is None or not primals:
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
-        return functools.partial(vjp, *(() if fun is None else (fun,)), has_aux=has_aux, **options)
+        return functools.partial(vjp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
     def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
         return jax.vjp(function, arrays, has_aux=True)[1:]
 
     modes = graph, graph_updates
-    derivative = _differentiate("vjp", fun, has_aux, modes, primals, differentiate)
+    derivative = _differentiate("vjp", f, has_aux, modes, primals, differentiate)
 
     def pullback(cotangents: object) -> Any:
         [arrays] = derivative.function(
@@ -89,7 +89,7 @@ def vjp(
 
 @_compat.api_boundary
 def jvp(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     primals: Sequence[object] | None = None,
     tangents: Sequence[object] | None = None,
     *,
@@ -102,11 +102,11 @@ def jvp(
     Without primals it is a decorator, whose function takes primals and tangents.
 
     Args:
-      fun: the function, as for :func:`vjp`.
+      f: the function, as for :func:`vjp`.
       primals: its arguments, a tuple.
       tangents: a tuple with the tangent of each: for a module one of the same structure, such as
         ``jax.tree.map(jnp.ones_like, model)``. Those of integers are ignored.
-      has_aux: whether ``fun`` returns a pair of its output and auxiliary data.
+      has_aux: whether ``f`` returns a pair of its output and auxiliary data.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -129,9 +129,9 @@ def jvp(
 
     The semantics are those of ``jax.jvp`` and ``flax.nnx.jvp``.
     """
-    if fun is None or primals is None or tangents is None:
+    if f is None or primals is None or tangents is None:
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
-        return functools.partial(jvp, *(() if fun is None else (fun,)), has_aux=has_aux, **options)
+        return functools.partial(jvp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
     def differentiate(
         function: Function, arrays: list[object], inputs: TangentForm
@@ -141,7 +141,7 @@ def jvp(
         return jax.jvp(function, (arrays,), (directions,), has_aux=True)[1:]
 
     modes = graph, graph_updates
-    derivative = _differentiate("jvp", fun, has_aux, modes, primals, differentiate)
+    derivative = _differentiate("jvp", f, has_aux, modes, primals, differentiate)
     return derivative.output, derivative.outputs.build(derivative.function), *derivative.aux
 
 

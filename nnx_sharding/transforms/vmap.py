@@ -25,7 +25,7 @@ from .partial_sums import PartialSums
 
 @_compat.api_boundary
 def vmap(
-    fun: Callable[..., object] | None = None,
+    f: Callable[..., object] | None = None,
     *,
     in_axes: object = 0,
     out_axes: object = 0,
@@ -43,7 +43,7 @@ def vmap(
     mapped has to be the same for all elements after the call.
 
     Args:
-      fun: the function.
+      f: the function.
       in_axes: the axis along which each argument is mapped, None for one that is not: one for all
         of them, a tuple with one for each positional parameter, or a mapping from parameter names;
         each a pytree prefix of its argument, with :class:`~nnx_sharding.StateAxes` allowed for a
@@ -58,11 +58,11 @@ def vmap(
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
     Returns:
-      A function that maps ``fun``.
+      A function that maps ``f``.
 
     Raises:
       TypeError: something is not an axis, or ``Carry``; at a call, arguments do not fit the
-        signature of ``fun``.
+        signature of ``f``.
       ValueError: at a call, axes do not fit the arguments or the results, mapped arrays have
         different sizes, or something that is not mapped differs between the elements.
 
@@ -92,10 +92,10 @@ def vmap(
         metadata=tuple((transform_metadata or {}).items()),
     )
 
-    def decorate(fun: Callable[..., object]) -> Any:
-        return lift(Inner, fun, transform, Roles(), graph, graph_updates)
+    def decorate(f: Callable[..., object]) -> Any:
+        return lift(Inner, f, transform, Roles(), graph, graph_updates)
 
-    return decorate if fun is None else decorate(fun)
+    return decorate if f is None else decorate(f)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
