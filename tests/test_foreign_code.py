@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from nnx_sharding import jit
-from nnx_sharding.core import compiled_misfits, failures
+from nnx_sharding.core import compiled_mismatches, failures
 
 
 class Model(nnx.Module):
@@ -66,7 +66,7 @@ def test_a_failing_check_does_not_replace_the_error(compiled, caplog):
     if compiled:
         f = f.lower(x, x).compile()
     patches = [mock.patch.object(failures, "_CHECKS", (broken,))]
-    patches.append(mock.patch.object(compiled_misfits, "_check_compiled_shardings", broken))
+    patches.append(mock.patch.object(compiled_mismatches, "_check_compiled_shardings", broken))
     with patches[0], patches[1], pytest.raises(ValueError):
         f(x, y)
     assert "in a check" in caplog.text

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import jit, remat
 from nnx_sharding.activations import calls as record
 from nnx_sharding.activations import intercept
-from nnx_sharding.activations.intercept import Method, handler_here, with_handler
+from nnx_sharding.activations.intercept import Method, current_handler, with_handler
 
 AUTO = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 X = jnp.ones((8, 4))
@@ -261,7 +261,7 @@ def test_context_variables_that_the_function_sets():
     mine = contextvars.ContextVar("mine")
     intercepted(lambda: mine.set(3))
     assert mine.get() == 3
-    assert handler_here() is None
+    assert current_handler() is None
 
 
 # Interrupts
@@ -305,7 +305,7 @@ def test_an_interrupt_leaves_nothing_behind():
     for wanted in random.Random(0).sample(range(1, total + 1), min(total, 40)):
         with pytest.raises(KeyboardInterrupt):
             lines_of(lambda: traced(1), interrupt, wanted)
-        assert handler_here() is None and record.FRAME.get() is None
+        assert current_handler() is None and record.FRAME.get() is None
         assert Scale()(X)[0, 0] == 3
     assert jit(call, **OPTIONS).lower(Scale(), X).as_text() == text
 

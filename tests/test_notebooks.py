@@ -40,7 +40,7 @@ ONE_LINE = {
     "Leaf",
     "LineCollectives",
     "MeshDescription",
-    "Misfit",
+    "Mismatch",
     "Retrace",
     "ShardingRow",
     "ValueType",

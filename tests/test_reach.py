@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 import configurations
 import nnx_sharding
 from nnx_sharding import Carry
-from nnx_sharding.core.reach import reach_of
+from nnx_sharding.core.fingerprint import fingerprint_of
 from nnx_sharding.transforms import by_content
 
 # Ways: each is a generator function. It yields a function of an argument `layer` and a number x,
@@ -886,7 +886,7 @@ def test_a_hundred_cells(name):
 
 
 def key(*values):
-    return reach_of(values)
+    return fingerprint_of(values)
 
 
 def test_equal_as_long_as_nothing_changes():

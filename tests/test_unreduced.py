@@ -35,7 +35,7 @@ from nnx_sharding.partition import (
 )
 from nnx_sharding.placement import place, process_rows
 from nnx_sharding.report import ProgramReport, check_sharding
-from nnx_sharding.specs.fitting import fit_sharding, variants
+from nnx_sharding.specs.fitting import fit_sharding, possible_corrections
 from zoo import P, assert_close, mesh_of
 
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -528,7 +528,7 @@ class DescriptionTest(absltest.TestCase):
         self.assertEqual(dropped, P("x", None, unreduced={"z"}))
         replicated = fit_sharding(spec, mesh, (3, 2), on_indivisible="replicate").sharding
         self.assertEqual(replicated, P(unreduced={"z"}))
-        for part in variants(spec, "drop"):
+        for part in possible_corrections(spec, "drop"):
             self.assertEqual(part.unreduced, {"z"})
         rules = [(".*", P(None, None, None, reduced={"x"}))]
         self.assertEqual(match_partition_rules(rules, {"w": W})["w"], COPIES)

@@ -73,8 +73,8 @@ LAST = (
 # Not on the way of a call of `jit`: what is reported when something is wrong, guards outside of
 # calls, and whether a trace of another transform is used again.
 BESIDE = (
-    *("agreement.py", "bounded.py", "code_names.py", "compiled_misfits.py", "convolutions.py"),
-    *("failures.py", "listing.py", "memory.py", "problems.py", "publishing.py", "reach.py"),
+    *("agreement.py", "bounded.py", "code_names.py", "compiled_mismatches.py", "convolutions.py"),
+    *("failures.py", "listing.py", "memory.py", "problems.py", "fingerprint.py", "publishing.py"),
 )
 
 # Narrow enough for the text to be legible on a phone.

@@ -26,7 +26,7 @@ from ..core.constrain import type_spec
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
-from ..specs.fitting import axes_of_type, only_axes, spec_axes
+from ..specs.fitting import axes_of_type, keep_axes, spec_axes
 from ..specs.types import AxisName
 
 Inputs = TypeVar("Inputs")
@@ -88,7 +88,7 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
     if spec is None:
         return like
     # An axis can shard one dimension only.
-    free = only_axes(like, {*spec_axes(like)}.difference(spec_axes(spec))).partitions
+    free = keep_axes(like, {*spec_axes(like)}.difference(spec_axes(spec))).partitions
     pairs = itertools.zip_longest(spec.partitions, free)
     return PartitionSpec(*(new if old is OPEN else old for old, new in pairs))
 
@@ -101,7 +101,7 @@ def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
 OPEN = PartitionSpec.UNCONSTRAINED
 
 
-def first_typed(inputs: object) -> jax.Array | None:
+def first_with_explicit_spec(inputs: object) -> jax.Array | None:
     """Returns the first array with a sharding over Explicit axes in its type, or None."""
     return next((x for x in arrays_in(inputs) if type_spec(x) is not None), None)
 
@@ -112,6 +112,6 @@ def arrays_in(tree: object) -> list[jax.Array]:
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
-def explicit_axes_here() -> frozenset[AxisName]:
+def explicit_axes_in_context() -> frozenset[AxisName]:
     """Returns the Explicit axes of the mesh in context."""
     return frozenset(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))

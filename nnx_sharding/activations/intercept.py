@@ -55,10 +55,10 @@ class Method:
         # attributes of the original: `nnx.capture` marks methods with one.
         self._intercepted = functools.update_wrapper(intercepted, original, updated=())
 
-    def __get__(self, module: object, kind: type | None = None) -> Any:
+    def __get__(self, module: object, cls: type | None = None) -> Any:
         current = _CURRENT.get()
         if current is None or not _is_method(self._name, self.original, current.named):
-            return self.original.__get__(module, kind)
+            return self.original.__get__(module, cls)
         if module is None:
             return self._intercepted
         return types.MethodType(self._intercepted, module)
@@ -89,7 +89,7 @@ class Method:
         return operator.itemgetter(0), ((self.original,),)
 
 
-def handler_here() -> Handler | None:
+def current_handler() -> Handler | None:
     """Returns the current handler of the calls of modules, or None."""
     current = _CURRENT.get()
     return None if current is None else current.handler
@@ -101,7 +101,7 @@ def with_handler(
     """Calls a function, and passes the calls of modules in it to a handler.
 
     Args:
-      handler: the handler. It may call the one around it (:func:`handler_here`).
+      handler: the handler. It may call the one around it (:func:`current_handler`).
       named: methods to pass on as well though their names are private.
       fun: the function.
       *args: its arguments.
@@ -113,10 +113,10 @@ def with_handler(
     outer = _CURRENT.get()
     # Those that an outer handler wants stay intercepted.
     named = frozenset(named) if outer is None else outer.named.union(named)
-    for kind in _module_types():
-        for name, value in [*vars(kind).items()]:
+    for cls in _module_types():
+        for name, value in [*vars(cls).items()]:
             if type(value) is not Method and _is_method(name, value, named):
-                type.__setattr__(kind, name, Method(name, value))
+                type.__setattr__(cls, name, Method(name, value))
 
     def call() -> Any:
         _CURRENT.set(_Current(handler, named))
@@ -155,18 +155,18 @@ def _module_types() -> Iterator[type]:
     kinds: set[type] = {nnx.Optimizer}
     pending: list[Any] = [*_KINDS]
     while pending:
-        new = [kind for kind in pending.pop().__subclasses__() if kind not in kinds]
+        new = [cls for cls in pending.pop().__subclasses__() if cls not in kinds]
         kinds.update(new)
         pending += new
-    bases = {base for kind in kinds for base in kind.__mro__}.difference(nnx.Module.__mro__)
-    return (kind for kind in bases if not _is_foreign(kind))
+    bases = {base for cls in kinds for base in cls.__mro__}.difference(nnx.Module.__mro__)
+    return (cls for cls in bases if not _is_foreign(cls))
 
 
-def _is_foreign(kind: type) -> bool:
+def _is_foreign(cls: type) -> bool:
     """Returns whether a class belongs to Python or JAX, such as ``typing.Generic``."""
     # Not by the name of the module alone, which a user's class may have as well.
-    is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
-    return is_there and kind.__module__.partition(".")[0] in _FOREIGN
+    is_there = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    return is_there and cls.__module__.partition(".")[0] in _FOREIGN
 
 
 def _is_method(name: str, value: object, named: Collection[str]) -> bool:

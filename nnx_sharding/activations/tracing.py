@@ -35,7 +35,7 @@ from ..core.call_context import Caller
 from ..core.constrain import (
     apply_shardings,
     in_context,
-    mesh_here,
+    mesh_in_trace,
     retype,
     type_spec,
     without_unconstrained,
@@ -46,7 +46,7 @@ from ..core.problems import no_mesh
 from ..core.retyping import PARTIAL
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..errors import ActivationError, message, raise_listed, see
 from ..specs.activation_sharding import (
     ActivationSharding,
@@ -58,8 +58,8 @@ from ..specs.filters import glob_hint
 from ..specs.fitting import (
     axes_of_type,
     fit_sharding,
-    only_axes,
-    padded,
+    keep_axes,
+    pad_entries,
     spec_and_mesh,
     spec_axes,
     with_entries,
@@ -71,15 +71,15 @@ from ..specs.types import AnyArray, Arrays, AxisName, Objects
 from .axis_types import (
     OPEN,
     arrays_in,
-    explicit_axes_here,
-    first_typed,
+    explicit_axes_in_context,
+    first_with_explicit_spec,
     opened,
     output_spec,
     with_auto_axes,
 )
 from .calls import RECORD, Frame, Shape, Tag, VariableSpecs, in_call
 from .constraints import exact_path, refuse_constraint
-from .intercept import Call, Keywords, handler_here, original_of, with_handler
+from .intercept import Call, Keywords, current_handler, original_of, with_handler
 from .schedules import SCHEDULE_USES, PendingCall, Place, ScheduleUses
 from .updates import update
 from .variables import (
@@ -117,7 +117,7 @@ CONTEXT = jax.make_user_context()
 PREFETCHED = jax.make_user_context()
 
 
-def batch_axes_here() -> frozenset[AxisName]:
+def current_batch_axes() -> frozenset[AxisName]:
     """Returns the axes that shard the rows of the data of the current trace, as far as known."""
     context = CONTEXT.value
     return frozenset() if context is None else context.batch_axes
@@ -145,7 +145,7 @@ class Known(dict[int, tuple[Path, object]]):
 KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
 
-def inherited(objects: Objects) -> AbstractContextManager[None]:
+def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
     """Makes JAX use no trace of modules with other tags, or other paths in a ``remat``.
 
     A trace of a function of modules depends on both, which none of its arguments shows to JAX.
@@ -166,36 +166,38 @@ def inherited(objects: Objects) -> AbstractContextManager[None]:
     return _TAGS(key)
 
 
-def pass_tags(known: Caller | Flat, built: Built | Flat) -> None:
+def pass_tags(known: Caller | Flat, unflattened: Unflattened | Flat) -> None:
     """Gives copies of modules, such as those in an inner trace, the tags of the originals."""
-    for old, new in zip(known.objects, built.objects, strict=True):
+    for old, new in zip(known.objects, unflattened.objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(new, tag)
 
 
-def pass_paths(caller: Caller, built: Built) -> None:
+def pass_paths(caller: Caller, unflattened: Unflattened) -> None:
     """Makes the modules of an inner trace known by the paths that a surrounding ``remat`` knows."""
     for known in KNOWN.get():
-        for old, new in zip(caller.objects, built.objects, strict=True):
+        for old, new in zip(caller.objects, unflattened.objects, strict=True):
             if id(old) in known:
                 known[id(new)] = known[id(old)][0], new
 
 
 @contextlib.contextmanager
-def sharded_activations(plan: Plan, caller: Caller, built: Built, leaves: Arrays) -> Iterator[Call]:
+def sharded_activations(
+    plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Arrays
+) -> Iterator[Call]:
     """Shards the activations of modules in a trace; yields what to call for the user's function.
 
     Args:
       plan: what is known of the function.
       caller: the call that is traced.
-      built: the objects of the trace.
+      unflattened: the objects of the trace.
       leaves: its arrays.
     """
     assert isinstance(plan.transform, Sharded)
-    pass_paths(caller, built)
-    scope = Scope(plan, plan.transform, built, leaves)
+    pass_paths(caller, unflattened)
+    scope = Scope(plan, plan.transform, unflattened, leaves)
     if not scope.is_needed:
-        pass_tags(caller, built)
+        pass_tags(caller, unflattened)
         yield caller.fun
         return
     # If none is in context, that in the types of the arrays, for what modules ask of it.
@@ -223,10 +225,10 @@ def sharded_activations(plan: Plan, caller: Caller, built: Built, leaves: Arrays
 class Scope:
     """The handler of the calls of modules during one trace."""
 
-    def __init__(self, plan: Plan, transform: Sharded, built: Built, leaves: Arrays):
+    def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
         declared = transform.activation_shardings
         sources = () if declared is None else (declared,)
-        self._transform, self._plan, self._built = transform, plan, built
+        self._transform, self._plan, self._built = transform, plan, unflattened
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
         self._explicit_axes = {
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
@@ -241,7 +243,7 @@ class Scope:
         # that no other one gets its id.
         self._foreign_tags: dict[int, tuple[Tag, object]] = {}
         # Within another trace, that one explains and records.
-        self._observes = handler_here() is None and bool(
+        self._observes = current_handler() is None and bool(
             self._explicit_axes or RECORD.value is not None
         )
         self._misfits: dict[str, None] = {}  # lines for an error, in order, each once
@@ -305,7 +307,7 @@ class Scope:
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         """Tags the modules in all arguments, and notes the schedules that are given for them."""
-        plan, built = self._plan, self._built
+        plan, unflattened = self._plan, self._built
         parts = [
             (
                 argument,
@@ -326,7 +328,7 @@ class Scope:
             for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items():
                 if isinstance(plan.structure.entries[index], NodeEntry) and index not in tagged:
                     tagged.add(index)
-                    module = built.objects[index]
+                    module = unflattened.objects[index]
                     tag = self._tag(name, path, chosen, module)
                     _compat.tag_node(module, tag)
                     if (schedule := self._schedule(tag, module, "__call__")) is not None:
@@ -350,8 +352,10 @@ class Scope:
             declared = self._plan.object_specs.get(slots[0]) if len(slots) == 1 else None
             pair = spec_and_mesh(type_spec(value) if declared is None else declared, self._mesh)
             if pair is not None and isinstance(value, jax.Array):
-                shape, kept = jax.typeof(value).shape, only_axes(pair[0], inside)
-                whole, outside = (with_entries(x, padded(x, len(shape))) for x in (kept, pair[0]))
+                shape, kept = jax.typeof(value).shape, keep_axes(pair[0], inside)
+                whole, outside = (
+                    with_entries(x, pad_entries(x, len(shape))) for x in (kept, pair[0])
+                )
                 is_gathered = is_parameter(variable) and not axes.isdisjoint(spec_axes(pair[0]))
                 specs[own_path] = VariableSpecs(whole, shape, is_gathered, outside)
         return Tag(name, path, sources, axes, specs, self._mesh)
@@ -426,11 +430,11 @@ class Scope:
             ahead = any(source.prefetch for source in frame.tag.sources)
             call = schedule.wrap(frame.module, call, self._mesh, self._plan.batch_axes, ahead)
         with replaced_values(self._gather_variables(frame)):
-            mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
+            mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_in_context()
             pair = spec_and_mesh(chosen.output, mesh)
             if explicit and pair is not None and pair[0].unreduced:
                 # Only Explicit axes can be, and only the layer itself can leave out the sum.
-                kwargs = {**kwargs, "out_sharding": only_axes(pair[0], explicit)}
+                kwargs = {**kwargs, "out_sharding": keep_axes(pair[0], explicit)}
             axes = self._auto_axes(frame, chosen, explicit, (args, kwargs))
 
             def call_and_constrain(*args: Any, **kwargs: Any) -> Any:
@@ -460,7 +464,7 @@ class Scope:
         self._whole_outputs.end_layer(x, spec)
         if self._mesh is None or not any(spec_axes(spec)):
             return x
-        [new] = apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])
+        [new] = apply_shardings([x], [NamedSharding(mesh_in_trace(self._mesh), spec)])
         return new
 
     def _leave_auto_axes(
@@ -477,11 +481,11 @@ class Scope:
         say nothing, that of the first input.
         """
         explicit = axes_of_type(mesh, AxisType.Explicit)
-        known, like = frame.sharding_of(x), first_typed(inputs)
+        known, like = frame.sharding_of(x), first_with_explicit_spec(inputs)
         assert like is not None  # or no axis of the module would be Auto
-        spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
+        spec = opened(type_spec(x)) if known is None else keep_axes(known.spec, explicit)
         if spec is None and frame.tag.path and (columns := self._spec_of_columns(frame, x)):
-            spec = only_axes(columns, explicit)
+            spec = keep_axes(columns, explicit)
         new: jax.Array = retype(x, mesh, output_spec(x, like, spec))
         if known is not None:
             frame.note_sharding(new, jax.typeof(new).sharding)
@@ -509,7 +513,7 @@ class Scope:
                 whole = spec_of_slice(stacked.inside, stacked.shape, shape)
                 spec = PartitionSpec(*whole.partitions[-count:])
                 # Axes that are Auto around the model are the compiler's, as on Auto axes alone.
-                free = only_axes(spec, self._explicit_axes.difference(self._plan.batch_axes))
+                free = keep_axes(spec, self._explicit_axes.difference(self._plan.batch_axes))
                 return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
         return None
 
@@ -526,7 +530,11 @@ class Scope:
         with a declared output. Methods that get no typed array, or that are told the sharding of
         their output, run as they are.
         """
-        if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
+        if (
+            not explicit
+            or first_with_explicit_spec(inputs) is None
+            or inputs[1].get("out_sharding") is not None
+        ):
             return frozenset()
         if chosen.axis_types is not None:
             return explicit if chosen.axis_types is AxisType.Auto else frozenset()
@@ -547,7 +555,7 @@ class Scope:
         values = [_compat.get_value(variable) for _, variable in own_variables(module)]
         avals = map(jax.typeof, arrays_in((inputs, values)))
         types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
-        spec = type_spec(first_typed(inputs)) or PartitionSpec()
+        spec = type_spec(first_with_explicit_spec(inputs)) or PartitionSpec()
         # Suggests what shards the input, but not its last dimension, the features, which the output
         # need not have, nor trailing dimensions that nothing shards.
         sharded = [i for i, axes in enumerate(spec.partitions[:-1]) if axes]
@@ -632,19 +640,19 @@ class Scope:
         if spec is not None:
             kept = spec
             if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
-                kept = with_entries(spec, only_axes(spec, self._axes - tag.axes).partitions)
+                kept = with_entries(spec, keep_axes(spec, self._axes - tag.axes).partitions)
             if spec.reduced:  # of which JAX counts some gradients several times
                 kept = with_reduced(kept, ())
             if kept == spec:
                 return value
-            goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
-            gathered: jax.Array = jax.sharding.reshard(value, goal)
+            target = NamedSharding(jax.typeof(value).sharding.mesh, kept)
+            gathered: jax.Array = jax.sharding.reshard(value, target)
             return gathered
         known = tag.specs.get(path)
         if self._mesh is None or known is None or not known.is_gathered:
             return value
         inside = spec_of_slice(known.inside, known.shape, value.shape)
-        [gathered] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), inside)])
+        [gathered] = apply_shardings([value], [NamedSharding(mesh_in_trace(self._mesh), inside)])
         return gathered
 
     def _constrain_tree(self, tree: Any, prefix: object, frame: Frame, side: str) -> Any:
@@ -682,7 +690,7 @@ class Scope:
         pair = spec_and_mesh(spec, self._mesh)
         if pair is None:
             raise no_mesh(self._transform.name)
-        mesh = mesh_here(pair[1])
+        mesh = mesh_in_trace(pair[1])
         action = self._transform.on_indivisible
         fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
         if fit.problems:

@@ -111,10 +111,10 @@ def replaced_values(values: Iterable[tuple[Variable, jax.Array]]) -> Iterator[No
     finally:  # also after an error, which the function may catch
         for variable, old, new in replaced:
             value = _compat.get_value(variable)
-            _compat.set_value(variable, old if value is new else resharded(value, old))
+            _compat.set_value(variable, old if value is new else reshard_like(value, old))
 
 
-def resharded(value: AnyArray, like: AnyArray) -> Any:
+def reshard_like(value: AnyArray, like: AnyArray) -> Any:
     """Reshards an array like another one of its shape, if the type of that has a mesh."""
     new, old = jax.typeof(value), jax.typeof(like)
     sharding = getattr(old, "sharding", None)  # values of a hijax type have none

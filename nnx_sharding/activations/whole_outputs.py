@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..errors import UnshardedWarning, message, warn_or_raise
-from ..specs.fitting import axes_of, padded, spec_axes
+from ..specs.fitting import axes_of, pad_entries, spec_axes
 from ..specs.types import AxisName
 from .axis_types import arrays_in
 from .calls import Shape, Tag
@@ -40,7 +40,7 @@ def column_axes(model: object, size: int) -> frozenset[AxisName]:
 
 def _axes_of_size(spec: PartitionSpec, shape: Shape, size: int) -> list[tuple[AxisName, ...]]:
     """Lists the axes of each dimension of a size."""
-    pairs = zip(padded(spec, len(shape)), shape, strict=True)
+    pairs = zip(pad_entries(spec, len(shape)), shape, strict=True)
     return [axes_of(entry) for entry, length in pairs if length == size]
 
 

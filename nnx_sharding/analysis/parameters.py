@@ -14,7 +14,7 @@ from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, Structure, VariableEntry
 from ..core.treedefs import container_keys
 from ..errors import raise_listed
-from ..specs.fitting import axes_of, padded, with_entries
+from ..specs.fitting import axes_of, pad_entries, with_entries
 from ..specs.paths import Path, path_string
 from .json_codec import UNWRITTEN
 from .memory import array_bytes
@@ -246,7 +246,7 @@ def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -
 
 def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
     """Returns the spec with an entry for each dimension."""
-    return with_entries(spec, padded(spec, rank))
+    return with_entries(spec, pad_entries(spec, rank))
 
 
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:

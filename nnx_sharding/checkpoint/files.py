@@ -31,7 +31,7 @@ from ..core.place import place_arrays
 from ..core.publishing import Draft
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
-from ..specs.fitting import unsummed
+from ..specs.fitting import without_reductions
 from .checksums import checksums
 from .names import NamedArray, digest, is_key, is_reference, is_storable, kind_of, named_arrays
 from .restore import restore_into
@@ -335,7 +335,7 @@ def _standard_args(flat: Flat, arrays: Sequence[NamedArray], has_sums: bool) -> 
     """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks."""
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
-    summed = [None if unsummed(s) is s else unsummed(s) for s in shardings]
+    summed = [None if without_reductions(s) is s else without_reductions(s) for s in shardings]
     leaves = place_arrays(flat.leaves, summed)
     contents = {array.name: _content(leaves[array.slot]) for array in arrays}
     stored = {name: content for name, content in contents.items() if np.size(content)}

@@ -35,7 +35,7 @@ from ..core.place import finish_on_cpu, place_arrays
 from ..core.problems import out_of_range
 from ..core.spec_checks import assign_shardings
 from ..errors import CheckpointError, by_kind, raise_listed
-from ..specs.fitting import fit_sharding, unsummed
+from ..specs.fitting import fit_sharding, without_reductions
 from ..specs.paths import path_string
 from .names import (
     OF_ANOTHER_DTYPE,
@@ -395,8 +395,10 @@ def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
         return parts[0][0]
     if not all(isinstance(array, jax.Array) for array, _ in parts):
         return _built(parts, stacked, np)
-    [built] = finish_on_cpu([_program(on_auto_axes(unsummed(target.sharding)), stacked)(parts)])
-    return place_arrays([built], [unsummed(target.sharding)])[0]
+    [built] = finish_on_cpu(
+        [_program(on_auto_axes(without_reductions(target.sharding)), stacked)(parts)]
+    )
+    return place_arrays([built], [without_reductions(target.sharding)])[0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -444,7 +446,7 @@ def _placed(
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
         value = jnp.asarray(host) if sharding is None else place_arrays([host], [sharding])[0]
-    elif value.dtype == dtype and unsummed(sharding) is not sharding:
+    elif value.dtype == dtype and without_reductions(sharding) is not sharding:
         value = place_arrays([value], [sharding])[0]
     if value.dtype != dtype or value.weak_type != is_weak:
         value = _program(sharding, (), dtype, is_weak)([(value, ())])

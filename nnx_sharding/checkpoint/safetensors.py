@@ -32,7 +32,7 @@ from ..core.place import place_arrays
 from ..core.problems import out_of_range
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
-from ..specs.fitting import unsummed
+from ..specs.fitting import without_reductions
 from .names import (
     NamedArray,
     digest,
@@ -207,7 +207,7 @@ def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
     sharding = present_sharding(leaf)
     if sharding is None:
         return jnp.asarray(read(everything))
-    array: jax.Array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
+    array: jax.Array = jax.make_array_from_callback(leaf.shape, without_reductions(sharding), read)
     # Otherwise what is read for the next array would take memory simultaneously.
     jax.block_until_ready(array)
     return array
@@ -430,7 +430,7 @@ def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)
         return
-    summed: jax.Array = place_arrays([value], [unsummed(value.sharding)])[0]
+    summed: jax.Array = place_arrays([value], [without_reductions(value.sharding)])[0]
     for shard in summed.addressable_shards:
         if shard.replica_id == 0:
             bounds = zip(shard.index, summed.shape, strict=True)

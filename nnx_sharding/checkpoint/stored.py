@@ -28,7 +28,7 @@ from ..analysis.units import bytes_text
 from ..core.agreement import Operation, first_line
 from ..core.publishing import Identity, drafts, identity
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
-from ..specs.fitting import unsummed
+from ..specs.fitting import without_reductions
 from ..specs.paths import path_key, path_string
 from .checksums import checksums
 from .names import VALUE, Name, is_key
@@ -309,7 +309,7 @@ def _items(
             continue
         items[entry.position] = 0  # anything but a placeholder
         if sharding is not None and not entry.is_number:
-            options[entry.position] = ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
+            options[entry.position] = ocp.ArrayRestoreArgs(sharding=without_reductions(sharding))
         elif not entry.is_number:
             options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
     if 0 not in items:

@@ -24,7 +24,7 @@ from ..core.rebuild import rebuild
 from ..core.spec_checks import assign_shardings
 from ..errors import raise_listed
 from ..partition.rules import LogicalRules
-from ..placement.place import trimmed
+from ..placement.place import trim_to_rank
 from ..transforms.shard_map import shard_map
 
 __all__ = ["ArraySharder", "SharderModuleConfig"]
@@ -119,7 +119,7 @@ class ArraySharder(nnx.Module):
         """Does the same as :meth:`shard` without a sharder, and is not counted."""
         name, flat = "ArraySharder.shard", flatten(batch)
         _, shardings = assign_shardings(
-            batch, flat, sharding, caller=name, whole=True, adapt=trimmed
+            batch, flat, sharding, caller=name, whole=True, adapt=trim_to_rank
         )
         return rebuild(flat, apply_shardings(flat.leaves, shardings), name)
 

@@ -24,14 +24,21 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..core.arguments import Specs, check_specs
-from ..core.constrain import apply_shardings, is_shardable, mesh_here, sharding_of
+from ..core.constrain import apply_shardings, is_shardable, mesh_in_trace, sharding_of
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
 from ..core.spec_checks import assign_shardings, warn_of_corrections
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, warn_or_raise
 from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables
-from ..specs.fitting import describe, fit_sharding, like, spec_axes, suggestion, with_entries
+from ..specs.fitting import (
+    describe,
+    fit_sharding,
+    replace_spec,
+    spec_axes,
+    suggestion,
+    with_entries,
+)
 from ..specs.state_sharding import StateSharding, is_single_spec
 
 __all__ = [
@@ -125,7 +132,7 @@ def get_corrected_named_sharding(
     name = "get_corrected_named_sharding"
     check_specs(name, PartitionSpec, partition_spec=Specs(partition_spec))
     # In a `shard_map`, axes that it maps over are no longer to be used.
-    mesh = mesh_here(get_incontext_mesh(raise_mesh_error) if mesh is None else mesh)
+    mesh = mesh_in_trace(get_incontext_mesh(raise_mesh_error) if mesh is None else mesh)
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
@@ -204,7 +211,7 @@ def match_partition_rules(
         StateSharding(pairs)  # checks that there are only specs
     # Read at each call, as eformer does.
     small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
-    matches, unmatched, misfits = list[list[int]](), list[str](), list[str]()
+    matches, unmatched, mismatches = list[list[int]](), list[str](), list[str]()
 
     def choose(variable: NamedVariable) -> Any:
         sized = (x for x in variable.arrays if hasattr(x, "shape") or isinstance(x, Number))
@@ -224,11 +231,11 @@ def match_partition_rules(
             spec = with_entries(spec, spec.partitions[: min(map(len, shapes))])
         fits = (fit_sharding(spec, mesh, shape) for shape in shapes if mesh is not None)
         # The first array of a Variable that does not fit says enough.
-        misfits.extend([fit.line(variable.name) for fit in fits if fit.problems][:1])
+        mismatches.extend([fit.line(variable.name) for fit in fits if fit.problems][:1])
         return spec
 
     result = map_variables(tree, choose)
-    problems = {"no rule matches": unmatched, "these specs do not fit the mesh": misfits}
+    problems = {"no rule matches": unmatched, "these specs do not fit the mesh": mismatches}
     raise_listed(ValueError, f"{name}:", by_kind(problems))
     _warn_of_unused(name, pairs, matches)
     return result
@@ -368,7 +375,7 @@ def make_shard_and_gather_fns(
 
     def gather(spec: Any, tree: object) -> Any:
         # Whole on each device, as only that can be copied to the host.
-        full = like(spec, PartitionSpec())
+        full = replace_spec(spec, PartitionSpec())
         return jax.tree.map(
             lambda x: jax.device_get(shard(full, x)) if is_shardable(x) else x, tree
         )

@@ -83,7 +83,7 @@ class Operation:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        cls: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
@@ -113,7 +113,7 @@ class Operation:
             return
         client, index = _compat.distributed_client(), jax.process_index()
         if not hasattr(error, _HEARD):
-            name = next((kind.__name__ for kind in _KINDS if type(error) is kind), "")
+            name = next((cls.__name__ for cls in _KINDS if type(error) is cls), "")
             report = json.dumps([name, first_line(error)])
             client.key_value_set(f"{self._key}/failed/{index}", report, True)
         client.key_value_set(f"{self._key}/left/{index}", "", True)
@@ -194,9 +194,9 @@ class Operation:
             found = _compat.distributed_client().key_value_dir_get(f"{operation._key}/failed/")
             for key, report in found:
                 name, text = json.loads(report)
-                kind = next((kind for kind in _KINDS if kind.__name__ == name), CheckpointError)
+                cls = next((cls for cls in _KINDS if cls.__name__ == name), CheckpointError)
                 process = key.rpartition("/")[2]
-                raise _heard(kind(f"{self._caller}: process {process} failed: {text}"))
+                raise _heard(cls(f"{self._caller}: process {process} failed: {text}"))
             operation = operation._parent
 
 

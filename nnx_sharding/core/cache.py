@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from .. import _compat
 from .bounded import make_room
-from .functions import Several
+from .functions import FunctionGroup
 from .plan import Plan
 
 # Limits of the caches: plans for each set of options, and sets of options for each function.
@@ -100,7 +100,7 @@ _CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
     """Returns the cache of a function; a new one gets a log of traces from ``make_log``."""
     parts: list[Any] = []
-    for function in fun.functions if isinstance(fun, Several) else (fun,):
+    for function in fun.functions if isinstance(fun, FunctionGroup) else (fun,):
         if inspect.ismethod(function):
             parts += function.__func__, function.__self__
         else:

@@ -37,7 +37,7 @@ from .rebuild import NodeChange, update_operations
 from .static_parts import Operation
 from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
 from .treedefs import has_builtin_containers
-from .unflatten import assemble, perform, picker, unflatten
+from .unflatten import assemble, items_getter, perform, unflatten
 
 
 def run(
@@ -231,7 +231,7 @@ class Update(NamedTuple):
             unflatten=root.treedef.unflatten if isinstance(root, Container) else None,
             root=root,
             root_sources=root_sources,
-            variables_in=picker(outcome.values),
+            variables_in=items_getter(outcome.values),
             sources=sources,
         )
 
@@ -290,14 +290,14 @@ def _write_back(
     existing = dict(enumerate(objects))
     for index in outcome.replaced:
         del existing[index]
-    built = unflatten(after, arrays, existing)
+    unflattened = unflatten(after, arrays, existing)
     operations = _placing_operations(plan, flat, leaves, placed) if placed else []
     values = [*outcome.values, *outcome.metadata]
     operations += update_operations(
-        after, arrays, built.objects, values, outcome.metadata, outcome.nodes, outcome.statics
+        after, arrays, unflattened.objects, values, outcome.metadata, outcome.nodes, outcome.statics
     )
     perform([*operations, (finished,)])
-    return built.root
+    return unflattened.root
 
 
 def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
@@ -307,7 +307,8 @@ def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
     for index in changed:
         if not _compat.can_update(objects[index]):
             type_name = getattr(plan.structure.entries[index], "type", object).__name__
-            lines.append(f"  {plan.known[index][0] if index in plan.known else f'a {type_name}'}")
+            variable = plan.variables.get(index)
+            lines.append(f"  a {type_name}" if variable is None else f"  {variable.name}")
             stale.append(objects[index])
     error = listed_error(
         _compat.TraceContextError,

@@ -66,7 +66,7 @@ class _Current(threading.local):
 CALLER = _Current()  # not a context variable, whose changes slow down others
 
 
-def caller_here() -> Caller | None:
+def current_caller() -> Caller | None:
     """Returns the call to which a trace belongs; None where nothing is traced for a call."""
     fields = CALLER.fields
     return None if fields is None else Caller(*fields)
@@ -88,7 +88,7 @@ _LOGGER = logging.getLogger("nnx_sharding")
 
 def _on_event(event: str, **_: object) -> None:
     """Notes for the plan of the current call that its program was in JAX's persistent cache."""
-    caller = caller_here() if event == _compat.CACHE_HIT else None
+    caller = current_caller() if event == _compat.CACHE_HIT else None
     if caller is not None and caller.plan is not None:
         caller.plan.reported[event] = 1
 
@@ -97,7 +97,7 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
     """Notes a phase of the compilation for the current call; after the last, logs and notifies."""
     if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
-    caller = caller_here()
+    caller = current_caller()
     if caller is None or caller.plan is None:
         return
     plan = caller.plan

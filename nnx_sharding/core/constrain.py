@@ -32,8 +32,8 @@ from .. import _compat
 from ..specs.fitting import (
     axes_of,
     axes_of_type,
-    only_axes,
-    padded,
+    keep_axes,
+    pad_entries,
     spec_axes,
     with_entries,
     with_reduced,
@@ -67,10 +67,10 @@ def constrain(leaf: Any, sharding: Sharding) -> Any:
         return _CONSTRAINT(leaf, sharding)
     mesh = sharding.mesh
     if axes := axes_of_type(mesh, AxisType.Explicit):
-        part = without_unconstrained(only_axes(sharding.spec, axes), leaf, mesh)
+        part = without_unconstrained(keep_axes(sharding.spec, axes), leaf, mesh)
         leaf = _RESHARD(leaf, NamedSharding(mesh, part))
     if axes := axes_of_type(mesh, AxisType.Auto):
-        leaf = _CONSTRAINT(leaf, NamedSharding(mesh, only_axes(sharding.spec, axes)))
+        leaf = _CONSTRAINT(leaf, NamedSharding(mesh, keep_axes(sharding.spec, axes)))
     # Neither operation moves arrays to another memory.
     return jax.device_put(leaf, sharding) if other_memory(sharding) else leaf
 
@@ -113,7 +113,7 @@ def in_context(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else use(mesh.abstract_mesh)
 
 
-def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def mesh_in_trace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Returns a mesh with the axis types that it has in the current trace, such as Manual.
 
     With the same types it keeps its devices, which JAX may know from nowhere else.
@@ -138,7 +138,7 @@ def without_unconstrained(
         return spec
     present = sharding_of(leaf)
     is_on_mesh = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
-    present_entries = padded(present.spec if is_on_mesh else PartitionSpec(), len(spec))
+    present_entries = pad_entries(present.spec if is_on_mesh else PartitionSpec(), len(spec))
     entries, used = list(spec.partitions), set(spec_axes(spec))
     for dimension, entry in enumerate(entries):
         if entry is PartitionSpec.UNCONSTRAINED:
@@ -180,7 +180,7 @@ def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> A
     return next(meshes, None) if default is None else default
 
 
-def typed_in_context(leaves: Sequence[Any]) -> Sequence[Any]:
+def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
     """Gives arrays that are on no mesh the type that ``jax.jit`` gives them, if axes are Explicit.
 
     Outside of ``jax.jit``, JAX types them without a mesh. A gradient is then added up from terms
@@ -197,16 +197,16 @@ def _is_on_no_mesh(x: Any) -> bool:
     return type(x) is _compat.ArrayImpl and not x.committed and type_mesh(x) is None
 
 
-def type_as(x: object, goal: NamedSharding) -> Any:
+def type_as(x: object, target: NamedSharding) -> Any:
     """Gives an array the type that it has on the mesh of another sharding.
 
     It is unchanged if both meshes have Auto axes only.
     """
-    present, wanted = type_mesh(x), goal.mesh.abstract_mesh
+    present, wanted = type_mesh(x), target.mesh.abstract_mesh
     is_untyped = type_spec(x) is None and not axes_of_type(wanted, AxisType.Explicit)
     if present == wanted or is_untyped or _compat.is_ref(x):
         return x
-    return jax.sharding.reshard(x, goal)
+    return jax.sharding.reshard(x, target)
 
 
 def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
@@ -226,9 +226,9 @@ def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None)
             # array is no longer reduced over axes that become Auto.
             less_reduced = with_reduced(present_spec, present_spec.reduced & explicit)
             x = jax.sharding.reshard(x, NamedSharding(present, less_reduced))
-        spec = only_axes(present_spec, explicit)
+        spec = keep_axes(present_spec, explicit)
     elif present == wanted and jax.typeof(x).sharding.spec == with_entries(
-        spec, padded(spec, x.ndim)
+        spec, pad_entries(spec, x.ndim)
     ):
         return x  # it has this type already
     # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.

@@ -100,20 +100,22 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
     shapes = [jnp.shape(leaves[slot]) for slot in slots]
     # A later call may have other shapes than the one for which the plan was made.
     fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
-    goals: list[Any] = [plan.shardings[slot] for slot in slots]
-    obstacles = [obstacle(leaves[slot], goal) for slot, goal in zip(slots, goals, strict=True)]
+    targets: list[Any] = [plan.shardings[slot] for slot in slots]
+    obstacles = [
+        obstacle(leaves[slot], target) for slot, target in zip(slots, targets, strict=True)
+    ]
     lines = [f"  {name}: {reason}" for name, reason in zip(names, obstacles, strict=True) if reason]
     head = f"{transform.name}: these arrays cannot be placed as declared:"
     raise_listed(ValueError, head, lines)
     refused = [
-        (name, leaves[slot], goal)
-        for name, slot, goal in zip(names, slots, goals, strict=True)
+        (name, leaves[slot], target)
+        for name, slot, target in zip(names, slots, targets, strict=True)
         if decisions[slot] == "refuse"
     ]
     if error := committed_elsewhere(transform.name, refused):
         raise error
     leaves = list(leaves)
-    placed = place_arrays([leaves[slot] for slot in slots], goals)
+    placed = place_arrays([leaves[slot] for slot in slots], targets)
     for slot, array in zip(slots, placed, strict=True):
         leaves[slot] = array
     return leaves, slots

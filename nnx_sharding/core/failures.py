@@ -21,13 +21,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
-from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, only_axes, padded
+from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, keep_axes, pad_entries
 from ..specs.types import AnyArray, Arrays, Axis
 from .constrain import shape_of
 from .declared import is_committed, note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
 from .plan import Plan
-from .problems import arguments_not_arrays, array_line, committed_elsewhere, several
+from .problems import arguments_not_arrays, array_line, committed_elsewhere, join_paths
 from .pure import call_and_pack
 from .spec_checks import fit_specs
 from .transform import Sharded
@@ -46,7 +46,7 @@ def raise_explained(plan: Plan, leaves: Arrays, error: Exception, fun: Any = Non
     raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
 
 
-def explained(plan: Plan, leaves: Arrays, function: Callable[..., Any]) -> Any:
+def call_with_explained_errors(plan: Plan, leaves: Arrays, function: Callable[..., Any]) -> Any:
     """Returns what a function of the arrays returns, with its errors explained."""
     try:
         return function(*leaves)
@@ -228,8 +228,8 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
 
 def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
     """Returns what the type of an array has of a spec, in a form that can be compared."""
-    part = only_axes(spec, explicit)
-    return tuple(map(axes_of, padded(part, rank))), part.unreduced, part.reduced
+    part = keep_axes(spec, explicit)
+    return tuple(map(axes_of, pad_entries(part, rank))), part.unreduced, part.reduced
 
 
 def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
@@ -309,7 +309,7 @@ def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
             names_on.setdefault(devices, {})[name] = None
     for devices, names in names_on.items() if len(names_on) > 1 else ():
         ids = ", ".join(str(device.id) for device in devices)
-        yield f"  {several([*names])}: {devices[0].platform} {ids}"
+        yield f"  {join_paths([*names])}: {devices[0].platform} {ids}"
 
 
 _CHECKS: Sequence[Check] = (

@@ -31,7 +31,7 @@ from .problems import no_tree
 from .recording import UNRECORDED, ReadRecorder, comparison_of
 from .snapshot import Snapshot, node_state
 from .static_equality import Static, content_of
-from .static_parts import StaticKind, forget_cached, is_fixed, is_told_apart
+from .static_parts import StaticKind, forget_cached, has_identity, is_fixed
 from .structure import (
     LEAF,
     Child,
@@ -226,7 +226,7 @@ class Flattener:
             self.origins[index] = obj
         kind, parts = content
         # Parts that are equal do not make these the same, so a trace is only for this one object.
-        identity = Static(obj, self.is_kept_alive(obj)) if is_told_apart(kind.type) else None
+        identity = Static(obj, self.is_kept_alive(obj)) if has_identity(kind.type) else None
         if self.recorder is not None and identity is not None:
             self.recorder.pin_object(index, obj)
         return StaticObject(kind, self._static_parts(obj, kind, parts, position), identity)

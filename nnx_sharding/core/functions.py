@@ -27,7 +27,7 @@ from .flatten import flatten
 from .problems import array_line
 
 
-class Several:
+class FunctionGroup:
     """A function that consists of others; each call of a transform that takes several makes one."""
 
     __slots__ = ("__weakref__", "functions")
@@ -161,7 +161,7 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
 
     Changes the error, by whose text the user finds the object; it gets a reference to the docs.
     """
-    if isinstance(fun, Several):
+    if isinstance(fun, FunctionGroup):
         for function in fun.functions:
             note_captured_object(function, name_of(function), error)
         return

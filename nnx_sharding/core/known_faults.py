@@ -13,7 +13,7 @@ from ..specs.fitting import axes_of_type
 from .convolutions import Replacements, is_grouped
 
 
-def dodge_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: bool) -> None:
+def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: bool) -> None:
     """Replaces what XLA would compute wrong in the current trace, or warns about it.
 
     In a nested trace, too: a gradient around it would make convolutions with groups.

@@ -1,4 +1,4 @@
-"""Lists what a function can reach, depth first: see :mod:`~nnx_sharding.core.reach`.
+"""Lists what a function can reach, depth first: see :mod:`~nnx_sharding.core.fingerprint`.
 
 The list is one of *tokens*, which are hashable: two functions with equal lists reach the same. A
 token is a plain value, or the id of a code, class or object that the listing keeps alive or holds
@@ -112,9 +112,9 @@ class Listing:
 
     def add(self, value: object) -> None:
         """Lists a value and all that can be reached from it."""
-        kind = type(value)
-        if kind in _PLAIN_TYPES:
-            self.tokens.append((kind, value))
+        cls = type(value)
+        if cls in _PLAIN_TYPES:
+            self.tokens.append((cls, value))
             return
         number = self._number.get(id(value))
         if number is not None:  # also ends cycles
@@ -124,8 +124,8 @@ class Listing:
             raise NotListed
         self._number[id(value)] = len(self.met)
         self.met.append(value)
-        self.tokens.append(kind.__name__)
-        lister = _LISTERS.get(kind)
+        self.tokens.append(cls.__name__)
+        lister = _LISTERS.get(cls)
         if lister is not None:
             lister(self, value)
         elif isinstance(value, type):
@@ -210,16 +210,16 @@ class Listing:
             return
         self.add(content)
 
-    def _add_class(self, kind: type) -> None:
+    def _add_class(self, cls: type) -> None:
         """Lists a class, its bases, methods and other attributes; of libraries, only the class."""
-        self.tokens.append(id(kind))
-        if _is_stateless(kind.__module__):
+        self.tokens.append(id(cls))
+        if _is_stateless(cls.__module__):
             return
-        self.weak.append(weakref.ref(kind))
-        if type(kind) is not type:
-            self.add(type(kind))
-        self._add_all(kind.__bases__)
-        self._add_items({k: x for k, x in vars(kind).items() if k not in _NOT_READ})
+        self.weak.append(weakref.ref(cls))
+        if type(cls) is not type:
+            self.add(type(cls))
+        self._add_all(cls.__bases__)
+        self._add_items({k: x for k, x in vars(cls).items() if k not in _NOT_READ})
 
     def _add_module(self, module: types.ModuleType) -> None:
         """Lists a module, of which ``add_module_attributes`` lists the content."""
@@ -266,7 +266,7 @@ class Listing:
 
     def _add_object(self, value: Any) -> None:
         """Lists an object by its class and content, or else by its value or identity."""
-        kind = type(value)
+        cls = type(value)
         if holds_values(value):
             raise NotListed
         if isinstance(value, _DESCRIPTORS):
@@ -280,10 +280,10 @@ class Listing:
             attributes = getattr(value, "__dict__", {}).values()
             functions = [x for x in attributes if isinstance(x, _FUNCTIONS)]
             self._add_all([value.__wrapped__, *functions])
-        elif issubclass(kind, _LIBRARY_VALUES):
+        elif issubclass(cls, _LIBRARY_VALUES):
             self._add_value(value)
-        elif is_builtin(kind) or not has_hidden_state(kind):
-            self.add(kind)
+        elif is_builtin(cls) or not has_hidden_state(cls):
+            self.add(cls)
             static_kind, parts = open_object(value)
             self.tokens.append((static_kind.detail, static_kind.names))
             self._add_all(parts)

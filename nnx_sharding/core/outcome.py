@@ -133,7 +133,7 @@ def pack(
             # A ref cannot leave a trace; its value can, and becomes a new ref outside.
             outputs[group].append(leaf[...] if is_ref else leaf)
             output_names[group].append(names[slot])
-    donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.must_be_used)}
+    donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.slots_to_reuse)}
     check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
     outcome = Outcome(
         structure=after.structure,

@@ -29,7 +29,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .. import _compat
-from ..specs.fitting import unsummed
+from ..specs.fitting import without_reductions
 from ..specs.types import AnyArray, Arrays
 from .memory import copied, main_memory
 
@@ -104,7 +104,7 @@ class _Move:
     """One array on its way to a sharding."""
 
     array: Any
-    goal: Any
+    target: Any
     is_ours: bool = False  # whether the array may be freed, being donated or intermediate
     slots: list[int] = dataclasses.field(default_factory=list)  # of the result
 
@@ -127,17 +127,17 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
     together. The rest is joined on the host.
     """
     # JAX cannot move unreduced arrays to other devices, only their sum.
-    sums = [move for move in moves if _has_summands(move.array, move.goal)]
-    _reshard([(move, unsummed(move.array.sharding)) for move in sums])
-    last = [(move, move.goal) for move in moves if _has_summands(move.goal, move.array)]
-    for move, goal in last:
-        move.goal = unsummed(goal)
+    sums = [move for move in moves if _has_summands(move.array, move.target)]
+    _reshard([(move, without_reductions(move.array.sharding)) for move in sums])
+    last = [(move, move.target) for move in moves if _has_summands(move.target, move.array)]
+    for move, target in last:
+        move.target = without_reductions(target)
     _put_from_host([move for move in moves if _needs_host(move, alias)])
     # XLA reshards only in the default memory of devices.
-    programs = [move for move in moves if _needs_program(move.array, move.goal)]
+    programs = [move for move in moves if _needs_program(move.array, move.target)]
     _put([(move, main_memory(move.array.sharding)) for move in programs])
-    _reshard([(move, main_memory(move.goal)) for move in programs])
-    _put([(move, move.goal) for move in moves], alias=alias)
+    _reshard([(move, main_memory(move.target)) for move in programs])
+    _put([(move, move.target) for move in moves], alias=alias)
     _reshard(last)
 
 
@@ -177,56 +177,56 @@ def _has_summands(summed: Any, other: object) -> bool:
 
 def _put(steps: _Steps, alias: bool = True) -> None:
     """Copies arrays from device to device if they are misplaced or must not be shared."""
-    for move, goal in steps:
-        if not (alias or move.is_ours) and _is_placed(move.array, goal) and _is_keys(move.array):
+    for move, target in steps:
+        if not (alias or move.is_ours) and _is_placed(move.array, target) and _is_keys(move.array):
             move.advance(copied(move.array))  # device_put refuses keys of several processes
     pending = [
-        (move, goal)
-        for move, goal in steps
-        if not (_is_placed(move.array, goal) and (alias or move.is_ours))
+        (move, target)
+        for move, target in steps
+        if not (_is_placed(move.array, target) and (alias or move.is_ours))
     ]
     if pending:
         # In one call, so that JAX makes all transfers together.
-        arrays, goals = [move.array for move, _ in pending], [goal for _, goal in pending]
-        copies = jax.device_put(arrays, goals, may_alias=None if alias else False)
+        arrays, targets = [move.array for move, _ in pending], [target for _, target in pending]
+        copies = jax.device_put(arrays, targets, may_alias=None if alias else False)
         for (move, _), array in zip(pending, copies, strict=True):
             move.advance(array)
 
 
-def _needs_program(array: AnyArray, goal: Sharding | Format) -> bool:
+def _needs_program(array: AnyArray, target: Sharding | Format) -> bool:
     """Whether a program has to reshard an array on its own devices."""
-    if not isinstance(array, jax.Array) or not isinstance(goal, NamedSharding):
+    if not isinstance(array, jax.Array) or not isinstance(target, NamedSharding):
         return False
-    if not _differ_on_devices(array.sharding, goal, array.ndim):
+    if not _differ_on_devices(array.sharding, target, array.ndim):
         return False
-    is_ordered = _compat.device_assignment(array.sharding) == _compat.device_assignment(goal)
+    is_ordered = _compat.device_assignment(array.sharding) == _compat.device_assignment(target)
     # Each CPU device has all parts of a replicated array.
-    has_parts = is_ordered and array.is_fully_replicated and _is_on_cpus(goal)
+    has_parts = is_ordered and array.is_fully_replicated and _is_on_cpus(target)
     return not (has_parts and array.is_fully_addressable)
 
 
 # Cached, since the many arrays of a model have few different shardings.
 @functools.lru_cache(maxsize=1024)
-def _differ_on_devices(current: Any, goal: NamedSharding, ndim: int) -> bool:
+def _differ_on_devices(current: Any, target: NamedSharding, ndim: int) -> bool:
     """Whether two shardings of the same devices divide an array differently."""
-    if current.device_set != goal.device_set:
+    if current.device_set != target.device_set:
         return False
-    before, after = main_memory(current), main_memory(goal)
-    if _compat.device_assignment(current) != _compat.device_assignment(goal):
-        return _compat.in_order_of(before, goal) is not None
+    before, after = main_memory(current), main_memory(target)
+    if _compat.device_assignment(current) != _compat.device_assignment(target):
+        return _compat.in_order_of(before, target) is not None
     return not before.is_equivalent_to(after, ndim)
 
 
 def _reshard(steps: _Steps) -> None:
     """Reshards arrays on their own devices, with one program for each device order."""
-    for devices in dict.fromkeys(_compat.device_assignment(goal) for _, goal in steps):
+    for devices in dict.fromkeys(_compat.device_assignment(target) for _, target in steps):
         group = [step for step in steps if _compat.device_assignment(step[1]) == devices]
         group.sort(key=lambda step: step[0].is_ours)  # donated ones last, as `_join` returns them
         kept, donated = list[Any](), list[Any]()
-        for move, goal in group:
+        for move, target in group:
             arrays = donated if move.is_ours else kept
-            arrays.append(_reordered(move.array, goal, devices))
-        program = jax.jit(_join, out_shardings=[goal for _, goal in group], donate_argnums=1)
+            arrays.append(_reordered(move.array, target, devices))
+        program = jax.jit(_join, out_shardings=[target for _, target in group], donate_argnums=1)
         with warnings.catch_warnings():
             # Buffers whose size differs from the new ones cannot be reused; they are freed.
             warnings.filterwarnings("ignore", _compat.UNUSED_DONATION)
@@ -239,11 +239,11 @@ def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
     return [*kept, *donated]
 
 
-def _reordered(array: AnyArray, goal: NamedSharding, devices: object) -> Any:
+def _reordered(array: AnyArray, target: NamedSharding, devices: object) -> Any:
     """Returns an array of the same buffers whose devices are in the order of the goal."""
     if _compat.device_assignment(array.sharding) == devices:
         return array
-    sharding = _compat.in_order_of(array.sharding, goal)
+    sharding = _compat.in_order_of(array.sharding, target)
     assert sharding is not None
     buffers = {shard.device: shard.data for shard in array.addressable_shards}
     ordered = [buffers[x] for x in sharding.addressable_devices_indices_map(array.shape)]
@@ -254,34 +254,36 @@ def _reordered(array: AnyArray, goal: NamedSharding, devices: object) -> Any:
 
 def _needs_host(move: _Move, alias: bool) -> bool:
     """Whether the parts of an array have to come from the host."""
-    array, goal = move.array, move.goal
-    if not isinstance(goal, Sharding):
+    array, target = move.array, move.target
+    if not isinstance(target, Sharding):
         return False
     if not isinstance(array, jax.Array):
         # JAX keeps a Python number weakly typed.
-        return isinstance(array, np.ndarray | np.generic) or not goal.is_fully_addressable
+        return isinstance(array, np.ndarray | np.generic) or not target.is_fully_addressable
     current = array.sharding
     if not array.is_fully_addressable:
         return False
-    if not goal.is_fully_addressable:
-        return current.device_set != goal.device_set
+    if not target.is_fully_addressable:
+        return current.device_set != target.device_set
     if getattr(array, "weak_type", False):  # preserved only by jax.device_put
         return False
-    if current.device_set == goal.device_set:
+    if current.device_set == target.device_set:
         # A program sums, and uses donated buffers again.
-        is_sum = unsummed(current) is not current or unsummed(goal) is not goal
-        is_for_program = move.is_ours or is_sum or not _is_on_cpus(goal)
-        return _needs_program(array, goal) and not is_for_program
+        is_sum = (
+            without_reductions(current) is not current or without_reductions(target) is not target
+        )
+        is_for_program = move.is_ours or is_sum or not _is_on_cpus(target)
+        return _needs_program(array, target) and not is_for_program
     # JAX does not copy a part to a device that already has it, even if asked to.
-    may_share = alias or current.device_set.isdisjoint(goal.device_set)
-    if current.memory_kind != goal.memory_kind:  # some releases of JAX confuse them
+    may_share = alias or current.device_set.isdisjoint(target.device_set)
+    if current.memory_kind != target.memory_kind:  # some releases of JAX confuse them
         return True
     device: Any = next(iter(current.device_set))
     if current.num_devices == 1 and device.platform != "cpu":  # JAX then slices on the device
-        return not may_share and goal.shard_shape(array.shape) == array.shape
+        return not may_share and target.shard_shape(array.shape) == array.shape
     present, wanted = (
         {_bounds(index, array.shape) for index in x.devices_indices_map(array.shape).values()}
-        for x in (current, goal)
+        for x in (current, target)
     )
     return not may_share or not wanted <= present
 
@@ -299,12 +301,12 @@ def _put_from_host(moves: Sequence[_Move]) -> None:
     batch: list[tuple[_Move, np.ndarray[Any, Any]]] = []
     for move in moves:
         if _is_keys(move.array):  # which have no form in NumPy
-            words = _Move(jax.random.key_data(move.array), move.goal)
+            words = _Move(jax.random.key_data(move.array), move.target)
             _put_from_host([words])
             impl = jax.random.key_impl(move.array)
             move.advance(jax.random.wrap_key_data(words.array, impl=impl))
-        elif not move.goal.is_fully_addressable:
-            move.advance(_own_parts(move.array, move.goal))
+        elif not move.target.is_fully_addressable:
+            move.advance(_own_parts(move.array, move.target))
         else:
             batch.append((move, _joined(move.array)))
             if sum(x.nbytes for _, x in batch) >= _MOST_ON_HOST:
@@ -316,16 +318,16 @@ def _put_from_host(moves: Sequence[_Move]) -> None:
 def _put_batch(batch: Sequence[tuple[_Move, np.ndarray[Any, Any]]]) -> None:
     """Puts arrays that belong to this function to their goals; CPU devices adopt the memory."""
     if batch:
-        new = jax.device_put([array for _, array in batch], [move.goal for move, _ in batch])
+        new = jax.device_put([array for _, array in batch], [move.target for move, _ in batch])
         for (move, _), array in zip(batch, new, strict=True):
             move.advance(array)
 
 
-def _own_parts(array: AnyArray, goal: Sharding) -> Any:
+def _own_parts(array: AnyArray, target: Sharding) -> Any:
     """Makes an array of several processes of the parts that the devices of this one hold."""
     host = array if isinstance(array, np.ndarray) else _joined(array)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    return jax.make_array_from_callback(host.shape, goal, lambda i: _joined(host[i]), dtype=dtype)
+    return jax.make_array_from_callback(host.shape, target, lambda i: _joined(host[i]), dtype=dtype)
 
 
 def _joined(array: AnyArray) -> np.ndarray[Any, Any]:

@@ -11,8 +11,9 @@ Such arguments differ only in their arrays. :func:`make_plan` finds, in this ord
 All mistakes in arguments and specs are reported there, before the function is traced. What only a
 trace can tell, such as the number of outputs, is in the :class:`~.outcome.Outcome` of each.
 
-JAX finds a trace by the identity of the function that it traced. So a plan has one pure function
-for each thing that the user's function can reach (``reach.py``), and one program for each of those.
+JAX finds a trace by the identity of the function that it traced. So a plan has one pure function,
+and one program, for each *fingerprint* of the user's function: a key for everything that it can
+read besides its arguments (``fingerprint.py``).
 """
 
 from __future__ import annotations
@@ -28,30 +29,38 @@ from flax import nnx
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
-from ..specs.fitting import OnIndivisible, first_axes, in_type
+from ..specs.fitting import OnIndivisible, explicit_part, first_axes
 from ..specs.state_sharding import StateSharding
 from ..specs.types import Arrays, AxisName, Objects
 from .arguments import Argument, named_parts, split_arguments
 from .bounded import make_room
 from .constrain import shape_of
+from .fingerprint import values_in
 from .flatten import Flat
 from .functions import name_of, weak_function
 from .problems import arguments_not_arrays
 from .pure import pure_function
-from .reach import values_in
 from .rebuild import parts_by_key
-from .resolve import FilterUse, NamedLocation, known_variables, locate, resolve, slot_names
+from .resolve import (
+    FilterUse,
+    NamedLocation,
+    NamedSpec,
+    locate,
+    name_variables,
+    resolve,
+    slot_names,
+)
 from .signature import Parameters, Signature, SortedCall, align_specs
 from .spec_checks import check_mesh, fit_specs
 from .static_equality import Static
 from .static_places import check_static_places
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
 from .transform import Program, Sharded, Transform
-from .unflatten import picker
+from .unflatten import items_getter
 
 # Programs of one plan, for functions that reach different things; the oldest are dropped.
 MAX_PROGRAMS = 16
-# The reach of ``jit`` at top level, which does not ask what its function can reach.
+# The fingerprint of ``jit`` at top level, which does not ask what its function can reach.
 NOT_ASKED = "not asked"
 
 # The pure functions that JAX has traced for one user's function, by what the traces depend on.
@@ -76,7 +85,7 @@ class Plan:
     signature: Signature  # the roles of the arguments
     structure: Structure
     arguments: Sequence[Argument]  # the dynamic arguments and their parts, with the user's specs
-    known: Mapping[int, tuple[str, Any]]  # the name and the final spec of each Variable, by index
+    variables: Mapping[int, NamedSpec]  # the name and the final spec of each Variable, by index
     uses: Sequence[FilterUse]  # the decisions of each ``StateSharding`` among the arguments
 
     # Of each array, by slot:
@@ -99,7 +108,7 @@ class Plan:
     batch_axes: frozenset[AxisName]
 
     traced: TracedFunctions
-    # The programs that JAX made, by what the user's function can reach.
+    # The programs that JAX made, by the fingerprint of the user's function.
     programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
     # What JAX has reported about an unfinished compilation.
     reported: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -109,53 +118,52 @@ class Plan:
         """The program of ``jit`` at top level, which keeps what its first trace has captured."""
         return self.program_for(NOT_ASKED)
 
-    def program_for(self, reach: Hashable | None) -> Program:
-        """Returns the program for what the function can reach; a new one if that is None."""
-        program = None if reach is None else self.programs.get(reach)
+    def program_for(self, fingerprint: Hashable | None) -> Program:
+        """Returns the program for a fingerprint of the function; a new one if that is None."""
+        program = None if fingerprint is None else self.programs.get(fingerprint)
         if program is None:
-            function, donated = self.pure_function(reach), tuple(sorted(self.donated))
+            function, donated = self.pure_function(fingerprint), tuple(sorted(self.donated))
             program = self.transform.compile(self, function, self.specs, self.out_specs, donated)
-            if reach is not None:
-                program = self.programs.setdefault(reach, program)  # another thread's, if there is
+            if fingerprint is not None:
+                program = self.programs.setdefault(
+                    fingerprint, program
+                )  # another thread's, if there is
                 make_room(self.programs, MAX_PROGRAMS)
         return program
 
-    def pure_function(self, reach: Hashable | None) -> Callable[..., Any]:
-        """Returns the function that JAX traces; a new one if the reach is None.
+    def pure_function(self, fingerprint: Hashable | None) -> Callable[..., Any]:
+        """Returns the function that JAX traces; a new one if the fingerprint is None.
 
         Plans that differ only in what no trace depends on, such as compiler options, share it.
         """
-        key = self.trace_key, reach
-        function = None if reach is None else self.traced.get(key)
+        key = self.trace_key, fingerprint
+        function = None if fingerprint is None else self.traced.get(key)
         if function is None:
             # Logs of traces hold the plan of a pure function, but must not keep its programs.
             plan = dataclasses.replace(self, programs={}, reported={})
             function = pure_function(plan, self.fun())
-            if reach is not None:
+            if fingerprint is not None:
                 function = self.traced.setdefault(key, function)
         return function
 
     @functools.cached_property
     def trace_key(self) -> Hashable:
-        """Everything on which a trace depends, besides the types of the arrays.
-
-        Plans that differ only in what is left out here, such as compiler options, share a trace.
-        """
+        """Everything on which a trace depends, besides the types of the arrays."""
         return (
             self.transform.trace_key,
             self.signature._replace(donated=frozenset()),
             self.structure,
             self.graph_arguments,
             tuple(self.object_specs.items()),
-            tuple(spec for _, spec in self.known.values()),
+            tuple(variable.spec for variable in self.variables.values()),
             tuple(self.on_indivisible.items()),
             self.donated.intersection(self.object_specs),  # which are always outputs
-            self.must_be_used,  # which the trace checks
+            self.slots_to_reuse,  # which the trace checks
             self.graph,
             self.updates,
             self.batch_axes,
             self.batch_slots,
-            self.typed,
+            self.explicit_root_shardings,
         )
 
     @functools.cached_property
@@ -185,13 +193,13 @@ class Plan:
         return tuple(dict.fromkeys([*specs, *self.object_specs.values()]))
 
     @functools.cached_property
-    def typed(self) -> tuple[tuple[int, NamedSharding], ...]:
+    def explicit_root_shardings(self) -> tuple[tuple[int, NamedSharding], ...]:
         """The declared shardings over Explicit axes of arrays outside of objects, by slot."""
-        pairs = ((slot, in_type(self.specs[slot])) for slot in self.structure.root_slots)
+        pairs = ((slot, explicit_part(self.specs[slot])) for slot in self.structure.root_slots)
         return tuple((slot, part) for slot, part in pairs if part is not None)
 
     @functools.cached_property
-    def must_be_used(self) -> frozenset[int]:
+    def slots_to_reuse(self) -> frozenset[int]:
         """The donated slots whose buffers an output has to use."""
         return self.donated if self.transform.strict else frozenset()
 
@@ -230,9 +238,9 @@ def make_plan(
 ) -> Plan:
     """Makes the plan for the structure of a call.
 
-    Raises an error for all that is wrong with arguments and specs, except for what the function
-    returns. ``flat`` has the arguments of ``call``, ``traced`` the pure functions that JAX has
-    traced already, to which the plan adds its own. The others are attributes of the plan.
+    Raises errors for wrong arguments and specs. ``flat`` has the arguments of ``call``, ``traced``
+    the pure functions that JAX has traced already, to which the plan adds its own. The other
+    arguments are attributes of the plan.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
@@ -264,7 +272,7 @@ def make_plan(
         signature=signature,
         structure=structure,
         arguments=arguments,
-        known=known_variables(locations, specs, transform.spec_of(None), resolved),
+        variables=name_variables(locations, specs, transform.spec_of(None), resolved),
         uses=resolved.uses,
         names=names,
         specs=tuple(specs),
@@ -274,7 +282,7 @@ def make_plan(
         attributes=attributes,
         placed_slots=tuple(placed),
         placed_shardings=list(placed.values()),
-        pick_placed=picker(tuple(placed)),
+        pick_placed=items_getter(tuple(placed)),
         batch_slots=tuple(slot for slot in batch if not specs[slot]),
         batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
         traced=traced,

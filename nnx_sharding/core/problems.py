@@ -36,15 +36,15 @@ def shorten(text: str, length: int = 120) -> str:
     return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
-def several(paths: Sequence[str]) -> str:
+def join_paths(paths: Sequence[str]) -> str:
     """Returns some paths as text; if they are many, those of similar places together."""
     return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 
-def no_tree(kind: type) -> Exception:
+def no_tree(cls: type) -> Exception:
     """Returns the error for a class that tree mode does not accept."""
     return ValueError(
-        f"{kind.__name__} is declared with pytree=False, so it cannot be used with graph=False. "
+        f"{cls.__name__} is declared with pytree=False, so it cannot be used with graph=False. "
         "Use graph=True, or make the class a pytree."
     )
 

@@ -29,12 +29,12 @@ from .. import _compat
 from ..specs.fitting import first_axes
 from ..specs.types import Arrays
 from .arguments import split_argument
-from .call_context import Caller, called_by, caller_here
+from .call_context import Caller, called_by, current_caller
 from .constrain import mesh_of_types, shape_of
 from .flatten import Flat, flatten
 from .functions import name_as, name_of
 from .interrupts import deliver_signals
-from .known_faults import dodge_faults
+from .known_faults import work_around_faults
 from .outcome import pack
 from .problems import not_arrays
 from .rebuild import kept_places
@@ -47,7 +47,7 @@ from .static_places import not_copied
 from .structure import NodeEntry, Structure
 from .trace_checks import check_captured, check_objects, check_output
 from .transform import Sharded
-from .unflatten import Built, assemble, restore, unflatten
+from .unflatten import Unflattened, assemble, restore, unflatten
 
 if TYPE_CHECKING:  # a plan makes its pure functions
     from .plan import Plan
@@ -63,7 +63,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def pure(*leaves: object) -> Any:
-        caller = caller_here()
+        caller = current_caller()
         assert caller is not None
         if caller.plan is not None:
             deliver_signals()  # nothing has run yet, and tracing may take long
@@ -105,26 +105,32 @@ def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
     arrays = plan.transform.retype_inputs(plan, leaves, nested=caller.nested)
     # Copies of all others, or another thread's changes would be taken for the function's.
     unique = {index: caller.objects[index] for index in not_copied(plan.structure)}
-    built = unflatten(plan.structure, arrays.inside, unique)
+    unflattened = unflatten(plan.structure, arrays.inside, unique)
     try:
-        return call_and_pack(plan, caller, arrays, built)
+        return call_and_pack(plan, caller, arrays, unflattened)
     finally:
-        restore(plan.structure, built.objects, unique)
+        restore(plan.structure, unflattened.objects, unique)
 
 
 def call_and_pack(
-    plan: Plan, caller: Caller, arrays: RetypedArrays, built: Built
+    plan: Plan, caller: Caller, arrays: RetypedArrays, unflattened: Unflattened
 ) -> tuple[Any, ...]:
     """Calls the user's function; returns its outputs by spec, and the outcome.
 
-    Raises errors for what it must not return or change. ``arrays`` and ``built`` are the arguments.
+    Raises errors for what it must not return or change.
+
+    Args:
+      plan: the plan of the call.
+      caller: the call that is traced.
+      arrays: the arrays of the arguments.
+      unflattened: the arguments, made of the arrays inside the trace.
     """
     transform, fun_name = plan.transform, name_of(caller.fun)
     name, strict = transform.name, transform.strict
-    output, before = _call_function(plan, caller, arrays, built)
+    output, before = _call_function(plan, caller, arrays, unflattened)
     # Loops return the Variables that they carry, which without graph updates is else refused.
     carried = transform.carried_objects(plan)
-    after = _flatten_after(plan, output, built, carried, before)
+    after = _flatten_after(plan, output, unflattened, carried, before)
     locations = _locate_new(plan, output, after.structure)
     names = _names_after(plan, after.structure, locations)
     if not transform.returns_any:
@@ -133,34 +139,34 @@ def call_and_pack(
             raise error
     specs = _output_specs(plan, arrays.leaves, after, locations, names)
     option = transform.out_name
-    after = arrays.leave_as(plan.structure, after, specs, names, name=name, option=option)
+    after = arrays.leave_with_specs(plan.structure, after, specs, names, name=name, option=option)
     transform.check_outputs(fun_name, names, after.leaves, specs)
     check_captured(caller.fun, arrays.leaves, name=name, strict=strict)
     if isinstance(transform, Sharded):
         mesh = mesh_of_types(arrays.leaves, transform.context)
-        dodge_faults(mesh, name=name, strict=strict, nested=caller.nested)
+        work_around_faults(mesh, name=name, strict=strict, nested=caller.nested)
     return pack(plan, fun_name, arrays.leaves, after, specs, names)
 
 
 def _call_function(
-    plan: Plan, caller: Caller, arrays: RetypedArrays, built: Built
+    plan: Plan, caller: Caller, arrays: RetypedArrays, unflattened: Unflattened
 ) -> tuple[Any, Snapshot]:
     """Returns what the user's function returns, and a snapshot of its arguments before the call."""
-    statics = [assemble(child, iter(()), built.objects) for child in plan.structure.statics]
-    args, kwargs = join_call(plan.signature, statics, built.root)
+    statics = [assemble(child, iter(()), unflattened.objects) for child in plan.structure.statics]
+    args, kwargs = join_call(plan.signature, statics, unflattened.root)
     # In a trace, the types of arrays may say over which axes the rows of the batch are sharded.
     types = (getattr(jax.typeof(arrays.leaves[s]), "sharding", None) for s in plan.batch_slots)
     batch_axes = plan.batch_axes | first_axes(types, plan.transform.context)
     plan_in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
-    tracing = plan.transform.tracing(plan_in_trace, caller, built, arrays.inside)
+    tracing = plan.transform.tracing(plan_in_trace, caller, unflattened, arrays.inside)
     with arrays.context(), tracing as call:
         # Within the context: what it sets, such as tags of modules, is no change by the user.
-        before = Snapshot(plan.structure, built.objects)
+        before = Snapshot(plan.structure, unflattened.objects)
         return call(*args, **kwargs), before
 
 
 def _flatten_after(
-    plan: Plan, output: object, built: Built, carried: Set[int], before: Snapshot
+    plan: Plan, output: object, unflattened: Unflattened, carried: Set[int], before: Snapshot
 ) -> Flat:
     """Flattens the graph after the call, with the objects of the arguments first.
 
@@ -171,11 +177,11 @@ def _flatten_after(
     # JAX keeps the structure with the trace, which must not keep the caller's statics alive.
     static_ids = {_compat.identity(static.value) for static in structure.identities()}
     nodes = {i for i, entry in enumerate(structure.entries) if isinstance(entry, NodeEntry)}
-    object_ids = {_compat.identity(built.objects[i]) for i in structure.static_indices()}
+    object_ids = {_compat.identity(unflattened.objects[i]) for i in structure.static_indices()}
     after = flatten(
         output,
         graph=plan.graph,
-        first_objects=built.objects,
+        first_objects=unflattened.objects,
         # Without updates the caller's modules stay as they are, and results are other ones.
         replaced=frozenset() if updates else nodes - carried,
         held_weakly=static_ids | object_ids,
@@ -185,7 +191,7 @@ def _flatten_after(
         after.structure.check_tree()  # of the output; that of the arguments has been checked
     check_objects(structure, after, plan.graph_arguments, static_ids, name=name, updates=updates)
     if not updates:
-        check_output(after, plan.known, carried, name=name)
+        check_output(after, plan.variables, carried, name=name)
     return after
 
 
@@ -213,7 +219,7 @@ def _is_unchanged(before: Structure, after: Structure) -> bool:
 def _names_after(plan: Plan, after: Structure, locations: Sequence[NamedLocation]) -> list[str]:
     """Returns the names of the arrays after the call: those of known Variables stay."""
     names = slot_names(after.num_leaves, locations)
-    for index, (name, _) in plan.known.items():
+    for index, (name, _) in plan.variables.items():
         for slot in after.slots[index]:
             names[slot] = name
     return names
@@ -237,8 +243,8 @@ def _output_specs(
         after.objects,
         after.leaves,
         transform.spec_of,
-        known=plan.known,
-        settled={argument.name for argument in plan.graph_arguments},
+        decided=plan.variables,
+        decided_arguments={argument.name for argument in plan.graph_arguments},
     )
     check_filters((*plan.uses, *resolved.uses), name=transform.name, strict=transform.strict)
     old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
@@ -259,10 +265,10 @@ def _keep_specs(
     Returns the old shapes of Variables, by new slot. ``leaves`` are the arrays before the call.
     """
     old_shapes: dict[int, tuple[int, ...] | None] = {}
-    for index in plan.known:
+    for index in plan.variables:
         old_slots = plan.structure.slots[index]
         for position, slot in enumerate(after.slots[index]):
-            resolved.slots[slot] = resolved.variables[index][1]
+            resolved.slots[slot] = resolved.variables[index].spec
             if not old_slots:
                 continue
             # A Variable may hold more arrays than before, in a larger pytree.

@@ -19,8 +19,8 @@ from ..errors import UnusedFilterWarning, message, raise_listed, warn_or_raise
 from ..specs.filters import (
     Paths,
     is_opaque,
-    misspelt,
     names_paths,
+    spelling_hint,
     subject_text,
     to_predicate,
 )
@@ -29,7 +29,7 @@ from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding, filter_remedy, filters_text
 from ..specs.types import Arrays, Axis, Objects, Spec
 from .arguments import Argument, Part
-from .problems import several
+from .problems import join_paths
 from .structure import Location, Structure
 
 SpecOf: TypeAlias = Callable[[Any], Any]  # a spec as the user wrote it → its final form
@@ -82,11 +82,21 @@ def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]
     return names
 
 
+class NamedSpec(NamedTuple):
+    """The spec of a Variable or an array, and the expression that names it in messages."""
+
+    name: str  # ``model.blocks[3].kernel``
+    spec: Any  # in the final form that the transform uses; None if the user gave none
+
+
+UNNAMED = NamedSpec("", None)
+
+
 class Resolved(NamedTuple):
-    """The outcome of resolving."""
+    """The spec of each Variable and array at some locations."""
 
     slots: list[Any]  # the spec of each array, by slot
-    variables: dict[int, tuple[str, Any]]  # the name and spec of each located Variable or ref
+    variables: dict[int, NamedSpec]  # of each located Variable or ref, by index
     on_indivisible: dict[int, OnIndivisible]  # by slot, the option of the ``StateSharding`` there
     uses: list[FilterUse]  # the decisions of each ``StateSharding``
 
@@ -97,8 +107,8 @@ def resolve(
     leaves: Arrays,
     spec_of: SpecOf,
     *,
-    known: Mapping[int, tuple[str, Any]] | None = None,
-    settled: Set[str] = frozenset(),
+    decided: Mapping[int, NamedSpec] | None = None,
+    decided_arguments: Set[str] = frozenset(),
 ) -> Resolved:
     """Resolves the spec of the array at every location.
 
@@ -108,16 +118,17 @@ def resolve(
       leaves: the arrays, by slot.
       spec_of: returns the final form of a spec that a user wrote, such as that of a dimension that
         ``vmap`` maps.
-      known: the names and final specs of Variables that already have them, by index: when outputs
+      decided: the names and final specs of Variables that already have them, by index: when outputs
         are resolved, of those that were in the arguments.
-      settled: the names of arguments whose specs ``known`` is from, which are not asked again.
+      decided_arguments: the names of the arguments whose specs are in ``decided``, so that their
+        filters are not asked again.
 
     Raises:
       ValueError: no filter matches, or one array has several specs.
     """
-    result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
+    result = Resolved([None] * len(leaves), dict(decided or {}), {}, [])
     # The name and spec of each array outside of Variables, by slot; Variables are in the result.
-    arrays: dict[int, tuple[str, Any]] = {}
+    arrays: dict[int, NamedSpec] = {}
     uses: dict[int, FilterUse] = {}
     conflicts: list[Conflict] = []
     # Whether a filter for unmatched paths is there, with another key in front: the user wrote rules
@@ -125,7 +136,7 @@ def resolve(
     is_inside = False
     for place in locations:
         spec, index, slots = place.part.spec, place.location.entry, place.location.slots
-        if place.argument.name in settled and known and index in known:
+        if place.argument.name in decided_arguments and decided and index in decided:
             spec = None
         elif isinstance(spec, StateSharding):
             # By identity, as comparing filters takes long; uses of equal rules are joined later.
@@ -142,13 +153,13 @@ def resolve(
         spec = None if spec is None else spec_of(spec)
         # The first path with a spec decides; the others have to agree, or to have none.
         decisions, key = (arrays, slots[0]) if index is None else (result.variables, index)
-        name, first_spec = decisions.get(key, ("", None))
-        if first_spec is None:
-            decisions[key] = (place.name, spec)
-        elif spec is not None and spec != first_spec:
-            conflicts.append((name, first_spec, place.name, spec))
+        first = decisions.get(key, UNNAMED)
+        if first.spec is None:
+            decisions[key] = NamedSpec(place.name, spec)
+        elif spec is not None and spec != first.spec:
+            conflicts.append((first.name, first.spec, place.name, spec))
         for slot in slots:
-            result.slots[slot] = decisions[key][1]
+            result.slots[slot] = decisions[key].spec
     _check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
     _check_conflicts(conflicts)
     result.uses.extend(uses.values())
@@ -172,21 +183,22 @@ def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
     )
 
 
-def known_variables(
+def name_variables(
     locations: Sequence[NamedLocation], specs: Sequence[Spec], open_spec: Spec, resolved: Resolved
-) -> dict[int, tuple[str, Any]]:
+) -> dict[int, NamedSpec]:
     """Returns the first name and the final spec of each Variable or ref, by index.
 
     ``specs`` are those of the arrays, by slot; a Variable without an array has the declared one.
     """
-    known: dict[int, tuple[str, Any]] = {}
+    variables: dict[int, NamedSpec] = {}
     for place in locations:
         index, slots = place.location.entry, place.location.slots
-        if index is None or index in known:
+        if index is None or index in variables:
             continue
-        spec = specs[slots[0]] if slots else resolved.variables.get(index, ("", None))[1]
-        known[index] = place.name, open_spec if slots and spec is None else spec
-    return known
+        spec = specs[slots[0]] if slots else resolved.variables.get(index, UNNAMED).spec
+        is_open = bool(slots) and spec is None
+        variables[index] = NamedSpec(place.name, open_spec if is_open else spec)
+    return variables
 
 
 def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
@@ -280,7 +292,7 @@ class FilterUse:
         in_range = index is not None and index < len(filters)
         return in_range and names_paths(to_predicate(filters[index]))  # type: ignore[index]
 
-    def joined(self, other: FilterUse) -> FilterUse:
+    def merge(self, other: FilterUse) -> FilterUse:
         """Joins the decisions of two uses whose rules are equal."""
         new = FilterUse(self.rules)
         for use in (self, other):
@@ -300,24 +312,24 @@ class FilterUse:
             is_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
             if index in self._matched or is_rest or is_opaque(to_predicate(filter_)):
                 continue
-            near = misspelt(filter_, self._keys)
+            near = spelling_hint(filter_, self._keys)
             if near or index in self._shadowed:
                 yield self.rules.names[index], list(self._arguments), near
 
 
 def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
     """Warns about filters that decided nothing in any use of equal rules, or raises if strict."""
-    joined: list[FilterUse] = []
+    merged: list[FilterUse] = []
     for use in uses:
-        for position, other in enumerate(joined):
+        for position, other in enumerate(merged):
             if other.rules == use.rules:
-                joined[position] = other.joined(use)
+                merged[position] = other.merge(use)
                 break
         else:
-            joined.append(use)
+            merged.append(use)
     lines = [
-        f"  {filter_}, for {several(arguments)}{near}"
-        for use in joined
+        f"  {filter_}, for {join_paths(arguments)}{near}"
+        for use in merged
         for filter_, arguments, near in use.unused()
     ]
     if lines:

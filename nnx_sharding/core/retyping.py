@@ -125,7 +125,7 @@ class RetypedArrays(NamedTuple):
                 arrays[slot] = retype(untyped.pop(slot), outer, spec)
         return arrays, untyped
 
-    def leave_as(
+    def leave_with_specs(
         self,
         before: Structure,
         after: Flat,

@@ -29,11 +29,11 @@ from ..specs.fitting import (
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyArray, AnyMesh, Arrays, AxisName, Objects, Spec
 from .arguments import Specs, check_specs, split_argument
-from .constrain import given_mesh, is_shardable, mesh_here, without_unconstrained
+from .constrain import given_mesh, is_shardable, mesh_in_trace, without_unconstrained
 from .flatten import Flat
 from .memory import other_memory
 from .place import obstacle
-from .problems import no_mesh, several
+from .problems import join_paths, no_mesh
 from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from .transform import Sharded, Transform
 
@@ -60,7 +60,7 @@ def check_mesh(
         is_input = spec in transform.in_specs.written
         option = transform.in_name if is_input else transform.out_name
         lines.append(
-            f"  {describe(spec)} for {several(users[spec] or [option])}: {'; '.join(reasons)}"
+            f"  {describe(spec)} for {join_paths(users[spec] or [option])}: {'; '.join(reasons)}"
         )
     sizes.update({} if transform.context is None else transform.context.shape)
     axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
@@ -117,7 +117,7 @@ def fit_specs(
         return result
     arrays = "results" if outputs else "arrays"
     fit_once = functools.cache(fit_sharding)  # a model has many arrays of one shape and spec
-    misfits: list[tuple[Fit, str]] = []
+    mismatches: list[tuple[Fit, str]] = []
     corrected: list[str] = []
     for slot, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
         if spec is None or shape is None:
@@ -126,16 +126,16 @@ def fit_specs(
         fit = fit_once(spec, transform.context, tuple(shape), on_indivisible=action)
         if not (fit.problems or fit.corrections):
             continue
-        is_too_long = any(misfit.kind == "rank" for misfit in fit.problems)
+        is_too_long = any(mismatch.kind == "rank" for mismatch in fit.problems)
         if outputs and not transform.divides_outputs and not is_too_long:
             continue  # in `shard_map` these are shapes of parts, which need not be divided
         line = fit.line(names[slot], before.get(slot) if before else None)
         if fit.problems:
-            misfits.append((fit, line))
+            mismatches.append((fit, line))
         else:
             result[slot] = fit.sharding
             corrected.append(line)
-    _raise_for_misfits(transform, arrays, misfits)
+    _raise_for_mismatches(transform, arrays, mismatches)
     if corrected:
         head = f"{transform.name}: the specs of these {arrays} do not fit their shapes"
         anchor = "when-a-spec-does-not-divide-a-shape"
@@ -144,9 +144,11 @@ def fit_specs(
     return result
 
 
-def _raise_for_misfits(transform: Sharded, arrays: str, misfits: Sequence[tuple[Fit, str]]) -> None:
+def _raise_for_mismatches(
+    transform: Sharded, arrays: str, mismatches: Sequence[tuple[Fit, str]]
+) -> None:
     """Raises the error for specs that do not fit, each with its line, if there are any."""
-    indivisible = [fit.is_indivisible for fit, _ in misfits]
+    indivisible = [fit.is_indivisible for fit, _ in mismatches]
     # `jax.jit` raises its own type of error for these, and `jax.shard_map` a plain ValueError.
     is_like_jit = all(indivisible) and transform.passes_shardings
     if any(indivisible):
@@ -159,7 +161,7 @@ def _raise_for_misfits(transform: Sharded, arrays: str, misfits: Sequence[tuple[
     raise_listed(
         _compat.IndivisibleError if is_like_jit else ValueError,
         f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
-        [line for _, line in misfits],
+        [line for _, line in mismatches],
         remedy,
         anchor="not-divisible" if all(indivisible) else "spec-too-long",
     )
@@ -215,7 +217,7 @@ def fit_shardings(
     fitter = _Fitter(caller, resolved, mesh, **options)
     triples = zip(names, leaves, resolved.slots, strict=True)
     shardings = [fitter.fit(slot, *triple) for slot, triple in enumerate(triples)]
-    fitter.raise_for_misfits()
+    fitter.raise_for_mismatches()
     check_filters(resolved.uses, name=caller, strict=strict)
     warn_of_corrections(caller, fitter.corrected, strict=strict)
     return shardings
@@ -280,7 +282,7 @@ class _Fitter:
         fit, mesh = self._fit_array(slot, leaf, sharding, pair)
         if fit.problems:
             self._refused.append(fit.line(name))
-            if pair is not None and any(misfit.kind == "axis" for misfit in fit.problems):
+            if pair is not None and any(mismatch.kind == "axis" for mismatch in fit.problems):
                 sizes = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.shape.items())
                 self._remedy = f"The mesh has the axes {sizes}."
             return None
@@ -301,20 +303,20 @@ class _Fitter:
         """Returns how an array's sharding fits, and its mesh; ``pair`` is its spec and mesh."""
         mesh: Any = self._mesh if pair is None else pair[1]
         if pair is not None and self._places:
-            mesh = mesh_here(mesh)
+            mesh = mesh_in_trace(mesh)
         action = self._actions.get(slot, self._default_action)
         declared = sharding if pair is None else pair[0]
         fit = self._fit_once(declared, mesh, np.shape(leaf), on_indivisible=action)
         if self._explicit and pair is not None and not fit.problems:
             fit = fit.refuse(_not_explicit(pair[0], mesh))
         # Whether an array can be moved depends on the devices, not on the spec.
-        goal = sharding if pair is None else NamedSharding(mesh, PartitionSpec())
+        target = sharding if pair is None else NamedSharding(mesh, PartitionSpec())
         is_concrete = not isinstance(leaf, jax.ShapeDtypeStruct)
-        if self._moves and isinstance(goal, Sharding) and is_concrete:
-            fit = fit.refuse(obstacle(leaf, goal))
+        if self._moves and isinstance(target, Sharding) and is_concrete:
+            fit = fit.refuse(obstacle(leaf, target))
         return fit, mesh
 
-    def raise_for_misfits(self) -> None:
+    def raise_for_mismatches(self) -> None:
         """Raises the errors for what was wrong, if anything."""
         if self._without_mesh and not self._lenient:
             raise no_mesh(self._caller, self._without_mesh)

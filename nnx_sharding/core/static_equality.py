@@ -70,88 +70,88 @@ _IDENTITY_TYPES = (
 
 def value_key(value: Any) -> Hashable | None:
     """Returns a key for a value that is compared by value, equal for equal ones; else None."""
-    kind = type(value)
-    if kind in _PLAIN_TYPES:
-        return kind, value
-    if kind is float:
-        return kind, value.hex()
-    if kind is complex:
-        return kind, value.real.hex(), value.imag.hex()
-    return _key_of_rare_type(kind, value)
+    cls = type(value)
+    if cls in _PLAIN_TYPES:
+        return cls, value
+    if cls is float:
+        return cls, value.hex()
+    if cls is complex:
+        return cls, value.real.hex(), value.imag.hex()
+    return _key_of_rare_type(cls, value)
 
 
-def _key_of_rare_type(kind: type, value: Any) -> Hashable | None:
+def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
     """Returns the key of a value of another type than those of most settings; None by content."""
-    if issubclass(kind, _IDENTITY_TYPES) or _compat.is_graph_object(value):
+    if issubclass(cls, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
-    if issubclass(kind, enum.Enum | type):
+    if issubclass(cls, enum.Enum | type):
         # An id is enough: whoever holds the key also holds the value, so no other gets the id.
-        return kind, _compat.identity(value)
-    if issubclass(kind, jax.Array):
-        return _array_key(kind, value)
-    if kind is _compat.HashableMapping:
-        return _mapping_key(kind, value)
-    if issubclass(kind, _LIBRARY_VALUES) and kind.__module__.split(".")[0] in _LIBRARIES:
-        return _library_key(kind, value)
-    if kind is PyTreeDef:  # which compares the data of its nodes by `==`
-        return _key_of_all(kind, aux_of(value), value)
-    if has_state(kind):  # attributes may change, except the fields of frozen dataclasses
-        return _fields_key(kind, value)
-    if issubclass(kind, np.generic) and not issubclass(kind, np.void):
-        return kind, value.dtype, value.tobytes()
+        return cls, _compat.identity(value)
+    if issubclass(cls, jax.Array):
+        return _array_key(cls, value)
+    if cls is _compat.HashableMapping:
+        return _mapping_key(cls, value)
+    if issubclass(cls, _LIBRARY_VALUES) and cls.__module__.split(".")[0] in _LIBRARIES:
+        return _library_key(cls, value)
+    if cls is PyTreeDef:  # which compares the data of its nodes by `==`
+        return _key_of_all(cls, aux_of(value), value)
+    if has_state(cls):  # attributes may change, except the fields of frozen dataclasses
+        return _fields_key(cls, value)
+    if issubclass(cls, np.generic) and not issubclass(cls, np.void):
+        return cls, value.dtype, value.tobytes()
     parts = fixed_parts(value)  # of tuples and the like, whose items may still be anything
     if parts is not None:
-        return _key_of_all(kind, parts)
-    if is_builtin(kind) or kind.__eq__ is object.__eq__:
+        return _key_of_all(cls, parts)
+    if is_builtin(cls) or cls.__eq__ is object.__eq__:
         return None
-    return _key_as_pickled(kind, value)
+    return _key_as_pickled(cls, value)
 
 
-def _key_of_all(kind: type, parts: Iterable[object], *more: Hashable) -> Hashable | None:
+def _key_of_all(cls: type, parts: Iterable[object], *more: Hashable) -> Hashable | None:
     """Returns the key of a value by those of its parts; None if any has none."""
     keys = tuple(map(value_key, parts))
-    return None if None in keys else (kind, *keys, *more)
+    return None if None in keys else (cls, *keys, *more)
 
 
-def _array_key(kind: type, value: jax.Array) -> Hashable | None:
+def _array_key(cls: type, value: jax.Array) -> Hashable | None:
     """Returns the key of an array, with a copy of its data; None if it cannot be read."""
     if value.is_deleted() or not value.is_fully_addressable:
         return None
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
     data = np.asarray(jax.random.key_data(value) if is_key else value)
-    return kind, value.dtype, value.shape, value.aval.weak_type, data.tobytes()
+    return cls, value.dtype, value.shape, value.aval.weak_type, data.tobytes()
 
 
-def _mapping_key(kind: type, value: object) -> Hashable | None:
+def _mapping_key(cls: type, value: object) -> Hashable | None:
     """Returns the key of one of Flax's hashable mappings, in which the order does not matter."""
     items = _compat.mapping_items(value)
     if all(type(part) is bool for _, part in items):  # which attributes are data: each module's
-        return kind, bool, frozenset(items)
+        return cls, bool, frozenset(items)
     keys = [(name, value_key(part)) for name, part in items]
-    return None if any(key is None for _, key in keys) else (kind, frozenset(keys))
+    return None if any(key is None for _, key in keys) else (cls, frozenset(keys))
 
 
-def _library_key(kind: type, value: Any) -> Hashable | None:
+def _library_key(cls: type, value: Any) -> Hashable | None:
     """Returns the key of a value that its library compares right, with two exceptions."""
-    if issubclass(kind, pathlib.PurePath):
-        return kind, str(value)  # as == ignores the case of paths of Windows
-    if issubclass(kind, np.dtype) and value.metadata:  # which == ignores
+    if issubclass(cls, pathlib.PurePath):
+        return cls, str(value)  # as == ignores the case of paths of Windows
+    if issubclass(cls, np.dtype) and value.metadata:  # which == ignores
         return None
-    return kind, value
+    return cls, value
 
 
-def _fields_key(kind: type, value: object) -> Hashable | None:
+def _fields_key(cls: type, value: object) -> Hashable | None:
     """Returns the key of a frozen dataclass that has no room for anything but its fields."""
-    params = getattr(kind, "__dataclass_params__", None)
-    if params is None or not params.frozen or kind.__dictoffset__:
+    params = getattr(cls, "__dataclass_params__", None)
+    if params is None or not params.frozen or cls.__dictoffset__:
         return None
-    names = [field.name for field in dataclasses.fields(kind)]
-    if not {*slots_of(kind)}.issubset(names):
+    names = [field.name for field in dataclasses.fields(cls)]
+    if not {*slots_of(cls)}.issubset(names):
         return None
-    return _key_of_all(kind, [getattr(value, name, ...) for name in names])
+    return _key_of_all(cls, [getattr(value, name, ...) for name in names])
 
 
-def _key_as_pickled(kind: type, value: object) -> Hashable | None:
+def _key_as_pickled(cls: type, value: object) -> Hashable | None:
     """Returns the key of a value that keeps its content in C, where attributes do not show it.
 
     It is what pickle would make a copy from; or the value itself, with its own ``==``, if its class
@@ -161,13 +161,13 @@ def _key_as_pickled(kind: type, value: object) -> Hashable | None:
     with contextlib.suppress(Exception):
         hash(value)
         reduced: Any  # (function that makes the copy, its arguments, its state…)
-        if kind in copyreg.dispatch_table:
-            reduced = copyreg.dispatch_table[kind](value)
-        elif any(name in vars(base) for base in kind.__mro__[:-1] for name in _REDUCERS):
+        if cls in copyreg.dispatch_table:
+            reduced = copyreg.dispatch_table[cls](value)
+        elif any(name in vars(base) for base in cls.__mro__[:-1] for name in _REDUCERS):
             reduced = value.__reduce_ex__(4)
         else:
-            return kind, value
-        return kind, _nested_key(reduced[1:])  # the function is the same for all of a class
+            return cls, value
+        return cls, _nested_key(reduced[1:])  # the function is the same for all of a class
     return None
 
 
@@ -240,13 +240,13 @@ _SHARED_TYPES = frozenset({str, int, bool, type(None)})
 _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
-def strict(value: object) -> Any:
+def strict_key(value: object) -> Any:
     """Returns a key for an option of a transform, equal only where ``==`` and this rule agree.
 
     What the rule would compare by content or identity, such as a ``StateSharding``, is its own key.
     """
     if type(value) is tuple:
-        return tuple(map(strict, value))
+        return tuple(map(strict_key, value))
     if type(value) is Static:
         return value
     static = Static.of(value)
@@ -264,12 +264,12 @@ def strict(value: object) -> Any:
 
 def content_of(value: object) -> tuple[StaticKind, list[Any]] | None:
     """Returns the kind and parts of an object compared by content; None if it shows none."""
-    kind = type(value)
-    if issubclass(kind, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
+    cls = type(value)
+    if issubclass(cls, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None
     if _compat.is_hijax_variable(value) or _compat.is_ref(value) or wraps_function(value):
         return None
-    return open_object(value) if is_builtin(kind) or has_state(kind) else None
+    return open_object(value) if is_builtin(cls) or has_state(cls) else None
 
 
 def opened(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:

@@ -62,9 +62,7 @@ def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
 
 
 def _scalar(base: object, plain: Callable[[Any], Any]) -> _Builtin:
-    return _Builtin(
-        lambda x: (None, (plain(x),)), lambda kind, _, items: base.__new__(kind, *items)
-    )
+    return _Builtin(lambda x: (None, (plain(x),)), lambda cls, _, items: base.__new__(cls, *items))
 
 
 def _mapping(base: Any) -> _Builtin:
@@ -81,9 +79,9 @@ def _open_array(x: object) -> tuple[Hashable, Sequence[Any]]:
     return (plain.dtype, plain.shape, plain.tobytes()), ()
 
 
-def _empty_array(kind: type, detail: Any) -> Any:
+def _empty_array(cls: type, detail: Any) -> Any:
     zeros = np.zeros(detail[1], detail[0])
-    return zeros[()] if issubclass(kind, np.void) else zeros.view(kind)
+    return zeros[()] if issubclass(cls, np.void) else zeros.view(cls)
 
 
 def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
@@ -131,25 +129,25 @@ SCALARS: dict[type, Callable[[Any], Any]] = {
 }
 _BUILTINS: dict[type, _Builtin] = {
     **{base: _scalar(base, plain) for base, plain in SCALARS.items()},
-    tuple: _Builtin(_iterate(tuple), lambda kind, _, items: tuple.__new__(kind, items)),
-    frozenset: _Builtin(_iterate(frozenset), lambda kind, _, items: frozenset.__new__(kind, items)),
+    tuple: _Builtin(_iterate(tuple), lambda cls, _, items: tuple.__new__(cls, items)),
+    frozenset: _Builtin(_iterate(frozenset), lambda cls, _, items: frozenset.__new__(cls, items)),
     slice: _Builtin(
-        lambda x: (None, (x.start, x.stop, x.step)), lambda kind, _, items: slice(*items)
+        lambda x: (None, (x.start, x.stop, x.step)), lambda cls, _, items: slice(*items)
     ),
     types.MappingProxyType: _Builtin(
-        lambda x: (None, _flat(x.items())), lambda kind, _, items: kind(dict(_pairs(items)))
+        lambda x: (None, _flat(x.items())), lambda cls, _, items: cls(dict(_pairs(items)))
     ),
     types.MethodType: _Builtin(
-        lambda x: (None, (x.__func__, x.__self__)), lambda kind, _, items: kind(*items)
+        lambda x: (None, (x.__func__, x.__self__)), lambda cls, _, items: cls(*items)
     ),
     functools.partial: _Builtin(
         lambda x: (len(x.args) + 1, [x.func, *x.args, *_flat(x.keywords.items())]),
-        lambda kind, count, items: functools.partial.__new__(
-            kind, *items[:count], **dict(_pairs(items[count:]))
+        lambda cls, count, items: functools.partial.__new__(
+            cls, *items[:count], **dict(_pairs(items[count:]))
         ),
     ),
     pathlib.PurePath: _Builtin(  # without its slots, which are caches
-        lambda x: (None, (pathlib.PurePath.__str__(x),)), lambda kind, _, items: kind(*items)
+        lambda x: (None, (pathlib.PurePath.__str__(x),)), lambda cls, _, items: cls(*items)
     ),
     list: _Builtin(
         lambda x: (None, list.__getitem__(x, slice(None))),
@@ -171,13 +169,13 @@ _BUILTINS: dict[type, _Builtin] = {
         assign=lambda x, data, _: [
             (array.array.__setitem__, x, slice(None), array.array(*data)),
         ],
-        empty=lambda kind, data: array.array.__new__(kind, data[0]),
+        empty=lambda cls, data: array.array.__new__(cls, data[0]),
     ),
     np.ndarray: _Builtin(_open_array, assign=_assign_array, empty=_empty_array),
     np.void: _Builtin(_open_array, assign=_assign_array, empty=_empty_array),
     np.generic: _Builtin(
         lambda x: ((x.dtype, x.tobytes()), ()),
-        lambda kind, detail, _: np.frombuffer(detail[1], detail[0])[0],
+        lambda cls, detail, _: np.frombuffer(detail[1], detail[0])[0],
     ),
     memoryview: _Builtin(_open_view, assign=_assign_view, is_view=True),
     types.CellType: _Builtin(_open_cell, assign=_assign_cell, is_view=True),
@@ -185,14 +183,14 @@ _BUILTINS: dict[type, _Builtin] = {
 }
 
 
-def _base_of(kind: type) -> type:
+def _base_of(cls: type) -> type:
     """Returns the class in the table that a class derives from; ``object`` by default."""
-    return next(base for base in kind.__mro__ if base in _BUILTINS)
+    return next(base for base in cls.__mro__ if base in _BUILTINS)
 
 
-def is_builtin(kind: type) -> bool:
+def is_builtin(cls: type) -> bool:
     """Whether a class is, or derives from, a built-in one in the table."""
-    return _base_of(kind) is not object
+    return _base_of(cls) is not object
 
 
 def is_fixed(kind: StaticKind) -> bool:
@@ -200,22 +198,22 @@ def is_fixed(kind: StaticKind) -> bool:
     return not kind.names and _BUILTINS[_base_of(kind.type)].make is not None
 
 
-def is_told_apart(kind: type) -> bool:
+def has_identity(cls: type) -> bool:
     """Whether two objects of a class with equal parts are different all the same.
 
     Python tells them apart by their identity, or they keep something where it cannot see it.
     """
-    base = _base_of(kind)
+    base = _base_of(cls)
     if base is not object:
         return _BUILTINS[base].is_view
-    equal: Any = kind.__eq__
-    return equal is object.__eq__ or has_hidden_state(kind)
+    equal: Any = cls.__eq__
+    return equal is object.__eq__ or has_hidden_state(cls)
 
 
 def can_be_made(kind: StaticKind) -> bool:
     """Whether there can be a copy of an object, with the same parts."""
     is_fixed_base = _BUILTINS[_base_of(kind.type)].make is not None
-    return not is_told_apart(kind.type) and not (kind.names and is_fixed_base)
+    return not has_identity(kind.type) and not (kind.names and is_fixed_base)
 
 
 def fixed_parts(value: object) -> Sequence[Any] | None:
@@ -282,24 +280,24 @@ def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Ope
 # Attributes
 
 
-def has_state(kind: type) -> bool:
+def has_state(cls: type) -> bool:
     """Whether objects of a class can have attributes."""
-    return bool(kind.__dictoffset__) or bool(slots_of(kind))
+    return bool(cls.__dictoffset__) or bool(slots_of(cls))
 
 
-def has_only_dict(kind: type, base: type = object) -> bool:
+def has_only_dict(cls: type, base: type = object) -> bool:
     """Whether objects of a class have their ``__dict__`` and what they hold as a base, no more."""
-    return bool(kind.__dictoffset__) and _base_of(kind) is base and not slots_of(kind)
+    return bool(cls.__dictoffset__) and _base_of(cls) is base and not slots_of(cls)
 
 
-def has_hidden_state(kind: type) -> bool:
+def has_hidden_state(cls: type) -> bool:
     """Whether objects of a class have content that Python does not show, as C types may.
 
     It is found by their size, as when ``object.__reduce_ex__`` refuses to pickle such an object.
     """
     # Offsets are negative where the interpreter manages the dict or the weak references.
-    pointers = len(slots_of(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    return kind.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
+    pointers = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return cls.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
 
 
 def attributes_of(value: object) -> dict[str, Any]:
@@ -315,9 +313,9 @@ def wraps_function(value: object) -> bool:
     return "__wrapped__" in attributes_of(value)
 
 
-def is_cache(kind: type, name: Any) -> bool:
+def is_cache(cls: type, name: Any) -> bool:
     """Whether an attribute is a ``cached_property``: what it stores follows from the others."""
-    owner = next((base for base in kind.__mro__ if name in vars(base)), object)
+    owner = next((base for base in cls.__mro__ if name in vars(base)), object)
     return isinstance(vars(owner).get(name), functools.cached_property)
 
 
@@ -333,13 +331,13 @@ def forget_cached(value: object, kept: Collection[str]) -> None:
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def slots_of(kind: type) -> tuple[str, ...]:
+def slots_of(cls: type) -> tuple[str, ...]:
     """Returns the names of the slots that classes written in Python add to a built-in one."""
-    names = _SLOTS.get(kind)
+    names = _SLOTS.get(cls)
     if names is None:
-        builtin = _base_of(kind)
-        derived = itertools.takewhile(lambda cls: cls is not builtin, kind.__mro__)
-        names = _SLOTS[kind] = tuple(
+        builtin = _base_of(cls)
+        derived = itertools.takewhile(lambda cls: cls is not builtin, cls.__mro__)
+        names = _SLOTS[cls] = tuple(
             name
             for cls in derived
             # A defaultdict, in C, has its ``default_factory`` in such a descriptor, too.

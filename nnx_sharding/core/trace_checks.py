@@ -22,6 +22,7 @@ from .constrain import type_spec
 from .flatten import Flat
 from .functions import captured_shards
 from .problems import array_line
+from .resolve import NamedSpec
 from .static_equality import Static
 from .structure import (
     Child,
@@ -116,13 +117,13 @@ def check_objects(
 
 
 def check_output(
-    after: Flat, known: Mapping[int, tuple[str, Any]], carried: Set[int], *, name: str
+    after: Flat, variables: Mapping[int, NamedSpec], carried: Set[int], *, name: str
 ) -> None:
     """Checks that, without graph updates, no output is an input or captured Variable.
 
     Args:
       after: the graph after the call.
-      known: the names and specs of the Variables of the arguments, by index.
+      variables: the names and specs of the Variables of the arguments, by index.
       carried: the indices of objects that may be outputs all the same.
       name: of the transform, in messages.
     """
@@ -133,8 +134,8 @@ def check_output(
         index, path = location.entry, accessor("output", location.path)
         if index is None or index in carried:
             continue
-        if index in known:
-            lines.append(f"  {path}: the input {known[index][0]}")
+        if index in variables:
+            lines.append(f"  {path}: the input {variables[index].name}")
         elif not _compat.can_update(after.objects[index]):
             lines.append(f"  {path}: captured")
     raise_listed(

@@ -21,9 +21,9 @@ from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import (
     OnIndivisible,
     axes_of_type,
-    like,
+    possible_corrections,
+    replace_spec,
     spec_and_mesh,
-    variants,
 )
 from ..specs.types import Arrays, Spec
 from .arguments import Specs
@@ -33,8 +33,8 @@ from .flatten import Flat
 from .problems import no_mesh
 from .retyping import AxisTypeChange, RetypedArrays
 from .signature import Parameters, Signature, SortedCall, sort_call
-from .static_equality import strict
-from .unflatten import Built
+from .static_equality import strict_key
+from .unflatten import Unflattened
 
 if TYPE_CHECKING:  # a plan is made for a transform, which then gets it
     from .plan import Plan
@@ -133,7 +133,9 @@ class Transform:
 
     def _key_without(self, names: Collection[str]) -> Hashable:
         fields = (field.name for field in dataclasses.fields(self))
-        return type(self), *(strict(getattr(self, name)) for name in fields if name not in names)
+        return type(self), *(
+            strict_key(getattr(self, name)) for name in fields if name not in names
+        )
 
     def spec_of(self, spec: Any) -> Any:
         """Returns the final, hashable form of a spec that the user wrote."""
@@ -164,11 +166,11 @@ class Transform:
         return RetypedArrays.of(None, leaves)
 
     def tracing(
-        self, plan: Plan, caller: Caller, built: Built, leaves: Arrays
+        self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Arrays
     ) -> AbstractContextManager[Callable[..., Any]]:
         """The context of the user's function in a trace; yields what to call in its place.
 
-        ``built`` and ``leaves`` are the objects and the arrays of the arguments in the trace.
+        ``unflattened`` and ``leaves`` are the objects and the arrays of the arguments in the trace.
         """
         return nullcontext(caller.fun)
 
@@ -252,8 +254,8 @@ class Sharded(Transform):
         pair = spec_and_mesh(spec, self.context)
         if pair is None:
             return []
-        parts = variants(pair[0], on_indivisible or self.on_indivisible)
-        return [like(spec, part) for part in parts]
+        parts = possible_corrections(pair[0], on_indivisible or self.on_indivisible)
+        return [replace_spec(spec, part) for part in parts]
 
     def sharding_of(self, spec: Spec) -> jax.sharding.Sharding | None:
         """Returns the sharding that a Variable with this final spec gets and keeps."""
@@ -267,16 +269,16 @@ class Sharded(Transform):
         JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
         whose types have no mesh get them.
         """
-        goals = dict(plan.typed)  # by slot
+        targets = dict(plan.explicit_root_shardings)  # by slot
         is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
         if is_auto and not nested:
             # An array may come from another mesh with Explicit axes, which would stay in its type.
             auto = NamedSharding(self.context, PartitionSpec())  # type: ignore[arg-type]
-            goals = dict.fromkeys(plan.structure.root_slots, auto)
+            targets = dict.fromkeys(plan.structure.root_slots, auto)
         typed = [*leaves]
-        for slot, goal in goals.items():
+        for slot, target in targets.items():
             if not nested or type_mesh(leaves[slot]) is None:
-                typed[slot] = type_as(leaves[slot], goal)
+                typed[slot] = type_as(leaves[slot], target)
         mesh = mesh_of_types(typed, self.context) if self.auto_axes else None
         if mesh is None:
             return RetypedArrays.of(None, typed)

@@ -38,7 +38,7 @@ from .structure import (
 from .treedefs import with_aux
 
 
-class Built(NamedTuple):
+class Unflattened(NamedTuple):
     """The root of a graph that was built, and the object of each entry of its structure."""
 
     root: Any
@@ -51,7 +51,7 @@ def unflatten(
     existing: Mapping[int, Any] | None = None,
     *,
     share: bool = False,
-) -> Built:
+) -> Unflattened:
     """Builds the objects of a structure around arrays.
 
     Args:
@@ -88,7 +88,7 @@ def unflatten(
         elif isinstance(entry, StaticObject):
             perform(assign_content(entry, obj, objects))
     root_leaves = (leaves[slot] for slot in structure.root_slots)
-    return Built(assemble(structure.root, root_leaves, objects), objects)
+    return Unflattened(assemble(structure.root, root_leaves, objects), objects)
 
 
 def _new_object(
@@ -245,7 +245,7 @@ def perform(operations: Iterable[Operation]) -> None:
     deque(itertools.starmap(operator.call, operations), maxlen=0)
 
 
-def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def items_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Returns a function that picks these positions from a sequence, at C speed."""
     if not positions:
         return lambda items: ()

@@ -24,10 +24,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
+from ..core.fingerprint import fingerprint_of
 from ..core.functions import captured_values, closure
 from ..core.listing import holds_values, is_constant
 from ..core.problems import shorten, show
-from ..core.reach import reach_of
 from ..core.signature import Signature
 from ..core.static_equality import Static
 from ..core.static_parts import StaticKind
@@ -108,7 +108,7 @@ def unlisted_captures(fun: object) -> list[str]:
     """Says which of the things that a function captures make each call trace it anew."""
     lines = []
     for name, value in _captured_by(fun):
-        if reach_of([value]) is not None:
+        if fingerprint_of([value]) is not None:
             continue
         parts = itertools.islice(_walk(value), _MAX_CAPTURED)
         arrays = ((suffix, part) for suffix, part, _ in parts if holds_values(part))
@@ -273,24 +273,24 @@ def show_child(structure: Structure, child: object, depth: int = 3) -> str:
     if isinstance(child, Container):
         return shorten(str(child.treedef))
     entry: Any = structure.entries[child] if isinstance(child, int) else child
-    kind = entry.type
-    brackets = _BRACKETS.get(kind)
-    if issubclass(kind, np.ndarray):
+    cls = entry.type
+    brackets = _BRACKETS.get(cls)
+    if issubclass(cls, np.ndarray):
         return _array_text(*entry.kind.detail[:2])
     if brackets and depth:
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
-        if kind is dict:
+        if cls is dict:
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
         return shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
-    return _named(kind)
+    return _named(cls)
 
 
 def _array_text(dtype: object, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _named(kind: type) -> str:
-    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
+def _named(cls: type) -> str:
+    return f"{'an' if cls.__name__[:1] in 'AEIOUaeiou' else 'a'} {cls.__name__}"
 
 
 _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
@@ -312,22 +312,22 @@ _NAMED = (
 
 def _show_safely(value: Any) -> str:
     """Writes a value without a call of the user's ``__repr__``, since every trace needs it."""
-    kind = type(value)
-    if kind in _PLAIN or issubclass(kind, (*_NAMED, Mesh, AbstractMesh)):
+    cls = type(value)
+    if cls in _PLAIN or issubclass(cls, (*_NAMED, Mesh, AbstractMesh)):
         return show(value)
     if isinstance(value, jax.Array | np.ndarray):
         return _array_text(value.dtype, value.shape)
-    size = f" of {len(value)}" if kind in _BRACKETS else ""  # the user's own __len__ is not called
-    return f"{_named(kind)}{size}"
+    size = f" of {len(value)}" if cls in _BRACKETS else ""  # the user's own __len__ is not called
+    return f"{_named(cls)}{size}"
 
 
 def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, Fact]:
     """Describes a static value and its parts, by the accessor of each part."""
     facts: dict[str, Fact] = {}
     for suffix, part, parts in itertools.islice(_walk(value), _MAX_FACTS):
-        text, kind = show(part), type(part)
-        why = f"{kind.__name__} defines no __eq__"
-        if cast(Any, kind).__eq__ is not object.__eq__:
+        text, cls = show(part), type(part)
+        why = f"{cls.__name__} defines no __eq__"
+        if cast(Any, cls).__eq__ is not object.__eq__:
             why = "part of an object without __eq__"
         facts[suffix] = Fact(text, _origin(part), None if parts else text, None, why)
     return facts
@@ -349,8 +349,8 @@ def _origin(x: object) -> str:
     """Says where a function or the class of something is defined."""
     if isinstance(x, types.FunctionType):
         return f"{x.__code__.co_filename}:{x.__code__.co_firstlineno}"
-    kind = x if isinstance(x, type) else type(x)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    cls = x if isinstance(x, type) else type(x)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _parts_of_value(value: object) -> dict[str, Any]:

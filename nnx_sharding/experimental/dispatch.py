@@ -31,10 +31,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
-from ..activations.tracing import batch_axes_here
-from ..core.constrain import given_mesh, mesh_here, retype, type_spec
+from ..activations.tracing import current_batch_axes
+from ..core.constrain import given_mesh, mesh_in_trace, retype, type_spec
 from ..errors import raise_listed
-from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, suggestion
+from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, suggestion
 
 
 class ExpertStatistics(NamedTuple):
@@ -128,7 +128,7 @@ def dispatch_to_experts(
     """
     mesh = given_mesh("dispatch_to_experts", mesh)
     if batch_axes is None:
-        data_axes = batch_axes_here() or {"data"}
+        data_axes = current_batch_axes() or {"data"}
         mesh_axes = () if mesh is None else mesh.axis_names
         batch_axes = [name for name in mesh_axes if name in data_axes and name != axis]
     axes = (*batch_axes, axis)
@@ -258,7 +258,7 @@ class _Dispatch(NamedTuple):
         """Returns the Explicit axes of the mesh in context."""
         if self.mesh is None:
             return set()
-        return {*axes_of_type(mesh_here(self.mesh), AxisType.Explicit)}
+        return {*axes_of_type(mesh_in_trace(self.mesh), AxisType.Explicit)}
 
     def axes_of_dimension(self, x: jax.Array, dimension: int) -> tuple[str, ...] | None:
         """Returns the axes, other than those of the groups, that shard a dimension by its type.
@@ -269,7 +269,7 @@ class _Dispatch(NamedTuple):
         spec = type_spec(x) if self.explicit_axes() else None
         if spec is None:
             return None
-        sharding_axes = axes_of(padded(spec, x.ndim)[dimension])
+        sharding_axes = axes_of(pad_entries(spec, x.ndim)[dimension])
         return tuple(name for name in sharding_axes if name not in self.axes) or None
 
     def on_each_device(
@@ -278,13 +278,13 @@ class _Dispatch(NamedTuple):
         """Returns ``fun(*args)``, run on the shards of each device along the axes of the groups."""
         if self.mesh is None:
             return fun(*args)
-        mesh, explicit = mesh_here(self.mesh), self.explicit_axes()
+        mesh, explicit = mesh_in_trace(self.mesh), self.explicit_axes()
         if explicit:
             # `shard_map` has no Explicit axes left inside, and takes arguments whose types already
             # have the specs.
             typed = []
             for arg, spec in zip(args, in_specs, strict=True):
-                own_spec = only_axes(spec, explicit)
+                own_spec = keep_axes(spec, explicit)
                 retyped = jax.tree.map(lambda x, s=own_spec: retype(x, mesh, s), arg)
                 typed.append(retyped)
             args = tuple(typed)

@@ -53,8 +53,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..core.constrain import mesh_here, retype, type_mesh, type_spec
-from ..specs.fitting import axes_of_type, padded
+from ..core.constrain import mesh_in_trace, retype, type_mesh, type_spec
+from ..specs.fitting import axes_of_type, pad_entries
 
 # The index of one of two parts, or whether it is the first, if only the device knows.
 _Which: TypeAlias = int | jax.Array
@@ -114,7 +114,7 @@ class Ring(NamedTuple):
         """Maps a function over the devices of the ring; specs have its axis only."""
         if self.mesh is None:
             return fun
-        mesh = mesh_here(self.mesh)
+        mesh = mesh_in_trace(self.mesh)
         run = jax.shard_map(
             fun,
             mesh=mesh,
@@ -128,7 +128,9 @@ class Ring(NamedTuple):
 
         def typed(x: jax.Array, spec: P) -> Any:
             """On Explicit axes, inputs need the type that the spec says along the sequence."""
-            pairs = zip(padded(spec, x.ndim), padded(type_spec(x) or P(), x.ndim), strict=True)
+            pairs = zip(
+                pad_entries(spec, x.ndim), pad_entries(type_spec(x) or P(), x.ndim), strict=True
+            )
             return retype(x, mesh, P(*(new or old for new, old in pairs)))
 
         return lambda *args: run(*jax.tree.map(typed, args, in_specs))
@@ -467,7 +469,7 @@ def _reshape(x: jax.Array, shape: tuple[int, ...], dimensions: Sequence[int | No
     spec = type_spec(x)
     if spec is None:
         return x.reshape(shape)
-    old = padded(spec, x.ndim)
+    old = pad_entries(spec, x.ndim)
     entries = [None if i is None else old[i] for i in dimensions]
     sharding = NamedSharding(type_mesh(x), P(*entries))
     reshaped: jax.Array = jax.lax.reshape(x, shape, out_sharding=sharding)

@@ -20,7 +20,7 @@ from .. import _compat
 from .._version import __version__
 from ..analysis.meshes import MeshDescription
 from ..core.declared import abstract, is_committed
-from ..core.failures import explained
+from ..core.failures import call_with_explained_errors
 from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.problems import show
@@ -90,7 +90,7 @@ def export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
         )
         with _compat.no_source_locations(), fun._tracing(flat):
-            lowered = explained(plan, types, lower)
+            lowered = call_with_explained_errors(plan, types, lower)
         count = lowered.out_tree.num_leaves
         *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))
         # Only arrays go into the file; the manifest says what they mean.

@@ -211,7 +211,7 @@ class _AxisMode:
         locations = locate(after.structure, [*arguments, output])
         names, declared = self._fit(locations, after, change.outer)
         options = {"name": self.name, "option": self.option}
-        outer = arrays.leave_as(flat.structure, after, declared, names, **options).leaves
+        outer = arrays.leave_with_specs(flat.structure, after, declared, names, **options).leaves
         return after, outer
 
     def _call_explicit(

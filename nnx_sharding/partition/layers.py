@@ -164,11 +164,11 @@ class LayerDimensions:
         for x in known:
             for length in range(len(x.path)):
                 groups.setdefault((x.path[:length], type(x.variable)), []).append(x)
-        for (prefix, kind), members in groups.items():
+        for (prefix, cls), members in groups.items():
             # Below the outer one of nested stacks, some have more dimensions of layers.
             count = min(len(candidate) for x in members for candidate in x.candidates)
             common = set.intersection(*(x.axes(count) for x in members))
-            self._common_axes.setdefault(prefix, {})[kind] = common
+            self._common_axes.setdefault(prefix, {})[cls] = common
 
     def _resolve(self, x: _KnownVariable) -> Stacked:
         """Returns the candidates that agree with those of other Variables, or with names."""
@@ -187,10 +187,10 @@ class LayerDimensions:
         self, common_axes: Mapping[type, Set[_Axes]], subject: object, shape: Shape
     ) -> Stacked:
         """Returns the dimensions of what is beside known Variables, at the axes of these."""
-        kind = type(subject)
-        axes = common_axes[kind] if kind in common_axes else set().union(*common_axes.values())
+        cls = type(subject)
+        axes = common_axes[cls] if cls in common_axes else set().union(*common_axes.values())
         candidates = {d for x in axes if (d := x.dimensions(shape)) is not None}
-        if kind not in common_axes:
+        if cls not in common_axes:
             # A transform may have other axes for other classes: mostly the first.
             sizes = {x.sizes for x in axes}
             candidates |= {tuple(range(len(size))) for size in sizes if shape[: len(size)] == size}
@@ -235,8 +235,8 @@ _NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMS
 
 def _shapes(layer: object) -> Mapping[str, Sequence[int | None]]:
     """Returns the shapes of the parameters of a layer of Flax, by attribute; None is any size."""
-    kind = next((kind for kind in type(layer).__mro__ if kind in _SHAPES), None)
-    return {} if kind is None else _SHAPES[kind](layer)
+    cls = next((cls for cls in type(layer).__mro__ if cls in _SHAPES), None)
+    return {} if cls is None else _SHAPES[cls](layer)
 
 
 def _norm_shapes(layer: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def make_mesh(
     sizes, names = _filled(tuple(axes.values()), len(devices)), tuple(axes)
     types: Any = AxisType.Explicit if axis_types is None else axis_types
     types = (types,) * len(names) if isinstance(types, AxisType) else tuple(types)
-    return Mesh(arranged(sizes, devices), names, axis_types=types)
+    return Mesh(arrange_devices(sizes, devices), names, axis_types=types)
 
 
 def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -223,7 +223,7 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
         DEFAULT.reset(token)
 
 
-def arranged(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarray:
+def arrange_devices(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarray:
     """Returns the devices as a mesh along their links, with the slices along the first axes."""
     num_slices = len({_slice(device) for device in devices})
     # How many slices are along each axis: as many as divide it, from the first axis on.

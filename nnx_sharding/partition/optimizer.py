@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..errors import raise_listed
 from ..specs.activation_sharding import ActivationSharding
-from ..specs.fitting import describe, like, padded
+from ..specs.fitting import describe, pad_entries, replace_spec
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
 from ..specs.types import Spec
@@ -161,14 +161,14 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if state.shape == owner.shape and state.shape is not None:
         if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
-            return like(sharding, PartitionSpec(*spec.partitions))
+            return replace_spec(sharding, PartitionSpec(*spec.partitions))
         return sharding
     if not isinstance(spec, PartitionSpec) or owner.shape is None or len(spec) > len(owner.shape):
         return PartitionSpec()
-    entries = padded(spec, len(owner.shape))
+    entries = pad_entries(spec, len(owner.shape))
     choices = {_follow_entries(x, owner.shape, entries, state.path) for x in state.shapes}
     common = choices.pop() if len(choices) == 1 else ()  # of several arrays in one Variable
-    return like(sharding, PartitionSpec(*(common if any(common) else ())))
+    return replace_spec(sharding, PartitionSpec(*(common if any(common) else ())))
 
 
 def _follow_entries(

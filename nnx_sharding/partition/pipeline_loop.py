@@ -54,7 +54,7 @@ from ..core.flatten import Flat
 from ..core.rebuild import update_operations
 from ..core.structure import VariableEntry
 from ..core.unflatten import perform
-from ..specs.fitting import axes_of, only_axes, spec_axes
+from ..specs.fitting import axes_of, keep_axes, spec_axes
 from ..specs.paths import Path
 from ..specs.types import AnyMesh
 from ..transforms.in_trace import replace_slots
@@ -253,7 +253,7 @@ class PipelineLoop:
         # A block of a list: each stage has a part of all layers, in this dimension of a layer, and
         # gets all of its own layers.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
-        others = only_axes(spec, axes - {axis})
+        others = keep_axes(spec, axes - {axis})
         move: Callable[[jax.Array], jax.Array] = jax.shard_map(
             lambda x: jax.lax.all_to_all(x, axis, 0, dimension + 1, tiled=True),
             mesh=self._mesh,

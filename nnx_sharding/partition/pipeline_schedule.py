@@ -25,7 +25,7 @@ from .. import _compat
 from ..activations.calls import Tag
 from ..activations.tracing import pass_tags
 from ..activations.variables import modules_in
-from ..core.constrain import mesh_here
+from ..core.constrain import mesh_in_trace
 from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor, path_key
@@ -93,7 +93,7 @@ class Schedule(PipelineSizes):
         row_axes = tuple(axis for axis in batch_axes if axis != self.axis)
 
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
-            call_mesh = mesh_here(mesh)
+            call_mesh = mesh_in_trace(mesh)
             schedule = self._on_mesh(call_mesh, len(module))
             _check_axis_types(call_mesh)
             schedule._check_inputs(module, x, (args, kwargs))

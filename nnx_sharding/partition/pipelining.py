@@ -20,7 +20,7 @@ from ..activations.variables import modules_in
 from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
 from ..specs.activation_sharding import InOutSharding
 from ..specs.filters import Paths
-from ..specs.fitting import padded, spec_axes, with_entries
+from ..specs.fitting import pad_entries, spec_axes, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from ..transforms.stack import Stack
@@ -195,7 +195,7 @@ def _shard_layers(
             sharded = shard_largest(spec, x, [axis], mesh)
             specs[x.path] = block_specs[place.stack][place.path] = sharded
         else:
-            others = padded(spec, len(x.shape or ()))[1:]
+            others = pad_entries(spec, len(x.shape or ()))[1:]
             specs[x.path] = with_entries(spec, [axis, *others])
     raise_listed(
         ValueError,

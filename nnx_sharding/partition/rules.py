@@ -24,7 +24,14 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from .. import _compat
 from ..errors import UnusedFilterWarning, listed, raise_listed, shortened, warn_or_raise
 from ..specs.filters import PathRegex, glob_hint, to_predicate
-from ..specs.fitting import OnIndivisible, axes_of, padded, suggested_spec, suggestion, with_entries
+from ..specs.fitting import (
+    OnIndivisible,
+    axes_of,
+    pad_entries,
+    suggested_spec,
+    suggestion,
+    with_entries,
+)
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh
 from .variables import FOLLOWING, NamedVariable, SpecsByPath, from_paths, variables
@@ -420,4 +427,4 @@ def _spec_of_annotation(
     # First, so that no rule takes an axis that the annotation names itself.
     rules = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
     rank = len(named) if shape is None else len(shape)
-    return with_entries(named, rules.spec(padded(named, rank), shape, mesh).partitions)
+    return with_entries(named, rules.spec(pad_entries(named, rank), shape, mesh).partitions)

@@ -27,7 +27,14 @@ from ..core.constrain import given_mesh
 from ..core.flatten import flatten
 from ..errors import NoMeshError, UnshardedWarning, raise_listed, warn_or_raise
 from ..specs.activation_sharding import ActivationSharding, checked_prefetch
-from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_axes, with_entries
+from ..specs.fitting import (
+    axes_of,
+    fit_sharding,
+    pad_entries,
+    spec_and_mesh,
+    spec_axes,
+    with_entries,
+)
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, AxisName, Spec
@@ -256,19 +263,19 @@ def base_specs(
     if not isinstance(base, StateSharding | None):
         raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
     specs: SpecsByPath = {}
-    misfits = []
+    mismatches = []
     on_indivisible = (base and base.on_indivisible) or "error"
     for variable in parameters:
         spec = None if base is None else base.find(variable.path, variable.variable)[1]
         for shape in variable.shapes:  # the spec has to fit all arrays of the Variable
             fit = fit_sharding(spec, mesh, shape, on_indivisible=on_indivisible)
             if fit.problems:
-                misfits.append(fit.line(accessor("model", variable.path)))
+                mismatches.append(fit.line(accessor("model", variable.path)))
                 break
             spec = fit.sharding
         specs[variable.path] = PartitionSpec() if spec is None else spec
     head = f"{name}: specs of base do not fit:"
-    raise_listed(ValueError, head, misfits, "Correct these specs.")
+    raise_listed(ValueError, head, mismatches, "Correct these specs.")
     return specs
 
 
@@ -351,7 +358,7 @@ def shard_dimension(
         return None
     if not -len(shape) <= dimension < len(shape) or not set(axes).isdisjoint(spec_axes(spec)):
         return None
-    entries = padded(spec, len(shape))
+    entries = pad_entries(spec, len(shape))
     if entries[dimension] is PartitionSpec.UNCONSTRAINED:
         return None
     all_axes = (*axes_of(entries[dimension]), *axes)
@@ -374,7 +381,7 @@ def shard_largest(
     is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
     if not isinstance(sharding, PartitionSpec) or is_kept or shape is None:
         return sharding
-    entries = padded(sharding, max(len(shape), len(sharding)))
+    entries = pad_entries(sharding, max(len(shape), len(sharding)))
     # Unsharded ones first; of equally large ones the last. Dimensions of stacked layers are left
     # out: a loop takes a slice of these in each step, which would be on one device.
     dimensions = sorted(

@@ -27,7 +27,7 @@ from ..core.treedefs import PyTreeDef
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key
-from .place import trimmed
+from .place import trim_to_rank
 
 _NAME = "shard_batches"
 
@@ -78,7 +78,7 @@ def process_rows(
     check_integer("process_rows", "batch_size", batch_size)
     rows = jax.ShapeDtypeStruct((0,), np.bool_)  # 0 rows, which every spec divides
     specs = Specs(sharding)
-    [concrete] = _assigned("process_rows", "rows", rows, specs, mesh, trimmed)
+    [concrete] = _assigned("process_rows", "rows", rows, specs, mesh, trim_to_rank)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
     check_has_devices("process_rows", concrete)
@@ -328,7 +328,7 @@ def _shardings(
         return jax.ShapeDtypeStruct((rows, *shape[1:])[: len(shape)], getattr(x, "dtype", bool))
 
     def adapt(spec: Any, leaf: jax.ShapeDtypeStruct) -> Any:
-        return spec if leaf.shape else trimmed(spec, leaf)  # a number is the same for all rows
+        return spec if leaf.shape else trim_to_rank(spec, leaf)  # a number is the same for all rows
 
     tree = treedef.unflatten(map(abstract, arrays))
     return _assigned(_NAME, "batch", tree, specs, mesh, adapt)
@@ -406,7 +406,7 @@ def _converted(x: object) -> np.ndarray[Any, Any]:
     raise TypeError(f"{show(x)} of type {type(x).__name__}")
 
 
-def padded(array: HostArray, rows: int, filler: HostArray | int | None) -> HostArray:
+def pad_rows(array: HostArray, rows: int, filler: HostArray | int | None) -> HostArray:
     """Returns the array with ``rows`` rows: repeats its last row, or ``filler`` if it has none.
 
     Zeros might become NaN in a model, which a mask does not remove from a sum.
@@ -416,7 +416,7 @@ def padded(array: HostArray, rows: int, filler: HostArray | int | None) -> HostA
         return array
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = np.asarray(jax.random.key_data(filler)) if isinstance(filler, jax.Array) else filler
-        new = jnp.asarray(padded(np.asarray(jax.random.key_data(array)), rows, words))
+        new = jnp.asarray(pad_rows(np.asarray(jax.random.key_data(array)), rows, words))
         return jax.random.wrap_key_data(new, impl=jax.random.key_impl(array))
     source = np.asarray(array)
     result = np.empty((rows, *source.shape[1:]), source.dtype)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from ..core.arguments import Specs
-from .batch_sharding import BatchSharding, HostArray, copied, padded
+from .batch_sharding import BatchSharding, HostArray, copied, pad_rows
 
 _NAME = "shard_batches"
 
@@ -126,12 +126,12 @@ class GlobalBatches(Iterator[Loaded]):
         # A process alone skips batches without rows, so it needs to keep nothing.
         if not self._options.is_alone and (rows or not self._last_rows):
             self._last_rows = [
-                copied(padded(x[-1:], 1, 0)) if leaf.has_rows else None
+                copied(pad_rows(x[-1:], 1, 0)) if leaf.has_rows else None
                 for x, leaf in zip(arrays, leaves, strict=True)
             ]
         fillers = self._last_rows or [None] * len(leaves)
         return [
-            padded(x, full, filler) if leaf.has_rows else x
+            pad_rows(x, full, filler) if leaf.has_rows else x
             for x, filler, leaf in zip(arrays, fillers, leaves, strict=True)
         ]
 

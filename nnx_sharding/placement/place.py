@@ -103,11 +103,11 @@ def place(
     return unflatten(flat.structure, copies).root
 
 
-def trimmed(spec: Any, leaf: Any) -> Any:
+def trim_to_rank(spec: Any, leaf: Any) -> Any:
     """Returns a spec without entries beyond the rank of an array; None for what is not an array."""
     if not is_shardable(leaf):
         return None
     if isinstance(spec, NamedSharding):
-        return spec.update(spec=trimmed(spec.spec, leaf))
+        return spec.update(spec=trim_to_rank(spec.spec, leaf))
     is_spec = isinstance(spec, PartitionSpec)
     return with_entries(spec, spec.partitions[: len(leaf.shape)]) if is_spec else spec

@@ -37,7 +37,7 @@ from ..analysis.work import elements_in_windows
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
 from ..report.sharding import ShardingRow, check_sharding
-from ..specs.fitting import axes_of, padded, spec_and_mesh
+from ..specs.fitting import axes_of, pad_entries, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
 from .candidates import SHARDING, Arguments, Axes, Candidate, split_name
@@ -243,7 +243,7 @@ class _Sums:
     def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
         spec = row.spec if isinstance(row.spec, PartitionSpec) else PartitionSpec()
-        entries = padded(spec, len(row.shape))
+        entries = pad_entries(spec, len(row.shape))
         return tuple(tuple(axis for axis in axes_of(x) if axis in self.sizes) for x in entries)
 
     def _add_parameter(self, row: ShardingRow) -> None:

@@ -31,7 +31,7 @@ from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, needs_filter
 from ..core.structure import Location
 from ..errors import ActivationError, NoMeshError, listed, raise_listed
-from ..specs.filters import Paths, misspelt, shadowed, to_predicate
+from ..specs.filters import Paths, shadowed, spelling_hint, to_predicate
 from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
 from ..specs.paths import Path, plain_key
 from ..specs.state_sharding import StateSharding, candidates
@@ -330,7 +330,7 @@ def _rule_warnings(
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
         earlier = f"only what rule {', '.join(map(str, by))} before it matches"
-        nothing = f"nothing{misspelt(filter_, keys)}"
+        nothing = f"nothing{spelling_hint(filter_, keys)}"
         yield f"rule {number}, {rules[number]}, matches {earlier if by else nothing}"
 
 

@@ -52,7 +52,7 @@ def module_predicate(filter_: object) -> Predicate:
     return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)
 
 
-def misspelt(filter_: object, keys: Iterable[object]) -> str:
+def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
     """Returns what is probably wrong with a filter that matches no path with these keys."""
     names, words = list(map(str, keys)), _words(filter_)
     # A glob is a valid regular expression nearly always, but matches other paths.

@@ -30,7 +30,7 @@ OnIndivisible: TypeAlias = Literal["error", "replicate", "drop"]
 ON_INDIVISIBLE: tuple[OnIndivisible, ...] = get_args(OnIndivisible)
 
 
-class Misfit(NamedTuple):
+class Mismatch(NamedTuple):
     """One reason why a spec does not fit a mesh or a shape, and the axes that it is about."""
 
     reason: str
@@ -47,8 +47,8 @@ class Fit(NamedTuple):
     declared: Any
     shape: tuple[int, ...] | None  # None if only the mesh was considered
     sharding: Any  # without problems, the part that fits: a spec or a NamedSharding
-    corrections: tuple[Misfit, ...]
-    problems: tuple[Misfit, ...]  # what cannot be corrected, or was not allowed to be
+    corrections: tuple[Mismatch, ...]
+    problems: tuple[Mismatch, ...]  # what cannot be corrected, or was not allowed to be
 
     @property
     def is_indivisible(self) -> bool:
@@ -64,7 +64,7 @@ class Fit(NamedTuple):
         """Returns a copy with one more problem, unless that is None."""
         if reason is None:
             return self
-        return self._replace(problems=(*self.problems, Misfit(reason)))
+        return self._replace(problems=(*self.problems, Mismatch(reason)))
 
     def line(self, name: str, before: Sequence[int] | None = None) -> str:
         """Returns a line as ``name, shape (6,) (was (4,)), P('a') → P(None,): the reasons``."""
@@ -102,18 +102,18 @@ def fit_sharding(
     if pair is None:
         return _fit_without_spec(sharding, shape)
     spec, mesh = pair
-    corrections: list[Misfit] = []
+    corrections: list[Mismatch] = []
     if lenient and shape is not None:
         # Entries beyond the rank that name no axis say nothing, and are left out without a word.
         if any(map(axes_of, spec.partitions[len(shape) :])):
             corrections.append(_too_long(spec, shape))
-        spec = with_entries(spec, padded(spec, len(shape)))
+        spec = with_entries(spec, pad_entries(spec, len(shape)))
     problems = list(_unusable(spec, mesh, usable))
     if lenient:
         corrections += [problem for problem in problems if problem.kind == "axis"]
         dropped = {axis for correction in corrections for axis in correction.axes}
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
-        spec = only_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
+        spec = keep_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
         problems += _unconstrained(spec)
     # Whether an entry divides its dimension is only known for axes that the mesh has.
@@ -128,7 +128,7 @@ def fit_sharding(
             dimensions = zip(shape, spec.partitions, strict=False)
             entries = () if on_indivisible == "replicate" else _dividing(dimensions, mesh.shape)
             spec = with_entries(spec, entries)
-    fitting = sharding if spec is pair[0] else like(sharding, spec)
+    fitting = sharding if spec is pair[0] else replace_spec(sharding, spec)
     return Fit(sharding, shape, fitting, tuple(corrections), tuple(problems))
 
 
@@ -143,17 +143,17 @@ def _fit_without_spec(sharding: Spec, shape: tuple[int, ...] | None) -> Fit:
     return fit
 
 
-def _unconstrained(spec: PartitionSpec) -> Iterator[Misfit]:
+def _unconstrained(spec: PartitionSpec) -> Iterator[Mismatch]:
     """Yields the dimensions that a spec leaves to the compiler."""
     for dimension, entry in enumerate(spec.partitions):
         if entry is PartitionSpec.UNCONSTRAINED:
             remedy = "is UNCONSTRAINED; write None or a mesh axis"
-            yield Misfit(f"dimension {dimension} {remedy}")
+            yield Mismatch(f"dimension {dimension} {remedy}")
 
 
 def _unusable(
     spec: PartitionSpec, mesh: AnyMesh, usable: Collection[AxisName] | None
-) -> Iterator[Misfit]:
+) -> Iterator[Mismatch]:
     """Yields the axes that a spec cannot use."""
     # Within a `shard_map`, the Manual axes are those that the function is mapped over.
     mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
@@ -171,22 +171,22 @@ def _unusable(
             word = "unreduced" if axis in spec.unreduced else "reduced"
             reason = f"only axes of type Explicit can be {word}; {axis!r} is of type Auto"
         if reason is not None:
-            yield Misfit(reason, "axis", (axis,))
+            yield Mismatch(reason, "axis", (axis,))
         if times > 1:
             reason = f"{axis!r} is used {times} times; an axis can shard only one dimension"
-            yield Misfit(reason, "repeated", (axis,))
+            yield Mismatch(reason, "repeated", (axis,))
 
 
-def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Misfit:
+def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
     if not shape:
-        return Misfit("a scalar has no dimension to shard; its spec is P()", "rank")
+        return Mismatch("a scalar has no dimension to shard; its spec is P()", "rank")
     rank = f"{len(shape)} dimension{'s' * (len(shape) > 1)}"
-    return Misfit(f"the spec has {len(spec)} entries, the array {rank}", "rank")
+    return Mismatch(f"the spec has {len(spec)} entries, the array {rank}", "rank")
 
 
 def _indivisible(
     spec: PartitionSpec, sizes: Mapping[AxisName, int], shape: Sequence[int]
-) -> Iterator[Misfit]:
+) -> Iterator[Mismatch]:
     """Yields the dimensions that their axes do not divide."""
     for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
         axes, parts = axes_of(entry), _parts(entry, sizes)
@@ -194,7 +194,7 @@ def _indivisible(
             product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
             total = f" = {parts}" if len(axes) > 1 else ""
             reason = f"dimension {dimension} of size {size} is not divisible by {product}{total}"
-            yield Misfit(reason, "indivisible")
+            yield Mismatch(reason, "indivisible")
 
 
 def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[AxisName, int]) -> Iterator[Any]:
@@ -204,7 +204,7 @@ def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[AxisName, int]) -
         yield next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
 
 
-def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
+def possible_corrections(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
     """Returns all specs that :func:`fit_sharding` can make of one, by the shape of the array."""
     if action == "error":
         return []
@@ -249,7 +249,7 @@ def axes_of_type(mesh: AnyMesh, axis_type: AxisType) -> frozenset[Any]:
     return frozenset(axis for axis, own_type in pairs if own_type == axis_type)
 
 
-def only_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
+def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
     """Returns a spec with only some of the axes that it names; UNCONSTRAINED stays."""
     entries = tuple(
         entry
@@ -264,7 +264,7 @@ def only_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
     return part
 
 
-def padded(spec: PartitionSpec, rank: int) -> list[Any]:
+def pad_entries(spec: PartitionSpec, rank: int) -> list[Any]:
     """Returns the entries of a spec, cut or filled with None to this number of dimensions."""
     return [*spec.partitions[:rank], *[None] * (rank - len(spec))]
 
@@ -279,7 +279,7 @@ def with_reduced(spec: PartitionSpec, axes: Iterable[AxisName]) -> PartitionSpec
     return PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=frozenset(axes))
 
 
-def like(sharding: Spec, spec: PartitionSpec) -> Any:
+def replace_spec(sharding: Spec, spec: PartitionSpec) -> Any:
     """Returns a spec in the form of a sharding: on its mesh and in its memory, if it has them."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
@@ -302,7 +302,7 @@ def first_axes(shardings: Iterable[Spec], mesh: AnyMesh | None) -> frozenset[Any
     return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
 
 
-def unsummed(sharding: Any) -> Any:
+def without_reductions(sharding: Any) -> Any:
     """Returns a sharding without the unreduced and reduced axes of its spec."""
     spec = getattr(sharding, "spec", PartitionSpec())  # not all shardings have one
     if not (spec.unreduced or spec.reduced):
@@ -310,10 +310,10 @@ def unsummed(sharding: Any) -> Any:
     return sharding.update(spec=PartitionSpec(*spec.partitions))
 
 
-def in_type(sharding: Any) -> NamedSharding | None:
+def explicit_part(sharding: Any) -> NamedSharding | None:
     """Returns the part of a sharding that is in an array's type: over Explicit axes, or None."""
     axes = axes_of_type(sharding.mesh, AxisType.Explicit) if spec_and_mesh(sharding) else ()
-    return NamedSharding(sharding.mesh, only_axes(sharding.spec, axes)) if axes else None
+    return NamedSharding(sharding.mesh, keep_axes(sharding.spec, axes)) if axes else None
 
 
 def is_equivalent(present: Sharding, declared: Sharding, ndim: int) -> bool:
@@ -324,11 +324,11 @@ def is_equivalent(present: Sharding, declared: Sharding, ndim: int) -> bool:
 
 def _typed(sharding: Spec, ndim: int) -> Any:
     """Returns what is in an array's type; JAX does not distinguish meshes of Auto axes only."""
-    part = in_type(sharding)
+    part = explicit_part(sharding)
     if part is None:
         return None
     # P("a") and P(("a",)) are the same, and so are specs with None at the end.
-    entries = tuple(map(axes_of, padded(part.spec, ndim)))
+    entries = tuple(map(axes_of, pad_entries(part.spec, ndim)))
     return part.mesh.abstract_mesh, entries, part.spec.unreduced, part.spec.reduced
 
 

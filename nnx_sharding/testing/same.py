@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from .. import _compat
 from ..activations.axis_types import arrays_in
 from ..activations.calls import FRAME, RECORD, Calls
-from ..activations.intercept import handler_here, with_handler
+from ..activations.intercept import current_handler, with_handler
 from ..activations.variables import own_variables
 from ..analysis.parameters import spec_text
 from ..core.constrain import type_spec
@@ -171,7 +171,7 @@ class _RecordedStep:
     def __init__(self, step: Callable[..., Any], mesh: Mesh, options: dict[str, Any]):
         @functools.wraps(step)
         def recorded_step(*args: Any) -> Any:
-            handler_of_jit: Any = handler_here()
+            handler_of_jit: Any = current_handler()
             handler = functools.partial(self._record_call, handler_of_jit)
             return with_handler(handler, (), step, *args)
 

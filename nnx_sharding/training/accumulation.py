@@ -34,7 +34,7 @@ from ..core.arguments import PathFunction
 from ..core.constrain import type_mesh, type_spec
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
-from ..specs.fitting import axes_of, only_axes, padded, spec_axes, suggestion
+from ..specs.fitting import axes_of, keep_axes, pad_entries, spec_axes, suggestion
 from ..specs.paths import Path, accessor, enclosing_paths, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.grad import PreparedCall, ValueAndGrad
@@ -221,9 +221,11 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
         spec = type_spec(value)
         if spec is None or not value.ndim:
             return PartitionSpec(axis) if rows else PartitionSpec()
-        if rows and {*axes} <= {*axes_of(padded(spec, 1)[0])}:
+        if rows and {*axes} <= {*axes_of(pad_entries(spec, 1)[0])}:
             return PartitionSpec(*spec.partitions)
-        first, *others = padded(only_axes(spec, {*spec_axes(spec)}.difference(axes)), value.ndim)
+        first, *others = pad_entries(
+            keep_axes(spec, {*spec_axes(spec)}.difference(axes)), value.ndim
+        )
         return PartitionSpec((*axes, *axes_of(first)) if rows else first, *others)
 
     return PathFunction(spec_of, {})
@@ -307,7 +309,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
     if not jnp.ndim(x):
         return ", which has no rows"
     rows, spec = jnp.shape(x)[0], type_spec(x)
-    axes = () if spec is None else axes_of(padded(spec, 1)[0])
+    axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])
     sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
     # Each device divides its own rows, so that none has to move.
     factors = (steps, *sizes.values())

@@ -1,10 +1,9 @@
 """Programs that are found by the content of their jaxpr, for functions that capture arrays.
 
-A function that captures arrays, or something that cannot be listed, is traced at each call
-(:mod:`~nnx_sharding.core.reach`). Within a trace that is all. At top level the new jaxpr would also
-be compiled at each call, which takes ten times as long, although mostly only captured arrays have
-other values. So those are made inputs of the program, and the program is that of the first jaxpr
-with the same content:
+A function that captures arrays has no fingerprint (:mod:`~nnx_sharding.core.fingerprint`), so it is
+traced at each call. At top level the new jaxpr would also be compiled at each call, which takes ten
+times as long, although in most cases only the values of captured arrays differ. So these become
+inputs of the program, and a jaxpr uses the program of the first one with the same content:
 
     f(x), which captures the array w
       → trace:    { lambda w; x. let y = dot w x in (y,) }, and the value of w
@@ -179,8 +178,8 @@ def _value_of(value: object) -> Hashable:
     key = None if isinstance(value, jax.Array) else value_key(value)
     if key is not None:
         return key
-    kind = type(value)
-    if kind.__module__.partition(".")[0] != "jax" or has_hidden_state(kind):
+    cls = type(value)
+    if cls.__module__.partition(".")[0] != "jax" or has_hidden_state(cls):
         raise _NoContentError
     form, parts = open_object(value)  # of JAX's own classes for trees, options, …
     return form, *map(_value_of, parts)

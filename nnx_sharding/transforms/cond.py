@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..activations.variables import resharded
+from ..activations.variables import reshard_like
 from ..core.arguments import named_parts
-from ..core.call_context import called_by, caller_here
+from ..core.call_context import called_by, current_caller
 from ..core.outcome import Outcome, OutputGroup, union
 from ..core.plan import Plan
 from ..core.rebuild import kept_places
@@ -221,7 +221,7 @@ class _Branches:
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
         self._types: dict[int, list[tuple[str, jax.core.AbstractValue | None]]] = {}
-        caller = caller_here()
+        caller = current_caller()
         assert caller is not None  # branches are made in calls
         # An expert per branch is often one method of several objects, so objects count, too.
         keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
@@ -265,7 +265,7 @@ class _Branches:
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
         """Calls the pure function with one branch as the user's function."""
-        caller = caller_here()
+        caller = current_caller()
         assert caller is not None
         branch = caller.fun.bind(number)
 
@@ -286,7 +286,7 @@ class _Branches:
             # An object without arrays has none to keep; most of a model's objects are modules.
             for slot, old in kept_places(before, after, index) if slots else ():
                 if is_traced(leaves[old]) and not _compat.is_ref(leaves[old]):
-                    results[slot] = resharded(results[slot], leaves[old])
+                    results[slot] = reshard_like(results[slot], leaves[old])
 
     def outputs(self, results: Sequence[object]) -> tuple[OutputGroup, Outcome]:
         """Returns what the pure function does: the arrays that some branch changes, an outcome."""

@@ -28,13 +28,13 @@ import numpy as np
 from flax import nnx
 
 from .. import _compat
-from ..core.call_context import called_by, caller_here
+from ..core.call_context import called_by, current_caller
 from ..core.constrain import type_spec
+from ..core.fingerprint import fingerprint_of
 from ..core.flatten import Flat, flatten
-from ..core.functions import Several, name_of
+from ..core.functions import FunctionGroup, name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
-from ..core.reach import reach_of
 from ..core.signature import Roles
 from ..core.structure import Location, Structure, VariableEntry
 from ..core.unflatten import unflatten
@@ -155,7 +155,7 @@ def custom_jvp(
 
 @_compat.api_boundary
 def _make(
-    kind: type[_CustomFunction[..., Any]],
+    cls: type[_CustomFunction[..., Any]],
     name: str,
     fun: Callable[..., object] | None,
     nondiff_argnums: Sequence[Any],
@@ -164,7 +164,7 @@ def _make(
     """Makes a function with rules, or a decorator if there is no function."""
     if fun is None:
         # Called with options only, as a decorator.
-        return lambda fun: _make(kind, name, fun, nondiff_argnums, modes)
+        return lambda fun: _make(cls, name, fun, nondiff_argnums, modes)
     graph, updates = _compat.graph_mode(*modes)
     states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
     nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
@@ -192,7 +192,7 @@ def _make(
         filters=tuple((x.argnum, x.filter) for x in states),
         has_states=has_states,
     )
-    return lift(kind, fun, transform, Roles(), graph, updates)
+    return lift(cls, fun, transform, Roles(), graph, updates)
 
 
 class _CustomFunction(Inner[P, R]):
@@ -207,8 +207,8 @@ class _CustomFunction(Inner[P, R]):
         plan, flat = self._find_plan(self._positional_arguments(args, kwargs), {})
         rules = _Rules(self._fun, *self._rules)
         # A trace is used again only if the rules reach the same, too.
-        reach = reach_of([*rules.functions, *plan.reached_from(flat.objects)])
-        return self._run(plan, flat, plan.program_for(reach).inline, rules)  # type: ignore[no-any-return]
+        fingerprint = fingerprint_of([*rules.functions, *plan.reached_from(flat.objects)])
+        return self._run(plan, flat, plan.program_for(fingerprint).inline, rules)  # type: ignore[no-any-return]
 
     def _positional_arguments(
         self, args: tuple[object, ...], kwargs: dict[str, object]
@@ -291,14 +291,14 @@ class _Custom(InnerTransform):
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
         # A new object for each call: it notes what the function and its rules do.
-        kind = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
-        return lambda *leaves: kind(self, plan, function, leaves).run()
+        cls = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
+        return lambda *leaves: cls(self, plan, function, leaves).run()
 
     def passes_sums(self, spec: object) -> bool:
         return False  # the rule has the whole gradient
 
 
-class _Rules(Several):
+class _Rules(FunctionGroup):
     """A function and the rules for its derivative; called, it is the function."""
 
     __slots__ = ("__name__",)
@@ -322,7 +322,7 @@ class _Call:
     def __init__(
         self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[object]
     ):
-        caller = caller_here()
+        caller = current_caller()
         assert caller is not None  # a call is made in the trace of one
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
         self.rules: tuple[Callable[..., Any], ...] = caller.fun.functions
@@ -408,8 +408,9 @@ class _Call:
         """Raises an error for two functions that do different things."""
         names = [*map(name_of, functions)]
         changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in outcomes]
+        variables = self.plan.variables
         lines = [
-            f"  {self.plan.known[i][0] if i in self.plan.known else 'an object'}: changed by "
+            f"  {variables[i].name if i in variables else 'an object'}: changed by "
             f"{names[1] if i in changed[1] else names[0]} only"
             for i in sorted(changed[0] ^ changed[1])
         ]

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from ..core.call_context import Caller
-from ..core.constrain import typed_in_context
+from ..core.constrain import type_as_in_jit
 from ..core.flatten import Flat
 from ..core.functions import name_of
 from ..core.plan import Plan
 from ..core.structure import Container, Structure
 from ..core.treedefs import is_leaf_treedef
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from .in_trace import Function, Inner, InnerTransform, replace_slots, tree_text
 from .lifted import P, R
 from .tangents import slots_by_path
@@ -41,7 +41,7 @@ class Differentiation(InnerTransform):
     has_aux: bool = False
     is_reverse: bool = False
 
-    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+    def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Checks what the function returns."""
 
         def with_checked_output(*args: object, **kwargs: object) -> Any:
@@ -95,7 +95,7 @@ class Differentiable(Inner[P, R]):
 
         def execute(*leaves: object) -> Any:
             if self._transform.is_reverse:
-                leaves = tuple(typed_in_context(leaves))
+                leaves = tuple(type_as_in_jit(leaves))
 
             def function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)

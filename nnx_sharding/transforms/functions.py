@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import _compat
-from ..core.functions import Several
+from ..core.functions import FunctionGroup
 from ..core.signature import Roles
 from ..errors import raise_listed
 from .in_trace import Function, Inner, InnerTransform, type_text
 from .lifted import unbind
 
 
-class Functions(Several):
+class Functions(FunctionGroup):
     """The functions of one call; called, it is the first.
 
     Attributes:

@@ -37,7 +37,7 @@ from typing import Any, ClassVar, TypeAlias
 import jax
 
 from .. import _compat
-from ..activations.tracing import inherited, pass_paths, pass_tags
+from ..activations.tracing import key_traces_by_tags, pass_paths, pass_tags
 from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat
@@ -45,7 +45,7 @@ from ..core.plan import Plan
 from ..core.static_arguments import PLAIN_TYPES
 from ..core.static_equality import Static
 from ..core.transform import Program, Transform
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..specs.types import Axis
 from .by_content import compiled_by_content
 from .lifted import LiftedFunction, P, R
@@ -180,18 +180,18 @@ class InnerTransform(Transform):
         """
         return function
 
-    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+    def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Returns what the trace calls for the user's function, with the objects of the trace."""
         fun: Function = caller.fun
         return fun
 
     def tracing(  # noqa: D102
-        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[object]
+        self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Sequence[object]
     ) -> AbstractContextManager[Function]:
         # The surrounding trace has given the modules names and shardings; these are other objects.
-        pass_tags(caller, built)
-        pass_paths(caller, built)
-        return contextlib.nullcontext(self.user_function(plan, caller, built))
+        pass_tags(caller, unflattened)
+        pass_paths(caller, unflattened)
+        return contextlib.nullcontext(self.user_function(plan, caller, unflattened))
 
     def compile(
         self,
@@ -283,5 +283,5 @@ class Inner(LiftedFunction[P, R]):
           execute: what takes the leaves, and returns what the pure function returns.
           fun: what the trace calls instead of the user's function.
         """
-        with inherited(flat.objects):
+        with key_traces_by_tags(flat.objects):
             return run(plan, flat, execute, fun or self._fun, nested=True)

@@ -26,7 +26,7 @@ from ..core.plan import Plan
 from ..core.problems import check_options
 from ..core.signature import Roles
 from ..core.transform import Program, Sharded
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
 from .lifted import Lifted, P, R, lift
@@ -51,10 +51,10 @@ class Jit(Sharded):
     keeps_captures: bool = True  # type: ignore[misc]  # as jax.jit, for speed
 
     def tracing(
-        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[object]
+        self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Sequence[object]
     ) -> AbstractContextManager[Callable[..., Any]]:
         """Puts the mesh into context, and shards activations, while the function is traced."""
-        return _in_mesh(self.context, sharded_activations(plan, caller, built, leaves))
+        return _in_mesh(self.context, sharded_activations(plan, caller, unflattened, leaves))
 
     def compile(
         self,

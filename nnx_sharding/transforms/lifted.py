@@ -2,8 +2,8 @@
 
 A call flattens its arguments (``Flat``: a structure, and leaves by slot), finds the *plan* for the
 structure, and runs a *program* of the plan: the pure function, as JAX transformed it. A *guard*
-finds the plan of an earlier call with the same objects without flattening. What a function can
-*reach* are its closures, globals and arguments: where these differ, it is traced anew.
+finds the plan of an earlier call with the same objects without flattening. The *fingerprint* of a
+function is a key for its closures, globals and arguments: if it differs, it is traced again.
 
 This is the hot path of every call: nothing here may depend on the size of the model, apart from
 flattening.
@@ -24,19 +24,19 @@ import jax
 
 from .. import _compat
 from ..activations.calls import Recorder
-from ..activations.tracing import inherited
+from ..activations.tracing import key_traces_by_tags
 from ..core.cache import cache_of
 from ..core.call import run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, as_declared
-from ..core.failures import explained
+from ..core.failures import call_with_explained_errors
+from ..core.fingerprint import Fingerprint, fingerprint_of
 from ..core.flatten import Flat, flatten
-from ..core.functions import Several
+from ..core.functions import FunctionGroup
 from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards, recorder_of
 from ..core.outcome import Outcome
 from ..core.plan import Plan, make_plan, plan_key
-from ..core.reach import Reach, reach_of
 from ..core.signature import Parameters, Roles, SortedCall
 from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
@@ -82,8 +82,8 @@ class LiftedFunction(Generic[P, R]):
         if obj is None:
             return self
         # Without __init__, which would make caches anew at each access to a method.
-        kind: Any = type(self)
-        bound = kind.__new__(kind)
+        cls: Any = type(self)
+        bound = cls.__new__(cls)
         bound.__dict__.update(self.__dict__)
         bound._bound = (*self._bound, obj)
         bound._origin = self
@@ -134,23 +134,23 @@ class LiftedFunction(Generic[P, R]):
             guards.add(plan, flat, args, kwargs, is_new=is_new)
         return plan, flat
 
-    def _reach(self, plan: Plan, flat: Flat) -> Reach | None:
+    def _fingerprint(self, plan: Plan, flat: Flat) -> Fingerprint | None:
         """Returns what the function can reach now; None if it has to be traced anew."""
         fun = self._fun
-        functions = fun.functions if isinstance(fun, Several) else (fun,)
-        return reach_of([*functions, *plan.reached_from(flat.objects)])
+        functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
+        return fingerprint_of([*functions, *plan.reached_from(flat.objects)])
 
     def _program(self, plan: Plan, flat: Flat) -> Program:
         """Returns the program of a plan for what the function can reach now."""
-        return plan.program_for(self._reach(plan, flat))
+        return plan.program_for(self._fingerprint(plan, flat))
 
     def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
         """Returns what a call executes: by where it is made, and what the function can reach."""
-        reach = self._reach(plan, flat)
-        program = plan.program_for(reach)
+        fingerprint = self._fingerprint(plan, flat)
+        program = plan.program_for(fingerprint)
         if not _compat.trace_is_clean():
             return program.inline
-        return program.traced_anew if reach is None else program.top_level
+        return program.traced_anew if fingerprint is None else program.top_level
 
     def _plan(self, call: SortedCall, flat: Flat) -> tuple[Plan, bool]:
         """Returns the plan for a call, and whether it is new."""
@@ -254,7 +254,7 @@ class Lifted(LiftedFunction[P, R]):
             except jax.errors.JaxRuntimeError as error:
                 self._explain_memory(plan, flat.leaves, error, flat.objects)
                 raise
-        with inherited(flat.objects):
+        with key_traces_by_tags(flat.objects):
             return run(plan, flat, execute, *caller, nested=True)  # type: ignore[no-any-return]
 
     __call__ = guarded(_flattened)
@@ -308,7 +308,7 @@ class Lifted(LiftedFunction[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
         traced, leaves = self._trace(args, kwargs)
-        return explained(traced._plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
+        return call_with_explained_errors(traced._plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
 
     def _trace(self, args: Any, kwargs: Any) -> tuple[Traced, Sequence[Any]]:
         """Returns the traced function, and the arrays with which it was traced."""
@@ -318,7 +318,7 @@ class Lifted(LiftedFunction[P, R]):
         # JAX may make a program for arrays that no call was made with.
         unmark_direct(staged)
         with self._tracing(flat, plan):
-            traced = explained(plan, leaves, staged.trace)
+            traced = call_with_explained_errors(plan, leaves, staged.trace)
         # Keeps the function and the objects, to trace once more when a report is asked for.
         recorder = Recorder(self._fun, plan, flat, leaves)
         return Traced(traced, self, plan, call.statics, recorder), leaves
@@ -333,16 +333,18 @@ class Lifted(LiftedFunction[P, R]):
         leaves = as_declared(plan, flat.leaves)
         with self._tracing(flat):
             staged = self._program(plan, flat).staged
-            *groups, outcome = explained(plan, leaves, staged.eval_shape)
+            *groups, outcome = call_with_explained_errors(plan, leaves, staged.eval_shape)
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
 
     def _jaxpr(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Returns the jaxpr for these arguments; unlike that of a stage, it has constants."""
         _, plan, flat = self._plan_without_running(args, kwargs)
-        function = plan.pure_function(self._reach(plan, flat))
+        function = plan.pure_function(self._fingerprint(plan, flat))
         with self._tracing(flat):
-            return explained(plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function))
+            return call_with_explained_errors(
+                plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function)
+            )
 
     def _plan_without_running(
         self, args: tuple[object, ...], kwargs: dict[str, object]
@@ -356,7 +358,7 @@ class Lifted(LiftedFunction[P, R]):
         """Records traces within the block as made for these arguments."""
         nested = not _compat.trace_is_clean()
         caller = Caller(self._fun, flat.objects, self._observer, nested, plan)
-        with inherited(flat.objects), called_by(caller):
+        with key_traces_by_tags(flat.objects), called_by(caller):
             yield
 
     @property
@@ -391,7 +393,7 @@ def _abstract_output(outcome: Outcome, arrays: Sequence[object], flat: Flat) -> 
 
 
 def lift(
-    kind: type[LiftedFunction[..., Any]],
+    cls: type[LiftedFunction[..., Any]],
     fun: Callable[..., Any],
     transform: Transform,
     roles: Roles,
@@ -412,7 +414,7 @@ def lift(
     # As in Flax, the global flags count where a function is decorated, not where it is called.
     graph, updates = _compat.graph_mode(graph, graph_updates)
     modes = {"graph": graph, "updates": updates, "implicit": len(bound), **options}
-    lifted: Any = kind(unbound, transform, roles, **modes)
+    lifted: Any = cls(unbound, transform, roles, **modes)
     for obj in bound:
         lifted = lifted.__get__(obj)
     return lifted

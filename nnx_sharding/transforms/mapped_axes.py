@@ -7,8 +7,8 @@ filters for the Variables of modules (:class:`StateAxes`), and results are group
 Variables have one more dimension outside of the function than inside. What a function writes to a
 Variable has the axis of the Variable; new Variables of a mapped module have that of the module.
 What ``nnx.capture`` collects in a module is *captured*. A *plan* has the axes of all arrays, by
-*slot*, and of all Variables (``known``), by the index of an object in the *structure* of the
-arguments; *built* has these objects, as they are in the trace.
+*slot*, and of all Variables (``variables``), by the index of an object in the *structure* of the
+arguments; *unflattened* has these objects, as they are in the trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..core.plan import Plan
 from ..core.resolve import locate, resolve
 from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..errors import raise_listed
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, pairs_of
@@ -151,7 +151,7 @@ class Mapped(InnerTransform):
         return {
             slot: Axis(0)
             for index in captures(plan.structure)
-            if (known := plan.known[index][1]) is None or known.index is None
+            if not is_mapped(plan.variables[index].spec)
             for slot in after.structure.slots[index]
             if self.is_stacked(plan.structure.slots[index], after.leaves[slot])
         }
@@ -180,16 +180,16 @@ class Mapped(InnerTransform):
             anchor="axes-that-arrays-do-not-have",
         )
 
-    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+    def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Calls the function with the names of mapped axes taken out of the logical axes."""
-        fun = super().user_function(plan, caller, built)
+        fun = super().user_function(plan, caller, unflattened)
         if not self.metadata:
             return fun
         settings = dict(self.metadata)
         mapped = [
-            (built.objects[index], axis.index)
-            for index, (_, axis) in plan.known.items()
-            if axis is not None and axis.index is not None
+            (unflattened.objects[index], axis.index)
+            for index, (_, axis) in plan.variables.items()
+            if is_mapped(axis)
         ]
 
         def without_axis_names(*args: object, **kwargs: object) -> Any:
@@ -197,7 +197,7 @@ class Mapped(InnerTransform):
             change_names(nnx.spmd.remove_axis, mapped, settings)
             try:
                 out = fun(*args, **kwargs)
-                new = self._new_variables(out, plan, built)
+                new = self._new_variables(out, plan, unflattened)
                 change_names(nnx.spmd.add_axis, new, settings)
                 return out
             finally:
@@ -205,9 +205,11 @@ class Mapped(InnerTransform):
 
         return without_axis_names
 
-    def _new_variables(self, out: object, plan: Plan, built: Built) -> list[tuple[Any, int]]:
+    def _new_variables(
+        self, out: object, plan: Plan, unflattened: Unflattened
+    ) -> list[tuple[Any, int]]:
         """Lists the Variables that the function returns or attached, each with its axis."""
-        flat = flatten(out, first_objects=built.objects)
+        flat = flatten(out, first_objects=unflattened.objects)
         caller = f"{self.name}: {self.out_name}"
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
         # The specs of the arguments hold for what was attached to them, those of the output for
@@ -217,14 +219,19 @@ class Mapped(InnerTransform):
             flat.objects,
             flat.leaves,
             self.spec_of,
-            known=plan.known,
-            settled={argument.name for argument in plan.graph_arguments},
+            decided=plan.variables,
+            decided_arguments={argument.name for argument in plan.graph_arguments},
         )
         return [
             (flat.objects[index], axis.index)
             for index, (_, axis) in resolved.variables.items()
-            if index >= len(built.objects) and axis.index is not None
+            if index >= len(unflattened.objects) and axis.index is not None
         ]
+
+
+def is_mapped(axis: Axis | None) -> bool:
+    """Whether an array with this spec has a dimension over which the function is mapped."""
+    return axis is not None and axis.index is not None
 
 
 def _can_stack(leaf: object, axis: int) -> bool:

@@ -36,11 +36,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..activations.intercept import handler_here, with_handler
+from ..activations.intercept import current_handler, with_handler
 from ..activations.variables import own_variables, replaced_values
 from ..core.constrain import type_spec
 from ..core.retyping import PARTIAL
-from ..specs.fitting import axes_of, axes_of_type, only_axes, padded, spec_axes
+from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, spec_axes
 
 # Whether a layer computes each row by itself, from the layer (whose attributes are those of its
 # class), the rank of its input, and the other positional arguments of the call.
@@ -60,7 +60,7 @@ class PartialSums:
         self.axes = frozenset(axes_of(rows))
         self._other_axes = frozenset(mesh.axis_names) - self.axes
         self._num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
-        self._outer = handler_here()
+        self._outer = current_handler()
 
     def slots(
         self,
@@ -93,8 +93,8 @@ class PartialSums:
 
     def zeros(self, parameter: jax.Array, dtype: Any = None) -> jax.Array:
         """Returns partial sums of zero, of shape ``(*parameter.shape, shards of the rows)``."""
-        spec = only_axes(jax.typeof(parameter).sharding.spec, self._other_axes)
-        entries = padded(spec, parameter.ndim)
+        spec = keep_axes(jax.typeof(parameter).sharding.spec, self._other_axes)
+        entries = pad_entries(spec, parameter.ndim)
         sharding = NamedSharding(self._mesh, PartitionSpec(*entries, self.rows))
         shape = (*parameter.shape, self._num_shards)
         return jnp.zeros(shape, dtype or parameter.dtype, out_sharding=sharding)
@@ -169,7 +169,7 @@ class PartialSums:
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
             # Within, the axes of the rows are manual, which specs do not name.
-            kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._other_axes)
+            kwargs["out_sharding"] = keep_axes(getattr(out, "spec", out), self._other_axes)
 
         def call_on_device(
             x: jax.Array, values: Sequence[object], partials: Sequence[jax.Array | None]
@@ -291,7 +291,7 @@ def _looked_up_sharding(
         return None
     if not axes_of_type(mesh, AxisType.Auto) or not any(spec_axes(indices)):
         return None
-    return PartitionSpec(*padded(indices, jnp.ndim(args[0])), None)  # type: ignore[arg-type]
+    return PartitionSpec(*pad_entries(indices, jnp.ndim(args[0])), None)  # type: ignore[arg-type]
 
 
 def _convolves_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:

@@ -34,7 +34,7 @@ from .. import _compat
 from ..activations.calls import Tag
 from ..activations.tracing import PREFETCHED, spec_of_slice
 from ..activations.variables import modules_in, own_variables
-from ..core.constrain import apply_shardings, mesh_here, type_spec
+from ..core.constrain import apply_shardings, mesh_in_trace, type_spec
 from ..specs.fitting import spec_axes
 from ..specs.paths import Path
 from ..specs.types import Arrays
@@ -96,7 +96,7 @@ def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
         is_whole = typed is not None and tag.axes.isdisjoint(spec_axes(typed))
         if not is_gathered or is_whole or not isinstance(value, jax.core.Tracer):
             continue
-        mesh = mesh_here(tag.mesh)
+        mesh = mesh_in_trace(tag.mesh)
         shard, whole = (
             # Without the dimension of the layers, which comes first.
             NamedSharding(mesh, PartitionSpec(*spec_of_slice(x, shape, value.shape).partitions[1:]))

@@ -20,14 +20,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr
 
 from .. import _compat
-from ..activations.intercept import handler_here, with_handler
+from ..activations.intercept import current_handler, with_handler
 from ..activations.tracing import KNOWN, Known
 from ..core.call_context import Caller
 from ..core.known_faults import jaxprs_of
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..errors import raise_listed
 from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
@@ -149,12 +149,12 @@ class _Remat(InnerTransform):
     policy: Callable[..., bool] | _Rules | None
     prevent_cse: bool
 
-    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+    def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Names the outputs of modules while the function is traced, if filters choose some."""
         if not isinstance(self.policy, _Rules):
-            return super().user_function(plan, caller, built)
-        rules, outer = self.policy, handler_here()
-        known = _modules_of(plan, built)
+            return super().user_function(plan, caller, unflattened)
+        rules, outer = self.policy, current_handler()
+        known = _modules_of(plan, unflattened)
 
         def call_and_name(
             module: object, method: str, call: Function, args: tuple[Any, ...], kwargs: Any
@@ -200,11 +200,11 @@ class _Remat(InnerTransform):
         return call
 
 
-def _modules_of(plan: Plan, built: Built) -> Known:
+def _modules_of(plan: Plan, unflattened: Unflattened) -> Known:
     """Returns the modules in the arguments of a trace, by identity, with their paths."""
     return Known(
         {
-            id(built.objects[index]): (path, built.objects[index])
+            id(unflattened.objects[index]): (path, unflattened.objects[index])
             for argument in plan.graph_arguments
             for part in argument.parts
             # Paths start at the argument, as users write them in filters.

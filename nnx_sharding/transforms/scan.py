@@ -27,16 +27,16 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..activations.variables import resharded
+from ..activations.variables import reshard_like
 from ..core.arguments import named_parts
-from ..core.call_context import Caller, caller_here
+from ..core.call_context import Caller, current_caller
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, VariableEntry
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..errors import raise_listed, see
 from ..specs.types import BROADCAST, CARRY, Axis
 from . import prefetching
@@ -177,9 +177,9 @@ class Scan(Mapped):
     def jax_transform(self, plan: Plan, function: Function) -> Function:  # noqa: D102
         return Loop(self.options, plan, function)
 
-    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+    def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Checks the carry that the function returns."""
-        fun, fun_name = super().user_function(plan, caller, built), name_of(caller.fun)
+        fun, fun_name = super().user_function(plan, caller, unflattened), name_of(caller.fun)
         carried = self.carried
         if carried is None:
             return fun
@@ -357,7 +357,7 @@ class Loop:
             for i, (before, after) in enumerate(zip(self._carried, slots_after, strict=True)):
                 array, is_in_object = arrays[after], before in self._places
                 # As elsewhere, a new value in an object has the sharding of the old one.
-                new[i] = resharded(array, leaves[before]) if is_in_object else array
+                new[i] = reshard_like(array, leaves[before]) if is_in_object else array
             self._check_types(carry.arrays, new)
             pairs = zip(groups, self._group_axes, strict=True)
             stacked = [None if axis is None else group for group, axis in pairs]
@@ -396,7 +396,7 @@ class Loop:
 
     def _refuse_unknown_length(self) -> NoReturn:
         """Raises an error for a loop without slices; or for a call that lacks an argument."""
-        fun: Any = caller_here().fun  # type: ignore[union-attr]
+        fun: Any = current_caller().fun  # type: ignore[union-attr]
         arguments = dict.fromkeys(self._signature.keywords)
         try:
             # A missing argument leaves nothing to map; Python's own error says that better.

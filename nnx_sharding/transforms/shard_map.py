@@ -23,22 +23,22 @@ from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.arguments import Specs, check_specs
 from ..core.call_context import Caller
-from ..core.constrain import mesh_here, type_as
+from ..core.constrain import mesh_in_trace, type_as
 from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.problems import array_line, check_options
 from ..core.signature import Parameters, Roles, Signature, SortedCall
 from ..core.static_arguments import with_static_values
 from ..core.transform import Program, Sharded
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..errors import raise_listed
 from ..specs.activation_sharding import activations
 from ..specs.fitting import (
     ON_INDIVISIBLE,
     OnIndivisible,
     axes_of_type,
-    in_type,
-    only_axes,
+    explicit_part,
+    keep_axes,
     spec_axes,
 )
 from ..specs.types import AxisName
@@ -156,9 +156,9 @@ class _ShardMap(Sharded):
         return NamedSharding(self.context, spec) if isinstance(self.context, Mesh) else None
 
     def tracing(
-        self, plan: Plan, caller: Caller, built: Built, leaves: Sequence[object]
+        self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Sequence[object]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        return sharded_activations(plan, caller, built, leaves)
+        return sharded_activations(plan, caller, unflattened, leaves)
 
     def compile(
         self,
@@ -205,7 +205,7 @@ class _ShardMap(Sharded):
             # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
-            current = None if mesh is None else mesh_here(mesh)
+            current = None if mesh is None else mesh_in_trace(mesh)
             if current is not None and frozenset(current.axis_types) == {AxisType.Auto}:
                 # In a module, axes may be Auto that are Explicit in the given mesh, whose devices
                 # JAX may know from nowhere else.
@@ -233,7 +233,7 @@ class _ShardMap(Sharded):
                 f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
                 "not. Give in_specs, or make the mesh with AxisType.Explicit."
             )
-        return tuple(only_axes(_type_spec(leaf), manual) for leaf in leaves)
+        return tuple(keep_axes(_type_spec(leaf), manual) for leaf in leaves)
 
 
 # The types of specs that `shard_map` takes.
@@ -252,7 +252,7 @@ def _with_types(
         # A committed array has its own sharding, which JAX compares with the specs.
         if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
-        typed = in_type(sharding)  # the part over Explicit axes
+        typed = explicit_part(sharding)  # the part over Explicit axes
         if typed is not None and not any(spec_axes(_type_spec(leaf))):
             return jax.sharding.reshard(leaf, typed)
         return type_as(leaf, typed or NamedSharding(sharding.mesh, PartitionSpec()))

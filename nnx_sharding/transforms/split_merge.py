@@ -121,7 +121,7 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     existing = {index: old.objects[before] for index, before in pairs.items()}
     _refuse_other_traces(existing.values())
     # All is built and checked before anything is changed.
-    built = unflatten(structure, leaves, existing, share=True)
+    unflattened = unflatten(structure, leaves, existing, share=True)
     changes, variables = [], []
     for index, before in pairs.items():
         entry, old_entry = structure.entries[index], old.structure.entries[before]
@@ -132,8 +132,10 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
             changes += [change._replace(removed=removed)] if change else []
         else:
             variables.append(index)
-    perform(update_operations(structure, leaves, built.objects, variables, variables, changes))
-    return built.root
+    perform(
+        update_operations(structure, leaves, unflattened.objects, variables, variables, changes)
+    )
+    return unflattened.root
 
 
 _UPDATED = (NodeEntry, VariableEntry)  # what `merge` changes in place; all else is made anew

@@ -49,7 +49,7 @@ from .stacked_layers import (
     loop,
     loop_of_calls,
     name_axis,
-    recomputed,
+    recompute_in_backward,
     stacked_slots,
     with_arrays,
 )
@@ -129,7 +129,7 @@ class Stack(nnx.Module):
         """
         self._note_use()
         in_axes = (layer_axes(self.shared), Carry, *[0] * len(xs))
-        step = step if self.remat is False else recomputed(step, self.remat)
+        step = step if self.remat is False else recompute_in_backward(step, self.remat)
         run = loop(step, in_axes, (Carry, 0), self.length, self.unroll)
         with self._prefetching():
             return run(self.layers, carry, *xs)  # type: ignore[no-any-return]

@@ -182,7 +182,7 @@ def _call_with_settings(layer: object, x: object, further: object, settings: _Se
 
 def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     """Returns a call of a layer by ``remat``, which would trace ints that are not static."""
-    run = recomputed(_call_with_settings, policy, static_argnums=3)
+    run = recompute_in_backward(_call_with_settings, policy, static_argnums=3)
 
     def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
@@ -194,7 +194,7 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     return call
 
 
-def recomputed(
+def recompute_in_backward(
     step: Callable[..., Any], policy: Policy | Literal[True], **options: Any
 ) -> Callable[..., Any]:
     """Returns a function of a layer whose backward pass computes it again."""

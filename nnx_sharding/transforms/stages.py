@@ -25,8 +25,8 @@ from .. import _compat
 from ..activations.calls import Recorder
 from ..core.call import run
 from ..core.call_context import Caller, called_by
-from ..core.compiled_misfits import raise_misfit
-from ..core.failures import explained
+from ..core.compiled_mismatches import raise_mismatch
+from ..core.failures import call_with_explained_errors
 from ..core.flatten import Flat
 from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards
@@ -159,9 +159,9 @@ class Stage:
         # Without duplicates, as from a loop that is traced twice.
         return ActivationTable(dict.fromkeys(rows))
 
-    def _make_next(self, kind: type[S], stage: JaxStage) -> S:
+    def _make_next(self, cls: type[S], stage: JaxStage) -> S:
         """Makes the next stage from that of JAX."""
-        return kind(stage, self._lifted, self._plan, self._statics, self._recorder)
+        return cls(stage, self._lifted, self._plan, self._statics, self._recorder)
 
     def _attribute_reports(self) -> AbstractContextManager[None]:
         """Attributes what JAX reports within the block, such as compile times, to this plan."""
@@ -211,7 +211,7 @@ class Stage:
 
     def _explain(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
         """Raises an error that names the arguments that differ, if some do."""
-        raise_misfit(plan, leaves, self._stage, error)
+        raise_mismatch(plan, leaves, self._stage, error)
 
     def _with_statics(
         self, args: tuple[object, ...], kwargs: dict[str, object]
@@ -335,7 +335,9 @@ class Traced(Stage):
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
         options: Any = {"lowering_platforms": lowering_platforms}
         with self._attribute_reports():
-            lowered = explained(self._plan, leaves, lambda *_: self._stage.lower(**options))
+            lowered = call_with_explained_errors(
+                self._plan, leaves, lambda *_: self._stage.lower(**options)
+            )
         return self._make_next(Lowered, lowered)
 
     @_compat.api_boundary

@@ -15,7 +15,7 @@ from ..core.constrain import type_spec
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..errors import raise_listed
-from ..specs.fitting import axes_of, padded, spec_axes
+from ..specs.fitting import axes_of, pad_entries, spec_axes
 from ..specs.types import CARRY, Axis
 from .in_trace import Function, Inner, call_on_slots, type_text
 from .lifted import lift
@@ -130,7 +130,7 @@ class _Vmap(Mapped):
     def can_pass_sums(self, plan: Plan, sums: PartialSums, leaves: Sequence[Any]) -> bool:
         """Whether rows are not mapped: JAX shards nothing else over the axes of what is mapped."""
         mapped_entries = (
-            padded(spec, leaf.ndim)[axis.index]
+            pad_entries(spec, leaf.ndim)[axis.index]
             for axis, leaf in zip(plan.specs, leaves, strict=True)
             if axis.index is not None and (spec := type_spec(leaf)) is not None
         )

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 
 from .. import _compat
 from ..core.arguments import Specs
-from ..core.call_context import Caller, called_by, caller_here
+from ..core.call_context import Caller, called_by, current_caller
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
-from ..core.unflatten import Built
+from ..core.unflatten import Unflattened
 from ..errors import raise_listed
 from ..specs.types import BROADCAST, CARRY
 from .carry_checks import check_carry
@@ -204,10 +204,10 @@ class _While(Scan):
     def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
         return False  # the number of steps may be unknown
 
-    def user_function(self, plan: Plan, caller: Caller, built: Built) -> Function:
+    def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Makes one step from the body: returns the next carry, after the next counter if any."""
         if not isinstance(caller.fun, Functions):  # the condition, see `_trace_condition`
-            return super().user_function(plan, caller, built)
+            return super().user_function(plan, caller, unflattened)
         body = caller.fun.bind(-1)  # the last one, after the condition if there is one
 
         def step_while(objects: Sequence[object], carry: object) -> object:
@@ -238,7 +238,7 @@ class _WhileLoop(Loop):
         self, step: Function, carry: OutputGroup, mapped: Sequence[jax.Array], static: StaticLeaves
     ) -> tuple[OutputGroup, Any]:
         """Runs the steps while the condition holds; returns the last carry and the outcome."""
-        caller = caller_here()
+        caller = current_caller()
         assert caller is not None  # a loop runs in a call
         is_for = isinstance(self._transform, _While) and self._transform.counts
         condition = _is_below if is_for else caller.fun.bind(0)

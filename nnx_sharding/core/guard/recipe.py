@@ -89,11 +89,11 @@ class Recipe(NamedTuple):
         return np.frombuffer(self.steps, np.int32).reshape(-1, len(Step._fields))
 
 
-def packed(numbers: Sequence[Any] | np.ndarray[Any, Any]) -> bytes:
+def pack_int32(numbers: Sequence[Any] | np.ndarray[Any, Any]) -> bytes:
     """Returns numbers as a recipe has them."""
     return np.asarray(numbers, np.int32).tobytes()
 
 
-def unpacked(numbers: bytes) -> list[int]:
-    """Returns the numbers that ``packed`` was given."""
+def unpack_int32(numbers: bytes) -> list[int]:
+    """Returns the numbers that ``pack_int32`` was given."""
     return np.frombuffer(numbers, np.int32).tolist()

@@ -22,7 +22,7 @@ from ..recording import UNRECORDED, Comparison, comparison_of
 from ..static_equality import Static
 from ..static_parts import StaticKind, has_only_dict
 from ..treedefs import PyTreeDef, is_leaf_treedef
-from .recipe import Opcode, Recipe, Rule, Step, packed
+from .recipe import Opcode, Recipe, Rule, Step, pack_int32
 from .walk import ids_of, open_tree
 
 _IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
@@ -251,19 +251,19 @@ class WalkRecorder:
             rules[positions] |= rule
             pins[positions] = np.arange(len(positions))
         return Recipe(
-            steps=packed(order.steps),
+            steps=pack_int32(order.steps),
             expected=tuple(order.expected),
             types=tuple(types),
             rules=rules.astype(np.uint8).tobytes(),
-            pins=packed(pins),
-            frozen=packed(frozen),
+            pins=pack_int32(pins),
+            frozen=pack_int32(frozen),
             statics=tuple(stream[position] for position in frozen.tolist()),
-            mentions=packed(mentions),
+            mentions=pack_int32(mentions),
             ids=ids_of(stream[position] for position in mentions.tolist()),
-            first=packed(first),
-            traces=packed(traces),
-            leaves=packed(leaves),
-            objects=packed(moved[self.object_positions]),
+            first=pack_int32(first),
+            traces=pack_int32(traces),
+            leaves=pack_int32(leaves),
+            objects=pack_int32(moved[self.object_positions]),
             num_arguments=self._num_arguments,
         )
 

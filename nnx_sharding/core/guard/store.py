@@ -27,10 +27,10 @@ from ..flatten import Flat
 from ..plan import Plan
 from ..signature import SortedCall
 from ..transform import Transform
-from ..unflatten import picker
+from ..unflatten import items_getter
 from .guard import Guard, check, match
 from .native import FastestWalk
-from .recipe import packed
+from .recipe import pack_int32
 from .recorder import WalkRecorder
 from .walk import Walk
 
@@ -246,7 +246,7 @@ class Guards:
         """Returns the guard for a walk, from what its plan depends on."""
         # Each call compares these arrays: those that it may have to place, or the shapes of all.
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
-        goals = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
+        targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
         avals = [getattr(leaves[slot], "aval", None) for slot in slots]
         key = self._plan_key(leaves)
         return Guard(
@@ -257,8 +257,8 @@ class Guards:
             donates=bool(plan.donated),
             context_of=_compat.context_mesh if self._reads_context else None,
             context=key[0],
-            slots=packed(slots),
-            shardings=[goals.get(slot) for slot in slots],
+            slots=pack_int32(slots),
+            shardings=[targets.get(slot) for slot in slots],
             avals=avals if self._reads_shapes else [],
             known=[None] * len(slots),
             references=references,
@@ -292,7 +292,7 @@ class Guards:
                 for i, argument in enumerate(arguments)
                 if _compat.is_graph_object(argument) and type(argument).__weakrefoffset__
             ]
-            modules_in = self._modules_in.setdefault(types, picker(positions))
+            modules_in = self._modules_in.setdefault(types, items_getter(positions))
             make_room(self._modules_in, MAX_ARGUMENTS)
         return types, (*map(_compat.identity, modules_in(arguments)),)
 

@@ -23,8 +23,8 @@ from ... import _compat
 from ..static_equality import opened as open_static
 from ..static_equality import value_key
 from ..treedefs import PyTreeDef, aux_of
-from ..unflatten import picker
-from .recipe import Opcode, Recipe, unpacked
+from ..unflatten import items_getter
+from .recipe import Opcode, Recipe, unpack_int32
 
 # What an item holds, and what must be as expected: names, keys, a length, or a treedef.
 Opened: TypeAlias = tuple[Iterable[Any], Any]
@@ -62,12 +62,12 @@ class PythonWalk:
             for (opcode, position, _), expected in rows
         ]
         # Each picks the items of one kind from a stream.
-        self._leaves_in = picker(unpacked(recipe.leaves))
-        self._objects_in = picker(unpacked(recipe.objects))
-        self._frozen_in = picker(unpacked(recipe.frozen))
-        self._mentions_in = picker(unpacked(recipe.mentions))
-        self._traces_in = picker(unpacked(recipe.traces))
-        self._leaf_types = [recipe.types[position] for position in unpacked(recipe.leaves)]
+        self._leaves_in = items_getter(unpack_int32(recipe.leaves))
+        self._objects_in = items_getter(unpack_int32(recipe.objects))
+        self._frozen_in = items_getter(unpack_int32(recipe.frozen))
+        self._mentions_in = items_getter(unpack_int32(recipe.mentions))
+        self._traces_in = items_getter(unpack_int32(recipe.traces))
+        self._leaf_types = [recipe.types[position] for position in unpack_int32(recipe.leaves)]
         # For each mention, the number of the first mention of its object; -1 if it is pinned.
         self._first_mention = np.frombuffer(recipe.first, np.int32)
 

@@ -1,4 +1,4 @@
-"""What a function can reach besides its arguments, as a key: when a trace may be used again.
+"""The fingerprint of a function: a key for all that it can read besides arrays.
 
 Python reads the world when a function runs; JAX keeps what it read then as constants of a trace. So
 a trace is only right for another call if everything that the function can read is the same. This
@@ -39,8 +39,8 @@ from .structure import Child, Container, StaticObject, Structure, children_of
 from .treedefs import node_types
 
 
-class Reach:
-    """A key that is equal as long as all that was listed is the same.
+class Fingerprint:
+    """A key that is equal as long as everything that a function can read is the same.
 
     Args:
       tokens: the list (``listing.py``).
@@ -62,7 +62,7 @@ class Reach:
         self._hash = hash(tokens)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Reach) or self._tokens != other._tokens:
+        if not isinstance(other, Fingerprint) or self._tokens != other._tokens:
             return False
         return all(reference() is not None for reference in self._weak)
 
@@ -70,14 +70,15 @@ class Reach:
         return self._hash
 
 
-def reach_of(values: Iterable[object]) -> Reach | None:
-    """Lists what can be reached from some functions, classes and static values.
+def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
+    """Returns the fingerprint of some functions, classes and static values.
 
     Args:
       values: where to start.
 
     Returns:
-      A key for all of it; None if it cannot be listed, so that no trace may be used again.
+      A key for everything that can be reached from them. None if something cannot be listed, so
+      that no trace may be used again.
     """
     listing = Listing()
     try:
@@ -89,7 +90,7 @@ def reach_of(values: Iterable[object]) -> Reach | None:
     # Rules for logical axes decide the specs of new Variables.
     tokens = (*listing.tokens, _compat.logical_axis_rules())
     try:
-        return Reach(tokens, listing.codes, listing.weak)
+        return Fingerprint(tokens, listing.codes, listing.weak)
     except TypeError:  # something listed by value has no hash after all
         return None
 

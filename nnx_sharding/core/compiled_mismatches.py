@@ -16,7 +16,7 @@ from .plan import Plan
 from .problems import array_line
 
 
-def raise_misfit(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -> None:
+def raise_mismatch(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -> None:
     """Raises an error that says how arguments differ from what a program was compiled for.
 
     ``stage`` is JAX's ``Lowered`` or ``Compiled``, which has refused these arrays by ``error``.
