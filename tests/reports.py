@@ -143,7 +143,7 @@ def report(layers=3, **more):
     cost |= {"operations": [], "why": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 8,
+        "version": 9,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -204,7 +204,34 @@ def report(layers=3, **more):
             ],
             "why": None,
         },
+        "by_line": {
+            "rows": [
+                line_row("/home/me/model.py", 12),
+                line_row("/home/me/model.py", 14),
+                line_row(),
+            ],
+            "why": None,
+            "why_types": "specs on Auto axes are those of the compiled program",
+        },
         **more,
+    }
+
+
+def line_row(file=None, line=None):
+    """A row of the table by line."""
+    kind = {"dtype": "float32", "shape": [8, 64], "spec": ["data", None], "backward": False}
+    sent = {"kind": "all-reduce", "axes": ["model"], "bytes": 2048, "count": 1}
+    return {
+        "file": file,
+        "line": line,
+        "code": f"x = self.up(x, {line})" if line else "",
+        "types": [{**kind, "count": 2}] if line else [],
+        "modules": ["model.blocks[0].up"] if line else [],
+        "collectives": [sent] if line else [],
+        "flops": 1e6 * (line or 0),
+        "bytes": 4096.0,
+        "seconds": 1e-6,
+        "at_peak": 1024,
     }
 
 
@@ -227,7 +254,7 @@ def comparison(**more):
 
 def empty(**more):
     """A report in which everything optional is unknown."""
-    parts = ("mesh", "memory", "roofline", "hlo", "collectives", "by_module")
+    parts = ("mesh", "memory", "roofline", "hlo", "collectives", "by_module", "by_line")
     lists = {"parameters": [], "activations": []}
     return report(**dict.fromkeys(parts), **lists, cost=None, **more)
 

@@ -25,7 +25,7 @@ from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
 from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
-from .names import operations
+from .names import folded, operations
 from .opcodes import COLLECTIVES
 from .overlap import Overlap, Scheduled
 from .parameters import ParameterRow
@@ -261,7 +261,7 @@ def _alike(collective: Collective) -> tuple[str, ...]:
     if collective.parameters:
         first, *rest = collective.parameters
         of = f"{first} +{len(rest)}" if rest else first
-    return *cells, _INDEX.sub("[*]", _FUNCTION.sub("", of)), source
+    return *cells, folded(_FUNCTION.sub("", of)), source
 
 
 def _end(name: str, most: int) -> str:
@@ -270,7 +270,7 @@ def _end(name: str, most: int) -> str:
     return f"…{name[1 - most :]}" if len(name) > most else name
 
 
-_INDEX, _FUNCTION = re.compile(r"\[\d+\]"), re.compile(r"^jit\([^/]*\)/")
+_FUNCTION = re.compile(r"^jit\([^/]*\)/")
 
 
 def collectives_of(

@@ -9,9 +9,17 @@ module is put together from the scopes, as far as the result is the path of a kn
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 from ..specs.paths import enclosing_paths
+
+_INDEX = re.compile(r"\[\d+\]")
+
+
+def folded(path: str) -> str:
+    """Returns the path that all modules of a list share, such as ``model.blocks[*].up``."""
+    return _INDEX.sub("[*]", path)
 
 
 def is_within(path: str, module: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 from jax.sharding import Sharding
 
 from .._version import __version__
+from .by_line import LineTable
 from .by_module import ModuleTable
 from .collectives import Collectives, axes_text
 from .cost import Cost
@@ -46,6 +48,7 @@ class ProgramReport(JsonForm):
         hardware is not known.
       hlo: the text of the compiled program; None if the backend has none.
       by_module: memory and cost by module; None unless it was asked for.
+      by_line: types, cost and memory by line, with ``by_module``.
 
     Example:
       >>> import jax
@@ -73,10 +76,20 @@ class ProgramReport(JsonForm):
     roofline: Roofline | None
     hlo: str | None
     by_module: ModuleTable | None = None
+    by_line: LineTable | None = None
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 8
+    _VERSION = 9
     _NOUN = "report of a program"
+
+    def save(self, path: str | os.PathLike[str], *, hlo: bool = True) -> None:
+        """Writes it to a file as JSON; an existing file is replaced.
+
+        Args:
+          path: the file.
+          hlo: whether to write the text of the program, which is most of a report.
+        """
+        super(ProgramReport, self if hlo else dataclasses.replace(self, hlo=None)).save(path)
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
         """Returns the same report with another roofline.

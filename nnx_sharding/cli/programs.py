@@ -21,7 +21,7 @@ import jax
 
 from ..analysis.by_line import LineTable
 from ..analysis.hardware import hardware_of
-from ..analysis.json_codec import json_text
+from ..analysis.json_codec import file_path, json_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..core.publishing import write_file
@@ -33,10 +33,21 @@ from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.strategies import compare
 from ..specs.fitting import suggestion
+from ..testing.lock import TOLERANCE, changes_since, described, lock_text
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
-from .options import UsageError, UserError, count, mesh_sizes, option, output, say, user_code
+from .options import (
+    UsageError,
+    UserError,
+    count,
+    mesh_sizes,
+    option,
+    output,
+    percentage,
+    say,
+    user_code,
+)
 
 T = TypeVar("T")
 
@@ -62,6 +73,15 @@ is not compiled: the types of its values on Explicit axes are shown, without cos
   python -m nnx_sharding source train.py:step --topology v5e:8x8 --mesh data=-1 --all
 
 exit code: 0; 1 if the function failed; 2 if the command line is wrong"""
+
+_LOCK = """\
+The function returns what to compile, as for the command inspect. For example:
+
+  python -m nnx_sharding lock train.py:step --mesh data=4,model=2    # writes step.lock
+  python -m nnx_sharding check train.py:step --mesh data=4,model=2
+
+exit code: 0; 1 if something changed or the function failed; 2 if there is no such lock file or the
+command line is wrong"""
 
 _COMPARE = """\
 The function returns (strategies, function, *arguments), which are the arguments of
@@ -92,6 +112,12 @@ def add_commands(subparsers: object) -> None:
     source.add_argument("--json", type=output, metavar="FILE", help=_JSON)
     folded = "show all types, collectives and modules of each line"
     source.add_argument("--all", action="store_true", help=folded)
+    summary = "compile a function and write its cost to a lock file, to be committed"
+    _add_lock_command(subparsers, "lock", run_lock, summary)
+    summary = "compile a function and compare its cost with a lock file"
+    check = _add_lock_command(subparsers, "check", run_check, summary)
+    text = "the change of bytes and flops, up or down, that is none (default: 2%%)"
+    check.add_argument("--tolerance", type=percentage, default=TOLERANCE, help=text)
     summary = "compile a function with several strategies and show them in one table"
     _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
     summary = "search for the mesh and the strategy with which a training step is fastest"
@@ -144,6 +170,18 @@ def _add_parser(
     donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
     donate += "function that is not jitted"
     add("--donate", nargs="+", metavar="NAME", help=donate)
+    return parser
+
+
+def _add_lock_command(
+    subparsers: object, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
+    """Adds a command about a lock file."""
+    parser = _add_parser(subparsers, name, run, summary, _LOCK)
+    file = "the lock file (default: the name of the function with .lock)"
+    parser.add_argument("--file", type=output, metavar="FILE", help=file)
+    tables = "memory and flops by module and line as well, which compiles the program once more"
+    parser.add_argument("--by-module", action="store_true", help=tables)
     return parser
 
 
@@ -228,6 +266,34 @@ def run_source(arguments: argparse.Namespace) -> int:
     shown = lines.full() if arguments.all else lines
     say(data if arguments.json == "-" else shown)
     return 0
+
+
+def run_lock(arguments: argparse.Namespace) -> int:
+    """Writes a lock file; returns the exit code."""
+    file = _lock_file(arguments)
+    write_file(file, lock_text(_called(arguments, _report)).encode())
+    say(f"wrote {file}")
+    return 0
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Shows what changed since a lock file was written; returns the exit code."""
+    file = _lock_file(arguments)
+    if not file.exists():  # before the program is compiled
+        raise UsageError(f"there is no lock file {file}; write it with the command lock")
+    report = _called(arguments, _report)
+    try:
+        changes = changes_since(file, report, arguments.tolerance)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    say(described(changes, report))
+    return int(bool(changes))
+
+
+def _lock_file(arguments: argparse.Namespace) -> Path:
+    """Returns the lock file: that of the option, or the one that is named after the function."""
+    name = arguments.target.rpartition(":")[2].rpartition(".")[2]
+    return file_path(arguments.file or f"{name}.lock")
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

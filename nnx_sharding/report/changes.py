@@ -22,7 +22,7 @@ from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_te
 from .comparison import Comparison, Failure, Source, load
 
 Part: TypeAlias = Literal[
-    "program", "memory", "cost", "roofline", "collective", "module", "parameter"
+    "program", "memory", "cost", "roofline", "collective", "module", "line", "parameter"
 ]  # fmt: skip
 Value: TypeAlias = float | str | None
 
@@ -62,7 +62,7 @@ class Change:
         return isinstance(self.before, int | float) and self.after is None
 
     def __str__(self) -> str:
-        names = ("bytes_accessed", ": bytes", ": at the peak")
+        names = ("bytes_accessed", "bytes accessed", ": bytes", ": at the peak")
         is_bytes = self.kind == "memory" or self.name.endswith(names)
         figure = time_text if self.kind == "roofline" else bytes_text if is_bytes else count_text
         pair = self.before, self.after
@@ -134,6 +134,7 @@ _TITLES: dict[Part, str] = {
     "roofline": "roofline",
     "collective": "collectives",
     "module": "modules",
+    "line": "lines",
     "parameter": "arguments",
 }
 

@@ -11,6 +11,7 @@ from .assertions import (
     assert_sharded,
 )
 from .launcher import launch
+from .lock import assert_unchanged
 from .same import assert_same
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "assert_peak_below",
     "assert_same",
     "assert_sharded",
+    "assert_unchanged",
     "launch",
 ]

@@ -578,8 +578,8 @@ class Compiled(Stage):
           name: the name in the report; None for the name of the function.
           hardware: as for :meth:`roofline`; None for the devices that it was compiled for; if the
             table does not have these, the roofline is None.
-          by_module: whether it has the table of :meth:`by_module`, for which the program is
-            compiled once more.
+          by_module: whether it has the tables of :meth:`by_module` and :meth:`by_line`, for which
+            the program is compiled once more.
 
         Returns:
           The report.
@@ -588,7 +588,8 @@ class Compiled(Stage):
         if hardware is not None:
             report = report.with_roofline(hardware)
         if by_module:
-            report = dataclasses.replace(report, by_module=self.by_module(hardware=hardware))
+            tables = self.by_module(hardware=hardware), self.by_line(hardware=hardware)
+            report = dataclasses.replace(report, by_module=tables[0], by_line=tables[1])
         return report if name is None else dataclasses.replace(report, name=name)
 
     def parameters(self) -> ParameterTable:

@@ -1,0 +1,340 @@
+"""Lock files: what a program costs, as a small text that is committed and reviewed.
+
+A lock has a line for each figure of the program, modules and arrays in lists folded:
+
+    [arguments]
+    model.layers[*].up.kernel | float32[32,128] P(None, 'model') | 12,288 bytes | 3 arrays
+
+    [collectives]
+    all-reduce over model for sum of model.layers[*].down | 18,432 bytes | 3 runs | 3 instructions
+
+Lines are sorted and have neither line numbers nor paths of files, so that only what changes a cost
+changes the text. Where a collective comes from is looked up in the new report when it differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+from typing import TypeAlias
+
+from ..analysis.by_line import NO_LINE
+from ..analysis.by_module import path_text
+from ..analysis.collectives import Collective, axes_text
+from ..analysis.json_codec import file_path
+from ..analysis.names import folded
+from ..analysis.parameters import ParameterRow, axes_in, spec_text
+from ..analysis.program import ProgramReport
+from ..analysis.units import printable
+from ..core.publishing import write_file
+from ..report.changes import Change, Changes, Part, Value
+from ..transforms.stages import Compiled
+
+__tracebackhide__ = True  # pytest shows the line of the test that failed
+
+# The figures of a line by their unit; a text has the unit "".
+Figures: TypeAlias = dict[str, Value]
+Lock: TypeAlias = dict[str, dict[str, Figures]]  # by section and name
+
+TOLERANCE = 0.02
+# What an option of pytest sets: write all lock files anew.
+update_all = False
+
+_HEAD = """\
+# What the program costs on one device, for review. Written by nnx_sharding: to accept a change, run
+# `nnx-sharding lock` or `pytest --update-locks`.
+"""
+_VERSIONS = "made with"
+# Sections that are compared only if both sides have them: reports need not have these tables.
+_OPTIONAL: tuple[Part, ...] = ("module", "line")
+_SECTIONS: dict[str, Part] = {
+    "program": "program",
+    "memory": "memory",
+    "cost": "cost",
+    "collectives": "collective",
+    "arguments": "parameter",
+    "modules": "module",
+    "lines": "line",
+}
+_MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
+_EXACT = ("arrays", "instructions", "runs")  # counts, for which there is no tolerance
+_SINGULAR = ("array", "instruction", "run", "byte", "flop")
+_NUMBER = re.compile(r"(-?[\d,]+) ([a-z ]+)")
+
+
+def assert_unchanged(
+    program: Compiled | ProgramReport,
+    path: str | os.PathLike[str],
+    update: bool = False,
+    *,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Fails if a program costs more, or less, than its lock file says.
+
+    The file is a text for review, of a few kilobytes: memory, flops, the bytes and specs of
+    arguments by group, and collectives by kind, axes and purpose; of a report with ``by_module``
+    also memory and flops by module and line. Commit it. It is written with ``update``, with
+    ``pytest --update-locks`` (``pytest_plugins = "nnx_sharding.testing.pytest_options"`` in the
+    root's ``conftest.py``), and by ``nnx-sharding lock``.
+
+    Args:
+      program: a compiled function, or its report.
+      path: the lock file.
+      update: whether to write the file instead.
+      tolerance: the fraction by which bytes and flops may differ, up or down. Specs, and numbers of
+        arrays and of collectives have to be the same.
+
+    Raises:
+      AssertionError: something changed; it says what, with modules and lines.
+      FileNotFoundError: there is no such file.
+      ValueError: the file is not a lock file.
+
+    Example:
+      >>> import tempfile, jax
+      >>> from pathlib import Path
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.testing import assert_unchanged
+      >>> def report(width):
+      ...     x = jax.ShapeDtypeStruct((width,), "float32")
+      ...     return jit(lambda x: 2 * x).lower(x).compile().report("double")
+      >>> lock = Path(tempfile.mkdtemp(), "double.lock")
+      >>> assert_unchanged(report(64), lock, update=True)
+      >>> assert_unchanged(report(64), lock)
+      >>> assert_unchanged(report(128), lock)
+      Traceback (most recent call last):
+      AssertionError: double is not as double.lock says:
+      memory of one device
+        arguments: 256 B → 512 B (+100.0%)
+      ...
+    """
+    report = program.report() if isinstance(program, Compiled) else program
+    if update or update_all:
+        write_file(file_path(path), lock_text(report).encode())
+        return
+    name = PurePath(path).name
+    changes = changes_since(path, report, tolerance)
+    if changes:
+        raise AssertionError(
+            f"{report.name} is not as {name} says:\n{described(changes, report)}\n"
+            "If this is wanted, write the file again: update=True, pytest --update-locks, or "
+            "nnx-sharding lock."
+        )
+
+
+def lock_text(report: ProgramReport) -> str:
+    """Writes the lock file of a report."""
+    parts = [_HEAD]
+    for section, rows in locked(report).items():
+        lines = (" | ".join([name, *_texts(figures)]) for name, figures in rows.items())
+        parts.append("\n".join([f"[{section}]", *sorted(lines), ""]))
+    return "\n".join(parts)
+
+
+def changes_since(
+    path: str | os.PathLike[str], report: ProgramReport, tolerance: float = TOLERANCE
+) -> Changes:
+    """Lists what a report has other than a lock file; other versions of JAX are no change."""
+    try:
+        text = file_path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no lock file {os.fspath(path)}. Write it with update=True, "
+            "pytest --update-locks, or nnx-sharding lock."
+        ) from None
+    old, new = _read(text, os.fspath(path)), locked(report)
+    changes = [
+        change
+        for section, part in _SECTIONS.items()
+        if part not in _OPTIONAL or (section in old and section in new)
+        for change in _compared(part, old.get(section, {}), new.get(section, {}))
+        if change.relative is None
+        or abs(change.relative) > (0 if change.name.endswith(_EXACT) else tolerance)
+    ]
+    versions = old.get(_VERSIONS, {}), new[_VERSIONS]
+    pairs = {
+        name: tuple(str(side.get(name, {}).get("", "?")) for side in versions)
+        for name in new[_VERSIONS]
+    }
+    return Changes(changes, {name: (a, b) for name, (a, b) in pairs.items() if a != b})
+
+
+def described(changes: Changes, report: ProgramReport) -> str:
+    """Writes changes; below each collective, the lines and modules where it is now."""
+    sources: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for collective in report.collectives or ():
+        module = f" in {folded(collective.module)}" if collective.module else ""
+        if collective.source:
+            sources[_collective_name(collective)][f"{collective.source}{module}"] = None
+    lines = []
+    for line in str(changes).splitlines():
+        # A name has one line for each unit; its places are below the first.
+        name = next((name for name in sources if line.startswith(f"  {name}: ")), None)
+        lines.append(line)
+        if name is not None:
+            lines.append(f"    now at {', '.join(itertools.islice(sources.pop(name), 4))}")
+    return "\n".join(lines)
+
+
+def locked(report: ProgramReport) -> Lock:
+    """Collects the figures of a report that its lock file has."""
+    versions: dict[str, Figures] = {
+        x: {"": v} for x, v in report.made_with.items() if x != "python"
+    }
+    sizes = {name: getattr(report.memory, name, None) for name in _MEMORY}
+    cost = report.cost
+    known = {} if cost is None else {"flops": cost.flops, "bytes accessed": cost.bytes_accessed}
+    mesh = "none" if report.mesh is None else str(report.mesh)
+    lock: Lock = {
+        _VERSIONS: versions,
+        "program": {
+            "devices": {"": f"{report.num_devices} × {report.device_kind}"},
+            "mesh": {"": mesh},
+        },
+        "memory": {n: {"bytes": size} for n, size in sizes.items() if size},
+        "cost": {
+            name: {name.split()[0]: round(figure)}
+            for name, figure in known.items()
+            if figure is not None
+        },
+        "collectives": _of_collectives(report.collectives or ()),
+        "arguments": _of_arguments(report.parameters),
+    }
+    if report.by_module is not None:
+        lock["modules"] = _summed(
+            (
+                folded(path_text(row.path)),
+                {
+                    "flops": row.flops,
+                    "bytes": row.bytes_accessed,
+                    "at the peak": sum((row.at_peak or {}).values()),
+                },
+            )
+            for row in report.by_module.rows
+        )
+    if report.by_line is not None:
+        lock["lines"] = _summed(
+            (
+                f"{PurePath(row.file).name}: {row.code}" if row.file else NO_LINE,
+                {"flops": row.flops, "bytes": row.bytes, "at the peak": row.at_peak},
+            )
+            for row in report.by_line.rows
+        )
+    return {section: {_escaped(n): x for n, x in rows.items()} for section, rows in lock.items()}
+
+
+def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str, Figures]:
+    """Sums the figures of rows of one name; leaves out zeros and what is not known."""
+    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name, figures in rows:
+        sums[name].update({unit: round(x) for unit, x in figures.items() if x})
+    return {name: dict(total) for name, total in sums.items() if total}
+
+
+def _of_collectives(collectives: Iterable[Collective]) -> dict[str, Figures]:
+    groups: defaultdict[str, list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        groups[_collective_name(collective)].append(collective)
+    figures: dict[str, Figures] = {}
+    for name, group in groups.items():
+        sent = sum(collective.total_bytes_sent for collective in group)
+        times = [collective.times for collective in group if collective.times is not None]
+        runs = {"runs": sum(times)} if len(times) == len(group) else {}
+        figures[name] = {"bytes": sent, **runs, "instructions": len(group)}
+    return figures
+
+
+def _collective_name(collective: Collective) -> str:
+    """Writes kind, axes, purpose, and the module or the arguments, layers in lists folded."""
+    paths = sorted({folded(path) for path in collective.parameters})
+    if len(paths) > 2:
+        paths = [paths[0], f"{len(paths) - 1} others"]
+    operation = (collective.operation or "").rpartition("/")[2]
+    where = " and ".join(paths) or folded(collective.module or operation)
+    of = f" of {where}" if where else ""
+    axes = axes_text(collective.axes)
+    return _escaped(f"{collective.kind} over {axes} for {collective.purpose or 'unknown'}{of}")
+
+
+def _of_arguments(rows: Iterable[ParameterRow]) -> dict[str, Figures]:
+    """Groups arrays that differ only in indices; where their types differ, by these as well."""
+    kinds: defaultdict[str, defaultdict[str, list[ParameterRow]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for row in rows:
+        kinds[folded(row.path)][_kind(row)].append(row)
+    figures: dict[str, Figures] = {}
+    for path, by_kind in kinds.items():
+        for kind, group in by_kind.items():
+            # The first path tells apart the groups of a list whose items differ.
+            name = path if len(by_kind) == 1 else f"{path}, as {group[0].path}"
+            size = sum(row.bytes_per_device for row in group)
+            figures[name] = {"": kind, "bytes": size, "arrays": len(group)}
+    return figures
+
+
+def _kind(row: ParameterRow) -> str:
+    spec = row.spec
+    spec = spec_text(spec) if axes_in(spec) or isinstance(spec, str) else "replicated"
+    memory = [] if row.memory_kind in (None, "device") else [row.memory_kind]
+    return " ".join([f"{row.dtype}[{','.join(map(str, row.shape))}]", spec, *memory, *row.marks])
+
+
+def _escaped(name: str) -> str:
+    return printable(name).replace("|", "¦")
+
+
+def _texts(figures: Figures) -> Iterator[str]:
+    for unit, value in figures.items():
+        shown = unit.removesuffix("s") if value == 1 else unit
+        yield f"{value:,} {shown}" if isinstance(value, int | float) else printable(value, "×")
+
+
+def _read(text: str, path: str) -> Lock:
+    """Reads what :func:`lock_text` wrote; a ValueError for anything else, as after a merge."""
+    lock: Lock = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line or line.startswith("#"):
+            continue
+        name, *texts = line.split(" | ")
+        if line.startswith("[") and not texts:
+            rows = lock[line[1:-1]] = {}
+        elif not lock or not texts or name in rows:
+            raise ValueError(f"{path}, line {number}: not a line of a lock file: {line!r:.100}")
+        else:
+            rows[name] = dict(map(_figure, texts))
+    if "program" not in lock:
+        raise ValueError(f"{path} is not a lock file.")
+    return lock
+
+
+def _figure(text: str) -> tuple[str, Value]:
+    """Reads a figure: its unit and value."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return "", text
+    unit = f"{match[2]}s" if match[1] == "1" and match[2] in _SINGULAR else match[2]
+    return unit, int(match[1].replace(",", ""))
+
+
+def _compared(
+    part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
+) -> Iterator[Change]:
+    """Yields the figures that differ; of a line that one side lacks, the first figure."""
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if before is None or after is None:
+            unit, value = next(iter((before or after or {}).items()))
+            missing: Value = None if isinstance(value, str) else 0
+            pair = (value, missing) if after is None else (missing, value)
+            yield Change(part, f"{name}: {unit}" if unit else name, *pair)
+            continue
+        for unit in {**before, **after}:
+            missing = None if unit == "" else 0
+            pair = before.get(unit, missing), after.get(unit, missing)
+            is_total = part in ("memory", "cost")
+            if pair[0] != pair[1]:
+                yield Change(part, f"{name}: {unit}" if unit and not is_total else name, *pair)

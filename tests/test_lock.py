@@ -1,0 +1,222 @@
+"""Lock files: what they hold, what changes them, and what writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import jit, value_and_grad
+from nnx_sharding.cli.main import main
+from nnx_sharding.partition import fsdp, make_mesh, with_sharding_constraint
+from nnx_sharding.report import ProgramReport
+from nnx_sharding.testing import assert_unchanged
+from nnx_sharding.testing.lock import lock_text
+
+WIDTH, ROWS = 16, 32
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, is_gathering=False):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.is_gathering = is_gathering
+
+    def __call__(self, x):
+        hidden = nnx.relu(self.up(x))
+        if self.is_gathering:
+            hidden = with_sharding_constraint(hidden, P())
+        return x + self.down(hidden)
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs, is_gathering=False, count=3):
+        self.layers = nnx.List(Layer(rngs, is_gathering) for _ in range(count))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+def compiled(strategy=True, rows=ROWS, **options):
+    mesh = make_mesh({"data": 4}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
+    model = nnx.eval_shape(lambda: Layers(nnx.Rngs(0), **options))
+    sharding = fsdp(model, mesh=mesh, min_size=0) if strategy else None
+    fun = jit(value_and_grad(loss), in_shardings=(sharding, P("data")), mesh=mesh)
+    return fun.lower(model, jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)).compile()
+
+
+@pytest.fixture(scope="module")
+def report():
+    return compiled().report("step", by_module=True)
+
+
+@pytest.fixture
+def lock(report, tmp_path):
+    path = tmp_path / "step.lock"
+    assert_unchanged(report, path, update=True)
+    return path
+
+
+def test_text(report):
+    text = lock_text(report)
+    sections = [block.splitlines() for block in text.split("\n\n")]
+    assert all(lines[1:] == sorted(lines[1:]) for lines in sections[1:])
+    # 3 kernels of 16 × 64 float32, over 4 devices.
+    size = 3 * WIDTH * 4 * WIDTH * 4 // 4
+    kernel = (
+        f"model.layers[*].up.kernel | float32[16,64] P(None, 'data') | {size:,} bytes | 3 arrays"
+    )
+    assert kernel in text
+    # A gather of each sends 3 quarters of it.
+    gathered = "all-gather over data for parameter of model.layers[*].up.kernel | "
+    assert f"{gathered}{3 * WIDTH * 4 * WIDTH * 4 * 3 // 4:,} bytes" in text
+    assert f"test_lock.py: {'hidden = nnx.relu(self.up(x))'} | " in text
+    assert not re.search(r"/\w|HloModule|:\d+", text)  # no folder, no program, no line number
+    assert lock_text(compiled(count=6).report(by_module=True)).count("\n") == text.count("\n")
+    assert len(text) < 4000
+
+
+def test_what_is_in_the_file_is_the_same(report, lock):
+    before = lock.read_text()
+    assert_unchanged(report, lock)
+    assert_unchanged(dataclasses.replace(report, by_module=None, by_line=None), lock)
+    assert_unchanged(report, lock, update=True)
+    assert lock.read_text() == before
+
+
+CHANGES = {
+    "gather": (
+        {"is_gathering": True},
+        [
+            r"all-\w+ over data for \w+ of model.layers\[\*\]",
+            r"now at test_lock.py:\d+ in model.layers\[\*\]",
+            "temporaries: .* → ",
+        ],
+    ),
+    "layers": ({"count": 4}, [r"model.layers\[\*\].up.kernel: arrays: 3 → 4 \(\+33.3%\)"]),
+    "specs": (
+        {"strategy": False},
+        [r"up.kernel: float32\[16,64\] P\(None, 'data'\) → float32\[16,64\] replicated"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes(lock, name):
+    options, words = CHANGES[name]
+    with pytest.raises(AssertionError, match=r"step is not as step\.lock says") as error:
+        assert_unchanged(compiled(**options).report("step"), lock)
+    for pattern in words:
+        assert re.search(pattern, str(error.value)), f"{pattern}\n{error.value}"
+
+
+def test_tolerance(report, lock):
+    cost = dataclasses.replace(report.cost, flops=report.cost.flops * 1.015)
+    more = dataclasses.replace(report, cost=cost)
+    assert_unchanged(more, lock)
+    with pytest.raises(AssertionError, match=r"flops: .*\(\+1.5%\)"):
+        assert_unchanged(more, lock, tolerance=0.01)
+    line = report.by_line.rows[0]
+    lines = dataclasses.replace(
+        report.by_line,
+        rows=(dataclasses.replace(line, flops=2 * line.flops), *report.by_line.rows[1:]),
+    )
+    with pytest.raises(AssertionError) as error:
+        assert_unchanged(dataclasses.replace(report, by_line=lines), lock)
+    assert f"lines\n  test_lock.py: {line.code}: flops: " in str(error.value)
+
+
+def test_other_versions_are_said_and_no_change(report, lock):
+    other = dataclasses.replace(report, made_with={**report.made_with, "jax": "0.99"})
+    assert_unchanged(other, lock)
+    assert_unchanged(dataclasses.replace(other, name="other"), lock)
+    with pytest.raises(AssertionError, match=rf"made with jax {jax.__version__} → 0\.99"):
+        assert_unchanged(dataclasses.replace(other, num_devices=8), lock)
+
+
+@pytest.mark.parametrize(
+    "text", ["<<<<<<< ours\n", "", "[program]\nmesh | a\nmesh | b\n", "[program]\nmesh\n"]
+)
+def test_a_damaged_file(report, tmp_path, text):
+    path = tmp_path / "step.lock"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="lock file"):
+        assert_unchanged(report, path)
+
+
+def test_no_file(report, tmp_path):
+    with pytest.raises(FileNotFoundError, match="pytest --update-locks"):
+        assert_unchanged(report, tmp_path / "step.lock")
+
+
+def test_report_without_the_program(report, tmp_path):
+    report.save(tmp_path / "with.json")
+    report.save(tmp_path / "without.json", hlo=False)
+    loaded = ProgramReport.load(tmp_path / "without.json")
+    assert loaded == dataclasses.replace(report, hlo=None)
+    assert loaded.by_line == report.by_line
+    assert ProgramReport.load(tmp_path / "with.json") == report
+
+
+PROGRAM = """\
+    import jax, jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+    from nnx_sharding import jit
+
+    def step(mesh):
+        f = jit(lambda x: x.sum(0), in_shardings=P("data"), mesh=mesh)
+        return f, jax.ShapeDtypeStruct((8, 64 * len(mesh.axis_names)), jnp.float32)
+    """
+
+
+def test_commands(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train_for_lock.py").write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    target = ["train_for_lock.py:step", "--mesh", "data=4"]
+    assert main(["check", *target]) == 2
+    assert "no lock file step.lock" in capsys.readouterr().err
+    assert main(["lock", *target]) == 0
+    assert "wrote step.lock" in capsys.readouterr().out
+    assert "all-reduce over data" in (tmp_path / "step.lock").read_text()
+    assert main(["check", *target]) == 0
+    assert "no changes" in capsys.readouterr().out
+    assert main(["check", *target[:-1], "data=4,model=2"]) == 1
+    shown = capsys.readouterr().out
+    assert "mesh: data 4 → data 4 × model 2" in shown and "x: float32[8,64] P('data'" in shown
+    assert main(["lock", *target, "--file", "other.lock", "--by-module"]) == 0
+    assert "[lines]\n" in (tmp_path / "other.lock").read_text()
+
+
+@pytest.mark.slow
+def test_option_of_pytest(tmp_path):
+    (tmp_path / "conftest.py").write_text('pytest_plugins = "nnx_sharding.testing.pytest_options"')
+    test = """\
+        import jax
+        from nnx_sharding import jit
+        from nnx_sharding.testing import assert_unchanged
+
+        def test_step():
+            compiled = jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
+            assert_unchanged(compiled, "step.lock")
+        """
+    (tmp_path / "test_it.py").write_text(textwrap.dedent(test))
+    for options, code in ([], 1), (["--update-locks"], 0), ([], 0):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == code, run.stdout
