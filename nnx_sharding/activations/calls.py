@@ -119,7 +119,8 @@ class Frame:
         leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
         for keys, x in leaves:
             if isinstance(x, jax.Array):
-                aval, output = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.tree_util.keystr(keys)
+                aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
+                output = jax.tree_util.keystr(keys)
                 where = path, name, self.method, output
                 self._calls.append(ReturnedArray(*where, aval, *self._final_sharding(x)))
 
@@ -139,7 +140,8 @@ def in_call(frame: Frame) -> Iterator[Frame]:
 
     Scopes are nested, so a module within the one around it adds only the rest of its path.
     """
-    outer, path = FRAME.get(), frame.tag.accessor
+    outer = FRAME.get()
+    path = frame.tag.accessor
     rest = path if outer is None else path.removeprefix(outer.tag.accessor)
     # "model.up" is within "model", but "model_2" is not.
     is_within = rest[:1] in ("", ".", "[")
@@ -156,6 +158,14 @@ class Recorder:
     """Traces a function once more, to record the calls of modules in it. It holds no arrays."""
 
     def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Arrays):
+        """Keeps what a later trace needs: types and static objects, but no arrays and no models.
+
+        Args:
+          fun: the user's function.
+          plan: the plan of the call.
+          flat: the arguments of the call.
+          leaves: its arrays, with the declared shardings.
+        """
         self._fun, self._plan = fun, plan
         # The trace is made later, perhaps under another mesh.
         mesh = _compat.context_mesh()
@@ -165,9 +175,10 @@ class Recorder:
         self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
         # Kept alive, as the structure holds them weakly.
         self._identities = [static.value for static in flat.structure.identities()]
-        shardings = [x.sharding if is_committed(x) else None for x in leaves]
-        types = [x.aval if type(x) is _compat.ArrayImpl else abstract(x) for x in leaves]
-        self._types = [*zip(types, shardings, strict=True)]
+        self._types: list[tuple[Any, jax.sharding.Sharding | None]] = []
+        for leaf in leaves:
+            aval = leaf.aval if type(leaf) is _compat.ArrayImpl else abstract(leaf)
+            self._types.append((aval, leaf.sharding if is_committed(leaf) else None))
 
     @functools.cached_property
     def leaves(self) -> list[Any]:
@@ -186,6 +197,7 @@ class Recorder:
 
     @functools.cached_property
     def _recorded(self) -> tuple[Calls, Any]:
-        calls, caller = Calls(), Caller(self._fun, self._objects)
+        calls = Calls()
+        caller = Caller(self._fun, self._objects)
         with jax.sharding.use_abstract_mesh(self._mesh), RECORD(calls), called_by(caller):
             return calls, self._plan.program.staged.trace(*self.leaves)

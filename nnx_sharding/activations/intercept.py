@@ -65,7 +65,8 @@ class Method:
 
     def __call__(self, module: object, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the method of a module, by the handler if there is one."""
-        current, call = _CURRENT.get(), self.original.__get__(module, type(module))
+        current = _CURRENT.get()
+        call = self.original.__get__(module, type(module))
         # A method called through `super()` is part of the subclass's method.
         if current is None or not isinstance(module, _KINDS) or not self._is_method_of(module):
             return call(*args, **kwargs)

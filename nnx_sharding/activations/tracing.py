@@ -157,7 +157,10 @@ def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
       A context for its call.
     """
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
-    paths = tuple((x.trace, *(x.get(id(one), (None,))[0] for one in objects)) for x in KNOWN.get())
+    paths = tuple(
+        (modules.trace, *(modules.get(id(x), (None,))[0] for x in objects))
+        for modules in KNOWN.get()
+    )
     if not paths and not any(tags):
         return contextlib.nullcontext()
     key = _KEYS.get((tags, paths))
@@ -226,9 +229,17 @@ class Scope:
     """The handler of the calls of modules during one trace."""
 
     def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
+        """Reads what is declared for activations, and tags the modules in the arguments.
+
+        Args:
+          plan: the plan of the call.
+          transform: its transform, with the mesh that applies.
+          unflattened: the arguments in the trace.
+          leaves: their arrays.
+        """
         declared = transform.activation_shardings
         sources = () if declared is None else (declared,)
-        self._transform, self._plan, self._built = transform, plan, unflattened
+        self._transform, self._plan, self._unflattened = transform, plan, unflattened
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
         self._explicit_axes = {
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
@@ -246,7 +257,7 @@ class Scope:
         self._observes = current_handler() is None and bool(
             self._explicit_axes or RECORD.value is not None
         )
-        self._misfits: dict[str, None] = {}  # lines for an error, in order, each once
+        self._mismatches: dict[str, None] = {}  # lines for an error, in order, each once
         self._pending: list[PendingCall] = []  # what calls returned that run later
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
         self._whole_outputs = WholeOutputs()
@@ -265,7 +276,7 @@ class Scope:
     @functools.cached_property
     def _indices(self) -> dict[int, int]:
         """The index of each object, by its id."""
-        return {id(x): i for i, x in enumerate(self._built.objects)}
+        return {id(x): i for i, x in enumerate(self._unflattened.objects)}
 
     @property
     def is_needed(self) -> bool:
@@ -282,7 +293,8 @@ class Scope:
                 method = original_of(getattr(method, "__wrapped__", None))
             if method is fun:  # such as `jit(Model.__call__)(model, x)`
                 bound = functools.partial(fun, args[0])
-                fun, args = self, (args[0], name, bound, args[1:], kwargs)
+                fun = self
+                args = (args[0], name, bound, args[1:], kwargs)
                 kwargs = {}
         out = self._with_uses(named, fun, args, kwargs)
         self._check()  # here, as an error at the end of a block would show frames of contextlib
@@ -307,7 +319,7 @@ class Scope:
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         """Tags the modules in all arguments, and notes the schedules that are given for them."""
-        plan, unflattened = self._plan, self._built
+        plan, unflattened = self._plan, self._unflattened
         parts = [
             (
                 argument,
@@ -337,25 +349,37 @@ class Scope:
     def _tag(
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: object
     ) -> Tag:
-        """Makes the tag of a module, with the specs of its own Variables."""
+        """Makes the tag of a module, with the specs of its own Variables.
+
+        Args:
+          name: the name of the argument that the module is in.
+          path: the path of the module in it.
+          sources: what the user and strategies declare for the module.
+          module: the module in the trace.
+        """
         specs: dict[Path, VariableSpecs] = {}
         batch = self._plan.batch_axes
-        named = (batch if source.gather is True else source.gather or () for source in sources)
-        axes = self._axes.intersection(axis for axes in named for axis in axes)
-        axes = axes.difference(axis for source in sources for axis in source.kept)
+        # The axes over which parameters are gathered while the module runs.
+        gathered: set[AxisName] = set()
+        for source in sources:
+            gathered.update(batch if source.gather is True else source.gather or ())
+        for source in sources:
+            gathered.difference_update(source.kept)
+        axes = self._axes.intersection(gathered)
         # Over the stages of a pipeline, layers are sharded, but not what is in them.
-        every = (x.schedule for source in sources for x in source.shardings)
-        inside = self._axes - axes - {schedule.axis for schedule in every if schedule}
+        schedules = (x.schedule for source in sources for x in source.shardings)
+        inside = self._axes - axes - {schedule.axis for schedule in schedules if schedule}
         for own_path, variable in own_variables(module) if axes or self._explicit_axes else ():
-            value, index = _compat.get_value(variable), self._indices.get(id(variable))
+            value = _compat.get_value(variable)
+            index = self._indices.get(id(variable))
             slots = () if index is None else self._plan.structure.slots[index]
             declared = self._plan.object_specs.get(slots[0]) if len(slots) == 1 else None
             pair = spec_and_mesh(type_spec(value) if declared is None else declared, self._mesh)
             if pair is not None and isinstance(value, jax.Array):
-                shape, kept = jax.typeof(value).shape, keep_axes(pair[0], inside)
-                whole, outside = (
-                    with_entries(x, pad_entries(x, len(shape))) for x in (kept, pair[0])
-                )
+                shape = jax.typeof(value).shape
+                kept = keep_axes(pair[0], inside)
+                whole = with_entries(kept, pad_entries(kept, len(shape)))
+                outside = with_entries(pair[0], pad_entries(pair[0], len(shape)))
                 is_gathered = is_parameter(variable) and not axes.isdisjoint(spec_axes(pair[0]))
                 specs[own_path] = VariableSpecs(whole, shape, is_gathered, outside)
         return Tag(name, path, sources, axes, specs, self._mesh)
@@ -363,7 +387,18 @@ class Scope:
     def __call__(
         self, module: Any, method: str, call: Call, args: tuple[Any, ...], kwargs: Keywords
     ) -> Any:
-        """Calls a method of a module with the shardings chosen for it, or updates an optimizer."""
+        """Calls a method of a module with the shardings chosen for it, or updates an optimizer.
+
+        Args:
+          module: the module or optimizer.
+          method: the name of the method.
+          call: the bound method.
+          args: the positional arguments of the call.
+          kwargs: its keyword arguments.
+
+        Returns:
+          What the method returns, sharded as declared.
+        """
         tag = _compat.tag_of(module) or self._tag_foreign(module)
         if isinstance(module, nnx.Optimizer) and method == "update":
             with jax.named_scope(tag.accessor):  # for `by_module`
@@ -420,7 +455,16 @@ class Scope:
         args: tuple[Any, ...],
         kwargs: Keywords,
     ) -> Any:
-        """Calls a method with the shardings of its input, parameters, axis types and output."""
+        """Calls a method with the shardings of its input, parameters, axis types and output.
+
+        Args:
+          frame: the call, with the tag of the module.
+          schedule: what runs the module in a special order, such as a pipeline; None for a plain
+            call.
+          call: the bound method.
+          args: the positional arguments of the call.
+          kwargs: its keyword arguments.
+        """
         if frame.tag.specs:
             self._whole_outputs.begin_layer()
         chosen = self._find(frame)
@@ -477,11 +521,19 @@ class Scope:
     ) -> jax.Array:
         """Gives an output of a module that ran with Auto axes its type on the Explicit ones.
 
-        It is what was chosen for the array; else that of the columns of a layer; and, where these
-        say nothing, that of the first input.
+        The sharding is the one that was chosen for the array; otherwise that of the columns of a
+        layer; otherwise that of the first input.
+
+        Args:
+          frame: the call of the module.
+          inputs: the arguments of the call.
+          axes: the axes that were Auto.
+          mesh: the mesh on which they are Explicit.
+          x: the output.
         """
         explicit = axes_of_type(mesh, AxisType.Explicit)
-        known, like = frame.sharding_of(x), first_with_explicit_spec(inputs)
+        known = frame.sharding_of(x)
+        like = first_with_explicit_spec(inputs)
         assert like is not None  # or no axis of the module would be Auto
         spec = opened(type_spec(x)) if known is None else keep_axes(known.spec, explicit)
         if spec is None and frame.tag.path and (columns := self._spec_of_columns(frame, x)):
@@ -526,9 +578,15 @@ class Scope:
     ) -> frozenset[AxisName]:
         """Returns which Explicit axes are Auto in a method: all or none of them.
 
-        They are if that is declared, and by default where shardings are inferred, and in a layer
-        with a declared output. Methods that get no typed array, or that are told the sharding of
-        their output, run as they are.
+        They are Auto if that is declared, and by default where shardings are inferred, and in a
+        layer with a declared output. Methods that get no array with a sharding in its type, or that
+        are told the sharding of their output, run as they are.
+
+        Args:
+          frame: the call of the method.
+          chosen: the shardings that are declared for it.
+          explicit: the Explicit axes of the mesh.
+          inputs: the positional and keyword arguments of the call.
         """
         if (
             not explicit
@@ -586,7 +644,8 @@ class Scope:
         or made is not to be changed.
         """
         if id(module) not in self._foreign_tags:
-            sources, name = tuple(self._sources), type(module).__name__
+            sources = tuple(self._sources)
+            name = type(module).__name__
             for path, inner in modules_in(module):
                 if _compat.tag_of(inner) is None:
                     tag = self._tag(name, path, sources, inner)
@@ -673,7 +732,7 @@ class Scope:
         try:
             parts = treedef.flatten_up_to(tree)  # type: ignore[attr-defined]
         except ValueError as error:
-            self._misfits[f"{name}: {error}"] = None
+            self._mismatches[f"{name}: {error}"] = None
             return tree
         new = [
             jax.tree.map(lambda x, spec=spec: self._constrain_array(x, spec, frame, name), part)
@@ -696,7 +755,7 @@ class Scope:
         if fit.problems:
             # What a strategy declares is for models of any shape, so there it is no error.
             if frame.is_strict:
-                self._misfits[fit.line(name).strip()] = None
+                self._mismatches[fit.line(name).strip()] = None
             return x
         fitted: Any = fit.sharding
         if AxisType.Auto not in mesh.axis_types:  # there JAX does not support UNCONSTRAINED
@@ -715,11 +774,11 @@ class Scope:
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
                 if fit.problems:
-                    self._misfits[fit.line("gather").strip()] = None
+                    self._mismatches[fit.line("gather").strip()] = None
         raise_listed(
             ActivationError,
             f"{name}: these activation shardings do not fit:",
-            [f"  {x}" for x in self._misfits],
+            [f"  {x}" for x in self._mismatches],
             "Correct the specs, or use on_indivisible for those that do not divide a shape.",
             anchor="activation-specs-that-do-not-fit",
         )

@@ -161,7 +161,16 @@ def figures_by_place(
     mesh: MeshDescription | None,
     places: Iterable[Place] = (),
 ) -> tuple[dict[Place, PlaceFigures], Sequence[Phase], list[str]]:
-    """Sums cost and memory of a program by place, also of ``places`` that have none.
+    """Sums cost and memory of a program by place.
+
+    Args:
+      attribution: says which place an instruction or array belongs to.
+      module: the compiled program.
+      buffers: what the compiler assigns memory to; None if it does not say.
+      collectives: the collectives of the program; None if they are unknown.
+      hardware: the device, for the time that each place takes; None to leave that out.
+      mesh: the mesh of the program.
+      places: places that are listed even if nothing belongs to them.
 
     Returns:
       The figures of each place, the phases of the schedule, and why figures are unknown.
@@ -215,7 +224,8 @@ def _memory_by_place(
     Returns:
       The bytes by place and use, in which memory without a place is left out; and the phases.
     """
-    in_use, places = buffers.in_use(), attribution.places(buffers.schedule)
+    in_use = buffers.in_use()
+    places = attribution.places(buffers.schedule)
     peak = max(range(len(in_use)), key=in_use.__getitem__)  # the first step with the most bytes
     backward_steps = [step for step, place in enumerate(places) if place.backward]
     held: defaultdict[Place, Counter[MemoryUse]] = defaultdict(Counter)
@@ -246,7 +256,8 @@ def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
     phases: list[Phase] = []
     for step, (place, size) in enumerate(zip(places, in_use, strict=True)):
         if phases and place == (phases[-1].path, phases[-1].backward):  # the phase goes on
-            size, step = max(phases[-1].bytes, size), phases.pop().start
+            size = max(phases[-1].bytes, size)
+            step = phases.pop().start
         phases.append(Phase(step, *place, size))
     return phases
 
@@ -270,6 +281,13 @@ class Attribution:
     """Finds the modules, those of arguments or in ``paths``, of instructions and of arrays."""
 
     def __init__(self, module: Module, rows: Iterable[ParameterRow], paths: Iterable[str]):
+        """Prepares the tables by which instructions and arrays are attributed.
+
+        Args:
+          module: the compiled program.
+          rows: the arguments of the program, with their paths and uses.
+          paths: the paths of the modules that were called.
+        """
         self._module = module
         rows = [row for row in rows if row.used]
         self._computation_of = {
@@ -374,7 +392,8 @@ class Attribution:
         """
         home, name, _ = value
         sides = {"operands": {name}, "users": {name}}
-        seen, outside = {name}, None
+        seen = {name}
+        outside = None
         for distance in range(_MAX_DISTANCE):
             found: dict[str, list[Place]] = {}
             for side, names in sides.items():
@@ -428,7 +447,8 @@ class Attribution:
 
     def places(self, schedule: Iterable[str]) -> list[Place]:
         """Lists the place at each step of a schedule; that of the last step where it is unknown."""
-        places, place = list[Place](), UNKNOWN
+        places = list[Place]()
+        place = UNKNOWN
         for name in schedule:
             instruction = self._module.maker(Value(self._computation_of.get(name, ""), name))
             if instruction is not None and instruction.opcode not in _UNTIMED:
@@ -459,7 +479,8 @@ class Attribution:
         array = self._source(array)
         maker = self._module.maker(array)
         assert maker is not None  # _source stops before what damaged text lacks
-        place, dims = self.place(maker), _dims(maker, array.index)
+        place = self.place(maker)
+        dims = _dims(maker, array.index)
         if place is None or not place.path or place.path in self._optimizers:
             place = self._place_of_parameter(array, dims) or place
         if is_result or place is None:
@@ -503,7 +524,8 @@ class Attribution:
 
     def _passed_from(self, value: Value, through_moves: bool) -> Sequence[Value]:
         """Lists what an array has its elements from; nothing if they are computed here."""
-        instruction, operands = self._module.maker(value), self._module.operands(value)
+        instruction = self._module.maker(value)
+        operands = self._module.operands(value)
         if instruction is None:
             return ()
         opcode = instruction.opcode
@@ -539,10 +561,13 @@ class Attribution:
         search goes breadth-first over operands of that shape, up to those that are in a module; a
         gradient is preferred to a parameter, as it says more.
         """
-        pending, seen, best = [value], {value.name}, None
+        pending = [value]
+        seen = {value.name}
+        best = None
         while pending and dims and len(seen) < _MAX_STEPS:
             value = pending.pop(0)
-            instruction, number = self._module.maker(value), self._module.argument(value)
+            instruction = self._module.maker(value)
+            number = self._module.argument(value)
             if number is not None:
                 place = self.argument(number).place
             else:

@@ -83,7 +83,8 @@ def read_buffers(folder: Path) -> Buffers | None:
             for name, index, length, offset in _VALUE.findall(values_in_it)
             if (name, index) in spans
         ]
-        parameter, values = int(number[1]) if number else None, tuple(_one_after_another(buffers))
+        parameter = int(number[1]) if number else None
+        values = tuple(_one_after_another(buffers))
         allocations.append(Allocation(int(size[1]), parameter, "maybe-live-out" in head, values))
     return Buffers(tuple(allocations), names) if allocations and names else None
 

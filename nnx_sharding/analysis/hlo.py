@@ -135,7 +135,8 @@ class Module(Values):
         for name in reversed(self.callees_first or [*self.calls]):
             caller = runs.setdefault(name, Runs())
             for op, attribute, callee in self.calls.get(name, ()):
-                called, known = self._called(caller, op, attribute), runs.get(callee)
+                called = self._called(caller, op, attribute)
+                known = runs.get(callee)
                 if known is not None:
                     both = None not in (known.times, called.times)
                     called = Runs(

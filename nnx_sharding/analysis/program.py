@@ -101,11 +101,12 @@ class ProgramReport(JsonForm):
         return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields the parts of the report, from top to bottom, for a terminal of this width."""
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         yield text(f"{self.name}: {self.num_devices} × {self.device_kind}, {mesh}", "bold")
         versions = ", ".join(f"{name} {version}" for name, version in self.made_with.items())
         yield text(f"made with {versions}", "dim")
-        # They are what matters to memory.
+        # The largest arrays are what matters to memory.
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
         yield from ("", rows_table(largest, width, most=12), "")
         if self.activations:
@@ -116,11 +117,12 @@ class ProgramReport(JsonForm):
         yield from ("", text("cost: unknown") if self.cost is None else self.cost)
         yield from ("", self._sent())
         collectives = self.collectives or Collectives()
-        if any(sent := collectives.by_purpose()):
+        sent = collectives.by_purpose()
+        if any(sent):
             parts = (f"{purpose} {bytes_text(size)}" for purpose, size in sent.items())
             yield text(f"sent for: {', '.join(parts)}")
-        if resharded := collectives.resharded:
-            yield from ("", resharded)
+        if collectives.resharded:
+            yield from ("", collectives.resharded)
         if self.roofline is not None:
             yield from ("", self.roofline)
             if self.platform == "cpu":
@@ -157,12 +159,14 @@ def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
     if mesh is not None:
-        first, count = mesh.devices.flat[0], mesh.size
+        first = mesh.devices.flat[0]
+        count = mesh.size
     else:
         # Without a mesh, the arguments that are on most devices say which run the program.
         sets = [sharding.device_set for sharding in shardings if isinstance(sharding, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
-        first, count = min(devices, key=lambda device: device.id), len(devices)
+        first = min(devices, key=lambda device: device.id)
+        count = len(devices)
     versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}
     memory = compiled.memory()
     report = ProgramReport(

@@ -83,7 +83,17 @@ def _use_of(
     variables: _Variables,
     updated: tuple[str, ...] | None,
 ) -> Use:
-    """Decides what one collective is for; ``updated`` is None if the program does not return it."""
+    """Decides what one collective is for, by the rules at the top of this file.
+
+    Args:
+      collective: the instruction.
+      computation: the computation that it is in.
+      module: the compiled program.
+      origins: which Variables each value is computed from.
+      variables: the Variables of the program's arguments.
+      updated: the paths of the Variables to which the program writes the result; None if the
+        result is not returned.
+    """
     operations_of = _operations_of_arrays(collective, computation)
     names = dict.fromkeys(name for names in operations_of for name in names)
     modules = [module_of(name, variables.modules) or "" for name in names] or [""]
@@ -295,7 +305,8 @@ class Origins:
         pending = [value]
         while pending:
             value = pending.pop()
-            name, number = self._others.get(value), self._module.argument(value)
+            name = self._others.get(value)
+            number = self._module.argument(value)
             if name is None and number is not None:
                 name = self._arguments.get(number, value.name)
             if name is not None and name not in self._parameters:
@@ -334,7 +345,8 @@ class Origins:
 
     def _before(self, value: Value) -> list[Value]:
         """Lists what a value is computed from."""
-        instruction, passed = self._module.maker(value), self._module.passed(value)
+        instruction = self._module.maker(value)
+        passed = self._module.passed(value)
         if instruction is None:
             return []
         # A loop carry is its initial value; or, where that is a constant to be overwritten, such

@@ -118,7 +118,8 @@ def _operations(module: Module, parts: ExecutedWork) -> tuple[Operation, ...]:
     sums: dict[tuple[int, bool, bool], Work] = {}
     for name in module.callees_first or ():
         own = {instruction.name: work for instruction, work in parts.get(name, ())}
-        runs, total = module.runs[name], Work()
+        runs = module.runs[name]
+        total = Work()
         for instruction in module.by_name[name].instructions if name in parts else ():
             callees = instruction.callees if module.fused(instruction) else ()
             inside = [fused[callee] for callee in callees]
@@ -148,7 +149,8 @@ def executed_work(module: Module) -> ExecutedWork:
     for name in module.callees_first or ():
         if name not in module.by_name:
             continue
-        by_name, runs = module.within[name], module.runs[name]
+        by_name = module.within[name]
+        runs = module.runs[name]
         parts = []
         for instruction in module.by_name[name].instructions:
             if instruction.opcode in _NO_WORK:
@@ -346,7 +348,8 @@ def _read(instruction: Instruction, by_name: ByName, module: Module) -> Sequence
 
     A fusion reads as much of an operand as the slices and updates in it, if nothing else uses it.
     """
-    opcode, count = base(instruction.opcode), len(instruction.operand_names)
+    opcode = base(instruction.opcode)
+    count = len(instruction.operand_names)
     if opcode in SLICES:
         return [total_bytes(instruction.results), *[0] * (count - 1)][:count]
     if opcode == "dynamic-update-slice":
@@ -375,7 +378,8 @@ def _read(instruction: Instruction, by_name: ByName, module: Module) -> Sequence
         else:
             read = _read(user, module.within[callee.name], module)
             for i, operand in used:
-                known, more = parts.get(operand), read[i]
+                known = parts.get(operand)
+                more = read[i]
                 parts[operand] = None if known is None or more is None else known + more
     return [parts[operand] for operand in range(count)]
 
@@ -420,7 +424,8 @@ def _written(
     elif instruction.opcode == "scatter":
         parts = _updates_of_scatter(instruction, by_name)
     elif callee := module.fused(instruction):
-        inner, root = module.within[callee.name], module.roots.get(callee.name)
+        inner = module.within[callee.name]
+        root = module.roots.get(callee.name)
         results: Sequence[str] = ()
         if root is not None:
             results = root.operand_names if root.opcode == "tuple" else (root.name,)
@@ -436,7 +441,8 @@ def _written(
 ByName: TypeAlias = Mapping[str, Instruction]  # the instructions of a computation
 
 # Larger windows, or more in one dimension, are not examined one by one, and padding counts.
-_MAX_WINDOWS, _MAX_WINDOW = 1 << 22, 1 << 30
+_MAX_WINDOWS = 1 << 22
+_MAX_WINDOW = 1 << 30
 
 
 def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
@@ -507,7 +513,8 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
         positions = queries * keys
     else:
         return None
-    key_width, value_width = operands[0][-1], operands[2][-1]
+    key_width = operands[0][-1]
+    value_width = operands[2][-1]
     per_position = key_width + value_width
     if "_grad_gemm" in config:
         per_position = 3 * key_width + 2 * value_width

@@ -33,7 +33,7 @@ from ..core.flatten import Flat, flatten
 from ..core.memory import other_memory
 from ..core.place import finish_on_cpu, place_arrays
 from ..core.problems import out_of_range
-from ..core.spec_checks import assign_shardings
+from ..core.tree_shardings import assign_shardings
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.fitting import fit_sharding, without_reductions
 from ..specs.paths import path_string

@@ -21,7 +21,7 @@ from ..analysis.parameters import device_bytes, parameter_table
 from ..core.constrain import apply_shardings, is_shardable, sharding_of
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
-from ..core.spec_checks import assign_shardings
+from ..core.tree_shardings import assign_shardings
 from ..errors import raise_listed
 from ..partition.rules import LogicalRules
 from ..placement.place import trim_to_rank
@@ -98,6 +98,10 @@ class ArraySharder(nnx.Module):
         rngs: nnx.Rngs | None = None,
         name: str | None = None,
     ):
+        """Makes a sharder with the options of Datarax.
+
+        ``rngs`` are for :meth:`create_sharded_param`, ``name`` is not used.
+        """
         self.config = SharderModuleConfig() if config is None else config
         if not isinstance(self.config, SharderModuleConfig):
             raise TypeError(f"config must be a SharderModuleConfig, got {config!r}.")
@@ -117,7 +121,8 @@ class ArraySharder(nnx.Module):
     @staticmethod
     def shard_static(batch: object, sharding: object) -> Any:
         """Does the same as :meth:`shard` without a sharder, and is not counted."""
-        name, flat = "ArraySharder.shard", flatten(batch)
+        name = "ArraySharder.shard"
+        flat = flatten(batch)
         _, shardings = assign_shardings(
             batch, flat, sharding, caller=name, whole=True, adapt=trim_to_rank
         )
@@ -192,11 +197,14 @@ class ArraySharder(nnx.Module):
         if self.rngs is None:
             text = "draws from a random stream: make the sharder with rngs=nnx.Rngs(0)."
             raise ValueError(f"create_sharded_param {text}")
-        make, shape, shardings = init_fn, tuple(shape), list[Any]([None])
+        make = init_fn
+        shape = tuple(shape)
+        shardings = list[Any]([None])
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
         onto = _compat.context_mesh() if mesh is None else mesh
         if onto is not None:
-            spec, x = self.get_partition_spec(logical_spec), jax.ShapeDtypeStruct(shape, "float32")
+            spec = self.get_partition_spec(logical_spec)
+            x = jax.ShapeDtypeStruct(shape, "float32")
             options: Any = {"mesh": onto, "caller": "create_sharded_param", "whole": True}
             _, shardings = assign_shardings(x, flatten(x), spec, **options)
             # An abstract mesh has no devices on which the parameter could be made sharded.

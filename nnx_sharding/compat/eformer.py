@@ -27,7 +27,7 @@ from ..core.arguments import Specs, check_specs
 from ..core.constrain import apply_shardings, is_shardable, mesh_in_trace, sharding_of
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
-from ..core.spec_checks import assign_shardings, warn_of_corrections
+from ..core.tree_shardings import assign_shardings, warn_of_corrections
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, warn_or_raise
 from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables
@@ -320,10 +320,10 @@ def analyze_sharding_strategy(
       of these over their maximum; ``partition_stats``, by spec the numbers of ``arrays`` and
       ``parameters``, ``bytes`` and ``bytes_per_device``.
     """
-    known = pytree if isinstance(pytree, Mapping) else {}
+    keys_of_tree = pytree if isinstance(pytree, Mapping) else {}
     is_mapping = isinstance(partition_specs, Mapping)
-    # A mapping by path, not a prefix: the tree itself has no such keys.
-    if is_mapping and any("/" in str(key) and key not in known for key in partition_specs):
+    # Keys with a slash that the tree itself does not have are paths, so this is not a prefix.
+    if is_mapping and any("/" in str(key) and key not in keys_of_tree for key in partition_specs):
         exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
         partition_specs = from_rules(exact)
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
@@ -341,6 +341,8 @@ def analyze_sharding_strategy(
     ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
     held = dict.fromkeys(ids, 0) | device_bytes(rows)
     most = max(held.values(), default=0)
+    mean = sum(held.values()) / max(len(held), 1)
+    sharded = [row for row in rows if row.shard_shape != row.shape]
     stats: dict[Any, Counter[str]] = {}
     for row in rows:
         counts = stats.setdefault(row.spec, Counter())
@@ -350,11 +352,9 @@ def analyze_sharding_strategy(
         counts["bytes_per_device"] += row.bytes_per_device
     return {
         "total_parameters": sum(math.prod(row.shape) for row in rows),
-        "sharded_parameters": sum(
-            math.prod(row.shape) for row in rows if row.shard_shape != row.shape
-        ),
+        "sharded_parameters": sum(math.prod(row.shape) for row in sharded),
         "memory_per_device": held,
-        "balance_score": sum(held.values()) / len(held) / most if most else 1.0,
+        "balance_score": mean / most if most else 1.0,
         "partition_stats": {spec: dict(counts) for spec, counts in stats.items()},
     }
 

@@ -87,6 +87,7 @@ class Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Meets the other processes at the end of the block, or tells them about an error in it."""
         _current.reset(self._token)
         with self._resources:
             try:
@@ -98,9 +99,9 @@ class Operation:
                     raise CheckpointError(text) from error
                 else:
                     raise error
-            except BaseException as own:
-                self._leave(own)
-                if own is not error:
+            except BaseException as raised:
+                self._leave(raised)
+                if raised is not error:
                     raise
 
     def enter(self, resource: AbstractContextManager[T]) -> T:
@@ -133,7 +134,8 @@ class Operation:
         if not self._is_shared:
             return value
         client = _compat.distributed_client()
-        key, index = f"{self._key}/{next(self._meetings)}", jax.process_index()
+        key = f"{self._key}/{next(self._meetings)}"
+        index = jax.process_index()
         if index:
             client.key_value_set(f"{key}/{index}", json.dumps(facts))
             verdict = json.loads(self._wait(f"{key}/verdict", 0))

@@ -102,6 +102,7 @@ class Specs:
     """
 
     def __init__(self, tree: object):
+        """Reads a tree of specs; keeps what is not a spec in ``invalid``, for an error."""
         self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
@@ -110,12 +111,11 @@ class Specs:
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
         )
         self._key = (self.rules, treedef)
-        self.written: tuple[Any, ...] = tuple(
-            spec
-            for rule in self.rules
-            for spec in (rule.shardings if isinstance(rule, StateSharding) else (rule,))
-        )
         mappings = [rule for rule in self.rules if isinstance(rule, StateSharding)]
+        written: list[Any] = []
+        for rule in self.rules:
+            written += rule.shardings if isinstance(rule, StateSharding) else (rule,)
+        self.written = tuple(written)
         self.depend_on_values = any(mapping.depends_on_values for mapping in mappings)
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
         self.may_hold_none = self.tree is not None and None in leaves
@@ -234,7 +234,8 @@ def split_argument(
     paths: Sequence[Path] = ((),)
     children: Sequence[Child] = (child,)
     if isinstance(child, Container):
-        paths, children = container_keys(child.treedef), child.children
+        paths = container_keys(child.treedef)
+        children = child.children
     if is_single_spec(prefix) or isinstance(prefix, StateSharding):
         specs = [(prefix, 0)] * len(children)  # some pytrees cannot be rebuilt without arrays
     else:

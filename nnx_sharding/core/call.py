@@ -329,7 +329,8 @@ def _placing_operations(
 
     So they are moved only once. ``placed`` has the slots of these arrays in ``leaves``.
     """
-    moved, structure = set(placed), plan.structure
+    moved = set(placed)
+    structure = plan.structure
     variables = [
         index
         for index, slots in enumerate(structure.slots)

@@ -139,7 +139,8 @@ def without_unconstrained(
     present = sharding_of(leaf)
     is_on_mesh = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
     present_entries = pad_entries(present.spec if is_on_mesh else PartitionSpec(), len(spec))
-    entries, used = list(spec.partitions), set(spec_axes(spec))
+    entries = list(spec.partitions)
+    used = set(spec_axes(spec))
     for dimension, entry in enumerate(entries):
         if entry is PartitionSpec.UNCONSTRAINED:
             # An axis can shard one dimension only, and the other entries were asked for.
@@ -202,7 +203,8 @@ def type_as(x: object, target: NamedSharding) -> Any:
 
     It is unchanged if both meshes have Auto axes only.
     """
-    present, wanted = type_mesh(x), target.mesh.abstract_mesh
+    present = type_mesh(x)
+    wanted = target.mesh.abstract_mesh
     is_untyped = type_spec(x) is None and not axes_of_type(wanted, AxisType.Explicit)
     if present == wanted or is_untyped or _compat.is_ref(x):
         return x
@@ -215,7 +217,8 @@ def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None)
     Without ``spec``, an array keeps its own over axes that stay Explicit. Returned unchanged is
     then what has no mesh, or one with other axes.
     """
-    present, wanted = type_mesh(x), mesh.abstract_mesh
+    present = type_mesh(x)
+    wanted = mesh.abstract_mesh
     if spec is None:
         if present is None or present == wanted or present.axis_names != mesh.axis_names:
             return x

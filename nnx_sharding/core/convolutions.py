@@ -138,7 +138,8 @@ def as_products(
     kernel = lax.transpose(rhs, dimension_numbers.rhs_spec)  # (features, channels, *window)
     kernel = _split_groups(kernel, 0, groups)  # (groups, features, channels, *window)
 
-    features, window = groups * kernel.shape[1], kernel.shape[3:]
+    features = groups * kernel.shape[1]
+    window = kernel.shape[3:]
     spans = map(_span, window, rhs_dilation)
     sizes = zip(x.shape[3:], spans, window_strides, strict=True)
     # There are no outputs for a kernel that is larger than its input.
@@ -213,7 +214,8 @@ def _slice(
     first = x.ndim - len(sizes)
     for d, (start, span, step) in enumerate(zip(starts, spans, steps, strict=True), start=first):
         if not isinstance(start, int):  # in a loop, where only the span is static
-            x, start = lax.dynamic_slice_in_dim(x, start, span, axis=d), 0
+            x = lax.dynamic_slice_in_dim(x, start, span, axis=d)
+            start = 0
         x = lax.slice_in_dim(x, start, start + span, step, axis=d)
     return x
 

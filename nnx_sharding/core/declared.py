@@ -127,7 +127,8 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
     This includes abstract ones, if JAX does not get the declared shardings as an option, or if they
     have a type of their own, as those that ``nnx.eval_shape`` makes while a mesh is in context.
     """
-    transform, result = plan.transform, list(leaves)
+    transform = plan.transform
+    result = list(leaves)
     if not isinstance(transform, Sharded):
         return result
     placed = frozenset(plan.placed_slots)

@@ -206,7 +206,8 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
     if not isinstance(transform, Sharded):
         return
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
-        aval, spec = jax.typeof(leaf), getattr(declared, "spec", declared)
+        aval = jax.typeof(leaf)
+        spec = getattr(declared, "spec", declared)
         actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
         if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
             continue

@@ -80,7 +80,8 @@ def _flatten_once(
 
     ``is_input`` is whether the tree is the input of a function.
     """
-    recorder, num_first = flattener.recorder, len(flattener.objects)
+    recorder = flattener.recorder
+    num_first = len(flattener.objects)
     root_slots: list[int] = []
     # JAX itself refuses a ref that is passed twice; results may share one.
     root = flattener.pytree_child(tree, root_slots, link_refs=not is_input, is_root=True)

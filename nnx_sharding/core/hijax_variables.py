@@ -42,14 +42,26 @@ def _record(
     slots: list[int],
     position: int,
 ) -> bool:
-    """Records the treedef and the arrays of a Variable; returns whether a guard can compare them.
+    """Records the treedef and the arrays of a hijax Variable for a guard.
 
-    ``value`` and ``slots`` describe the arrays. The metadata are in the treedef, which is compared
-    by value; so no metadata may have an identity, and no Variables may be within the value.
+    A guard compares the metadata, which are in the treedef, by value. So no metadata may be
+    compared by identity, and no Variables may be within the value.
+
+    Args:
+      flattener: has the arrays and objects that were read.
+      recorder: gets what is read.
+      variable: the Variable.
+      value: the child for its value.
+      slots: the slots of the arrays in the value.
+      position: the position of the Variable in the recorder's stream.
+
+    Returns:
+      Whether a guard can compare the Variable.
     """
     if not _compat.is_concrete_hijax(variable):
         return False
-    treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
+    treedef = _compat.get_treedef(variable)
+    leaves = _compat.get_leaves(variable)
     arrays = (flattener.leaves[slot] for slot in slots)
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
     # What was read from the copy has to be what a guard reads from the original.

@@ -32,7 +32,8 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
     if not large:
         return
     auto = large & axes_of_type(mesh, AxisType.Auto)
-    has_groups, lines = False, list[str]()
+    has_groups = False
+    lines = list[str]()
     for *outer, eqn in _equations(_compat.trace_equations()):
         has_groups |= is_grouped(eqn)
         is_product = eqn.primitive.name == "dot_general"

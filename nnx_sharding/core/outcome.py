@@ -169,7 +169,8 @@ def _compare(
     """
     changes, sources = _Changes(), dict[int, tuple[int, int]]()
     for index, old in enumerate(plan.structure.entries):
-        new, slots = after.structure.entries[index], after.structure.slots[index]
+        new = after.structure.entries[index]
+        slots = after.structure.slots[index]
         if isinstance(new, NodeEntry) and not plan.updates:
             changes.replaced.append(index)
         if not slots and new == old:
@@ -219,7 +220,8 @@ def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
     The structure after each branch is the same. Arrays that one of them changes are outputs of all,
     in one group, in the order of their slots. ``before`` is the structure of the arguments.
     """
-    first, structure = outcomes[0], outcomes[0].structure
+    first = outcomes[0]
+    structure = outcomes[0].structure
     # For each slot, the source of its array in each branch.
     sources_by_slot = [*zip(*(outcome.sources for outcome in outcomes), strict=True)]
     fresh = [

@@ -236,11 +236,10 @@ def make_plan(
     graph: bool,
     updates: bool,
 ) -> Plan:
-    """Makes the plan for the structure of a call.
+    """Makes the plan for the structure of a call; raises errors for wrong arguments and specs.
 
-    Raises errors for wrong arguments and specs. ``flat`` has the arguments of ``call``, ``traced``
-    the pure functions that JAX has traced already, to which the plan adds its own. The other
-    arguments are attributes of the plan.
+    ``flat`` has the arguments of ``call``, ``traced`` the pure functions that JAX has traced
+    already, to which the plan adds its own. The other arguments are attributes of the plan.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
@@ -257,7 +256,8 @@ def make_plan(
             raise error
         check_mesh(transform, locations, flat.objects, leaves)
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
-    shapes, declared = [*map(shape_of, leaves)], transform.input_specs(resolved.slots, leaves)
+    shapes = [shape_of(leaf) for leaf in leaves]
+    declared = transform.input_specs(resolved.slots, leaves)
     specs = fit_specs(transform, names, shapes, declared, resolved.on_indivisible)
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = _array_attributes(structure, leaves) if graph and updates else {}

@@ -67,6 +67,7 @@ class Draft:
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> Draft:
+        """Locks the path, deletes what killed writers left, and makes the draft's own folder."""
         with contextlib.ExitStack() as stack:
             self._make_parents(stack)
             is_locked = stack.enter_context(_locked(self.path, self._prefix + "lock"))

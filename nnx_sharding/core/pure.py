@@ -125,7 +125,8 @@ def call_and_pack(
       arrays: the arrays of the arguments.
       unflattened: the arguments, made of the arrays inside the trace.
     """
-    transform, fun_name = plan.transform, name_of(caller.fun)
+    transform = plan.transform
+    fun_name = name_of(caller.fun)
     name, strict = transform.name, transform.strict
     output, before = _call_function(plan, caller, arrays, unflattened)
     # Loops return the Variables that they carry, which without graph updates is else refused.
@@ -232,10 +233,19 @@ def _output_specs(
     locations: Sequence[NamedLocation],
     names: Sequence[str],
 ) -> list[Any]:
-    """Returns the final spec of each array after the call; raises errors for those that do not fit.
+    """Returns the final spec of each array after the call.
 
-    ``leaves`` are the arrays before the call. What was updated keeps its spec; ``locations`` are
-    those of what is new, whose specs the user's rules for inputs and outputs decide.
+    What was updated keeps its spec. The user's rules for inputs and outputs decide on what is new.
+
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays before the call, by slot.
+      after: the graph after the call.
+      locations: where new Variables and arrays are.
+      names: the expression for each array after the call.
+
+    Raises:
+      ValueError: a spec does not fit its array.
     """
     transform = plan.transform
     resolved = resolve(
@@ -248,7 +258,8 @@ def _output_specs(
     )
     check_filters((*plan.uses, *resolved.uses), name=transform.name, strict=transform.strict)
     old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
-    open_spec, written = transform.spec_of(None), transform.written_specs(plan, after)
+    open_spec = transform.spec_of(None)
+    written = transform.written_specs(plan, after)
     declared = (written.get(slot, spec) for slot, spec in enumerate(resolved.slots))
     specs = [open_spec if spec is None else spec for spec in declared]
     shapes = [shape_of(leaf) for leaf in after.leaves]

@@ -50,7 +50,8 @@ def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
     A structure has the slots of all arrays of an object in one tuple, in the order of its children.
     So they are dealt out: to each child as many as there are leaves in it.
     """
-    entry, slots = structure.entries[index], structure.slots[index]
+    entry = structure.entries[index]
+    slots = structure.slots[index]
     if isinstance(entry, NodeEntry):
         children: Iterable[tuple[Any, Child]] = zip(entry.keys, entry.children, strict=True)
         if not slots:  # most modules hold Variables, and no arrays themselves
@@ -59,7 +60,8 @@ def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
         children = [("value", entry.value)]
     else:
         children = [("value", LEAF)] if isinstance(entry, RefEntry) else []
-    remaining, result = iter(slots), dict[Any, Part]()
+    remaining = iter(slots)
+    result = dict[Any, Part]()
     for key, child in children:
         num_leaves = sum(atom is LEAF for atom in atoms((child,)))
         result[key] = Part(child, tuple(itertools.islice(remaining, num_leaves)))

@@ -89,21 +89,22 @@ class Parameters:
     def __init__(
         self, fun: Callable[..., Any], roles: Roles, bound: int = 0, *, from_call: bool = False
     ):
+        """Reads the signature of the function."""
         self.bound = bound
         try:
             parameters = list(inspect.signature(fun).parameters.values())
         except (ValueError, TypeError):  # some functions written in C
             parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
 
-        def named(*kinds: object) -> tuple[str, ...]:
+        def names_of(*kinds: object) -> tuple[str, ...]:
             return tuple(p.name for p in parameters if p.kind in kinds)
 
         kinds = inspect.Parameter
-        self.positional = named(kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        self.keyword_only = named(kinds.KEYWORD_ONLY)
-        self.var_positional = next(iter(named(kinds.VAR_POSITIONAL)), None)
-        self.var_keyword = next(iter(named(kinds.VAR_KEYWORD)), None)
-        self.by_keyword = frozenset(named(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
+        self.positional = names_of(kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        self.keyword_only = names_of(kinds.KEYWORD_ONLY)
+        self.var_positional = next(iter(names_of(kinds.VAR_POSITIONAL)), None)
+        self.var_keyword = next(iter(names_of(kinds.VAR_KEYWORD)), None)
+        self.by_keyword = frozenset(names_of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
         # The names of the parameters that positions may name; None for others.
         unbound = [p.name if p.kind is kinds.POSITIONAL_OR_KEYWORD else None for p in parameters]
         self._unbound = unbound[bound:]
@@ -164,6 +165,12 @@ class Parameters:
 
         `jax.checkpoint` refuses any negative position that was not passed, `jax.jit` only if none
         of all positions was.
+
+        Args:
+          option: the name of the option that declares the role, for messages.
+          declared: the positions and names that the user declared.
+          num_positional: the number of positional arguments of the call, with bound ones.
+          keywords: the names of its keyword arguments.
         """
         positions, names = declared
         count = num_positional - self.bound
@@ -257,7 +264,17 @@ def align_specs(
 def _specs_by_position(
     specs: Sequence[Any], parameters: Parameters, signature: Signature, option: str
 ) -> dict[int, Any]:
-    """Returns specs for positional parameters, by position; an error if their number is wrong."""
+    """Returns the spec of each positional parameter, by its position.
+
+    Args:
+      specs: one for each positional parameter; static parameters are left out, or have None.
+      parameters: those of the user's function.
+      signature: the roles of the arguments of the call.
+      option: the name of the option with the specs, for messages.
+
+    Raises:
+      ValueError: the number of specs is wrong.
+    """
     specs = [None] * parameters.bound + list(specs)  # the user counts without the bound object
     by_keyword = {i for i, name in enumerate(parameters.positional) if name in signature.static}
     # Including those that this call left out: entries are for parameters, not for arguments.
@@ -276,7 +293,8 @@ def _specs_by_position(
     if not missing and len(specs) <= len(names) and not has_surplus:
         return by_position
     static_names = [names[i] for i in sorted(static) if i < len(names)]
-    count, unbound = len(specs) - parameters.bound, names[parameters.bound :]
+    count = len(specs) - parameters.bound
+    unbound = names[parameters.bound :]
     expected = ", ".join(name for name in unbound if name not in static_names)
     lines = [
         f"{count} {'entry' if count == 1 else 'entries'} for {len(unbound)} positional "
@@ -292,9 +310,16 @@ def _specs_by_position(
 def _specs_by_name(
     specs: Mapping[str, Any], parameters: Parameters, option: str, default: object
 ) -> Callable[[str, int | None], Spec]:
-    """Returns a function that finds the spec of an argument by its name and position.
+    """Returns a function of an argument's name, and position or None, that finds its spec.
 
-    The position is None for an argument by keyword. Raises a ``ValueError`` for unknown names.
+    Args:
+      specs: the user's specs, by the name of a parameter.
+      parameters: those of the user's function.
+      option: the name of the option with the specs, for messages.
+      default: the spec of parameters without one.
+
+    Raises:
+      ValueError: a name is not that of a parameter.
     """
     named = (*parameters.positional, *parameters.keyword_only)
     var_names = [x for x in (parameters.var_positional, parameters.var_keyword) if x is not None]

@@ -201,7 +201,8 @@ class Static:
         self.note: Any = None
         if self.by_identity and not hold:
             with contextlib.suppress(TypeError):  # not every object has weak references
-                self._ref, self._value = weakref.ref(value), None
+                self._ref = weakref.ref(value)
+                self._value = None
 
     @staticmethod
     def of(value: object, *, hold: bool = True) -> Static:
@@ -283,7 +284,8 @@ def opened(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
 
 def static_paths(kind: StaticKind, children: Sequence[object]) -> list[Path]:
     """Returns the path from a static object to each of its parts: items, then attributes."""
-    cls, num_items = kind.type, len(children) - len(kind.names)
+    cls = kind.type
+    num_items = len(children) - len(kind.names)
     paths: Iterable[Path] = [(index,) for index in range(num_items)]
     if issubclass(cls, dict):  # its items are keys and values in turns
         keys = [part.value if isinstance(part, Static) else repr(part) for part in children]

@@ -86,7 +86,8 @@ def check_objects(
       name: of the transform, in messages.
       updates: whether changes of structure are written back.
     """
-    structure, num_before = after.structure, len(before.entries)
+    structure = after.structure
+    num_before = len(before.entries)
     kinds = _TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED
     # The objects with each misuse, by index, and the path from the object to what is wrong.
     places: dict[_Misuse, list[tuple[int, Path]]] = {misuse: [] for misuse in kinds}
@@ -131,7 +132,8 @@ def check_output(
     structure = after.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         # An array needs no check: it is a new one outside of the trace in any case.
-        index, path = location.entry, accessor("output", location.path)
+        index = location.entry
+        path = accessor("output", location.path)
         if index is None or index in carried:
             continue
         if index in variables:

@@ -56,7 +56,8 @@ def has_builtin_containers(treedef: PyTreeDef) -> bool:
 
 def node_types(treedef: PyTreeDef) -> set[type]:
     """Returns the classes of the containers of a pytree."""
-    types, stack = set[type](), [treedef]
+    types = set[type]()
+    stack = [treedef]
     while stack:
         node = stack.pop()
         if (data := node.node_data()) is not None:

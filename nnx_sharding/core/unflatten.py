@@ -76,7 +76,8 @@ def unflatten(
     for index, entry in enumerate(structure.entries):
         if index in existing:
             continue
-        slots, obj = structure.slots[index], objects[index]
+        slots = structure.slots[index]
+        obj = objects[index]
         arrays: Iterator[AnyArray] = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(obj):
             has_links = len(plain_metadata[_compat.identity(entry.metadata)]) < len(entry.metadata)

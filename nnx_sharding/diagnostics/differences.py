@@ -144,7 +144,8 @@ def compare(old: Facts, new: Facts) -> list[str]:
     wholes: list[str] = []  # which differ in themselves only if none of their parts does
     covered = [start for label in changed for start in _below(label)]  # parts of what has changed
     for label in order:
-        old_fact, new_fact = before.get(label), after.get(label)
+        old_fact = before.get(label)
+        new_fact = after.get(label)
         if label in changed or label.startswith(tuple(covered)):
             continue
         if (
@@ -224,7 +225,8 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
             kind = facts[label].by_identity if child.by_identity else ""
             facts[label] = facts[label]._replace(rest=_identity(child), by_identity=kind)
             continue
-        text, x = show_child(structure, child), cast(Any, child)
+        text = show_child(structure, child)
+        x = cast(Any, child)
         if isinstance(child, int):
             x = structure.entries[child]
             if child in first_labels:
@@ -325,7 +327,8 @@ def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, F
     """Describes a static value and its parts, by the accessor of each part."""
     facts: dict[str, Fact] = {}
     for suffix, part, parts in itertools.islice(_walk(value), _MAX_FACTS):
-        text, cls = show(part), type(part)
+        text = show(part)
+        cls = type(part)
         why = f"{cls.__name__} defines no __eq__"
         if cast(Any, cls).__eq__ is not object.__eq__:
             why = "part of an object without __eq__"

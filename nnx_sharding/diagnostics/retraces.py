@@ -220,7 +220,8 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
 
 def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
     """Explains compilations that follow no trace: JAX had already compiled the same trace."""
-    traces, compilations = log.traces(), list(log.compilations)
+    traces = log.traces()
+    compilations = list(log.compilations)
     for index, new in enumerate(compilations):
         same_trace = [
             old
@@ -274,7 +275,8 @@ def nearest(
     if same or not candidates:  # then only what they capture can differ
         captured = [(old, _captured(old, new)) for old in same]
         return min(captured, key=lambda pair: len(pair[1]), default=None)
-    old, least = candidates[0], math.inf
+    old = candidates[0]
+    least = math.inf
     for candidate in candidates:
         is_same = candidate.plan.structure == new.plan.structure
         count = 0 if is_same else distance(facts(candidate), facts(new))
@@ -409,8 +411,10 @@ class Observer(NamedTuple):
         # An operation of JAX that runs at once is no trace.
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
-        traces, earlier = self.log.by_number, self.log.traces()
-        avals, context = tuple(map(jax.typeof, leaves)), _compat.trace_context()
+        traces = self.log.by_number
+        earlier = self.log.traces()
+        avals = tuple(map(jax.typeof, leaves))
+        context = _compat.trace_context()
         key = context, plan.trace_key, avals
         new = Trace(self.log.count + 1, plan, avals, context, key, nested)
         is_known = any(new.key == trace.key for trace in earlier)

@@ -30,7 +30,7 @@ from ..core.rebuild import rebuild
 from ..core.resolve import NamedLocation, locate, resolve, slot_names
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
 from ..core.signature import ArgTree, Parameters, Roles, align_specs
-from ..core.spec_checks import fit_shardings
+from ..core.tree_shardings import fit_shardings
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_listed
 from ..specs.fitting import axes_of
@@ -121,7 +121,15 @@ def explicit_axes(
 def _decorate(
     kind: AxisType, fun: Callable[..., object], option: str, specs: object, axes: object
 ) -> Callable[..., Any]:
-    """Returns a function that runs with axes of this type; ``specs`` None: given at each call."""
+    """Returns a function that runs with mesh axes of another type.
+
+    Args:
+      kind: the type of the axes while the function runs.
+      fun: the user's function, method or callable module.
+      option: the name of the option with the specs, for messages.
+      specs: the user's specs; None if they are given at each call.
+      axes: the axes that change their type; None for all.
+    """
     name = f"{kind.name.lower()}_axes"
     is_object = _compat.is_graph_object(fun)
     # A callable module and the object of a method are arguments: their Variables are converted.

@@ -12,7 +12,7 @@ from ..core.constrain import apply_shardings
 from ..core.flatten import flatten
 from ..core.problems import check_options
 from ..core.rebuild import rebuild
-from ..core.spec_checks import assign_shardings
+from ..core.tree_shardings import assign_shardings
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible
 
 

@@ -88,6 +88,7 @@ class LayerDimensions:
     """The dimensions of layers in all arrays of a flattened model."""
 
     def __init__(self, flat: Flat):
+        """Finds the layer dimensions of all Variables in a flattened model."""
         self._stack_counts = count_layer_dimensions(flat)
         self._slots = {
             id(x): flat.structure.slots[i]
@@ -175,12 +176,19 @@ class LayerDimensions:
         remaining = x.candidates
         for length in range(len(x.path)):
             common = self._common_axes[x.path[:length]][type(x.variable)]
-            allowed = [{*d} for axes in common if (d := axes.dimensions(x.shape)) is not None]
-            agreeing = {c for c in remaining if any(d <= {*c} for d in allowed)}
+            allowed = [axes.dimensions(x.shape) for axes in common]
+            agreeing = {
+                candidate
+                for candidate in remaining
+                if any(dims is not None and {*dims} <= {*candidate} for dims in allowed)
+            }
             # None agrees in a module that was put together from layers stacked in different ways.
             remaining = agreeing or remaining
         names = _names(x.variable, len(x.shape))
-        named = {c for c in remaining if c and all(names and names[d] in self._names for d in c)}
+        named: set[Any] = set()  # the candidates whose dimensions all have the name of layers
+        for candidate in remaining if names else ():
+            if candidate and all(names[dimension] in self._names for dimension in candidate):
+                named.add(candidate)
         return Stacked.from_candidates(named or remaining)
 
     def _follow_neighbors(

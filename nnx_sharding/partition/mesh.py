@@ -56,7 +56,8 @@ def make_mesh(
             "sizes and names, use jax.make_mesh."
         )
     devices = jax.devices() if devices is None else list(devices)
-    sizes, names = _filled(tuple(axes.values()), len(devices)), tuple(axes)
+    sizes = _filled(tuple(axes.values()), len(devices))
+    names = tuple(axes)
     types: Any = AxisType.Explicit if axis_types is None else axis_types
     types = (types,) * len(names) if isinstance(types, AxisType) else tuple(types)
     return Mesh(arrange_devices(sizes, devices), names, axis_types=types)

@@ -79,7 +79,10 @@ def optimizer_specs(
 ) -> SpecsByPath:
     """Returns the sharding of each path of an optimizer, as :func:`optimizer_sharding` does.
 
-    ``parameters`` are those of its model; None for those of the model that the optimizer holds.
+    Args:
+      optimizer: the optimizer, which may be abstract.
+      sharding: the sharding of the model.
+      parameters: those of the model; None for those of the model that the optimizer holds.
     """
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
@@ -183,15 +186,16 @@ def _follow_entries(
       path: the path of the state.
 
     Returns:
-      One for each dimension of ``shape``, None for those that the owner has not; ``()`` if it is
-      not known which dimensions these are.
+      One entry for each dimension of ``shape``, None for dimensions that the owner lacks; ``()``
+      if several choices of dimensions are possible.
     """
     new_count = len(shape) - len(owner_shape)
     if owner_shape and new_count >= 0 and shape[new_count:] == owner_shape:  # memory of lbfgs
         return (*[None] * new_count, *entries)
     if not new_count and all(x in (1, size) for x, size in zip(shape, owner_shape, strict=True)):
+        # Dimensions of size 1 are those over which the optimizer has reduced.
         triples = zip(shape, owner_shape, entries, strict=True)
-        return tuple(entry if x == size else None for x, size, entry in triples)
+        return tuple(entry if size == owner_size else None for size, owner_size, entry in triples)
     # Some dimensions of the owner are left out: any choice with the right sizes may be meant.
     choices = [
         kept
@@ -200,7 +204,11 @@ def _follow_entries(
     ]
     # The shape of a factor of Adafactor may be ambiguous; its name is not: all dimensions but the
     # largest in `v_row`, all but the second largest in `v_col` (`optax.scale_by_factored_rms`).
-    rank_from_end = -1 if "v_row" in path else -2 if "v_col" in path else 0
+    rank_from_end = 0  # among the sizes in ascending order, of the dimension that is left out
+    if "v_row" in path:
+        rank_from_end = -1
+    elif "v_col" in path:
+        rank_from_end = -2
     if rank_from_end and len(owner_shape) > 1:
         left_out = np.argsort(owner_shape)[rank_from_end]  # as Optax sorts them, including ties
         factor = tuple(d for d in range(len(owner_shape)) if d != left_out)

@@ -125,13 +125,15 @@ def variables(tree: object) -> Sequence[NamedVariable]:
 
 def _variables(tree: object) -> list[NamedVariable]:
     flat = flatten(tree, graph=True)
-    bare_parameters, layers = _bare_parameters(flat.structure), LayerDimensions(flat)
+    bare_parameters = _bare_parameters(flat.structure)
+    layers = LayerDimensions(flat)
     named = []
     for path, subject, slots, is_variable in _places(flat):
         arrays = tuple(flat.leaves[slot] for slot in slots)
         is_buffer = not is_variable and bare_parameters.isdisjoint(slots)
         shape = tuple(getattr(arrays[0], "shape", ()))
-        stacked, is_norm = layers.find(path, subject, slots, shape), layers.is_norm(subject)
+        stacked = layers.find(path, subject, slots, shape)
+        is_norm = layers.is_norm(subject)
         named.append(NamedVariable(path, subject, arrays, is_buffer, stacked, is_norm))
     return named
 
@@ -151,7 +153,8 @@ def _places(flat: Flat) -> Iterator[tuple[Path, Any, Sequence[int], bool]]:
         if not location.slots:
             continue
         index = location.entry  # of the Variable or reference; None for a bare array
-        path, slots = tuple(map(plain_key, location.path)), location.slots
+        path = tuple(map(plain_key, location.path))
+        slots = location.slots
         if index is not None and isinstance(structure.entries[index], VariableEntry):
             yield path, flat.objects[index], slots, True
         else:

@@ -22,7 +22,7 @@ from .. import _compat
 from ..core.arguments import Specs
 from ..core.flatten import flatten
 from ..core.problems import out_of_range, show
-from ..core.spec_checks import assign_shardings
+from ..core.tree_shardings import assign_shardings
 from ..core.treedefs import PyTreeDef
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, with_entries
@@ -92,7 +92,8 @@ def process_rows(
     held = rows_by_process(concrete, int(batch_size), process_of)
     check_process("process_rows", process, held)
     selected = held[process]
-    first, end = int(selected[0]), int(selected[-1]) + 1
+    first = int(selected[0])
+    end = int(selected[-1]) + 1
     return slice(first, end) if end - first == len(selected) else selected
 
 
@@ -178,9 +179,20 @@ class BatchSharding:
     """The structure and shardings of all batches, taken from the first one."""
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | AbstractMesh | None):
+        """Decides on the sharding of each array, from the first batch.
+
+        Args:
+          batch: the part of the first batch that this process has.
+          specs: the user's specs, as a prefix of the batch.
+          mesh: the mesh of each ``PartitionSpec``; None for the one in context.
+
+        Raises:
+          ValueError: specs do not fit the arrays, or no array has rows.
+        """
         self._treedef: PyTreeDef
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
-        names, arrays = _names(paths), [_host_array(leaf) for _, leaf in paths]
+        names = _names(paths)
+        arrays = [_host_array(leaf) for _, leaf in paths]
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays(names, arrays, shardings)
         self.leaves = [

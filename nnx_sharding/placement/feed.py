@@ -83,6 +83,7 @@ class Feed(Generic[T]):
             return not self._stopped
 
     def _make_one(self) -> None:
+        """Makes one batch ahead, and hands it or the error to the consumer."""
         if self._over:
             return
         try:

@@ -63,6 +63,7 @@ class GlobalBatches(Iterator[Loaded]):
         self._last_rows: list[HostArray | None] = []  # of each leaf, to fill a batch without rows
 
     def __next__(self) -> Loaded:
+        """Returns the next global batch; skips those that have no rows on any process."""
         while True:
             try:
                 batch = next(self._source)

@@ -18,7 +18,7 @@ from ..core.interrupts import signals_deferred
 from ..core.memory import copied
 from ..core.problems import check_options
 from ..core.rebuild import rebuild
-from ..core.spec_checks import assign_shardings
+from ..core.tree_shardings import assign_shardings
 from ..core.unflatten import unflatten
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, with_entries
 

@@ -54,7 +54,8 @@ def module_predicate(filter_: object) -> Predicate:
 
 def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
     """Returns what is probably wrong with a filter that matches no path with these keys."""
-    names, words = list(map(str, keys)), _words(filter_)
+    names = list(map(str, keys))
+    words = _words(filter_)
     # A glob is a valid regular expression nearly always, but matches other paths.
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
         return f".{hint.removesuffix('.')}"

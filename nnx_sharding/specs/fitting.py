@@ -189,7 +189,8 @@ def _indivisible(
 ) -> Iterator[Mismatch]:
     """Yields the dimensions that their axes do not divide."""
     for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
-        axes, parts = axes_of(entry), _parts(entry, sizes)
+        axes = axes_of(entry)
+        parts = _parts(entry, sizes)
         if size % parts:
             product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
             total = f" = {parts}" if len(axes) > 1 else ""
@@ -257,7 +258,8 @@ def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
         else _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
         for entry in spec.partitions
     )
-    unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
+    unreduced = spec.unreduced.intersection(axes)
+    reduced = spec.reduced.intersection(axes)
     if not unreduced:  # JAX refuses a kind of reduction without axes
         return PartitionSpec(*entries, reduced=reduced)
     part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)

@@ -221,7 +221,8 @@ def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
     if isinstance(given, Mapping) and not is_state:  # nested dicts are like a State
         is_nested = any(isinstance(value, Mapping) for value in given.values())
         if is_nested and all(isinstance(key, str | int) for key in given):
-            given, is_state = nnx.State(given), True
+            given = nnx.State(given)
+            is_state = True
     if not is_state:
         return filter_pairs(name, given)
     paths: dict[Any, list[Path]] = {}

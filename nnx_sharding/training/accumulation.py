@@ -308,7 +308,8 @@ def _why_indivisible(x: Any, steps: int) -> str:
     """Says why the rows of an array, its first dimension, cannot be divided; empty if they can."""
     if not jnp.ndim(x):
         return ", which has no rows"
-    rows, spec = jnp.shape(x)[0], type_spec(x)
+    rows = jnp.shape(x)[0]
+    spec = type_spec(x)
     axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])
     sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
     # Each device divides its own rows, so that none has to move.

@@ -62,7 +62,8 @@ def offload(
       'pinned_host'
     """
     mesh = needed_mesh("offload", mesh)
-    predicate, specs = to_predicate(filter_), specs_by_path(tree, sharding)
+    predicate = to_predicate(filter_)
+    specs = specs_by_path(tree, sharding)
     chosen = {}
     for each in variables(tree):
         spec = specs[each.path]

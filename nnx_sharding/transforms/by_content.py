@@ -106,6 +106,14 @@ def _compiled(
     in_shardings: Sequence[Sharding] | None,
     out_shardings: tuple[Sharding | None, ...],
 ) -> Callable[..., Any]:
+    """Compiles a jaxpr as a function of its constants and its arguments.
+
+    Args:
+      jaxpr: the jaxpr; its constants become arguments, so that their values may differ.
+      in_shardings: a sharding for each argument; None to keep those that arrays have.
+      out_shardings: the sharding of each result, or None.
+    """
+
     def program(constants: Sequence[object], leaves: Sequence[object]) -> list[Any]:
         return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
 

@@ -83,7 +83,8 @@ def structure_changes(
       For each difference its place, and what is there in each structure.
     """
     for index, name in names.items():
-        old_entry, new_entry = before.entries[index], after.entries[index]
+        old_entry = before.entries[index]
+        new_entry = after.entries[index]
         # Without graph updates, an entry that cannot change is None afterwards.
         if old_entry == new_entry or old_entry is None or new_entry is None:
             continue

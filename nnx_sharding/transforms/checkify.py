@@ -73,7 +73,8 @@ class _Checked(Inner[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Calls the function; returns the error and what it returns."""
         plan, flat = self._find_plan((*self._bound, *args), kwargs)
-        inline, errors = self._program(plan, flat).inline, list[Any]()
+        inline = self._program(plan, flat).inline
+        errors = list[Any]()
 
         def execute(*leaves: object) -> Any:
             checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)

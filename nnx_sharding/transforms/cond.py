@@ -214,10 +214,20 @@ class _Branches:
     """
 
     def __init__(self, transform: _Switch, plan: Plan, function: Function, static: StaticLeaves):
+        """Makes a function for each branch; equal branches share one, which JAX traces once.
+
+        Args:
+          transform: the transform, with the names of the branches.
+          plan: the plan of the call.
+          function: its pure function.
+          static: the leaves that JAX does not trace.
+        """
         self._name, self._labels = transform.name, transform.labels
-        self._plan, self._function, self._static = plan, function, dict(static)
-        # Noted while JAX traces, by the number of the branch: what it does, what it returns in
-        # words, and the name and the type of each array after it.
+        self._plan = plan
+        self._function = function
+        self._static = dict(static)
+        # Recorded while JAX traces, by the number of the branch: what it does, a text for what it
+        # returns, and the name and the type of each array after it.
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
         self._types: dict[int, list[tuple[str, jax.core.AbstractValue | None]]] = {}
@@ -259,7 +269,8 @@ class _Branches:
 
     def _leaves(self, operands: Sequence[object]) -> list[Any]:
         """Returns all leaves for the pure function, by slot, from those that are operands."""
-        arrays, count = iter(operands), len(self._plan.names)
+        arrays = iter(operands)
+        count = len(self._plan.names)
         static = self._static
         return [static[slot].value if slot in static else next(arrays) for slot in range(count)]
 
@@ -269,12 +280,12 @@ class _Branches:
         assert caller is not None
         branch = caller.fun.bind(number)
 
-        def noted_branch(selector: object, *args: object) -> Any:
+        def recorded_branch(selector: object, *args: object) -> Any:
             returned = branch(*args)
             self._returned[number] = tree_text(returned)
             return returned
 
-        with called_by(caller._replace(fun=noted_branch)):
+        with called_by(caller._replace(fun=recorded_branch)):
             return self._function(*leaves)  # type: ignore[no-any-return]
 
     def _keep_shardings(

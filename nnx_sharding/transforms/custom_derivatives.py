@@ -214,7 +214,8 @@ class _CustomFunction(Inner[P, R]):
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Any, ...]:
         """Returns all arguments of a call by position, as rules get them, with the defaults."""
-        name, fun_name = self._transform.name, name_of(self._fun)
+        name = self._transform.name
+        fun_name = name_of(self._fun)
         if not self._rules:
             how = "defvjp(fwd, bwd)" if name == "custom_vjp" else "defjvp(rule)"
             raise TypeError(f"{name}: {fun_name} has no rule. Call {fun_name}.{how} first.")
@@ -304,7 +305,8 @@ class _Rules(FunctionGroup):
     __slots__ = ("__name__",)
 
     def __init__(self, *functions: Callable[..., object]):
-        self.functions, self.__name__ = functions, name_of(functions[0])
+        self.functions = functions
+        self.__name__ = name_of(functions[0])
 
     def __call__(self, *args: object) -> Any:
         return self.functions[0](*args)
@@ -322,6 +324,14 @@ class _Call:
     def __init__(
         self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[object]
     ):
+        """Finds out which leaves of one call are differentiated.
+
+        Args:
+          transform: the transform, with the arguments that are not differentiated.
+          plan: the plan of the call.
+          function: its pure function.
+          leaves: the leaves of its arguments, by slot.
+        """
         caller = current_caller()
         assert caller is not None  # a call is made in the trace of one
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
@@ -364,7 +374,8 @@ class _Call:
         # arrays alive. Static objects are needed to trace a rule later.
         statics = {*self.plan.structure.static_indices()}
         objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
-        self._caller, self._arrays = self._caller._replace(objects=objects), []
+        self._caller = self._caller._replace(objects=objects)
+        self._arrays = []
         groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
         # The outcomes are equal; one has been noted, of the function or of the rule in its place.
         return (*groups, [*self._outcomes.values()][-1])
@@ -472,7 +483,8 @@ class _Residuals:
 
     def take_arrays(self) -> list[Any]:
         """Takes the arrays out, for JAX to keep."""
-        arrays, self._arrays = self._arrays, []
+        arrays = self._arrays
+        self._arrays = []
         return arrays
 
     def build(self, arrays: Sequence[object]) -> tuple[Sequence[Any], Any]:
@@ -577,7 +589,8 @@ def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
 
     Arrays outside of Variables, which the call cannot change, have slot -1.
     """
-    entries, slots = [*outcome.structure.entries], [*outcome.structure.slots]
+    entries = [*outcome.structure.entries]
+    slots = [*outcome.structure.slots]
     for index, entry in enumerate(before.entries):
         if entries[index] is None:
             entries[index], slots[index] = entry, (-1,) * len(before.slots[index])

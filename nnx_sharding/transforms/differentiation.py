@@ -91,7 +91,8 @@ class Differentiable(Inner[P, R]):
         Returns:
           What the user's function returns, and the derivative.
         """
-        inline, derivatives = self._program(plan, flat).inline, list[Any]()
+        inline = self._program(plan, flat).inline
+        derivatives = list[Any]()
 
         def execute(*leaves: object) -> Any:
             if self._transform.is_reverse:

@@ -79,7 +79,8 @@ class Figures:
 
     def by_module(self, depth: int | None, hardware: Hardware | str | None) -> ModuleTable:
         """See :meth:`Compiled.by_module`."""
-        mesh, peak = self._mesh, self._hardware(hardware)
+        mesh = self._mesh
+        peak = self._hardware(hardware)
         if peak not in self._module_tables:
             self._module_tables[peak] = self.dumped.table(self._arguments, mesh, peak)
         table = self._module_tables[peak]
@@ -144,7 +145,8 @@ class Figures:
         mesh = self._mesh
         if mesh is None:
             return roofline_of(self.cost, self.collectives, hardware)
-        description, platform = MeshDescription.of(mesh), mesh.devices.flat[0].platform
+        description = MeshDescription.of(mesh)
+        platform = mesh.devices.flat[0].platform
         return roofline_of(self.cost, self.collectives, hardware, description, platform)
 
     @functools.cached_property

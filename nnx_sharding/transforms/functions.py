@@ -60,7 +60,8 @@ class Functions(FunctionGroup):
             (type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x)
             for x in functions.values()
         ]
-        self.__name__, self.functions = name, tuple(function for function, _ in pairs)
+        self.__name__ = name
+        self.functions = tuple(function for function, _ in pairs)
         self.objects = [*{id(x): x for _, bound in pairs for x in bound}.values()]
         places = {id(x): place for place, x in enumerate(self.objects)}
         self.bound = tuple(tuple(places[id(x)] for x in bound) for _, bound in pairs)
@@ -69,7 +70,8 @@ class Functions(FunctionGroup):
 
     def bind(self, number: int) -> Function:
         """Makes a function that takes the objects as its first argument, from one of them."""
-        function, bound = self.functions[number], self.bound[number]
+        function = self.functions[number]
+        bound = self.bound[number]
 
         @functools.wraps(function, updated=())
         def call(objects: Sequence[object], *args: object) -> Any:

@@ -155,16 +155,25 @@ def _make(
     modes: tuple[bool | None, bool | None],
     **options: Any,
 ) -> Any:
-    """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none."""
+    """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none.
+
+    Args:
+      name: the name of the transform.
+      fun: the user's function.
+      argnums: what is differentiated: a position, a name, an ``nnx.DiffState``, or several.
+      wrt: the filter for the Variables that are differentiated; None for all.
+      modes: the options ``graph`` and ``graph_updates``.
+      **options: further attributes of the transform.
+    """
     to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
-    pairs = tuple(
-        (x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, wrt)
-        for x in ([argnums] if is_single else argnums)
-    )
-    wrong = [x for x, _ in pairs if not isinstance(x, int | str)]
-    if wrong or len({x for x, _ in pairs}) < len(pairs):
+    pairs: tuple[tuple[Any, Any], ...] = ()  # what is differentiated, and the filter for it
+    for x in [argnums] if is_single else argnums:
+        pairs += ((x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, wrt),)
+    chosen = [argnum for argnum, _ in pairs]
+    is_valid = all(isinstance(argnum, int | str) for argnum in chosen)
+    if not is_valid or len({*chosen}) < len(chosen):
         raise TypeError(
             f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."

@@ -61,6 +61,16 @@ class LiftedFunction(Generic[P, R]):
         updates: bool,
         implicit: int = 0,
     ):
+        """Wraps a function.
+
+        Args:
+          fun: the user's function.
+          transform: what is to be done with it.
+          roles: which arguments are static or donated.
+          graph: whether shared references are kept.
+          updates: whether changes of structure are written back.
+          implicit: how many leading parameters the user's positions do not count, such as ``self``.
+        """
         # The __dict__ of a class has methods, which would hide those of this class.
         updated = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, fun, updated=updated)  # type: ignore[arg-type]
@@ -79,6 +89,7 @@ class LiftedFunction(Generic[P, R]):
         self._guards = self._plans.guards
 
     def __get__(self, obj: object, objtype: type | None = None) -> Any:
+        """Binds the function to an object, as a method; the bound form shares plans and guards."""
         if obj is None:
             return self
         # Without __init__, which would make caches anew at each access to a method.
@@ -105,7 +116,8 @@ class LiftedFunction(Generic[P, R]):
         _compat.leave_static_cache()
         call = self._sort(args, kwargs)
         recorder = recorder_of(call, args, kwargs) if record else None
-        graph, statics = self._modes["graph"], call.statics
+        graph = self._modes["graph"]
+        statics = call.statics
         return call, flatten(
             call.tree, graph=graph, statics=statics, keeps_alive=False, recorder=recorder
         )
@@ -122,7 +134,8 @@ class LiftedFunction(Generic[P, R]):
 
         Guards are for calls at top level: in a trace, the arguments hold tracers of that.
         """
-        is_top, guards = _compat.trace_is_clean(), self._guards
+        is_top = _compat.trace_is_clean()
+        guards = self._guards
         known = guards.find(args, kwargs) if is_top else None
         if known is not None:
             _compat.leave_static_cache()
@@ -188,6 +201,7 @@ class LiftedFunction(Generic[P, R]):
         return copy.deepcopy(self._origin, memo).__get__(copy.deepcopy(self._bound[-1], memo))
 
     def __reduce__(self) -> Any:
+        """Pickles the name of a decorated function, or how to wrap the function again."""
         if self._origin is not None:
             return self._origin.__get__, (self._bound[-1],)
         # A decorated function is pickled by its name, as functions are.
@@ -222,6 +236,7 @@ class Lifted(LiftedFunction[P, R]):
     """
 
     def __init__(self, *args: Any, max_traces: int | None = None, **modes: Any):
+        """Adds what functions with stages have: a limit on traces, and what the C caller reads."""
         super().__init__(*args, **modes)
         self._options["max_traces"] = max_traces
         self._trace_limit: TraceLimit | None = None
@@ -247,7 +262,8 @@ class Lifted(LiftedFunction[P, R]):
         if self._bound:
             args = (*self._bound, *args)  # type: ignore[assignment]
         plan, flat = self._find_plan(args, kwargs)
-        execute, caller = self._choose_program(plan, flat), (self._fun, self._observer)
+        execute = self._choose_program(plan, flat)
+        caller = (self._fun, self._observer)
         if _compat.trace_is_clean():
             try:
                 return run(plan, flat, execute, *caller)  # type: ignore[no-any-return]

@@ -69,19 +69,23 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
     """Traces and compiles a function, and reads what the compiler writes about its memory."""
     lowered = recorder.traced.lower()
     with tempfile.TemporaryDirectory() as name:
-        folder, memory, shardings = Path(name), None, None
+        folder = Path(name)
+        memory = None
+        shardings = None
         try:
             # A program that JAX finds in its persistent cache is not compiled, and writes nothing.
             with _compat.without_cache(lowered):
                 program = compile_with(lowered, {"xla_dump_to": name})
             text = program.as_text() or ""
-            memory, shardings = memory_of(program.memory_analysis()), program.input_shardings[0]
+            memory = memory_of(program.memory_analysis())
+            shardings = program.input_shardings[0]
         except jax.errors.JaxRuntimeError as error:
             written = [*folder.glob("*after_optimizations.txt")]
             if not _compat.is_out_of_memory(error) or not written:
                 raise
             text = written[0].read_text()
-        module, buffers = parse(text), read_buffers(folder)
+        module = parse(text)
+        buffers = read_buffers(folder)
     required = None if memory is None else memory.peak
     paths = frozenset(call.path for call in recorder.calls)
     return DumpedProgram(module, buffers, required, paths, lowered.args_info[0], shardings)

@@ -259,7 +259,8 @@ def _has_rows(module: object, ndim: int, _: Sequence[object]) -> bool:
 
 def _normalizes_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
     """For normalization: whether the statistics are those of single rows."""
-    reduced, features = module.reduction_axes, getattr(module, "feature_axes", -1)
+    reduced = module.reduction_axes
+    features = getattr(module, "feature_axes", -1)
     axes = {axis % ndim for x in (reduced, features) if x is not None for axis in _axis_tuple(x)}
     return ndim > 1 and 0 not in axes and module.axis_name is None
 
@@ -271,7 +272,8 @@ def _contracts_others(module: Any, ndim: int, _: Sequence[object]) -> bool:
 
 def _looks_up(module: Any, *_: object) -> bool:
     """For an embedding: XLA cannot partition the look-up over other axes within a ``shard_map``."""
-    spec, mesh = type_spec(_compat.get_value(module.embedding)), jax.sharding.get_abstract_mesh()
+    spec = type_spec(_compat.get_value(module.embedding))
+    mesh = jax.sharding.get_abstract_mesh()
     auto = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
     return spec is not None and not any(spec_axes(spec)) and not auto
 

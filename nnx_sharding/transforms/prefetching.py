@@ -92,8 +92,8 @@ def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
         # The spec while the module runs, the shape outside of loops, whether the strategy gathers
         # it, and the spec outside of the module.
         spec, shape, is_gathered, declared = tag.specs[path]
-        typed = type_spec(value)
-        is_whole = typed is not None and tag.axes.isdisjoint(spec_axes(typed))
+        actual = type_spec(value)
+        is_whole = actual is not None and tag.axes.isdisjoint(spec_axes(actual))
         if not is_gathered or is_whole or not isinstance(value, jax.core.Tracer):
             continue
         mesh = mesh_in_trace(tag.mesh)
@@ -127,12 +127,22 @@ class _Pullback(NamedTuple):
     places: Sequence[int | None]
 
     def rebuild(self, known: Arrays, slices: Arrays, residuals: Arrays) -> Callable[..., Any]:
-        """Returns the pullback of a layer, from the arrays that ``places`` counts."""
+        """Returns the pullback of a layer.
+
+        Args:
+          known: the constants, then the gathered parameters of the layer.
+          slices: the other slices of the layer.
+          residuals: what the forward pass kept for the layer.
+        """
         kept = iter(residuals)
-        arrays = [
-            next(kept) if place is None else known[place] if place >= 0 else slices[-1 - place]
-            for place in self.places
-        ]
+        arrays = []
+        for place in self.places:
+            if place is None:
+                arrays.append(next(kept))
+            elif place >= 0:
+                arrays.append(known[place])
+            else:
+                arrays.append(slices[-1 - place])
         pullback: Callable[..., Any] = jax.tree.unflatten(self.treedef, arrays)
         return pullback
 
@@ -158,30 +168,44 @@ class _Loop:
         gathers: dict[int, Gather],
         unroll: int | bool,
     ):
-        self._gathers, self._length, self._unroll = [*gathers.values()], len(stacked[0]), unroll
+        """Traces the step once, and sorts the arguments of the loop into the four lists.
+
+        Args:
+          step: takes the carry and the slices of one layer, as the body of ``jax.lax.scan``.
+          carry: the carry of the first layer.
+          stacked: arrays of all layers, (layers, …).
+          gathers: what to gather, by the position in ``stacked``.
+          unroll: how many layers one iteration runs, as in ``jax.lax.scan``.
+        """
+        self._gathers = [*gathers.values()]
+        self._length = len(stacked[0])
+        self._unroll = unroll
         shards = [stacked[i] for i in gathers]
         rest = [x for i, x in enumerate(stacked) if i not in gathers]
-        given, treedef = jax.tree.flatten(carry)
+        initial, treedef = jax.tree.flatten(carry)
 
-        def flat_step(given: Arrays, ready: Arrays, rest: Arrays) -> Any:
-            parameters, others = dict(zip(gathers, ready, strict=True)), iter(rest)
+        def flat_step(carry: Arrays, ready: Arrays, rest: Arrays) -> Any:
+            parameters = dict(zip(gathers, ready, strict=True))
+            others = iter(rest)
             slices = [parameters[i] if i in gathers else next(others) for i in range(len(stacked))]
-            return step(jax.tree.unflatten(treedef, given), slices)
+            return step(jax.tree.unflatten(treedef, carry), slices)
 
-        first = given, self._gather(shards, 0), _slice_layer(rest, 0)
+        first = initial, self._gather(shards, 0), _slice_layer(rest, 0)
         # While the step is traced, its modules do not gather these themselves.
         names = frozenset(gather.name for gather in self._gathers)
         with PREFETCHED(names | (PREFETCHED.value or frozenset())):
             self._jaxpr, out = jax.make_jaxpr(flat_step, return_shape=True)(*first)
-        self._out, self._num_given = jax.tree.structure(out), len(given)
+        self._out = jax.tree.structure(out)
+        self._num_carried = len(initial)
         inner = self._jaxpr.jaxpr
         # What no step changes is a constant: its cotangents are sums over the layers, not carried.
-        pairs = zip(inner.invars[: len(given)], inner.outvars, strict=False)
+        pairs = zip(inner.invars[: len(initial)], inner.outvars, strict=False)
         self._is_changed = [before is not after for before, after in pairs]
-        changed = [x for x, is_changed in zip(given, self._is_changed, strict=True) if is_changed]
-        same = [x for x, is_changed in zip(given, self._is_changed, strict=True) if not is_changed]
-        self._arguments = [*self._jaxpr.consts, *same], changed, shards, rest
-        self._given = given
+        changed, unchanged = list[Any](), list[Any]()
+        for x, is_changed in zip(initial, self._is_changed, strict=True):
+            (changed if is_changed else unchanged).append(x)
+        self._arguments = [*self._jaxpr.consts, *unchanged], changed, shards, rest
+        self._initial = initial
 
     def results(self) -> tuple[Any, Any]:
         """Runs the loop; returns the last carry, and what the steps return, stacked."""
@@ -192,8 +216,8 @@ class _Loop:
             lambda backward, cotangents: backward(cotangents),
         )
         last, results = run(*self._arguments)
-        new = iter(last)  # of what steps change; the rest of the carry is as it was given
-        pairs = zip(self._given, self._is_changed, strict=True)
+        new = iter(last)  # what steps change; the rest of the carry is the initial one
+        pairs = zip(self._initial, self._is_changed, strict=True)
         final = [next(new) if is_changed else x for x, is_changed in pairs]
         return jax.tree.unflatten(self._out, [*final, *results])  # type: ignore[no-any-return]
 
@@ -207,11 +231,11 @@ class _Loop:
         """Runs one layer; returns what is carried to the next one, and what is stacked."""
         count = len(self._jaxpr.consts)
         new, same = iter(carry), iter(constants[count:])
-        given = (next(new if is_changed else same) for is_changed in self._is_changed)
+        values = (next(new if is_changed else same) for is_changed in self._is_changed)
         step = jaxpr_as_fun(self._jaxpr.replace(consts=constants[:count]))
-        out = step(*given, *ready, *rest)
+        out = step(*values, *ready, *rest)
         pairs = zip(out, self._is_changed, strict=False)
-        return [x for x, is_changed in pairs if is_changed], out[self._num_given :]
+        return [x for x, is_changed in pairs if is_changed], out[self._num_carried :]
 
     def _run(
         self, keep: bool, constants: Arrays, carry: Arrays, shards: Arrays, rest: Arrays
@@ -228,7 +252,7 @@ class _Loop:
         Returns:
           The last carry and the stacked results; and the backward pass, or None.
         """
-        forms: list[_Pullback] = []  # one for each trace of the body; equal ones
+        forms: list[_Pullback] = []  # one for each trace of the body; all are equal
 
         def body(state: Any, layer: Any) -> Any:
             carry, ready = state

@@ -153,7 +153,8 @@ class _Remat(InnerTransform):
         """Names the outputs of modules while the function is traced, if filters choose some."""
         if not isinstance(self.policy, _Rules):
             return super().user_function(plan, caller, unflattened)
-        rules, outer = self.policy, current_handler()
+        rules = self.policy
+        outer = current_handler()
         known = _modules_of(plan, unflattened)
 
         def call_and_name(

@@ -179,7 +179,8 @@ class Scan(Mapped):
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Checks the carry that the function returns."""
-        fun, fun_name = super().user_function(plan, caller, unflattened), name_of(caller.fun)
+        fun = super().user_function(plan, caller, unflattened)
+        fun_name = name_of(caller.fun)
         carried = self.carried
         if carried is None:
             return fun
@@ -240,9 +241,17 @@ class Loop:
     """
 
     def __init__(self, options: Iterable[tuple[str, Static]], plan: Plan, function: Function):
+        """Sorts the inputs and outputs of a pure function into carry, slices and constants.
+
+        Args:
+          options: the options of JAX's own loop.
+          plan: the plan of the call.
+          function: its pure function.
+        """
         self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, plan.structure, plan.names
-        self._signature, self._transform = plan.signature, cast("Scan", plan.transform)
+        self._signature = plan.signature
+        self._transform = cast("Scan", plan.transform)
         self._graph_arguments = plan.graph_arguments
         # Of each group of outputs the axis along which it is stacked; None if it is not.
         self._group_axes = [axis.index for axis in plan.out_specs]
@@ -355,7 +364,8 @@ class Loop:
             new = [*carry.arrays]
             slots_after = self._slots_after(outcome)
             for i, (before, after) in enumerate(zip(self._carried, slots_after, strict=True)):
-                array, is_in_object = arrays[after], before in self._places
+                array = arrays[after]
+                is_in_object = before in self._places
                 # As elsewhere, a new value in an object has the sharding of the old one.
                 new[i] = reshard_like(array, leaves[before]) if is_in_object else array
             self._check_types(carry.arrays, new)

@@ -179,7 +179,8 @@ class _ShardMap(Sharded):
         # With the mesh as given, None for that in context: inside a trace it may already have
         # Manual axes, and JAX finds out.
         typed = mapped = map_over(mesh=self.mesh, axis_names=self.axis_names)
-        mesh, options = self.context, dict[str, Any]()
+        mesh = self.context
+        options = dict[str, Any]()
         if isinstance(mesh, Mesh):
             inputs = tuple(NamedSharding(mesh, spec) for spec in in_specs)
             typed = _with_types(mapped, inputs)

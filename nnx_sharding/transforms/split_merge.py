@@ -124,7 +124,8 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     unflattened = unflatten(structure, leaves, existing, share=True)
     changes, variables = [], []
     for index, before in pairs.items():
-        entry, old_entry = structure.entries[index], old.structure.entries[before]
+        entry = structure.entries[index]
+        old_entry = old.structure.entries[before]
         if isinstance(entry, NodeEntry) and isinstance(old_entry, NodeEntry):
             # Children are indices into different tables, so all are set and none compared.
             change = node_changes(index, None, structure, frozenset())
@@ -164,7 +165,8 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
         # Each object is paired once, at its first path, however often it is shared.
         is_open = isinstance(old_child, int) and old_child not in paired
         if is_open and isinstance(new_child, int) and new_child not in pairs:
-            old_entry, new_entry = old.entries[old_child], new.entries[new_child]
+            old_entry = old.entries[old_child]
+            new_entry = new.entries[new_child]
             is_mutable = isinstance(old_entry, _UPDATED) and new_entry is not None
             if is_mutable and old_entry.type is new_entry.type:  # type: ignore[union-attr]
                 pairs[new_child] = old_child

@@ -90,6 +90,16 @@ class Stack(nnx.Module):
         remat: Policy | bool = False,
         prefetch: int = 0,
     ):
+        """Makes a stack of one layer whose arrays are stacked already.
+
+        Args:
+          layers: the layer, whose arrays have a leading dimension for the layers.
+          length: the number of layers.
+          shared: the paths of Variables that all layers share, without that dimension.
+          unroll: how many layers one iteration of the loop runs.
+          remat: as in :func:`stack`.
+          prefetch: as in :func:`stack`.
+        """
         self.layers = layers
         self.length = length
         self.shared = frozenset(shared)
@@ -344,7 +354,8 @@ def count_layer_dimensions(flat: Flat) -> dict[int, int]:
     By slot, the position of an array in ``flat``. An array of a stack in a stack has two; arrays
     outside of stacks are not in the result.
     """
-    structure, counts = flat.structure, dict[int, int]()
+    structure = flat.structure
+    counts = dict[int, int]()
     for index, entry in enumerate(structure.entries):
         if not (isinstance(entry, NodeEntry) and issubclass(entry.type, Stack)):
             continue

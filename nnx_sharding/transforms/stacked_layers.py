@@ -98,7 +98,8 @@ def name_axis(change: Callable[..., Any], layer: nnx.Module, shared: Collection[
 
 def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> list[str]:
     """Lists how layers differ from the first one, apart from the values of arrays."""
-    first, lines = flats[0], list[str]()
+    first = flats[0]
+    lines = list[str]()
     # That of a function of one argument, by whose name messages call the layers.
     signature = Signature(("layer",), (), static=frozenset(), donated=frozenset())
     for number, flat in enumerate(flats[1:], start=1):

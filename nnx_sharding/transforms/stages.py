@@ -74,6 +74,15 @@ class Stage:
         statics: tuple[object, ...],
         recorder: Recorder,
     ):
+        """Wraps a stage of JAX.
+
+        Args:
+          stage: the stage of JAX.
+          lifted: the function that it was made from.
+          plan: the plan for the arguments.
+          statics: the static arguments.
+          recorder: traces the function again when a report asks for the calls of modules.
+        """
         self._stage = stage
         self._lifted = lifted
         self._plan = plan
@@ -179,7 +188,9 @@ class Stage:
           TypeError: their structure differs from that for which it was done.
           ValueError: their shardings differ from those for which the function was compiled.
         """
-        plan, stage, is_top = self._plan, self._stage, _compat.trace_is_clean()
+        plan = self._plan
+        stage = self._stage
+        is_top = _compat.trace_is_clean()
         args, kwargs = self._with_statics(args, kwargs)
         known = self._guards.find(args, kwargs) if is_top else None
         if known is None:
@@ -232,7 +243,8 @@ class Stage:
     def _check_structure(self, done: str, call: SortedCall, flat: Flat) -> None:
         """Raises a ``TypeError`` for arguments of another structure than those of the plan."""
         plan = self._plan
-        before, after = (plan.signature, plan.structure), (call.signature, flat.structure)
+        before = (plan.signature, plan.structure)
+        after = (call.signature, flat.structure)
         if before == after:
             return
         changes = differences(before, after)

@@ -54,6 +54,13 @@ class WalkRecorder:
     """
 
     def __init__(self, arguments: Sequence[object], dynamic: Sequence[int], static: Sequence[int]):
+        """Starts the stream with the arguments of a call.
+
+        Args:
+          arguments: all arguments.
+          dynamic: the positions of those that are not static.
+          static: the positions of static ones.
+        """
         self.static_positions = static
         self.leaf_positions: list[int] = []
         self.object_positions: list[int] = []
@@ -173,14 +180,23 @@ class WalkRecorder:
     def _open_tree(
         self, position: int, tree: Any, treedef: PyTreeDef, leaves: list[int], aux: list[int]
     ) -> None:
-        """Records a pytree, level by level; adds the positions of its ``leaves`` and node data."""
+        """Records a pytree, level by level.
+
+        Args:
+          position: the position of the tree in the stream.
+          tree: the tree.
+          treedef: its structure.
+          leaves: gets the positions of the leaves.
+          aux: gets the positions of the node data.
+        """
         if is_leaf_treedef(treedef):
             leaves.append(position)
             return
         if tree is None:
             self._comparisons[position] = Comparison.BY_VALUE
             return
-        items, children = _compat.own_items(tree), treedef.children()
+        items = _compat.own_items(tree)
+        children = treedef.children()
         if items is None:  # a pytree of a type that only JAX can open
             opened = self._open(Opcode.TREE, position, treedef, open_tree(tree)[0])
             leaves += opened[: treedef.num_leaves]
@@ -236,7 +252,9 @@ class WalkRecorder:
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
         order = self._order()
-        stream, size, moved = order.stream, len(order.stream), order.new_position
+        stream = order.stream
+        size = len(order.stream)
+        moved = order.new_position
         comparisons = np.frombuffer(self._comparisons, np.uint8)  # by recorded position
         frozen = moved[comparisons == Comparison.BY_VALUE]
         mentions, first = self._ordered_mentions(moved, comparisons)
@@ -279,14 +297,16 @@ class WalkRecorder:
         positions = np.concatenate([statics, new_position[[*self._mentions]]])
         indices = np.array([-1] * len(statics) + [*self._mentions.values()], int)
         ascending = np.argsort(positions)
-        positions, indices = positions[ascending], indices[ascending]
+        positions = positions[ascending]
+        indices = indices[ascending]
         _, first_of, group = np.unique(indices, return_index=True, return_inverse=True)
         is_pinned = np.isin(indices, [-1, *self._pinned])
         return positions, np.where(is_pinned, -1, first_of[group])
 
     def _order(self) -> _Order:
         """Moves the steps that run Python code, and those that depend on them, to the end."""
-        stream, size = self._stream, len(self._stream)
+        stream = self._stream
+        size = len(self._stream)
         steps = np.array(self._steps, np.int32).reshape(-1, len(Step._fields))  # (steps, fields)
         opcodes, opened, starts = steps.T
         is_late_step = opcodes >= Opcode.TREE

@@ -114,6 +114,13 @@ class Guards:
         transform: Transform | None = None,
         execute: Callable[[Plan], Callable[..., Any]] = lambda plan: plan.program.top_level,
     ):
+        """Makes an empty store.
+
+        Args:
+          transform: decides what a plan depends on besides the structure; None for a compiled
+            stage, whose plan is fixed.
+          execute: returns what a call of the plan executes.
+        """
         # The last guards that held, which the extension tries first. Its callables have this list.
         self.recent: list[Guard] = []
         self._execute = execute
@@ -210,7 +217,8 @@ class Guards:
             return
         identities = recorder.identities.values()
         guard = self._add_guard(key, walk, plan, flat, identities)
-        templates, types = self._templates, key[0]
+        templates = self._templates
+        types = key[0]
         references = tuple(watch(identities, lambda _: templates.pop(types, None)))
         # With a walk of its own: that of the guard has noted where this model is in memory.
         template = guard._replace(walk=FastestWalk(walk.recipe), references=references)
@@ -220,10 +228,20 @@ class Guards:
     def _add_guard(
         self, key: _Key, walk: Walk, plan: Plan, flat: Flat, identities: Iterable[object]
     ) -> Guard:
-        """Adds a guard, which ends with any of its modules or of the objects compared by id."""
+        """Adds a guard, which is dropped when any of its objects is gone.
+
+        Args:
+          key: the key of the arguments.
+          walk: finds out whether the same objects are passed again.
+          plan: the plan that the guard stands for.
+          flat: the arguments.
+          identities: the objects that the walk compares by identity.
+        """
         all_guards, recent = self._guards, self.recent  # not self, which would live as long
-        parts = (part.child for argument in plan.graph_arguments for part in argument.parts)
-        modules = [flat.objects[child] for child in parts if isinstance(child, int)]
+        modules = []
+        for argument in plan.graph_arguments:
+            indices = [part.child for part in argument.parts if isinstance(part.child, int)]
+            modules += [flat.objects[index] for index in indices]
 
         def forget(_: object) -> None:
             recent.clear()
@@ -243,7 +261,15 @@ class Guards:
         leaves: Arrays,
         references: tuple[Any, ...],
     ) -> Guard:
-        """Returns the guard for a walk, from what its plan depends on."""
+        """Returns the guard for a walk, from what its plan depends on.
+
+        Args:
+          names: the names of the keyword arguments.
+          walk: finds out whether the same objects are passed again.
+          plan: the plan that the guard stands for.
+          leaves: the arrays of the call, by slot.
+          references: weak references that drop the guard when one of its objects is gone.
+        """
         # Each call compares these arrays: those that it may have to place, or the shapes of all.
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
         targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))

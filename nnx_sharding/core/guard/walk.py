@@ -55,6 +55,7 @@ class PythonWalk:
     """The walk in Python. In ``walk.c``, the methods have the same names."""
 
     def __init__(self, recipe: Recipe):
+        """Unpacks a recipe into steps and getters that each walk uses."""
         self.recipe = recipe
         rows = zip(recipe.rows().tolist(), recipe.expected, strict=True)
         self._steps = [
@@ -76,7 +77,8 @@ class PythonWalk:
         stream = self._read(arguments)
         if stream is None:
             return None
-        statics, pins = self._frozen_in(stream), self.recipe.statics
+        statics = self._frozen_in(stream)
+        pins = self.recipe.statics
         are_same = all(map(operator.is_, statics, pins))  # nearly always, and fast
         if not are_same and not all(map(same_value, statics, pins)):
             return None
@@ -94,7 +96,8 @@ class PythonWalk:
             return None
         # Among the statics are the traces of the graph. They differ between graphs that are built
         # alike, so the caller compares them, with the trace that is current.
-        statics, traces = self._frozen_in(stream), self._traces_in(stream)
+        statics = self._frozen_in(stream)
+        traces = self._traces_in(stream)
         trace_ids = {*map(_compat.identity, traces)}
         pairs = zip(statics, self.recipe.statics, strict=True)
         if not all(_compat.identity(x) in trace_ids or same_value(x, pin) for x, pin in pairs):

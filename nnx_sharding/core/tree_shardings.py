@@ -1,0 +1,222 @@
+"""Gives the arrays of any tree their shardings, outside of a plan: for ``place`` or ``reshard``.
+
+:func:`assign_shardings` finds the spec of each array, from a prefix that the user wrote, and fits
+it to the array and the mesh. One error lists everything that does not fit, one warning everything
+that was corrected. For the arrays of a call, ``spec_checks.py`` does the same with the specs of a
+transform; ``specs/fitting.py`` decides for one array.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .. import _compat
+from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
+from ..specs.fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh, spec_axes
+from ..specs.types import AnyArray, Arrays, Spec
+from .arguments import Specs, check_specs, split_argument
+from .constrain import given_mesh, is_shardable, mesh_in_trace, without_unconstrained
+from .flatten import Flat
+from .memory import other_memory
+from .place import obstacle
+from .problems import no_mesh
+from .resolve import Resolved, check_filters, locate, resolve, slot_names
+
+
+def assign_shardings(
+    tree: Any,
+    flat: Flat,
+    sharding: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    caller: str = "with_sharding_constraint",
+    name: str = "tree",
+    **options: Any,
+) -> tuple[list[str], list[Any]]:
+    """Returns the name and the sharding of each array of a tree, None to change nothing.
+
+    Args:
+      tree: any pytree.
+      flat: the same, flattened.
+      sharding: a prefix of it, as the user wrote it.
+      mesh: the mesh of a ``PartitionSpec``; None for the one in context.
+      caller: the function that the user called, in messages.
+      name: the name of its argument, in messages.
+      **options: those of :func:`fit_shardings`.
+    """
+    mesh = given_mesh(caller, mesh)
+    specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
+    check_specs(caller, sharding=specs)
+    argument = split_argument(name, specs.tree, tree, flat.structure.root, caller)
+    locations = locate(flat.structure, [argument])
+    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
+    names = slot_names(len(flat.leaves), locations)
+    return names, fit_shardings(caller, names, flat.leaves, resolved, mesh, places=True, **options)
+
+
+def fit_shardings(
+    caller: str,
+    names: Sequence[str],
+    leaves: Arrays,
+    resolved: Resolved,
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    strict: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Returns the sharding of each array, from its resolved spec; None to change nothing.
+
+    Raises:
+      ValueError, TypeError, NoMeshError: for all that does not fit; with ``strict``, also for
+        corrections and filters without effect, which otherwise are warnings.
+    """
+    fitter = _Fitter(caller, resolved, mesh, **options)
+    triples = zip(names, leaves, resolved.slots, strict=True)
+    shardings = [fitter.fit(slot, *triple) for slot, triple in enumerate(triples)]
+    fitter.raise_for_mismatches()
+    check_filters(resolved.uses, name=caller, strict=strict)
+    warn_of_corrections(caller, fitter.corrected, strict=strict)
+    return shardings
+
+
+class _Fitter:
+    """Fits specs to the arrays of a tree, and collects what is wrong, for one error of all."""
+
+    def __init__(
+        self,
+        caller: str,
+        resolved: Resolved,
+        mesh: Mesh | AbstractMesh | None,
+        *,
+        on_indivisible: OnIndivisible = "error",
+        explicit: bool = False,
+        places: bool = False,
+        whole: bool = False,
+        lenient: bool = False,
+        adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec,
+    ):
+        """Prepares to fit the specs of many arrays.
+
+        Args:
+          caller: the function that the user called, for messages.
+          resolved: the spec of each array.
+          mesh: the mesh of each ``PartitionSpec``.
+          on_indivisible: what to do where a spec does not divide a shape, unless a
+            ``StateSharding`` decides.
+          explicit: whether specs may only name Explicit axes.
+          places: whether the arrays get the shardings now; outside of a trace, by moving them.
+          whole: whether a spec has to decide about all dimensions, and only arrays and numbers
+            may have one.
+          lenient: whether specs are corrected instead of refused, and ignored without a mesh.
+          adapt: changes a spec for its array before it is fitted.
+        """
+        self._caller, self._mesh, self._adapt = caller, mesh, adapt
+        self._explicit, self._places = explicit, places
+        self._whole, self._lenient = whole, lenient
+        self._default_action: OnIndivisible = "drop" if lenient else on_indivisible
+        self._actions = resolved.on_indivisible  # by slot
+        self._moves = places and _compat.trace_is_clean()  # inside a trace, nothing is moved
+        # Cached, since the many arrays of a model have few different shapes and specs.
+        options: Any = {"unconstrained": not (explicit or whole), "lenient": lenient}
+        self._fit_once = functools.cache(functools.partial(fit_sharding, **options))
+        # The lines of messages.
+        self.corrected: list[str] = []
+        self._refused: list[str] = []
+        self._not_arrays: list[str] = []
+        self._without_mesh: list[str] = []
+        self._remedy = ""
+
+    def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
+        """Returns the sharding of one array; None to change nothing, also if something is wrong."""
+        spec = self._adapt(spec, leaf)
+        # `place` (`whole`) makes arrays of numbers; for others they stay as they are.
+        is_number = isinstance(leaf, bool | int | float | complex)
+        if not is_shardable(leaf) and not (self._whole and is_number):
+            if self._whole and spec is not None:
+                self._not_arrays.append(f"  {name}: a {type(leaf).__name__}")
+            return None
+        sharding = spec.sharding if isinstance(spec, Format) else spec
+        pair = spec_and_mesh(sharding, self._mesh)
+        if pair is None and isinstance(spec, PartitionSpec):
+            self._without_mesh.append(f"  {name}: {spec}")
+            return None
+        fit, mesh = self._fit_array(slot, leaf, sharding, pair)
+        if fit.problems:
+            self._refused.append(fit.line(name))
+            if pair is not None and any(mismatch.kind == "axis" for mismatch in fit.problems):
+                sizes = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.shape.items())
+                self._remedy = f"The mesh has the axes {sizes}."
+            return None
+        if fit.corrections:
+            self.corrected.append(fit.line(name))
+        if pair is None or sharding is not spec:  # not a spec, or a Format, which has a layout
+            return spec
+        # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
+        is_supported = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in mesh.axis_types
+        final = fit.sharding
+        if not is_supported:
+            final = without_unconstrained(final, leaf, mesh)
+        return NamedSharding(mesh, final, memory_kind=other_memory(spec))
+
+    def _fit_array(
+        self, slot: int, leaf: AnyArray, sharding: Spec, pair: tuple[PartitionSpec, Any] | None
+    ) -> tuple[Fit, Any]:
+        """Returns how the sharding of an array fits, and its mesh.
+
+        Args:
+          slot: the position of the array.
+          leaf: the array.
+          sharding: its spec or sharding.
+          pair: the spec and the mesh of ``sharding``; None if it has no spec.
+        """
+        mesh: Any = self._mesh if pair is None else pair[1]
+        if pair is not None and self._places:
+            mesh = mesh_in_trace(mesh)
+        action = self._actions.get(slot, self._default_action)
+        declared = sharding if pair is None else pair[0]
+        fit = self._fit_once(declared, mesh, np.shape(leaf), on_indivisible=action)
+        if self._explicit and pair is not None and not fit.problems:
+            fit = fit.refuse(_not_explicit(pair[0], mesh))
+        # Whether an array can be moved depends on the devices, not on the spec.
+        target = sharding if pair is None else NamedSharding(mesh, PartitionSpec())
+        is_concrete = not isinstance(leaf, jax.ShapeDtypeStruct)
+        if self._moves and isinstance(target, Sharding) and is_concrete:
+            fit = fit.refuse(obstacle(leaf, target))
+        return fit, mesh
+
+    def raise_for_mismatches(self) -> None:
+        """Raises the errors for what was wrong, if anything."""
+        if self._without_mesh and not self._lenient:
+            raise no_mesh(self._caller, self._without_mesh)
+        raise_listed(
+            TypeError,
+            f"{self._caller}: these leaves have a sharding, but are not arrays:",
+            self._not_arrays,
+            "Give them the sharding None, or keep them out of the tree.",
+        )
+        head = f"{self._caller}: these specs cannot be used:"
+        raise_listed(ValueError, head, self._refused, self._remedy)
+
+
+def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
+    """Returns what is wrong with a spec that may only name Explicit axes; None if nothing is."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    wrong = [axis for axis in spec_axes(spec) if types[axis] != AxisType.Explicit]
+    if not wrong:
+        return None
+    listed = ", ".join(f"{axis!r} is of type {types[axis].name}" for axis in wrong)
+    return f"{listed}; only Explicit axes are part of a type"
+
+
+def warn_of_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:
+    """Warns of specs that were corrected, if there are any."""
+    if lines:
+        text = message(f"{name}: these specs do not fit, and were corrected:", lines)
+        warn_or_raise(CorrectedSpecWarning, text, strict=strict)
