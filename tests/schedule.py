@@ -63,7 +63,10 @@ GATE = (
     "composition.py::MixedTest::test_plain_jax_transforms_of_ours",
     "composition.py::ShardedTest::test_inside_of_flax_scan_and_remat",
     "context.py::test_a_step_is_that_of_one_device",
+    "context.py::test_dropout_of_weights",
+    "context.py::test_two_axes",
     "context.py::test_what_is_sent",
+    "context_methods.py::test_equals_attention_in_one_matrix[",
     "custom_derivatives.py::AsJaxTest::test_in_vmap_and_scan",
     "docs.py::test_docstring[nnx_sharding.training.accumulation.accumulate_gradients]",
     "docs.py::test_docstring[nnx_sharding.transforms.vmap.vmap]",
@@ -203,6 +206,7 @@ GATE = (
 
 # Only nightly: the longest ones, of whose behaviour faster tests show most.
 NIGHTLY = (
+    "context_methods.py::test_equals_attention_in_one_matrix_at_random",
     "accumulated_arguments.py::test_many",
     "accumulation.py::test_equals_a_loop_over_microbatches",
     "activation_reports.py::test_paths_are_in_the_names_of_operations",
@@ -348,6 +352,7 @@ DRAWN = {
     "raw_arrays.py::TestPlaced::test_every_way": 1,
     "reach.py::test_each_way": 16,
     "remat.py::SameTest::test_gradients_with_any_policy": 2,
+    "context_methods.py::test_equals_attention_in_one_matrix[": 6,
     "returned.py::test_carry": 2,
     "ring.py::test_equals_attention_in_one_matrix": 1,
     "sent.py::test_a_sequence_is_what_is_said_by_hand": 1,

@@ -44,6 +44,7 @@ DIMENSIONS = {
     "kind": ("Auto", "Explicit", "mixed"),
     "base": ("", "fsdp", "tensor", "sequence", "tensor and fsdp", "pipeline"),
     "rows": (P("data", "context"), P("data"), P(("context", "data"))),
+    "method": ("ring", "all_to_all", "all_gather"),
     "order": [*itertools.permutations(("data", "context", "third"))],
 }
 
@@ -66,7 +67,7 @@ def test_a_step_is_that_of_one_device(case):
         base = None
         if case["base"].startswith(("tensor", "sequence")):
             base = tensor_parallel(model, sequence=case["base"] == "sequence", **options)
-        found = context_parallel(model, base=base, **options)
+        found = context_parallel(model, base=base, method=case["method"], **options)
         if case["base"].endswith("fsdp"):
             return fsdp(model, base=found, axis=("data", "context"), min_size=0, **options)
         if case["base"] == "pipeline":
@@ -175,6 +176,8 @@ def test_the_specs_are_those_of_base():
         ({"axis": "contxt"}, "did you mean 'context'"),
         ({"axis": ("data", "context")}, "the name of one axis"),
         ({"base": P()}, "base must be a StateSharding"),
+        ({"method": "all_to_al"}, "did you mean 'all_to_all'"),
+        ({"attention": jax.nn.dot_product_attention}, "a ring adds up its blocks itself"),
     ],
 )
 def test_wrong_options(options, text):
@@ -183,13 +186,32 @@ def test_wrong_options(options, text):
         context_parallel(nnx.eval_shape(make), mesh=mesh, **options)
 
 
-def test_dropout_of_weights_is_an_error():
-    mesh = make_mesh({"context": 8})
-    layer = nnx.MultiHeadAttention(
-        4, WIDTH, dropout_rate=0.1, deterministic=False, decode=False, rngs=nnx.Rngs(0)
-    )
-    forward = jit(
-        lambda m, x: m(x), mesh=mesh, in_shardings=(context_parallel(layer, mesh=mesh), P())
-    )
-    with pytest.raises(ValueError, match="dropout of weights: not supported"):
-        forward.lower(layer, jnp.ones((2, LENGTH, WIDTH)))
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather"])
+def test_dropout_of_weights(method):
+    """The same weights are dropped on any mesh, though others than on one device by Flax."""
+    options = {"dropout_rate": 0.3, "deterministic": False, "decode": False}
+    x = jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
+
+    def outputs(devices, method):
+        layer = nnx.MultiHeadAttention(4, WIDTH, **options, rngs=nnx.Rngs(0))
+        mesh = make_mesh({"context": devices}, devices=jax.devices()[:devices])
+        sharding = context_parallel(layer, mesh=mesh, method=method)
+        forward = jit(
+            lambda m, x, rngs: (m(x, rngs=rngs), m(x, deterministic=True)),
+            mesh=mesh,
+            in_shardings=(sharding, P(), P()),
+        )
+        return forward(layer, x, nnx.Rngs(1))
+
+    found, without = outputs(4, method)
+    np.testing.assert_allclose(found, outputs(1, "ring")[0], atol=1e-5)
+    assert not np.allclose(found, without, atol=1e-3)
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_two_axes(axes):
+    mesh = make_mesh({"outer": 2, "data": 2, "inner": 2}, [axes] * 3)
+    strategy = functools.partial(context_parallel, method="all_to_all", axis=("inner", "outer"))
+    spec = P("data", ("outer", "inner"))
+    options = {"loss": cross_entropy, "batch": BATCH, "steps": 1, "spec": spec}
+    assert_trains_alike(model_of(blocks="remat"), strategy, mesh, **options)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, stack
 from nnx_sharding.experimental import balanced_order, ring_attention
-from nnx_sharding.experimental.ring_passes import Ring, may_attend
+from nnx_sharding.experimental.blocks import Rule, may_attend
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning.predictions import products_in
 from zoo import Causal, assert_trains_alike, batch_of, mean_square
@@ -181,7 +181,7 @@ def test_balanced_order(length, shards):
 
 def test_devices_have_equal_work_in_the_balanced_order():
     shards, length = 8, 64
-    ring = Ring(None, "context", shards, True, None, 1.0, None, frozenset(), False)
+    ring = Rule(is_causal=True)
 
     def blocks(order):
         """How many halves of blocks the halves of each device's queries attend to."""
@@ -222,7 +222,7 @@ Q, K = (2, 48, 4, 8), (2, 48, 2, 8)
         ((Q, K, K), {"segment_ids": np.ones(48, int)}, r"segment_ids: shape \(48,\)"),
         ((Q, K, K), {"axis": "contxt"}, "did you mean 'context'"),
         ((Q, K, K), {"window": 0, "bias": 1}, "bias: not supported\n.*\n?.*window=0"),
-        ((Q, K, K), {"dropout_rate": 0.1}, "dropout of weights"),
+        ((Q, K, K), {"dropout_rate": 0.1}, "dropout_rng, a random key, is needed"),
         ((Q, K, K), {"module": nnx.Module()}, "sowing weights"),
     ],
 )

@@ -1,15 +1,22 @@
 """Context parallelism: sequences over a mesh axis, without a change of the model.
 
 Everything but attention computes each token by itself, so the compiler needs to be told only where
-sequences are sharded: in what embeddings and attention return. Attention gets ``ring_attention`` in
-place of its attribute ``attention_fn``, for the duration of a call.
+sequences are sharded: in what embeddings and attention return. Attention gets one of the functions
+below in place of its attribute ``attention_fn``, for the duration of a call::
+
+    method        sends in each layer              needs
+    "ring"        keys and values, n - 1 times     nothing: it has the least memory
+    "all_to_all"  everything once, less 1 / n      heads that n devices divide
+    "all_gather"  keys and values, n - 1 times     memory for all keys and values of a layer
+
+Their modules have pictures, and count the bytes. ``planning.plan`` tries all three.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,12 +26,22 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..activations.calls import Tag
 from ..partition.optimizer import with_optimizer
-from ..partition.strategies import activations_of, base_specs, mesh_and_axis
-from ..partition.variables import variables
+from ..partition.strategies import activations_of, base_specs, mesh_and_axes, mesh_and_axis
+from ..partition.variables import NamedVariable, variables
 from ..specs.activation_sharding import InOutSharding
+from ..specs.fitting import axes_of, pad_entries, suggestion
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
+from .all_gather import all_gather_attention
+from .all_to_all import all_to_all_attention
+from .local_attention import AttentionFunction
 from .ring import ring_attention
+
+METHODS = {
+    "ring": ring_attention,
+    "all_to_all": all_to_all_attention,
+    "all_gather": all_gather_attention,
+}
 
 
 @_compat.api_boundary
@@ -34,30 +51,43 @@ def context_parallel(
     mesh: Mesh | AbstractMesh | None = None,
     optimizer: Any = None,
     base: StateSharding | None = None,
-    axis: str = "context",
+    axis: str | tuple[str, str] = "context",
+    method: str = "ring",
+    attention: AttentionFunction | None = None,
     balanced: bool = True,
     across_slices: bool = False,
 ) -> StateSharding:
-    """Shards sequences over a mesh axis, and computes attention by :func:`ring_attention`.
+    """Shards sequences over a mesh axis, and computes attention of them by one of three methods.
 
     What embeddings return, and what attention takes and returns, is sharded in its second of three
     dimensions, which is the sequence; the compiler shards the rest. Shard tokens in the same
     way, as ``P("data", "context")``: on Explicit axes, what the model returns is sharded like them.
     They keep their order, so position embeddings and RoPE need no change.
 
-    Modules attend in a ring if their attribute ``attention_fn``, as in ``nnx.MultiHeadAttention``,
-    is ``nnx.dot_product_attention`` or ``nnx.dot_product_attention_with_rope``, or a
-    ``functools.partial`` of one with keywords. Other modules have to call :func:`ring_attention`,
-    or the compiler gathers their keys and values. A single query, as in decoding, needs no ring.
+    Modules attend in this way if their attribute ``attention_fn``, as in
+    ``nnx.MultiHeadAttention``, is ``nnx.dot_product_attention`` or
+    ``nnx.dot_product_attention_with_rope``, or a ``functools.partial`` of one with keywords. Other
+    modules have to call :func:`ring_attention`, :func:`all_to_all_attention` or
+    :func:`all_gather_attention`, or the compiler gathers their keys and values. A single query, as
+    in decoding, is computed as before.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
       optimizer: as for :func:`fsdp`.
-      base: shardings to start from, which are kept, such as those of :func:`tensor_parallel`. Its
+      base: shardings to start from, which are kept, such as those of :func:`tensor_parallel`, whose
+        axes for heads are those of attention. Its
         option ``sequence`` shards the same dimension, between which and this axis arrays then move.
         ``fsdp(model, axis=("data", "context"), base=...)`` shards parameters over both axes.
-      axis: the mesh axis.
+      axis: the mesh axis. For ``all_to_all``, also two of them, ``("inner", "outer")``: sequences
+        are sharded as ``P(..., ("outer", "inner"))``, heads are exchanged within ``inner``, and
+        keys and values go around a ring over ``outer``.
+      method: ``"ring"``: keys and values go around a ring, which needs the least memory.
+        ``"all_to_all"``: devices exchange heads for positions, which sends the least, and needs
+        heads that the devices divide. ``"all_gather"``: all devices get all keys and values of a
+        layer, for few key heads.
+      attention: for the last two methods, the attention of each device, such as a kernel; see
+        :func:`all_to_all_attention`. None for one that goes block by block.
       balanced: whether causal attention moves tokens so that all devices have equal work; see
         :func:`ring_attention`. Not needed where ``input_positions`` come from
         :func:`balanced_order`.
@@ -68,8 +98,8 @@ def context_parallel(
       For each path the spec of ``base``, else ``P()``, with shardings of activations.
 
     Raises:
-      ValueError: specs of ``base`` do not fit, or the axis does not. In a call within ``jit``: what
-        :func:`ring_attention` does not support, such as dropout of weights.
+      ValueError: specs of ``base`` do not fit, or the axis or the method does not. In a call within
+        ``jit``: what the method does not support.
 
     Example:
       >>> import jax
@@ -79,21 +109,49 @@ def context_parallel(
       >>> from nnx_sharding.experimental import context_parallel
       >>> mesh = jax.make_mesh((2, 4), ("data", "context"))
       >>> model = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
-      >>> sharding = context_parallel(model, mesh=mesh)
+      >>> sharding = context_parallel(model, mesh=mesh, method="all_to_all")
       >>> forward = jit(lambda model, x: model(x, is_causal=True), mesh=mesh,
       ...               in_shardings=(sharding, P("data", "context")))
       >>> y = forward(model, jax.numpy.ones((4, 64, 32)))
       >>> y.sharding.shard_shape(y.shape)
       (2, 16, 32)
     """
-    mesh, axis = mesh_and_axis("context_parallel", mesh, axis, across_slices=across_slices)
+    name = "context_parallel"
+    if method not in METHODS:
+        known = ", ".join(map(repr, METHODS))
+        raise ValueError(f"{name}: method={method!r}{suggestion(method, METHODS)}: not in {known}.")
+    if method == "ring" and attention is not None:
+        raise ValueError(f"{name}: a ring adds up its blocks itself; attention= is for the others.")
+    if isinstance(axis, tuple) and method == "all_to_all" and len(axis) == 2:
+        mesh, [inner, outer] = mesh_and_axes(name, mesh, axis, across_slices=across_slices)
+        axes: Any = (outer, inner)
+    else:
+        mesh, axis = mesh_and_axis(name, mesh, axis, across_slices=across_slices)
+        axes = axis
     parameters = variables(model)
-    specs = base_specs("context_parallel", parameters, base, mesh)
+    specs = base_specs(name, parameters, base, mesh)
     rest = PartitionSpec.UNCONSTRAINED
-    spec = PartitionSpec(rest, axis, rest)
-    attention = InOutSharding(spec, input=spec, schedule=_InRing(axis, balanced))
-    entries = {_attends: attention, nnx.Embed: spec}
+    spec = PartitionSpec(rest, axes, rest)
+    options: dict[str, Any] = {"axis": axis, "balanced": balanced}
+    if method != "ring":
+        options |= {"attention": attention, "head_axis": _head_axes(parameters, specs)}
+    schedule = _OverSequence(method, tuple(options.items()))
+    sharded = InOutSharding(spec, input=spec, schedule=schedule)
+    entries = {_attends: sharded, nnx.Embed: spec}
     return with_optimizer(specs, parameters, optimizer, activations_of(base).extended(entries))
+
+
+def _head_axes(
+    parameters: Iterable[NamedVariable], specs: Mapping[Path, PartitionSpec]
+) -> tuple[str, ...]:
+    """Finds the axes over which the heads of queries are, by the kernels that make these."""
+    found: dict[str, None] = {}
+    for parameter in parameters:
+        # (features, heads, features of a head), perhaps in front of that layers of a stack
+        dims = len(parameter.shape or ())
+        if parameter.path[-2:] == ("query", "kernel") and dims > 2:
+            found |= dict.fromkeys(axes_of(pad_entries(specs[parameter.path], dims)[-2]))
+    return tuple(found)
 
 
 # The second one is not in all releases of Flax.
@@ -116,11 +174,17 @@ def _attention_options(module: nnx.Module) -> dict[str, Any] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _InRing:
-    """Calls a module with ``ring_attention`` in place of its attention function."""
+class _OverSequence:
+    """Calls a module with a function of this package in place of its attention function."""
 
-    axis: str
-    balanced: bool
+    method: str
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def axis(self) -> str:
+        """The axis, or of two the one within which heads are exchanged."""
+        axis = dict(self.options)["axis"]
+        return axis if isinstance(axis, str) else axis[0]
 
     @property
     def is_running(self) -> bool:
@@ -153,16 +217,19 @@ class _InRing:
     ) -> Callable[..., Any]:
         """Returns what is called in place of a method of the module."""
         original, options = module.attention_fn, _attention_options(module) or {}
-        in_ring: Callable[..., Any] = functools.partial(
-            ring_attention, mesh=mesh, axis=self.axis, balanced=self.balanced, **options
-        )
+        given = {"mesh": mesh, **dict(self.options), **options}
+        if self.method != "ring":  # in that, the compiler splits the rest
+            # Those that shard the sequence, or do not divide the rows, are left out there.
+            batch = frozenset(batch_axes)
+            given["batch_axis"] = tuple(axis for axis in mesh.axis_names if axis in batch)
+        sharded: Callable[..., Any] = functools.partial(METHODS[self.method], **given)
 
         def attention(query: jax.Array, *args: Any, **kwargs: Any) -> Any:
             # A decoder has a single query, (…, 1, heads, features): there is nothing to shard.
             is_decoding = query.shape[-3] == 1
-            return (original if is_decoding else in_ring)(query, *args, **kwargs)
+            return (original if is_decoding else sharded)(query, *args, **kwargs)
 
-        def call_in_ring(*args: Any, **kwargs: Any) -> Any:
+        def call_sharded(*args: Any, **kwargs: Any) -> Any:
             # By `vars`, as setting an attribute of a module in a trace has checks of its own.
             vars(module)["attention_fn"] = attention
             try:
@@ -170,4 +237,4 @@ class _InRing:
             finally:
                 vars(module)["attention_fn"] = original
 
-        return call_in_ring
+        return call_sharded

@@ -6,7 +6,7 @@ ring, and the formulas of both passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,40 +16,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _compat
-from ..core.constrain import given_mesh
-from ..errors import raise_listed
-from ..specs.fitting import suggestion
-from .ring_passes import Ring, Visibility, attend, move_tokens
-
-
-def balanced_order(length: int, shards: int) -> np.ndarray:
-    """The order of positions in which causal attention is equal work for all shards.
-
-    Of ``2 * shards`` chunks of a sequence, shard i has the i-th from the beginning and the i-th
-    from the end. Order tokens and labels by it (``tokens[:, order]``), and pass it as positions to
-    the attention and to position embeddings. ``np.argsort(order)`` is the inverse.
-
-    Args:
-      length: the number of positions, divisible by ``2 * shards``.
-      shards: the size of the mesh axis.
-
-    Returns:
-      Integers of shape (length,): the position of each token.
-
-    Raises:
-      ValueError: ``2 * shards`` does not divide the length.
-
-    Example:
-      >>> from nnx_sharding.experimental import balanced_order
-      >>> balanced_order(8, 2)
-      array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
-
-    From Brandon et al., 2023, arXiv:2311.09431, in the form of Llama 3 (arXiv:2407.21783).
-    """
-    if length % (2 * shards):
-        raise ValueError(f"balanced_order: 2 × {shards} shards do not divide {length} positions.")
-    chunks = np.arange(length, dtype=np.int32).reshape(2, shards, -1)
-    return np.concatenate([chunks[0], chunks[1, ::-1]], axis=1).ravel()
+from .attention_inputs import AttentionOptions, Inputs, inputs_of
+from .blocks import Marks
+from .layout import Axes, balanced_order, move_tokens
+from .ring_passes import Ring, attend
 
 
 @_compat.api_boundary
@@ -69,13 +39,15 @@ def ring_attention(
     balanced: bool = False,
     mesh: Mesh | AbstractMesh | None = None,
     axis: str = "context",
+    batch_axis: str | Axes | None = None,
+    head_axis: str | Axes | None = None,
     dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     module: object = None,
     broadcast_dropout: bool = True,
-    dropout_rng: object = None,
+    dropout_rng: jax.Array | None = None,
     promote_dtype: object = None,
 ) -> jax.Array:
     """Attention of queries to keys and values that are sharded along the sequence.
@@ -92,12 +64,14 @@ def ring_attention(
     Args:
       query: queries of shape (batch, length, heads, features).
       key: keys of shape (batch, length of keys, key heads, features); each key head serves equally
-        many heads (grouped-query attention).
+        many heads (grouped-query attention). If the devices do not divide their number, as in
+        attention to another sequence, they are padded and hidden.
       value: values of shape (batch, length of keys, key heads, features of values).
       bias: not supported, None.
       mask: booleans of at most four dimensions that broadcast to (batch, heads, length, length of
         keys), as by Flax: where a query may attend. Each device has all columns of its rows; the
-        other options take no memory. A query that may attend to nothing gets zeros.
+        other options take no memory. A dimension of 1 stays 1. A query that may
+        attend to nothing gets zeros.
       is_causal: whether a query attends only to keys at its own position and before.
       window: a query attends only to keys whose position differs by less than this.
       input_positions: of the tokens, integers of shape (length,) or (batch, length), for
@@ -115,13 +89,17 @@ def ring_attention(
         else nothing moves.
       mesh: the mesh; None for the one in context.
       axis: the mesh axis that shards the sequence.
+      batch_axis: the Auto axes that shard the batch. The compiler finds them without being told;
+        only functions of one's own, as in :func:`all_to_all_attention`, need it.
+      head_axis: the Auto axes that shard the heads, as by :func:`tensor_parallel`; likewise.
       dtype: of the computation; None for that of the query.
       precision: as for ``jax.numpy.einsum``.
-      dropout_rate: of weights, which is not supported: 0, or ``deterministic``.
+      dropout_rate: the share of weights that is dropped. Which ones depends on their places in
+        the whole sequence, so that any mesh drops the same, though others than Flax does.
       deterministic: whether there is no dropout.
       module: where Flax sows weights, which is not supported: None.
-      broadcast_dropout: not used.
-      dropout_rng: not used.
+      broadcast_dropout: whether all rows and heads drop the same weights.
+      dropout_rng: the key for dropout.
       promote_dtype: not used.
 
     Returns:
@@ -150,175 +128,65 @@ def ring_attention(
     From Liu et al., 2023, arXiv:2310.01889; the running softmax from Milakov and Gimelshein, 2018,
     arXiv:1805.02867.
     """
-    del broadcast_dropout, dropout_rng, promote_dtype
-    mesh = given_mesh("ring_attention", mesh)
-    size = 1 if mesh is None else mesh.shape.get(axis, 0)
-    arrays = {"query": query, "key": key, "value": value}
-    # These compare the place of a query with that of a key, so both have to be of one sequence.
-    is_self = is_causal or bool(window) or input_positions is not None or segment_ids is not None
-    problems = [
-        *_wrong_shapes(arrays, mask, input_positions, segment_ids),
-        *_wrong_lengths(arrays, size, axis, is_self=is_self),
-        *_unsupported(bias, dropout_rate, deterministic, module, window),
-        *_wrong_mesh(mesh, axis),
-    ]
-    raise_listed(ValueError, "ring_attention:", [f"  {line}" for line in problems])
-    dtype = query.dtype if dtype is None else dtype
-    if rope is not None:
-        query, key = (_rotate(rope, x, input_positions) for x in (query, key))
-    query, key, value = (x.astype(dtype) for x in (query, key, value))
-    length = query.shape[1]
-    can_move = balanced and is_causal and mask is None  # a mask is in the order of the tokens
-    order = _order_of(input_positions, length, size, is_causal, window, can_move=can_move)
-    ring = Ring(
-        mesh=mesh,
-        axis=axis,
-        size=size,
-        is_causal=is_causal,
-        window=window,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        precision=precision,
-        mapped_axes=_compat.spmd_axes() | {axis},
-        is_even=order.is_even,
-    )
-    if mask is not None:
-        mask = jnp.expand_dims(mask, range(4 - jnp.ndim(mask)))  # (batch, heads, length, keys)
-        mask = jnp.broadcast_to(mask, (*mask.shape[:2], length, key.shape[1]))
-    return _attend_in_order(ring, order, query, key, value, segment_ids, mask)
+    options: AttentionOptions = {
+        "is_causal": is_causal,
+        "window": window,
+        "input_positions": input_positions,
+        "segment_ids": segment_ids,
+        "rope": rope,
+        "scale": scale,
+        "balanced": balanced,
+        "mesh": mesh,
+        "batch_axis": batch_axis,
+        "head_axis": head_axis,
+        "dtype": dtype,
+        "precision": precision,
+        "dropout_rate": dropout_rate,
+        "deterministic": deterministic,
+        "module": module,
+        "broadcast_dropout": broadcast_dropout,
+        "dropout_rng": dropout_rng,
+    }
+    arrays = query, key, value
+    return attend_in_ring(inputs_of("ring_attention", arrays, bias, mask, (axis,), options=options))
 
 
-def _attend_in_order(
-    ring: Ring,
-    order: _Order,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None,
-    mask: jax.Array | None,
-) -> jax.Array:
-    """Attends to the tokens; in the balanced order if ``order.moves``, and returns to their own."""
+def attend_in_ring(inputs: Inputs) -> jax.Array:
+    """Attends to the tokens, perhaps in the balanced order, and returns them to their own."""
+    layout, query, key, value = inputs.layout, inputs.query, inputs.key, inputs.value
+    seen, marks = inputs.seen, inputs.marks
+    order = _order_of(inputs)
     if order.moves:
-        moved = move_tokens(ring, (query, key, value, segment_ids))
-        query, key, value, segment_ids = moved
-    output = attend(ring, query, key, value, Visibility(order.positions, segment_ids, mask))
+        moved = move_tokens(layout, (query, key, value, seen.marks.segments))
+        query, key, value, segments = moved
+        # With tokens in their own order, positions are also their places.
+        places = None if marks.places is None else order.positions
+        marks = Marks(order.positions, segments, places)
+        seen = seen._replace(marks=marks)
+    ring = Ring(layout, inputs.rule, order.is_even)
+    output = attend(ring, query, key, value, marks, seen)
     if order.moves:
-        [output] = move_tokens(ring, (output,), back=True)
+        [output] = move_tokens(layout, (output,), back=True)
     return output
 
 
 class _Order(NamedTuple):
-    """The positions of the tokens, as the devices attend to them."""
+    """The order of the tokens, as the devices attend to them."""
 
-    positions: jax.Array | None  # None if they decide nothing
+    positions: jax.Array | None  # after the move
     moves: bool  # whether tokens are moved to the balanced order, and back
     is_even: bool  # whether attention is causal, in the balanced order: equal work for all
 
 
-def _order_of(
-    positions: ArrayLike | None,
-    length: int,
-    size: int,
-    is_causal: bool,
-    window: int | None,
-    *,
-    can_move: bool,
-) -> _Order:
+def _order_of(inputs: Inputs) -> _Order:
     """Decides on the order in which tokens are attended to."""
-    if not (is_causal or window):
+    rule, positions = inputs.rule, inputs.positions
+    length, size = inputs.query.shape[1], inputs.layout.count(inputs.layout.sequence)
+    if not rule.is_causal or size == 1 or length % (2 * size):
         return _Order(None, moves=False, is_even=False)
-    has_chunks = size > 1 and length % (2 * size) == 0
-    moves = can_move and has_chunks and positions is None
-    if positions is None:
-        positions = balanced_order(length, size) if moves else np.arange(length)
+    order = balanced_order(length, size)
+    # A mask is in the order of the tokens.
+    moves = inputs.balanced and inputs.seen.mask is None and positions is None
     # Only positions that are known while tracing can be compared.
-    is_even = (
-        is_causal
-        and not window
-        and has_chunks
-        and isinstance(positions, np.ndarray)
-        and np.array_equal(positions, balanced_order(length, size))
-    )
-    return _Order(jnp.asarray(positions, jnp.int32), moves, is_even)
-
-
-def _unsupported(
-    bias: object,
-    dropout_rate: float,
-    deterministic: bool,
-    module: object,
-    window: int | None,
-) -> Iterator[str]:
-    """Says which options of Flax's function are asked for that a ring does not have."""
-    if bias is not None:
-        yield "bias: not supported"
-    if dropout_rate and not deterministic:
-        yield "dropout of weights: not supported"
-    if module is not None:
-        yield "sowing weights: not supported, they are never in memory"
-    if window is not None and window < 1:
-        yield f"window={window!r}: expected at least 1"
-
-
-def _wrong_shapes(
-    arrays: Mapping[str, jax.Array],
-    mask: ArrayLike | None,
-    positions: ArrayLike | None,
-    segments: jax.Array | None,
-) -> Iterator[str]:
-    """Says which shapes do not fit that of the query, or each other."""
-    if any(x.ndim != 4 for x in arrays.values()):
-        shapes = ((name, x.shape) for name, x in arrays.items())
-        yield from (f"{name}: shape {x}, not 4-D" for name, x in shapes if len(x) != 4)
-        return
-    query, key, value = (x.shape for x in arrays.values())
-    batch, length, heads, features = query
-    if key[:3] != value[:3] or key[0] != batch or key[3] != features:
-        yield f"query {query}, key {key} and value {value} do not fit"
-    elif heads % key[2]:
-        yield f"{key[2]} heads of keys do not divide {heads} heads of queries"
-    whole = (batch, heads, length, key[1])
-    if mask is not None and not _broadcasts(np.shape(mask), whole):
-        yield f"mask: shape {np.shape(mask)} does not broadcast to {whole}"
-    if positions is not None and np.shape(positions) not in ((length,), (batch, length)):
-        given = np.shape(positions)
-        yield f"input_positions: shape {given}, not ({length},) or ({batch}, {length})"
-    if segments is not None and segments.shape != (batch, length):
-        yield f"segment_ids: shape {segments.shape}, not ({batch}, {length})"
-
-
-def _wrong_lengths(
-    arrays: Mapping[str, jax.Array], size: int, axis: str, *, is_self: bool
-) -> Iterator[str]:
-    """Says which lengths the devices do not divide; with ``is_self``, both have to be equal."""
-    if any(x.ndim != 4 for x in arrays.values()):
-        return
-    lengths = {"queries": arrays["query"].shape[1], "keys": arrays["key"].shape[1]}
-    for name, length in lengths.items():
-        if size and length % size:
-            yield f"{size} devices along {axis!r} do not divide {length} {name}; pad them"
-    if is_self and lengths["queries"] != lengths["keys"]:
-        yield "is_causal, window, positions and segments: for as many keys as queries"
-
-
-def _wrong_mesh(mesh: Mesh | AbstractMesh | None, axis: str) -> Iterator[str]:
-    if mesh is not None and axis not in mesh.shape:
-        known = ", ".join(map(repr, mesh.shape))
-        yield f"axis={axis!r}{suggestion(axis, mesh.shape)}: the mesh has {known}"
-
-
-def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether an array of one shape can be broadcast to the other one."""
-    last = whole[len(whole) - len(shape) :] if len(shape) <= len(whole) else ()
-    return len(last) == len(shape) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
-
-
-def _rotate(rope: Callable[..., jax.Array], x: jax.Array, positions: ArrayLike | None) -> jax.Array:
-    """Rotates queries or keys, (batch, length, heads, features), by positions or their order."""
-    x = x.swapaxes(1, 2)  # (batch, heads, length, features)
-    if positions is None:
-        x = rope(x)
-    elif np.ndim(positions) == 1:
-        x = rope(x, jnp.asarray(positions))
-    else:
-        x = jax.vmap(rope)(x, jnp.asarray(positions))
-    return x.swapaxes(1, 2)
+    is_even = moves or (isinstance(positions, np.ndarray) and np.array_equal(positions, order))
+    return _Order(jnp.asarray(order), moves, is_even and not rule.window)

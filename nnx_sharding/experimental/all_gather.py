@@ -1,0 +1,151 @@
+"""Attention over a sharded sequence, for which each device gathers all keys and values.
+
+A device keeps its queries, and has all keys and values while it attends. For n = 4::
+
+                keys                                    keys
+    queries 0  [ a  .  .  . ]                       0  [ a  a  a  a ]    letters are devices that
+    queries 1  [ .  b  .  . ]      all-gather  →    1  [ b  b  b  b ]    have the keys; each row is
+    queries 2  [ .  .  c  . ]                       2  [ c  c  c  c ]    the attention of one
+    queries 3  [ .  .  .  d ]                       3  [ d  d  d  d ]    device
+
+It needs no number of heads, and fits few key heads: what is gathered grows with these only.
+
+**Bytes.** With K bytes of keys on a device, and as many of values, each device sends ``(n - 1) 2
+K`` forward. Backward their gradients are summed and scattered in float32, which sends as many
+numbers once more; a ring also sends keys and values again. A device has ``2 n K`` bytes of keys and
+values of the layer whose attention is computed. They are kept from the forward to the backward
+pass, unless ``remat`` gathers them again.
+
+**Causal balance.** In order, the last device attends to n times as many keys as the first. So
+queries, and queries only, move to :func:`balanced_order` and their outputs back, which sends ``2
+Q`` in each pass. Then device i has chunks i and 2n - 1 - i of 2n::
+
+    chunk       0  1  2  3  4  5  6  7
+    device      a  b  c  d  d  c  b  a      i + 1 and 2n - i chunks of keys: 2n + 1 for everyone
+
+From Llama 3 (arXiv:2407.21783), which gathers keys for the same reasons.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .attention_inputs import AttentionOptions, Inputs, inputs_of
+from .blocks import Marks, Visibility, wide_dtype
+from .layout import Axes, balanced_order, move_tokens
+from .local_attention import AttentionFunction, LocalAttention, local_attention, takes_positions
+
+
+@_compat.api_boundary
+def all_gather_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: object = None,
+    mask: jax.Array | None = None,
+    *,
+    attention: AttentionFunction | None = None,
+    axis: str | Axes = "context",
+    **options: Unpack[AttentionOptions],
+) -> jax.Array:
+    """Attention over a sharded sequence, for which each device gathers all keys and values.
+
+    Args:
+      query: queries of shape (batch, length, heads, features).
+      key: keys of shape (batch, length of keys, key heads, features).
+      value: values of shape (batch, length of keys, key heads, features of values).
+      bias: not supported, None.
+      mask: booleans that broadcast to (batch, heads, length, length of keys).
+      attention: the attention of each device, called with its queries, all keys and all values,
+        and with the keywords that :func:`all_to_all_attention` lists. As its queries are not the
+        whole sequence, ``is_causal`` is in ``mask``, unless it has parameters ``query_positions``
+        and ``key_positions``. None for one that goes block by block.
+      axis: the mesh axes that shard the sequence.
+      **options: as of :func:`ring_attention`. With ``balanced``, the queries of causal attention
+        move, if ``attention`` is told their positions, and so can skip keys.
+
+    Returns:
+      The attention outputs, of shape (batch, length, heads, features of values).
+
+    Raises:
+      ValueError: shapes do not fit each other or the axis, or the mesh lacks it.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.experimental import all_gather_attention
+      >>> mesh = jax.make_mesh((2, 4), ("data", "context"))
+      >>> heads = jax.numpy.ones((4, 64, 2, 16))  # (batch, length, heads, features)
+      >>> forward = jit(
+      ...     lambda q, k, v: all_gather_attention(q, k, v, is_causal=True, balanced=True),
+      ...     mesh=mesh, in_shardings=P("data", "context"),
+      ... )
+      >>> forward(heads, heads, heads).shape
+      (4, 64, 2, 16)
+    """
+    caller, axes = "all_gather_attention", (axis,) if isinstance(axis, str) else axis
+    arrays, is_opaque = (query, key, value), attention is not None
+    inputs = inputs_of(caller, arrays, bias, mask, axes, is_opaque=is_opaque, options=options)
+    local = local_attention(caller, attention, inputs, is_whole=inputs.layout.mesh is None)
+    if not (_can_move(inputs) and takes_positions(attention)):
+        return _attend(inputs, local)
+    length, layout = inputs.query.shape[1], inputs.layout
+    order = jnp.asarray(balanced_order(length, layout.count(axes)))
+    query, segments = move_tokens(layout, (inputs.query, inputs.seen.marks.segments))
+    # With tokens in their own order, positions are also their places.
+    places = None if inputs.seen.marks.places is None else order
+    seen = inputs.seen._replace(marks=Marks(order, segments, places))
+    out = _attend(inputs._replace(query=query, seen=seen), local)
+    moved: tuple[jax.Array] = move_tokens(layout, (out,), back=True)
+    return moved[0]
+
+
+def _can_move(inputs: Inputs) -> bool:
+    """Whether queries may move to the balanced order, as devices would not have equal work."""
+    size = inputs.layout.count(inputs.layout.sequence)
+    is_uneven = inputs.rule.is_causal and size > 1 and inputs.query.shape[1] % (2 * size) == 0
+    # A mask is in the order of the tokens.
+    is_in_order = inputs.positions is None and inputs.seen.mask is None
+    return inputs.balanced and is_uneven and is_in_order
+
+
+def _attend(inputs: Inputs, local: LocalAttention) -> jax.Array:
+    """Gathers keys and values, and attends on each device to all of them."""
+    layout, seen, marks = inputs.layout, inputs.seen, inputs.marks
+    if layout.mesh is None:
+        return local(inputs.query, inputs.key, inputs.value, marks, seen)
+
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
+    ) -> jax.Array:
+        key, value = (_gather(layout.sequence, x) for x in (key, value))
+        return local(query, key, value, marks, seen)
+
+    tokens, axes = layout.tokens(layout.sequence), layout.sequence
+    in_specs = tokens, tokens, tokens, layout.marks(marks, ()), layout.seen(seen, axes)
+    run = layout.map(attend, in_specs, tokens)
+    out: jax.Array = run(inputs.query, inputs.key, inputs.value, marks, seen)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(axes: Axes, x: jax.Array) -> jax.Array:
+    """Gathers keys or values: (b, keys / n, key heads, d) → (b, keys, key heads, d)."""
+    whole: jax.Array = jax.lax.all_gather(x, axes, axis=1, tiled=True)
+    return whole
+
+
+def _scatter(axes: Axes, _: None, d_whole: jax.Array) -> tuple[jax.Array]:
+    """Returns the sum of gradients over devices; XLA for CPUs (jax 0.12) aborts on bfloat16."""
+    wide = d_whole.astype(wide_dtype(d_whole))
+    d_x = jax.lax.psum_scatter(wide, axes, scatter_dimension=1, tiled=True)
+    return (d_x.astype(d_whole.dtype),)
+
+
+_gather.defvjp(lambda axes, x: (_gather(axes, x), None), _scatter)

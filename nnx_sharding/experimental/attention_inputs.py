@@ -1,0 +1,290 @@
+"""What attention over a sharded sequence is called with: checked, and in one form for all methods.
+
+``ring``, ``all_to_all`` and ``all_gather`` take the same arguments, those of Flax's attention
+functions and some more. Here they are refused together if they do not fit, and become:
+
+    Rule         what is known while tracing: causal, window, scale, dropout rate
+    Layout       the mesh axes of the sequence, the batch and the heads
+    Visibility   positions, segments and places of queries, a 4-D mask, the key of dropout
+    Marks        positions, segments and places of keys, which are padded until devices divide them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+
+from ..core.constrain import given_mesh, retype, type_mesh, type_spec
+from ..errors import raise_listed
+from ..specs.fitting import pad_entries, suggestion
+from .blocks import Dropout, Marks, Rule, Visibility, reshape
+from .layout import Axes, Layout, layout_of
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keywords that all methods share; :func:`ring_attention` describes them."""
+
+    is_causal: bool
+    window: int | None
+    input_positions: ArrayLike | None
+    segment_ids: jax.Array | None
+    rope: Callable[..., jax.Array] | None
+    scale: float | None
+    balanced: bool
+    mesh: Mesh | AbstractMesh | None
+    batch_axis: str | Axes | None
+    head_axis: str | Axes | None
+    dtype: DTypeLike | None
+    precision: jax.lax.PrecisionLike
+    dropout_rate: float
+    deterministic: bool
+    module: object
+    broadcast_dropout: bool
+    dropout_rng: jax.Array | None
+    promote_dtype: object
+
+
+class Inputs(NamedTuple):
+    """The arguments of an attention, in one form."""
+
+    rule: Rule
+    layout: Layout
+    query: jax.Array  # (b, queries, heads, d)
+    key: jax.Array  # (b, keys, key heads, d)
+    value: jax.Array  # (b, keys, key heads, features)
+    seen: Visibility
+    marks: Marks  # of the keys
+    positions: ArrayLike | None  # as given; None for those in order
+    balanced: bool  # whether tokens may be moved to the balanced order
+
+
+def inputs_of(
+    caller: str,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    bias: object,
+    mask: ArrayLike | None,
+    sequence: Axes,
+    *,
+    is_opaque: bool = False,
+    exchanged: Axes = (),
+    options: AttentionOptions,
+) -> Inputs:
+    """Checks the arguments of an attention, and brings them in one form.
+
+    Args:
+      caller: the name of the function of the user.
+      arrays: queries, keys and values.
+      bias: not supported.
+      mask: as given.
+      sequence: the mesh axes that shard the sequence, major first.
+      is_opaque: whether the attention of each device is a function of the user.
+      exchanged: those of ``sequence`` within which heads are exchanged for positions.
+      options: the keywords.
+
+    Raises:
+      ValueError: they do not fit each other or the mesh; all faults are listed.
+    """
+    mesh = given_mesh(caller, options.get("mesh"))
+    named = dict(zip(("query", "key", "value"), arrays, strict=True))
+    faults = [
+        *_wrong_shapes(named, mask, options),
+        *_wrong_mesh(mesh, sequence),
+        *_unsupported(bias, options),
+    ]
+    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
+    axes = options.get("batch_axis"), options.get("head_axis")
+    layout = layout_of(mesh, arrays[0], sequence, *axes, is_opaque=is_opaque)
+    exchanged = exchanged if mesh is not None else ()
+    faults = [*_wrong_lengths(named, layout, exchanged, options)]
+    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
+    dtype = options.get("dtype") or arrays[0].dtype
+    positions = options.get("input_positions")
+    query, key, value = arrays
+    if (rope := options.get("rope")) is not None:
+        query, key = (_rotate(rope, x, positions) for x in (query, key))
+    split = layout.count((*layout.heads, *exchanged))
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    key, value = (_repeat_heads(x, split) for x in (key, value))
+    scale = options.get("scale")
+    rule = Rule(
+        is_causal=options.get("is_causal", False),
+        window=options.get("window"),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        precision=options.get("precision"),
+        dropout_rate=0.0 if options.get("deterministic") else options.get("dropout_rate", 0.0),
+    )
+    seen, marks = _visibility(rule, query, key, mask, options)
+    padding = -key.shape[1] % layout.count(sequence)
+    if padding:
+        key, value, seen, marks = _pad_keys(padding, query, key, value, seen, marks)
+    spec = layout.tokens(sequence)
+    query, key, value = (layout.typed(x, spec) for x in (query, key, value))
+    balanced = options.get("balanced", False)
+    return Inputs(rule, layout, query, key, value, seen, marks, positions, balanced)
+
+
+def _visibility(
+    rule: Rule,
+    query: jax.Array,
+    key: jax.Array,
+    mask: ArrayLike | None,
+    options: AttentionOptions,
+) -> tuple[Visibility, Marks]:
+    """Returns what decides to which keys queries attend, and what is known of the keys."""
+    length, keys = query.shape[1], key.shape[1]
+    positions = options.get("input_positions")
+    if not (rule.is_causal or rule.window):
+        positions = None
+    elif positions is None:
+        positions = np.arange(length)
+    if positions is not None:
+        positions = jnp.asarray(positions, jnp.int32)
+    segments = options.get("segment_ids")
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        mask = jnp.expand_dims(mask, range(4 - mask.ndim))  # (batch, heads, length, keys)
+        mask = jnp.broadcast_to(mask, (*mask.shape[:3], keys))
+    if not rule.dropout_rate:
+        marks = Marks(positions, segments)
+        return Visibility(marks, mask), marks
+    rng = options["dropout_rng"]
+    assert rng is not None, "refused by _unsupported"
+    words = jax.random.bits(rng, (2,), jnp.uint32)
+    # As by Flax, all rows and heads drop the same weights unless told otherwise.
+    is_shared = options.get("broadcast_dropout", True)
+    heads, key_heads = query.shape[2], key.shape[2]
+    rows = jnp.arange(1 if is_shared else query.shape[0])
+    numbers = jnp.arange(heads).reshape(key_heads, heads // key_heads)
+    dropout = Dropout(words, rows, jnp.zeros((1, 1), int) if is_shared else numbers)
+    seen = Visibility(Marks(positions, segments, jnp.arange(length)), mask, dropout)
+    return seen, Marks(positions, segments, jnp.arange(keys))
+
+
+def _pad_keys(
+    padding: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seen: Visibility,
+    marks: Marks,
+) -> tuple[jax.Array, jax.Array, Visibility, Marks]:
+    """Adds keys that nothing attends to, as they are of a segment of their own."""
+    batch, keys = key.shape[:2]
+    key, value = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (key, value))
+    # There are no segments of the user: those are for as many keys as queries, so none is padded.
+    is_padding = jnp.arange(keys + padding) >= keys
+    of_keys = jnp.broadcast_to(is_padding.astype(jnp.int32), (batch, keys + padding))
+    of_queries = jnp.zeros((batch, query.shape[1]), jnp.int32)
+    mask = seen.mask
+    if mask is not None:
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, padding)))
+    places = None if marks.places is None else jnp.arange(keys + padding)
+    seen = Visibility(seen.marks._replace(segments=of_queries), mask, seen.dropout)
+    return key, value, seen, Marks(None, of_keys, places)
+
+
+def _repeat_heads(x: jax.Array, split: int) -> jax.Array:
+    """Repeats key heads as often as needed until devices divide them: (b, keys, key heads, d)."""
+    times = math.lcm(x.shape[2], split) // x.shape[2]
+    if times == 1:
+        return x
+    batch, length, heads, features = x.shape
+    whole = jnp.broadcast_to(x[:, :, :, None], (batch, length, heads, times, features))
+    return reshape(whole, (batch, length, heads * times, features), (0, 1, 2, 4))
+
+
+def _unsupported(bias: object, options: AttentionOptions) -> Iterator[str]:
+    """Says which options of Flax's function are asked for that sharded sequences do not have."""
+    window, rate = options.get("window"), options.get("dropout_rate", 0.0)
+    if bias is not None:
+        yield "bias: not supported"
+    if rate and not options.get("deterministic") and options.get("dropout_rng") is None:
+        yield f"dropout_rate={rate}: dropout_rng, a random key, is needed; or deterministic=True"
+    if not 0 <= rate < 1:
+        yield f"dropout_rate={rate}: expected at least 0, and less than 1"
+    if options.get("module") is not None:
+        yield "sowing weights: not supported, they are never in memory"
+    if window is not None and window < 1:
+        yield f"window={window!r}: expected at least 1"
+
+
+def _wrong_shapes(
+    arrays: Mapping[str, jax.Array], mask: ArrayLike | None, options: AttentionOptions
+) -> Iterator[str]:
+    """Says which shapes do not fit that of the query, or each other."""
+    if any(x.ndim != 4 for x in arrays.values()):
+        shapes = ((name, x.shape) for name, x in arrays.items())
+        yield from (f"{name}: shape {x}, not 4-D" for name, x in shapes if len(x) != 4)
+        return
+    query, key, value = (x.shape for x in arrays.values())
+    batch, length, heads, features = query
+    if key[:3] != value[:3] or key[0] != batch or key[3] != features:
+        yield f"query {query}, key {key} and value {value} do not fit"
+    elif heads % key[2]:
+        yield f"{key[2]} heads of keys do not divide {heads} heads of queries"
+    whole = (batch, heads, length, key[1])
+    if mask is not None and not _broadcasts(np.shape(mask), whole):
+        yield f"mask: shape {np.shape(mask)} does not broadcast to {whole}"
+    positions, segments = options.get("input_positions"), options.get("segment_ids")
+    if positions is not None and np.shape(positions) not in ((length,), (batch, length)):
+        given = np.shape(positions)
+        yield f"input_positions: shape {given}, not ({length},) or ({batch}, {length})"
+    if segments is not None and segments.shape != (batch, length):
+        yield f"segment_ids: shape {segments.shape}, not ({batch}, {length})"
+    # These compare the place of a query with that of a key, so both have to be of one sequence.
+    is_self = any(options.get(name) for name in ("is_causal", "window"))
+    if (is_self or positions is not None or segments is not None) and length != key[1]:
+        yield "is_causal, window, positions and segments: for as many keys as queries"
+
+
+def _wrong_lengths(
+    arrays: Mapping[str, jax.Array], layout: Layout, exchanged: Axes, options: AttentionOptions
+) -> Iterator[str]:
+    """Says what the devices do not divide. Keys are padded, but outputs have to stay."""
+    length, heads = arrays["query"].shape[1:3]
+    size, parts = layout.count(layout.sequence), layout.count((*layout.heads, *exchanged))
+    if length % size:
+        name = " and ".join(map(repr, layout.sequence))
+        yield f"{size} devices along {name} do not divide {length} queries; pad them"
+    if heads % parts:
+        yield (
+            f"{parts} devices along {' and '.join(map(repr, (*layout.heads, *exchanged)))} do not "
+            f"divide {heads} heads; exchange them over fewer devices, as in "
+            "axis=('inner', 'outer'), with a ring over the other axis"
+        )
+
+
+def _wrong_mesh(mesh: Mesh | AbstractMesh | None, axes: Axes) -> Iterator[str]:
+    for axis in axes if mesh is not None else ():
+        if axis not in mesh.shape:  # type: ignore[union-attr]
+            known = ", ".join(map(repr, mesh.shape))  # type: ignore[union-attr]
+            yield f"axis={axis!r}{suggestion(axis, mesh.shape)}: the mesh has {known}"  # type: ignore[union-attr]
+
+
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of one shape can be broadcast to the other one."""
+    last = whole[len(whole) - len(shape) :] if len(shape) <= len(whole) else ()
+    return len(last) == len(shape) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
+
+
+def _rotate(rope: Callable[..., jax.Array], x: jax.Array, positions: ArrayLike | None) -> jax.Array:
+    """Rotates queries or keys, (batch, length, heads, features), by positions or their order."""
+    x = x.swapaxes(1, 2)  # (batch, heads, length, features)
+    if positions is None:
+        x = rope(x)
+    elif np.ndim(positions) == 1:
+        x = rope(x, jnp.asarray(positions))
+    else:
+        positions = jnp.asarray(positions)
+        if (spec := type_spec(x)) is not None:  # `vmap` needs rows of one type
+            positions = retype(positions, type_mesh(x), P(pad_entries(spec, 4)[0]))
+        x = jax.vmap(rope)(x, positions)
+    return x.swapaxes(1, 2)

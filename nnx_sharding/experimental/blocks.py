@@ -1,0 +1,426 @@
+"""Attention block by block: what one pair of blocks adds to outputs and to gradients.
+
+No matrix of all queries and all keys is ever in memory: queries and keys are cut into blocks, and
+only one pair of blocks is multiplied at a time::
+
+              keys   b0   b1   b2   b3
+    queries a0     [ 0 ]  .    .    .       a row is one running softmax; its steps are numbered.
+    queries a1     [ 0    1 ]  .    .       Pairs in which no query may attend to a key, here those
+    queries a2     [ 0    1    2 ]  .       above the diagonal of causal attention, are skipped.
+    queries a3     [ 0    1    2    3 ]
+
+**Forward.** Let ``s_j = scale · q · k_j`` be the scores of one query. Three numbers are kept of all
+blocks so far: the largest score m (``row_max``), the sum l of ``exp(s_j - m)`` (``row_sum``), and
+the vector o of ``exp(s_j - m) v_j``, summed (``out``). A block B updates them::
+
+    m' = max(m, max_B s_j)
+    l' = l · exp(m - m') + Σ_B exp(s_j - m')
+    o' = o · exp(m - m') + Σ_B exp(s_j - m') v_j
+
+At the end ``o / l`` is the output, and ``lse = m + log l`` (log-sum-exp) is kept for the backward
+pass, as one number for each query.
+
+**Backward.** The scores are computed again::
+
+    p_ij     = exp(s_ij - lse_i)                          the weights
+    delta_i  = d_out_i · out_i                            = Σ_j p_ij (d_out_i · v_j)
+    d_s_ij   = p_ij (d_out_i · v_j - delta_i)             the derivative of the softmax
+    d_q_i    = scale Σ_j d_s_ij k_j
+    d_k_j    = scale Σ_i d_s_ij q_i
+    d_v_j    = Σ_i p_ij d_out_i
+
+**Dropout.** A weight is multiplied by ``r_ij``, 0 or ``1 / (1 - rate)``: in the last sum of the
+forward pass, and where ``v_j`` is multiplied by ``d_out_i``, both times. ``r_ij`` is a hash of the
+places i and j in the whole sequence (Salmon et al., 2011, doi:10.1145/2063384.2063405), so that any
+split over devices drops the same weights, and no two devices use the same random bits.
+
+The running softmax is from Milakov and Gimelshein, 2018 (arXiv:1805.02867); that only ``lse`` and
+``delta`` are kept, from Dao, 2023 (arXiv:2307.08691).
+
+In comments, and in the formulas of products: b is the batch, q queries, s keys, k key heads, g the
+group of heads that one key head serves, d features.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..core.constrain import type_mesh, type_spec
+from ..specs.fitting import pad_entries
+
+# Scores of 1,024 × 1,024 in float32 are 4 MiB for each head, and keep the matrix units busy.
+BLOCK_LENGTH = 1024
+
+
+class Rule(NamedTuple):
+    """The options of attention that are known while tracing, which are hashable."""
+
+    is_causal: bool = False  # whether queries attend only to keys at their position and before
+    window: int | None = None  # by how much positions have to differ less
+    scale: float = 1.0  # the factor of the scores
+    precision: Any = None  # of products
+    dropout_rate: float = 0.0  # of weights
+
+
+class Marks(NamedTuple):
+    """What is known of tokens, apart from their features; None if it decides nothing."""
+
+    positions: jax.Array | None = None  # (tokens,) or (b, tokens)
+    segments: jax.Array | None = None  # (b, tokens)
+    places: jax.Array | None = None  # (tokens,): where dropout hashes them
+
+
+class Dropout(NamedTuple):
+    """The key of random bits, and the numbers of what has bits of its own."""
+
+    words: jax.Array  # (2,), uint32
+    rows: jax.Array  # (b,), or (1,) if all rows and heads drop the same weights
+    heads: jax.Array  # (k, g), or (1, 1)
+
+
+class Visibility(NamedTuple):
+    """What decides to which keys queries attend; each is None if it does not."""
+
+    marks: Marks = Marks()  # of the queries
+    mask: jax.Array | None = None  # (b or 1, heads or 1, queries or 1, all keys)
+    dropout: Dropout | None = None
+
+
+class Block(NamedTuple):
+    """Some keys and values, with what is known of them."""
+
+    key: jax.Array  # bskd
+    value: jax.Array  # bskd
+    marks: Marks = Marks()
+
+
+class Softmax(NamedTuple):
+    """The running softmax of some queries."""
+
+    row_max: jax.Array  # bkgq
+    row_sum: jax.Array  # bkgq
+    out: jax.Array  # bkgqd, not yet divided by row_sum
+
+    @classmethod
+    def of_nothing(cls, query: jax.Array, features: int) -> Softmax:
+        """Returns that of queries, bqkgd, which have seen no key."""
+        dtype = wide_dtype(query)
+        # From the queries, so that it has their type on Explicit axes.
+        row_sum = jnp.zeros_like(jnp.moveaxis(query, 1, 3), dtype).sum(-1)  # bqkgd → bkgq
+        out = row_sum[..., None] + jnp.zeros(features, dtype)
+        return cls(row_sum - jnp.inf, row_sum, out)
+
+    def add(
+        self, rule: Rule, query: jax.Array, block: Block, seen: Visibility, first_key: Any
+    ) -> Softmax:
+        """Adds a block of keys for the same queries, bqkgd; arguments as for `pair_gradients`."""
+        scores = scores_of(rule, query, block, seen, first_key)
+        row_max = jnp.maximum(self.row_max, scores.max(-1))
+        # A row that has seen no key yet has no finite maximum, and inf - inf is NaN.
+        finite = jnp.where(jnp.isneginf(row_max), 0, row_max)
+        weights, rescale = jnp.exp(scores - finite[..., None]), jnp.exp(self.row_max - finite)
+        kept = weights if seen.dropout is None else weights * kept_weights(rule, seen, block)
+        products = einsum(rule, "bkgqs,bskd->bkgqd", kept.astype(query.dtype), block.value)
+        row_sum = self.row_sum * rescale + weights.sum(-1)
+        return Softmax(row_max, row_sum, self.out * rescale[..., None] + products)
+
+    def results(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the outputs, bkgqd, and the log-sum-exp, bkgq; 0 and inf of rows without keys."""
+        has_any = self.row_sum > 0
+        out = self.out / jnp.where(has_any, self.row_sum, 1)[..., None]
+        # inf makes all weights of the backward pass zero.
+        row_max = jnp.where(has_any, self.row_max, 0)
+        return out, jnp.where(has_any, row_max + jnp.log(self.row_sum), jnp.inf)
+
+
+class QueryGradients(NamedTuple):
+    """What the backward pass needs of some queries."""
+
+    query: jax.Array  # bqkgd
+    d_out: jax.Array  # bqkgd
+    lse: jax.Array  # bkgq
+    delta: jax.Array  # bkgq
+
+
+def pair_gradients(
+    rule: Rule, part: QueryGradients, block: Block, seen: Visibility, first_key: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes what a pair of blocks adds to gradients, not yet multiplied by the scale.
+
+    Args:
+      rule: the options.
+      part: the queries.
+      block: the keys.
+      seen: what the queries see.
+      first_key: the number of the first key of the block, in a mask of all keys.
+
+    Returns:
+      The gradients of queries, bqkgd, of keys and of values, bskd.
+    """
+    dtype = part.query.dtype
+    scores = scores_of(rule, part.query, block, seen, first_key)  # bkgqs
+    weights = jnp.exp(scores - part.lse[..., None])
+    d_weights = einsum(rule, "bqkgd,bskd->bkgqs", part.d_out, block.value)
+    kept = weights
+    if seen.dropout is not None:
+        factors = kept_weights(rule, seen, block)
+        kept, d_weights = weights * factors, d_weights * factors
+    d_scores = (weights * (d_weights - part.delta[..., None])).astype(dtype)
+    d_query = einsum(rule, "bkgqs,bskd->bqkgd", d_scores, block.key)
+    d_key = einsum(rule, "bkgqs,bqkgd->bskd", d_scores, part.query)
+    d_value = einsum(rule, "bkgqs,bqkgd->bskd", kept.astype(dtype), part.d_out)
+    return d_query, d_key, d_value
+
+
+def may_attend(rule: Rule, mine: jax.Array, theirs: jax.Array) -> Any:
+    """Whether a query at one of my positions may attend to a key at one of theirs."""
+    visible = theirs.min() <= mine.max() if rule.is_causal else True
+    if rule.window is not None:
+        visible &= mine.min() - theirs.max() < rule.window
+        visible &= theirs.min() - mine.max() < rule.window
+    return visible
+
+
+def visible_by_marks(rule: Rule, queries: Marks, keys: Marks) -> list[jax.Array]:
+    """Returns what hides keys from queries: booleans, (b or 1, queries, keys)."""
+    visible = []
+    if queries.positions is not None and keys.positions is not None:
+        apart = queries.positions[..., :, None] - keys.positions[..., None, :]
+        visible += [apart >= 0] if rule.is_causal else []
+        visible += [] if rule.window is None else [jnp.abs(apart) < rule.window]
+    if queries.segments is not None and keys.segments is not None:
+        visible.append(queries.segments[:, :, None] == keys.segments[:, None, :])
+    return [x if x.ndim == 3 else x[None] for x in visible]
+
+
+def scores_of(
+    rule: Rule, query: jax.Array, block: Block, seen: Visibility, first_key: Any
+) -> jax.Array:
+    """Returns the scores of some queries, bqkgd, for a block: bkgqs, -inf for what is hidden."""
+    scores = einsum(rule, "bqkgd,bskd->bkgqs", query, block.key) * rule.scale
+    visible = visible_by_marks(rule, seen.marks, block.marks)
+    masks = [x[:, None, None] for x in visible]  # bkgqs, where k and g are 1
+    if seen.mask is not None:
+        columns = jax.lax.dynamic_slice_in_dim(seen.mask, first_key, block.key.shape[1], 3)
+        heads = (1, 1) if seen.mask.shape[1] == 1 else scores.shape[1:3]
+        masks.append(columns.reshape(columns.shape[0], *heads, *columns.shape[2:]))
+    for mask in masks:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    return scores
+
+
+def kept_weights(rule: Rule, seen: Visibility, block: Block) -> jax.Array:
+    """Returns the factors of weights under dropout: 0 or 1 / (1 - rate), bkgqs."""
+    assert seen.dropout is not None
+    words, rows, heads = seen.dropout
+    places = jnp.broadcast_arrays(seen.marks.places[:, None], block.marks.places[None])  # type: ignore[index]
+    counters = jnp.stack(places).astype(jnp.uint32)  # (2, queries, keys)
+
+    def bits_of(row: jax.Array, head: jax.Array) -> jax.Array:
+        # One hash gives each row and head a key, another one each pair of places its bits.
+        key = threefry_2x32(words, jnp.stack([row, head]).astype(jnp.uint32))
+        bits: jax.Array = threefry_2x32(key, counters)
+        return bits[0]
+
+    over_heads = jax.vmap(jax.vmap(bits_of, (None, 0)), (None, 0))
+    bits = jax.vmap(over_heads, (0, None))(rows, heads)  # bkgqs
+    is_kept = bits >= jnp.uint32(min(rule.dropout_rate * 2.0**32, 2.0**32 - 1))
+    return jnp.where(is_kept, 1 / (1 - rule.dropout_rate), 0.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_in_blocks(
+    rule: Rule, query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
+) -> jax.Array:
+    """Computes attention of the queries of a device to keys and values that it has.
+
+    Args:
+      rule: the options.
+      query: (b, queries, heads, d).
+      key: (b, keys, key heads, d).
+      value: (b, keys, key heads, features).
+      marks: what is known of the keys.
+      seen: what queries see.
+
+    Returns:
+      The outputs, (b, queries, heads, features).
+    """
+    out, _ = _forward(rule, query, key, value, marks, seen)
+    return out
+
+
+def _forward(
+    rule: Rule, query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
+) -> tuple[jax.Array, Any]:
+    # JAX would compute what depends on positions alone before a loop over layers, and keep the
+    # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
+    query, block, seen = jax.lax.optimization_barrier((query, Block(key, value, marks), seen))
+    grouped = group_heads(query, block.key.shape[2])  # bqkgd
+    length, num_blocks = _block_length(grouped), block.key.shape[1] // _block_length(block.key)
+
+    def of_queries(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part, part_seen = _slice(grouped, index, length), _slice_seen(seen, index, length)
+
+        def add(softmax: Softmax, j: jax.Array) -> tuple[Softmax, None]:
+            keys = _key_block(block, j)
+            first_key = j * keys.key.shape[1]
+
+            def run(softmax: Softmax) -> Softmax:
+                return softmax.add(rule, part, keys, part_seen, first_key)
+
+            return _if_visible(rule, part_seen.marks, keys.marks, run, softmax), None
+
+        start = Softmax.of_nothing(part, block.value.shape[-1])
+        softmax, _ = jax.lax.scan(add, start, jnp.arange(num_blocks))
+        out, lse = softmax.results()
+        return jnp.moveaxis(out, 3, 1).astype(query.dtype), lse  # bkgqd → bqkgd
+
+    outs, lses = jax.lax.map(of_queries, jnp.arange(grouped.shape[1] // length))
+    out = ungroup_heads(_join(outs, 1))  # (blocks, b, queries, k, g, d) → bqhd
+    return out, (query, block, seen, out, _join(lses, 3))
+
+
+def _backward(rule: Rule, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
+    query, block, seen, out, lse = kept
+    grouped, d_grouped = (group_heads(x, block.key.shape[2]) for x in (query, d_out))  # bqkgd
+    whole = QueryGradients(grouped, d_grouped, lse, delta_of(out, d_out, block.key.shape[2]))
+    length, key_length = _block_length(grouped), _block_length(block.key)
+    State = tuple[jax.Array, jax.Array]
+
+    def of_queries(d_keys: State, index: jax.Array) -> tuple[State, jax.Array]:
+        part = QueryGradients(
+            *(_slice(x, index, length) for x in whole[:2]),
+            *(_slice(x, index, length, 3) for x in whole[2:]),
+        )
+        part_seen = _slice_seen(seen, index, length)
+
+        def add(state: tuple[jax.Array, State], j: jax.Array) -> tuple[Any, None]:
+            keys = _key_block(block, j)
+
+            def run(state: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+                d_query, d_keys = state
+                new = pair_gradients(rule, part, keys, part_seen, j * key_length)
+                pairs = zip(d_keys, new[1:], strict=True)
+                d_keys = tuple(_add_at(x, j * key_length, more) for x, more in pairs)  # type: ignore[assignment]
+                return d_query + new[0], d_keys
+
+            return _if_visible(rule, part_seen.marks, keys.marks, run, state), None
+
+        start = jnp.zeros_like(part.query, wide_dtype(query))
+        steps = jnp.arange(block.key.shape[1] // key_length)
+        (d_query, d_keys), _ = jax.lax.scan(add, (start, d_keys), steps)
+        return d_keys, (d_query * rule.scale).astype(query.dtype)
+
+    zeros = [jnp.zeros_like(x, wide_dtype(query)) for x in (block.key, block.value)]
+    indices = jnp.arange(grouped.shape[1] // length)
+    (d_key, d_value), d_queries = jax.lax.scan(of_queries, (zeros[0], zeros[1]), indices)
+    d_query = ungroup_heads(_join(d_queries, 1))  # (blocks, b, queries, k, g, d) → bqhd
+    d_key, d_value = (x.astype(query.dtype) for x in (d_key * rule.scale, d_value))
+    return d_query, d_key, d_value, None, None
+
+
+attend_in_blocks.defvjp(_forward, _backward)
+
+
+def delta_of(out: jax.Array, d_out: jax.Array, key_heads: int) -> jax.Array:
+    """Returns the product of each output, bqhd, with its gradient: bkgq."""
+    wide = wide_dtype(out)
+    delta = (out.astype(wide) * d_out.astype(wide)).sum(-1)[..., None]  # bqh1
+    return jnp.moveaxis(group_heads(delta, key_heads)[..., 0], 1, 3)
+
+
+def _block_length(x: jax.Array) -> int:
+    """Returns the largest length of equal blocks of the sequence of an array, (b, tokens, …)."""
+    length = x.shape[1]
+    count = next(n for n in range(1, length + 1) if length % n == 0 and length // n <= BLOCK_LENGTH)
+    return length // count
+
+
+def _slice(x: jax.Array, index: Any, size: int, axis: int = 1) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis % x.ndim)
+
+
+def _slice_marks(marks: Marks, index: Any, size: int) -> Marks:
+    return jax.tree.map(lambda x: _slice(x, index, size, -1), marks)  # type: ignore[no-any-return]
+
+
+def _slice_seen(seen: Visibility, index: Any, size: int) -> Visibility:
+    mask = seen.mask
+    if mask is not None and mask.shape[2] > 1:
+        mask = _slice(mask, index, size, 2)
+    return Visibility(_slice_marks(seen.marks, index, size), mask, seen.dropout)
+
+
+def _key_block(block: Block, index: Any) -> Block:
+    size = _block_length(block.key)
+    key, value = _slice(block.key, index, size), _slice(block.value, index, size)
+    return Block(key, value, _slice_marks(block.marks, index, size))
+
+
+def _add_at(x: jax.Array, start: jax.Array, more: jax.Array) -> jax.Array:
+    """Adds to some tokens of an array, (b, tokens, …)."""
+    sums = jax.lax.dynamic_slice_in_dim(x, start, more.shape[1], 1) + more
+    return jax.lax.dynamic_update_slice_in_dim(x, sums, start, 1)
+
+
+def _if_visible(
+    rule: Rule, mine: Marks, theirs: Marks, run: Callable[[Any], Any], state: Any
+) -> Any:
+    """Runs a function on a state if any of the queries may attend to any of the keys."""
+    positions = mine.positions, theirs.positions
+    if any(x is None or x.ndim > 1 for x in positions):
+        return run(state)
+    return jax.lax.cond(may_attend(rule, *positions), run, lambda state: state, state)  # type: ignore[arg-type]
+
+
+def _join(blocks: jax.Array, axis: int) -> jax.Array:
+    """Joins blocks, the first dimension, along one of the others."""
+    moved = jnp.moveaxis(blocks, 0, axis)
+    shape = (*moved.shape[:axis], math.prod(moved.shape[axis : axis + 2]), *moved.shape[axis + 2 :])
+    kept = [i if i < axis else i + 1 for i in range(len(shape))]
+    return reshape(moved, shape, [None if i == axis + 1 else i for i in kept])
+
+
+def wide_dtype(x: jax.Array) -> Any:
+    """The dtype in which sums are computed: float32, or float64 for that."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def einsum(rule: Rule, formula: str, one: jax.Array, other: jax.Array) -> jax.Array:
+    """Multiplies arrays, and sums in a wide dtype."""
+    dtype = wide_dtype(one)
+    return jnp.einsum(formula, one, other, precision=rule.precision, preferred_element_type=dtype)
+
+
+def group_heads(x: jax.Array, key_heads: int) -> jax.Array:
+    """Splits heads by the key head that serves them: bqhd → bqkgd."""
+    batch, length, heads, features = x.shape
+    shape = (batch, length, key_heads, heads // key_heads, features)
+    return reshape(x, shape, (0, 1, 2, None, 3))
+
+
+def ungroup_heads(x: jax.Array) -> jax.Array:
+    """Joins heads: bqkgd → bqhd."""
+    shape = (*x.shape[:2], math.prod(x.shape[2:4]), x.shape[4])
+    return reshape(x, shape, (0, 1, 2, 4))
+
+
+def reshape(x: jax.Array, shape: tuple[int, ...], dimensions: Sequence[int | None]) -> jax.Array:
+    """Reshapes an array; each new dimension has the Explicit axes of the old one that is named."""
+    spec = type_spec(x)
+    if spec is None:
+        return x.reshape(shape)
+    old = pad_entries(spec, x.ndim)
+    entries = [None if i is None else old[i] for i in dimensions]
+    sharding = NamedSharding(type_mesh(x), P(*entries))
+    reshaped: jax.Array = jax.lax.reshape(x, shape, out_sharding=sharding)
+    return reshaped

@@ -1,0 +1,131 @@
+"""Attention of one device: block by block, or by a function of the user, such as a kernel.
+
+A function of the user is called with its arrays, ``(batch, length, heads, features)``, and of these
+keywords with those that are needed and that it has a parameter for:
+
+    is_causal                           queries and keys are the whole sequence, in order; or
+    is_causal, query_positions,         they are where these integers say, (length,) or
+      key_positions                     (batch, length)
+    window                              as for is_causal, in the same two cases
+    query_segment_ids, key_segment_ids  integers, (batch, length)
+    scale                               the factor of the scores, if it is not 1 / sqrt(features)
+    precision                           of products, unless that is None
+    dropout_rate, dropout_rng,          the key is different on each device
+      broadcast_dropout, deterministic
+
+What it has no parameter for becomes ``mask``, booleans of ``(batch or 1, heads or 1, queries or 1,
+keys)``; scale becomes a factor of the queries.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .attention_inputs import Inputs
+from .blocks import Marks, Rule, Visibility, attend_in_blocks, visible_by_marks
+
+# Called with the queries, keys and values of one device, and keywords.
+AttentionFunction = Callable[..., jax.Array]
+LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, Marks, Visibility], jax.Array]
+
+
+def local_attention(
+    caller: str, attention: AttentionFunction | None, inputs: Inputs, *, is_whole: bool
+) -> LocalAttention:
+    """Returns the function that attends on each device.
+
+    Args:
+      caller: the name of the public function, for errors.
+      attention: a function of the user; None for that of this library.
+      inputs: the arguments of the whole attention.
+      is_whole: whether a device has all queries and all keys.
+
+    Raises:
+      ValueError: the function of the user can have no dropout.
+    """
+    rule = inputs.rule
+    if attention is None:
+        return functools.partial(attend_in_blocks, rule)
+    names = parameter_names(attention)
+    if rule.dropout_rate and "dropout_rng" not in names:
+        raise ValueError(f"{caller}: attention has no parameter dropout_rng, for dropout.")
+    in_order = is_whole and inputs.positions is None
+    mapped = tuple(sorted(inputs.layout.mapped))
+
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
+    ) -> jax.Array:
+        keywords, hidden = _split_rule(rule, names, marks, seen, in_order=in_order)
+        if rule.scale != query.shape[-1] ** -0.5:
+            if "scale" in names:
+                keywords["scale"] = rule.scale
+            else:
+                query = query * (rule.scale * query.shape[-1] ** 0.5)
+        if rule.precision is not None and "precision" in names:
+            keywords["precision"] = rule.precision
+        if seen.dropout is not None:
+            device = jax.lax.axis_index(mapped) if mapped else 0
+            rng = jax.random.fold_in(jax.random.wrap_key_data(seen.dropout.words), device)
+            offered = {
+                "dropout_rate": rule.dropout_rate,
+                "dropout_rng": rng,
+                "broadcast_dropout": seen.dropout.rows.size == 1,
+                "deterministic": False,
+            }
+            keywords |= {name: x for name, x in offered.items() if name in names}
+        mask = _joined(hidden, seen.mask)
+        if mask is not None:
+            keywords["mask"] = mask
+        return attention(query, key, value, **keywords)
+
+    return attend
+
+
+def parameter_names(function: AttentionFunction) -> frozenset[str]:
+    """Returns the names of the parameters of a function; none of one that cannot be read."""
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def takes_positions(attention: AttentionFunction | None) -> bool:
+    """Whether a function is told the positions of tokens that are not in order."""
+    needed = {"query_positions", "key_positions"}
+    return attention is None or needed <= parameter_names(attention)
+
+
+def _split_rule(
+    rule: Rule, names: frozenset[str], marks: Marks, seen: Visibility, *, in_order: bool
+) -> tuple[dict[str, Any], list[jax.Array]]:
+    """Splits what hides keys into keywords, and masks of (b or 1, queries, keys) for the rest."""
+    keywords: dict[str, Any] = {}
+    left, mine, theirs = rule, seen.marks, marks
+    by_position = {"query_positions", "key_positions"} <= names
+    if in_order or by_position:
+        if rule.is_causal and "is_causal" in names:
+            keywords["is_causal"] = True
+            left = left._replace(is_causal=False)
+        if rule.window is not None and "window" in names:
+            keywords["window"] = rule.window
+            left = left._replace(window=None)
+        if keywords and by_position:
+            keywords["query_positions"] = mine.positions
+            keywords["key_positions"] = theirs.positions
+    segments = {"query_segment_ids": mine.segments, "key_segment_ids": theirs.segments}
+    if mine.segments is not None and segments.keys() <= names:
+        keywords |= segments
+        mine = mine._replace(segments=None)
+    return keywords, visible_by_marks(left, mine, theirs)
+
+
+def _joined(hidden: list[jax.Array], mask: jax.Array | None) -> jax.Array | None:
+    """Returns one mask, (b or 1, heads or 1, queries or 1, keys), for all; None for none."""
+    masks = [x[:, None] for x in hidden] + ([] if mask is None else [mask])
+    return functools.reduce(jnp.logical_and, masks) if masks else None
