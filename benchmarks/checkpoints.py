@@ -70,8 +70,6 @@ def main() -> None:
         measure_save(model, make, mesh, repeats)
         for name, rules in ("as saved", ROWS), ("other axis", COLUMNS), ("replicated", REPLICATED):
             measure_restore(name, model, lambda r=rules: abstract_init(make, r, mesh), repeats)
-        save(model, sharded_init(make, ROWS, mesh), overwrite=True, checksums=False)
-        measure_restore("no checksums", model, lambda: abstract_init(make, ROWS, mesh), repeats)
 
 
 def measure_save(folder: Path, make: Callable[[], Any], mesh: Any, repeats: int) -> None:
@@ -82,7 +80,6 @@ def measure_save(folder: Path, make: Callable[[], Any], mesh: Any, repeats: int)
     paths = (folder.with_name(f"{folder.name}{i}") for i in itertools.count())
     ways = {
         "orbax": lambda model: orbax_save(next(paths), nnx.state(model)),
-        "without checksums": lambda model: save(next(paths), model, checksums=False),
         "": lambda model: save(next(paths), model),
     }
     measure("save", ways, lambda: model, repeats)

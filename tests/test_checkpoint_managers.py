@@ -89,7 +89,7 @@ def test_a_manager_of_the_user(tmp_path):
     assert contents_of(three) == contents_of(one)
     # An only item has no name.
     with ocp.CheckpointManager(tmp_path / "single") as manager:
-        manager.save(0, args=ModelSave(one, checksums=False))
+        manager.save(0, args=ModelSave(one))
         assert contents_of(manager.restore(0, args=ModelRestore(trained(4)))) == contents_of(one)
 
 

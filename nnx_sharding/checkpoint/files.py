@@ -51,21 +51,19 @@ T = TypeVar("T")
 
 
 @_compat.api_boundary
-def save(
-    path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False, checksums: bool = True
-) -> None:
+def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:
     """Writes a model, an optimizer or any pytree of them and of arrays to a checkpoint.
 
     The checkpoint is what Orbax's ``StandardCheckpointer`` writes for ``nnx.state(tree)``, and
-    ``StandardCheckpointer`` can read it. A shared Variable is stored once. Each process writes its
-    own shards of global arrays; the first process writes all other arrays and numbers.
+    ``StandardCheckpointer`` can read it, with a checksum of each array, which :func:`restore`
+    compares. A shared Variable is stored once. Each process writes its own shards of global arrays;
+    the first process writes all other arrays and numbers.
 
     Args:
       path: the directory to make, with its parents.
       tree: what to save; it is not changed.
       overwrite: whether to replace an existing checkpoint, once the new one is written. A folder
-        that holds anything else is not replaced.
-      checksums: whether to store a checksum of each array, which :func:`restore` compares.
+        that holds anything else is not replaced, and nothing in a bucket (``gs://…``).
 
     Raises:
       FileExistsError: ``path`` exists, and ``overwrite`` is false or it is not only a checkpoint;
@@ -86,30 +84,24 @@ def save(
       True
     """
     folder = as_folder(path)
-    is_bucket = "://" in str(folder)
     with Operation("save", folder) as operation:
         operation.agree(path=str(folder))
         new, draft = folder, None
         if operation.is_first:
             _check_obstacles(folder, overwrite)
-            if is_bucket:  # where nothing can be exchanged
-                new = _beside(folder) if folder.exists() else folder
-            else:
-                draft = operation.enter(Draft(Path(folder), _is_of_draft))
+            if not _is_in_bucket(folder):
+                draft = operation.enter(Draft(Path(folder), _is_of_draft))  # the lock, too
                 new = draft.folder / _IN_DRAFT
             # Orbax lets the other processes wait until the first one makes this folder.
             as_folder(new / "array_metadatas").mkdir(parents=True)
         new = as_folder(operation.agree(str(new)))
         with progress(f"save {folder.name}"):
-            ModelHandler().save(new, args=ModelSave(tree, checksums))
+            ModelHandler().save(new, args=ModelSave(tree))
         if operation.is_first:
             (new / "commit_success.txt").write_text("")  # by which Orbax knows complete ones
             opened("save", new)
             if draft is not None:
                 draft.publish(Path(new))
-            elif new != folder:
-                folder.rmtree()
-                new.rename(folder)
 
 
 _IN_DRAFT = "checkpoint"
@@ -121,11 +113,8 @@ def _is_of_draft(path: str) -> bool:
     return above == _IN_DRAFT and is_of_orbax(below)
 
 
-def _beside(folder: FilePath) -> FilePath:
-    """Returns a folder next to one in a bucket, after deleting what a killed process left there."""
-    new = folder.parent / f".{folder.name}.nnx_sharding-new"
-    new.rmtree(missing_ok=True)
-    return new
+def _is_in_bucket(folder: FilePath) -> bool:
+    return "://" in str(folder)
 
 
 def _check_obstacles(folder: FilePath, overwrite: bool) -> None:
@@ -133,7 +122,9 @@ def _check_obstacles(folder: FilePath, overwrite: bool) -> None:
     if not folder.exists():
         return
     reason = ""
-    if not overwrite:
+    if _is_in_bucket(folder):
+        reason = "exists, and nothing can be replaced at once in a bucket; delete it first"
+    elif not overwrite:
         reason = "exists; overwrite=True replaces it if it is a checkpoint"
     elif not is_checkpoint(folder):
         reason = "is not a checkpoint, so it is kept"
@@ -220,8 +211,9 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         with Operation("save", directory) as operation:
             flat, arrays = check_storable(args.tree)
             operation.agree(arrays=digest(arrays))  # from here on, devices compute together
-            standard = _standard_args(flat, arrays, args.checksums)
-            with _writing(directory):
+            standard = _standard_args(flat, arrays)
+            # In a mesh, JAX 0.10 refuses to slice single shards, as Orbax does.
+            with _writing(directory), jax.set_mesh(Mesh(np.empty((), object), ())):
                 futures = await super().async_save(directory, args=standard)
         finalize = functools.partial(super().finalize, directory)
         return [_Written(directory, Operation("save", directory), futures or (), finalize)]
@@ -294,7 +286,6 @@ class ModelSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     Attributes:
       tree: what to save.
-      checksums: whether to store a checksum of each array, which restoring compares.
 
     Example:
       >>> import tempfile
@@ -310,7 +301,6 @@ class ModelSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """
 
     tree: Any
-    checksums: bool = True
 
 
 @ocp.args.register_with_handler(ModelHandler, for_restore=True)
@@ -331,7 +321,7 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     rename: Mapping[str, str] | None = None
 
 
-def _standard_args(flat: Flat, arrays: Sequence[NamedArray], has_sums: bool) -> Any:
+def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
     """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks."""
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
@@ -342,10 +332,10 @@ def _standard_args(flat: Flat, arrays: Sequence[NamedArray], has_sums: bool) -> 
     if not stored:
         raise ValueError("save: expected arrays with at least one element, got none.")
     with progress("checksums"):
-        sums = checksums(list(stored.values())) if has_sums else []
+        sums = checksums(list(stored.values()))
     keys = [array for array in arrays if array.name in stored and is_key(array.leaf)]
     empty = [array for array in arrays if array.name not in stored]  # which Orbax does not store
-    totals = zip(map(".".join, stored), sums, strict=False)
+    totals = zip(map(".".join, stored), sums, strict=True)
     manifest = {
         "version": VERSION,
         "checksums": {name: total for name, total in totals if total is not None},

@@ -16,16 +16,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..core.agreement import Operation
@@ -53,7 +54,10 @@ from .names import (
     selected,
     suggestions,
 )
-from .stored import Entry, Stored, key_kind, key_words, load, opened
+from .stored import KEY_KINDS, Entry, FilePath, Stored, key_words, load, opened
+
+if TYPE_CHECKING:
+    from .files import ModelRestore
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -63,39 +67,35 @@ _LAYERS = "layers"  # the attribute of a `Stack` in the place of the index into 
 _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
 
 
-def restore_into(folder: Any, given: Any) -> Any:
+def restore_into(folder: FilePath, given: ModelRestore) -> Any:
     """Reads and checks everything, then fills the tree of a ``ModelRestore`` and returns it."""
     with Operation("restore", folder) as operation:
         flat = flatten(given.tree)
         if not _compat.trace_is_clean():
             raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
         arrays = selected("restore", named_arrays(flat), given.only, is_storable)
-        shardings = _shardings(given.tree, flat, arrays, given.sharding, given.mesh)
+        shardings = _shardings(given, flat, arrays)
         stored = opened("restore", folder)
         finder = _Finder(stored, given.rename)
         targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
         operation.agree(arrays=digest(arrays))
-        values = load("restore", stored, _wanted(stored, targets), operation)
+        values = load(stored, _wanted(stored, targets), operation)
         converted = _converted(targets, values)
     return filled(flat, converted, "restore")  # now that no process has failed
 
 
 def _shardings(
-    tree: Any,
-    flat: Flat,
-    arrays: Sequence[NamedArray],
-    sharding: Any,
-    mesh: Mesh | AbstractMesh | None,
+    given: ModelRestore, flat: Flat, arrays: Sequence[NamedArray]
 ) -> dict[int, Sharding | None]:
     """Returns the sharding of each slot; None for the default device, and for the host.
 
     ``assign_shardings`` fits given shardings to the arrays. Those that the model has already fit,
     but a mesh of another size may not divide the arrays, and an abstract one has no devices.
     """
-    declared: list[Any] = [None] * len(flat.leaves)
+    sharding, mesh, declared = given.sharding, given.mesh, [None] * len(flat.leaves)
     if sharding is not None:
-        _, declared = assign_shardings(tree, flat, sharding, mesh=mesh, caller="restore")
+        _, declared = assign_shardings(given.tree, flat, sharding, mesh=mesh, caller="restore")
     result: dict[int, Sharding | None] = {}
     problems = []
     for array in arrays:
@@ -223,61 +223,6 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
     return tuple(leaf.shape), leaf.dtype
 
 
-class _Misfits:
-    """How the arrays of a checkpoint differ from those to restore, as lines by kind."""
-
-    def __init__(self, stored: Stored):
-        self._entries = stored.entries
-        self.missing: dict[str, str] = {}  # by path in the model
-        self.shapes: list[str] = []
-        self.dtypes: list[str] = []
-        # Which layers of each stored array are wanted: indices into its leading dimensions.
-        self._layers: dict[Name, set[tuple[int, ...]]] = {}
-
-    def add(self, target: _Target, cast: bool) -> None:
-        """Compares an array with what it is restored from: itself, or one piece for each layer."""
-        leaf = target.array.leaf
-        levels = len(target.source.stacked)  # dimensions of the model's array that are layers
-        for piece in target.source.pieces:
-            path = path_string(piece.name) if levels else target.array.path
-            entry = self._entries.get(piece.name)
-            # A stored stack may have fewer layers than the model.
-            if entry is None or any(
-                index >= size for index, size in zip(piece.layer, entry.array.shape, strict=False)
-            ):
-                self.missing[path] = f"  {path}, shape {np.shape(leaf)[levels:]}"
-                continue
-            self._layers.setdefault(piece.name, set()).add(piece.layer)
-            self._compare(entry.array.path if levels else path, entry, piece, leaf, levels, cast)
-
-    def _compare(
-        self, path: str, entry: Entry, piece: _Piece, leaf: Any, levels: int, cast: bool
-    ) -> None:
-        """Compares shape and dtype without the dimensions of layers on either side."""
-        whole_shape, dtype = _type_of(leaf, entry)
-        stored_shape, shape = entry.array.shape[len(piece.layer) :], whole_shape[levels:]
-        stored_dtype = entry.array.dtype
-        if stored_shape != shape:
-            self.shapes.append(f"  {path}: {stored_shape} in the checkpoint, {shape} in the model")
-        elif not _is_same_dtype(stored_dtype, dtype, cast):
-            text = dtype.__name__ if isinstance(dtype, type) else dtype
-            self.dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
-
-    def add_unwanted_layers(self) -> None:
-        """Adds the stored stacks of which the model has only some layers."""
-        for name, indices in self._layers.items():
-            array = self._entries[name].array
-            count = math.prod(array.shape[: len(min(indices))])
-            if len(indices) < count:
-                counts = f"{count} layers in the checkpoint, {len(indices)} in the model"
-                self.shapes.append(f"  {array.path}: {counts}")
-
-    def unknown(self) -> list[str]:
-        """Returns the paths of what is stored, but not in the model."""
-        unwanted = (entry for name, entry in self._entries.items() if name not in self._layers)
-        return [entry.array.path or "the root" for entry in unwanted]
-
-
 def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
     """Raises an error if the arrays of the checkpoint differ from those to restore.
 
@@ -287,23 +232,52 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
       is_part: whether the checkpoint may have more than the model.
       cast: whether dtypes of one kind may differ.
     """
-    misfits = _Misfits(stored)
+    missing: dict[str, str] = {}  # lines by path in the model
+    shapes, dtypes = list[str](), list[str]()
+    # Which layers of each stored array are wanted: indices into its leading dimensions.
+    layers: dict[Name, set[tuple[int, ...]]] = {}
     for target in targets:
-        misfits.add(target, cast)
-    if not is_part:
-        misfits.add_unwanted_layers()
-    missing, unknown = misfits.missing, misfits.unknown()
+        leaf, levels = target.array.leaf, len(target.source.stacked)
+        for piece in target.source.pieces:
+            entry = stored.entries.get(piece.name)
+            path = path_string(piece.name) if levels else target.array.path
+            # A stored stack may have fewer layers than the model.
+            if entry is None or any(map(operator.ge, piece.layer, entry.array.shape)):
+                missing[path] = f"  {path}, shape {np.shape(leaf)[levels:]}"
+                continue
+            layers.setdefault(piece.name, set()).add(piece.layer)
+            # Both without the dimensions of layers that only one side has.
+            shape, dtype = _type_of(leaf, entry)
+            shape, stored_shape = shape[levels:], entry.array.shape[len(piece.layer) :]
+            path, stored_dtype = entry.array.path if levels else path, entry.array.dtype
+            if stored_shape != shape:
+                shapes.append(f"  {path}: {stored_shape} in the checkpoint, {shape} in the model")
+            elif not _is_same_dtype(stored_dtype, dtype, cast):
+                text = dtype.__name__ if isinstance(dtype, type) else dtype
+                dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
+    entries = [entry for name, entry in stored.entries.items() if name not in layers]
+    unknown = [entry.array.path or "the root" for entry in entries]
     near = suggestions(len(missing) + len(unknown))
-    others = [] if is_part else [f"  {path}{near(path, missing)}" for path in unknown]
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
-        "Not in the model": others,
-        "Of another shape": misfits.shapes,
-        OF_ANOTHER_DTYPE: misfits.dtypes,
+        "Not in the model": [] if is_part else [f"  {x}{near(x, missing)}" for x in unknown],
+        "Of another shape": shapes if is_part else [*shapes, *_unwanted_layers(stored, layers)],
+        OF_ANOTHER_DTYPE: dtypes,
     }
     head = f"restore: {stored.folder} does not fit the model."
     remedy = _remedy(missing, unknown, is_part)
     raise_listed(CheckpointError, head, by_kind(problems), remedy)
+
+
+def _unwanted_layers(
+    stored: Stored, layers: Mapping[Name, Collection[tuple[int, ...]]]
+) -> Iterator[str]:
+    """Describes the stored stacks of which the model has only some layers."""
+    for name, indices in layers.items():
+        array = stored.entries[name].array
+        count = math.prod(array.shape[: len(min(indices))])
+        if len(indices) < count:
+            yield f"  {array.path}: {count} layers in the checkpoint, {len(indices)} in the model"
 
 
 def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> str:
@@ -435,7 +409,7 @@ def _like(value: Any, leaf: Any, sharding: Sharding | None) -> Any:
         return np.array(value, leaf.dtype)
     if is_key(leaf):
         words = _placed(value, value.dtype, sharding)
-        return jax.random.wrap_key_data(words, impl=key_kind(leaf.dtype))
+        return jax.random.wrap_key_data(words, impl=KEY_KINDS[str(leaf.dtype)])
     return _placed(value, leaf.dtype, sharding, bool(getattr(leaf, "weak_type", False)))
 
 

@@ -14,7 +14,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,6 +47,7 @@ from .stored import as_folder
 from .tensor_files import (
     INDEX_FILE,
     NAMES,
+    Box,
     Region,
     StoredTensor,
     create,
@@ -217,21 +218,27 @@ def _read(leaf: Any, parts: Parts, bounds: Region, misfits: set[str]) -> np.ndar
     """Returns the values of a region of an array. Dtypes that do not fit go into ``misfits``."""
     result = empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
-        for chunk_bounds, chunk in _chunks(result, bounds):
-            for part in placement.parts(chunk_bounds):
-                target = part.view(chunk)
-                is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
-                out = target if is_alike else None
-                values = read_box(tensor, part.box, out)
-                if np.may_share_memory(values, target):  # it was read in place, as it is
-                    continue
-                values = values.reshape(target.shape)
-                # What does not fit is reported below, for all tensors at once.
-                with np.errstate(over="ignore", invalid="ignore"):
-                    target[...] = values
-                if not _fits(values, target):
-                    misfits.add(str(tensor.dtype))
+        for box, target in _boxes(placement, bounds, result):
+            is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
+            values = read_box(tensor, box, target if is_alike else None)
+            if np.may_share_memory(values, target):  # it was read in place, as it is
+                continue
+            values = values.reshape(target.shape)
+            # What does not fit is reported by the caller, for all tensors at once.
+            with np.errstate(over="ignore", invalid="ignore"):
+                target[...] = values
+            if not _fits(values, target):
+                misfits.add(str(tensor.dtype))
     return result
+
+
+def _boxes(
+    placement: Placement, bounds: Region, data: np.ndarray[Any, Any]
+) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
+    """Yields boxes of a tensor, and views of what they are in the data of a region of an array."""
+    for chunk_bounds, chunk in _chunks(data, bounds):
+        for part in placement.parts(chunk_bounds):
+            yield part.box, part.view(chunk)
 
 
 def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool:
@@ -287,8 +294,7 @@ def save_safetensors(
 
     Args:
       path: a folder, which is created. It gets ``model.safetensors``, or several files and
-        ``model.safetensors.index.json``. It may be in a bucket (``gs://…``) if there is one
-        process, which then writes each file to a temporary folder first.
+        ``model.safetensors.index.json``. It cannot be in a bucket (``gs://…``).
       model: what to save.
       rules: as for :func:`load_safetensors`. As names are made from them, patterns are names with
         groups in parentheses, and each group is in the path or the dimensions.
@@ -300,17 +306,16 @@ def save_safetensors(
     Raises:
       CheckpointError: the folder has such files already, or they cannot be written.
       ValueError: arrays have no rule, no name can be made from one, tensors are not filled by their
-        arrays, ``only`` selects nothing, or several processes save to a bucket.
+        arrays, ``only`` selects nothing, or the path is in a bucket.
 
     Example:
       See :func:`load_safetensors`.
     """
     folder = as_folder(path)
-    is_bucket = "://" in os.fspath(folder)
-    if is_bucket and jax.process_count() > 1:
+    if "://" in os.fspath(folder):  # where no file can be written in part, or exchanged
         raise ValueError(
-            f"{_SAVE}: several processes cannot write one file of {folder}. Save to a file system "
-            "that they share, and upload the files."
+            f"{_SAVE}: files cannot be written to {folder}. Save to a file system that all "
+            "processes share, and upload the files."
         )
     with Operation(_SAVE, folder) as operation:
         arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
@@ -321,9 +326,10 @@ def save_safetensors(
         groups = _split(tensors, max_shard_size)
         release, sent = None, None
         if operation.is_first:
-            release = operation.enter(new_release(folder, len(groups), overwrite=overwrite))
+            files = new_release(Path(folder), len(groups), overwrite=overwrite)
+            release = operation.enter(files)
             _create(release, groups, tensors)
-            sent = [str(release.local), release.files]
+            sent = [str(release.draft.folder), release.files]
         local, names = operation.agree(sent)
         with progress(_SAVE, len(tensors)) as advance:
             for name, group in zip(names, groups, strict=True):
@@ -338,7 +344,7 @@ def _create(
 ) -> None:
     """Creates the files without values, and the index of several files."""
     for name, group in zip(release.files, groups, strict=True):
-        create(release.local / name, {tensor: tensors[tensor] for tensor in group})
+        create(release.draft.folder / name, {tensor: tensors[tensor] for tensor in group})
     if len(groups) > 1:
         index = {
             "metadata": {"total_size": sum(x.nbytes for x in tensors.values())},
@@ -348,7 +354,7 @@ def _create(
                 for tensor in group
             },
         }
-        (release.local / INDEX_FILE).write_text(json.dumps(index, indent=2))
+        (release.draft.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
 def _write_file(
@@ -358,7 +364,10 @@ def _write_file(
     with path.open("r+b", buffering=0) as file:
         stored = read_header(_SAVE, path, file)
         for name, tensor in tensors.items():
-            _write(stored[name], tensor.parts)
+            for placement, value in tensor.parts:
+                for bounds, data in _shards(value):
+                    for box, values in _boxes(placement, bounds, data):
+                        write_box(stored[name], box, values)
             advance(name)
         os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
 
@@ -412,15 +421,6 @@ def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> list[list[s
         groups[-1].append(name)
         total += tensor.nbytes
     return groups
-
-
-def _write(tensor: StoredTensor, parts: Iterable[tuple[Placement, Array]]) -> None:
-    """Writes the parts of a tensor that this process holds."""
-    for placement, value in parts:
-        for bounds, data in _shards(value):
-            for chunk_bounds, chunk in _chunks(data, bounds):
-                for part in placement.parts(chunk_bounds):
-                    write_box(tensor, part.box, part.view(chunk))
 
 
 def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:

@@ -12,7 +12,6 @@ import json
 import operator
 import os
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -82,7 +81,6 @@ class Checkpoints:
         data: Any = None,
         metrics: Any = None,
         force: bool = False,
-        checksums: bool = True,
     ) -> bool:
         """Saves one step if the manager decides to. Call it at each training step.
 
@@ -95,7 +93,6 @@ class Checkpoints:
             handler.
           metrics: numbers by name, for ``best_fn`` of the manager.
           force: whether to save regardless of what the manager decides.
-          checksums: whether to store a checksum of each array.
 
         Returns:
           Whether the step is saved.
@@ -121,7 +118,7 @@ class Checkpoints:
                 self._check_is_next(step, newest, " Another job has saved it since this started.")
             # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
             check_storable(tree)
-            items: dict[str, Any] = {MODEL: ModelSave(tree, checksums)}
+            items: dict[str, Any] = {MODEL: ModelSave(tree)}
             if data is not None:
                 items[DATA] = _DataArgs(_encoded(data))
             operation.agree()
@@ -158,16 +155,8 @@ class Checkpoints:
     ) -> Any:
         """Restores one step, as :func:`~nnx_sharding.checkpoint.restore` does.
 
-        Args:
-          tree: what to fill.
-          sharding: where to place arrays.
-          mesh: the mesh of partition specs.
-          step: its number; None for the last one.
-          data: a data iterator to set to the state that was saved with the step.
-          **options: ``only``, ``cast`` and ``rename`` of ``restore``.
-
-        Returns:
-          ``tree``, with arrays outside of modules and Variables in new containers.
+        ``step`` is its number, or None for the last one, and ``data`` is a data iterator to set to
+        the state that was saved with the step. All other arguments are those of that function.
 
         Raises:
           NoCheckpointError: no step is stored, or not this one.
@@ -244,24 +233,18 @@ class Checkpoints:
                     f"Checkpoints: step {wanted} is not in {self.manager.directory}, only "
                     f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(wanted, steps) or '.'}"
                 )
-            with progress(f"restore step {wanted}"):
-                return wanted, self._read_or_suggest(wanted, steps, args, data)
-
-    def _read_or_suggest(
-        self, step: int, steps: Sequence[int], args: ModelRestore, data: Any
-    ) -> Any:
-        """Reads a step; an error names the earlier ones."""
-        try:
-            return self._read(step, args, data)
-        except KeyError as error:
-            raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
-        except (CheckpointError, FileNotFoundError) as error:
-            earlier = ", ".join(str(other) for other in steps if other < step)
-            hint = (
-                f"\nEarlier steps: {earlier}. resume(..., step=..., discard_later=True) continues "
-                "from one of them, and deletes those after it."
-            )
-            raise CheckpointError(f"{error}{hint if earlier else ''}") from error
+            try:
+                with progress(f"restore step {wanted}"):
+                    return wanted, self._read(wanted, args, data)
+            except KeyError as error:  # of Orbax, where a step has no such item
+                raise CheckpointError(f"Checkpoints: step {wanted}: {error.args[0]}") from error
+            except (CheckpointError, FileNotFoundError) as error:
+                earlier = ", ".join(str(other) for other in steps if other < wanted)
+                hint = (
+                    f"\nEarlier steps: {earlier}. resume(..., step=..., discard_later=True) "
+                    "continues from one of them, and deletes those after it."
+                )
+                raise CheckpointError(f"{error}{hint if earlier else ''}") from error
 
     def _read(self, step: int, args: ModelRestore, data: Any) -> Any:
         """Sets the data to its state, then reads the model, which changes nothing on an error."""
@@ -303,21 +286,19 @@ class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
     def restore(self, directory: FilePath, args: _DataArgs) -> bytes:
         """Reads the state of this process."""
         with Operation("Checkpoints.restore", directory):
-            return self._read(directory)
-
-    def _read(self, directory: FilePath) -> bytes:
-        file, sums = directory / _file_name(), directory / (_file_name() + _SUM)
-        if not file.exists():
-            states = (path.name for path in directory.glob("process_*") if path.suffix != _SUM)
-            raise CheckpointError(
-                f"restore: {directory} has no data state for this process, {file.name}, only "
-                f"{', '.join(sorted(states)) or 'nothing'}. Restore the model alone, or with as "
-                "many processes."
-            )
-        content: bytes = file.read_bytes()
-        if sums.exists() and sums.read_text() != str(zlib.crc32(content)):
-            raise CheckpointError(f"restore: {file} is damaged: it is not what was written.")
-        return content
+            file, sums = directory / _file_name(), directory / (_file_name() + _SUM)
+            if not file.exists():
+                states = (path.name for path in directory.glob("process_*") if path.suffix != _SUM)
+                raise CheckpointError(
+                    f"restore: {directory} has no data state for this process, {file.name}, only "
+                    f"{', '.join(sorted(states)) or 'nothing'}. Restore the model alone, or with "
+                    "as many processes."
+                )
+            content: bytes = file.read_bytes()
+            # Grain's handler, whose format this is, writes no checksum.
+            if sums.exists() and sums.read_text() != str(zlib.crc32(content)):
+                raise CheckpointError(f"restore: {file} is damaged: it is not what was written.")
+            return content
 
 
 @ocp.args.register_with_handler(_DataHandler, for_save=True, for_restore=True)

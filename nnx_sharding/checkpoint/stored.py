@@ -46,6 +46,8 @@ _OF_ORBAX = re.compile(
     r"(_METADATA|_CHECKPOINT_METADATA|_sharding|commit_success\.txt|array_metadatas(/process_\d+)?|"
     r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d(/[0-9a-f]{32})?))(\.__lock)?"
 )
+# What ``jax.random`` calls the kinds of PRNG keys, by the names of their dtypes.
+KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 _BELOW = ("", MODEL, "default")  # Orbax calls the only item of a step "default"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -58,13 +60,16 @@ class StoredArray:
       path: its path in the tree that was saved, such as ``up/kernel``.
       shape: its shape.
       dtype: its dtype, a NumPy dtype or that of PRNG keys.
-      nbytes: its size in memory.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        return array_bytes(self.shape, self.dtype)
 
 
 class Contents(tuple[StoredArray, ...], Pictured):
@@ -207,22 +212,21 @@ def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it 
     empty = {tuple(name): (tuple(shape), dtype) for name, shape, dtype in manifest.get("empty", ())}
     variables = _variables([*leaves, *empty])
 
-    def entry(name: Name, shape: Any, dtype: Any, nbytes: int, *more: Any) -> Entry:
+    def entry(name: Name, shape: Any, dtype: Any, *more: Any) -> Entry:
         levels = (i for i, key in enumerate(name) if key == VALUE and name[:i] in variables)
         level = next(levels, len(name))
         plain = name[:level] + name[level + 1 :]
-        return Entry(StoredArray(path_string(plain), shape, dtype, nbytes), plain, *more)
+        return Entry(StoredArray(path_string(plain), shape, dtype), plain, *more)
 
     entries = {}
     for position, (name, leaf) in enumerate(leaves.items()):
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
-        nbytes, is_number = array_bytes(shape, dtype), isinstance(leaf, ocp.metadata.ScalarMetadata)
-        if joined in keys:
-            shape, dtype = shape[:-1], _key_dtypes()[keys[joined]][1]
-        entries[name] = entry(name, shape, dtype, nbytes, position, is_number, sums.get(joined))
+        if joined in keys:  # Orbax stores their words, in one more dimension
+            shape, dtype = shape[:-1], _dtype_of(keys[joined])
+        is_number = isinstance(leaf, ocp.metadata.ScalarMetadata)
+        entries[name] = entry(name, shape, dtype, position, is_number, sums.get(joined))
     for name, (shape, text) in empty.items():
-        dtype = _key_dtypes()[text][1] if text.startswith("key<") else jax.numpy.dtype(text)
-        entries[name] = entry(name, shape, dtype, 0)
+        entries[name] = entry(name, shape, _dtype_of(text))
     return entries
 
 
@@ -236,16 +240,11 @@ def _variables(names: Iterable[Name]) -> set[Name]:
 
 
 @functools.cache
-def _key_dtypes() -> dict[str, tuple[str, Any]]:
-    """Returns what ``jax.random`` calls key dtypes, and these, by names such as ``key<fry>``."""
-    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
-    keys = (jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)) for kind in kinds)
-    return {str(key.dtype): (kind, key.dtype) for kind, key in zip(kinds, keys, strict=True)}
-
-
-def key_kind(dtype: np.dtype[Any]) -> str:
-    """Returns what ``jax.random`` calls the kind of PRNG keys with this dtype."""
-    return _key_dtypes()[str(dtype)][0]
+def _dtype_of(text: str) -> Any:
+    """Returns the dtype of arrays, or of PRNG keys, that a manifest names."""
+    if text not in KEY_KINDS:
+        return jax.numpy.dtype(text)
+    return jax.eval_shape(functools.partial(jax.random.key, 0, impl=KEY_KINDS[text])).dtype
 
 
 def key_words(keys: jax.Array | StoredArray) -> jax.ShapeDtypeStruct:
@@ -256,17 +255,13 @@ def key_words(keys: jax.Array | StoredArray) -> jax.ShapeDtypeStruct:
 
 
 def load(
-    caller: str,
-    stored: Stored,
-    wanted: Mapping[Name, Sharding | None],
-    operation: Operation,
+    stored: Stored, wanted: Mapping[Name, Sharding | None], operation: Operation
 ) -> dict[Name, Any]:
     """Reads arrays, each process its own shards, and compares their checksums.
 
     ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys come as words.
     """
-    treedef: Any = jax.tree.structure(stored.tree)
-    items = _items(caller, stored, wanted, treedef)
+    items = _items(stored, wanted)
     arrays: dict[Name, Any] = {}
     summed: list[tuple[Entry, Any]] = []
     for name in wanted:
@@ -281,9 +276,10 @@ def load(
         is_cut = isinstance(item, jax.Array) and isinstance(dtype, np.dtype) and item.dtype != dtype
         if entry.checksum is not None and not is_cut:
             summed.append((entry, arrays[name]))
+    # Orbax opens files one after the other, so it may have read some of either checkpoint.
     if version_of(stored.folder) != stored.version:
         raise CheckpointError(
-            f"{caller}: another job replaced {stored.folder} while it was read. Read it again."
+            f"restore: another job replaced {stored.folder} while it was read. Read it again."
         )
     operation.agree()  # from here on, devices compute together
     sums = checksums([array for _, array in summed])
@@ -292,15 +288,14 @@ def load(
         for (entry, _), total in zip(summed, sums, strict=True)
         if total not in (None, entry.checksum)
     ]
-    head = f"{caller}: {stored.folder} is damaged. These arrays are not what was written:"
+    head = f"restore: {stored.folder} is damaged. These arrays are not what was written:"
     raise_listed(CheckpointError, head, wrong)
     return arrays
 
 
-def _items(
-    caller: str, stored: Stored, wanted: Mapping[Name, Sharding | None], treedef: Any
-) -> list[Any]:
+def _items(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> list[Any]:
     """Returns the leaves of Orbax's tree; those that are not wanted are placeholders."""
+    treedef: Any = jax.tree.structure(stored.tree)
     items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
     options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves
     for name, sharding in wanted.items():
@@ -309,15 +304,16 @@ def _items(
             continue
         items[entry.position] = 0  # anything but a placeholder
         if sharding is not None and not entry.is_number:
+            # Orbax has neither unreduced nor reduced arrays.
             options[entry.position] = ocp.ArrayRestoreArgs(sharding=without_reductions(sharding))
         elif not entry.is_number:
             options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
-    if 0 not in items:
+    if 0 not in items:  # which Orbax refuses
         return items
     args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
     try:
         restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
         leaves: list[Any] = treedef.flatten_up_to(restored)
     except Exception as error:  # Orbax and TensorStore raise errors of many kinds
-        raise _damaged(caller, stored.folder, first_line(error)) from error
+        raise _damaged("restore", stored.folder, first_line(error)) from error
     return leaves

@@ -7,6 +7,7 @@ tensors; saving, or in a ``transfer`` with ``reverse``, tensors are filled by ar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
@@ -17,6 +18,8 @@ from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
 from .tensor_files import HasShape
 from .tensor_layouts import Placement, gaps
 from .tensor_rules import Rules, Target
+
+_KINDS = jnp.floating, jnp.integer  # among which dtypes are cast
 
 # What fills each goal: placements of sources in it, and the names of these.
 Filled: TypeAlias = dict[str, list[tuple[Placement, str]]]
@@ -48,7 +51,7 @@ def match_tensors(
     Raises:
       CheckpointError: something does not fit; the error lists all of it.
     """
-    matching = _Matching(rules, tensors, arrays, cast=cast, reverse=reverse)
+    matching = _Matching(rules, tensors, arrays, cast, reverse)
     near = suggestions(len(tensors))
     unknown = []
     for name in tensors:
@@ -72,35 +75,32 @@ def match_tensors(
     return matching.filled
 
 
+@dataclasses.dataclass
 class _Matching:
     """The pairs of tensors and arrays that were found so far, and the problems of these pairs."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        tensors: Mapping[str, HasShape],
-        arrays: Mapping[str, HasShape],
-        *,
-        cast: bool,
-        reverse: bool,
-    ):
-        self._tensors, self._arrays, self._reverse = tensors, arrays, reverse
-        self._sources, self._goals = (arrays, tensors) if reverse else (tensors, arrays)
-        self._kinds = (jnp.floating, jnp.integer) if cast else ()
+    rules: Rules
+    tensors: Mapping[str, HasShape]
+    arrays: Mapping[str, HasShape]
+    cast: bool
+    reverse: bool
+
+    def __post_init__(self) -> None:
+        pair = self.tensors, self.arrays
+        self._sources, self._goals = pair[::-1] if self.reverse else pair
         # A tensor with the rule None needs nothing that fills it.
-        is_ignored = {name: reverse and rules.targets(name) == [] for name in self._goals}
+        is_ignored = {name: self.reverse and self.rules.targets(name) == [] for name in self._goals}
         self.filled: Filled = {name: [] for name in self._goals if not is_ignored[name]}
-        self._used: dict[str, list[Placement]] = {path: [] for path in arrays}
+        self._used: dict[str, list[Placement]] = {path: [] for path in self.arrays}
         self._misfits: set[str] = set()  # what has a problem already is not called incomplete, too
-        self.shapes: list[str] = []
-        self.dtypes: list[str] = []
+        self.shapes, self.dtypes = list[str](), list[str]()
 
     def add(self, name: str, target: Target) -> None:
         """Adds a tensor and an array that it belongs to."""
-        tensor, path = self._tensors[name], target.path
-        shape = self._arrays[path].shape
+        tensor, path = self.tensors[name], target.path
+        shape = self.arrays[path].shape
         line = f"  {name}, shape {tensor.shape}: {path}, shape {shape}"
-        source, goal = (path, name) if self._reverse else (name, path)
+        source, goal = (path, name) if self.reverse else (name, path)
         try:
             placement = target.tensor.place(name, target.groups, shape)
         except ValueError as error:
@@ -108,29 +108,29 @@ class _Matching:
             self.shapes.append(f"{line}: {error}")
             return
         self._used[path].append(placement)
-        into = placement.inverse(path) if self._reverse else placement
+        into = placement.inverse(path) if self.reverse else placement
         self.filled[goal].append((into, source))
         there, here = self._sources[source].dtype, self._goals[goal].dtype
         if placement.tensor_shape != tensor.shape:
-            if self._reverse:
+            if self.reverse:
                 self._misfits.add(goal)
             self.shapes.append(f"{line} needs {placement.tensor_shape}")
-        elif not is_castable(there, here, self._kinds):
+        elif not is_castable(there, here, _KINDS if self.cast else ()):
             self.dtypes.append(f"  {source}: {there}, {goal}: {here}")
 
     def incomplete(self, source: str) -> Iterator[str]:
         """Describes the goals of which a part is filled not once."""
         for name, pairs in self.filled.items():
-            if name in self._misfits and not (pairs and not self._reverse):
+            if name in self._misfits and not (pairs and not self.reverse):
                 continue
             for gap in gaps([placement for placement, _ in pairs], source):
                 yield f"  {name}, shape {self._goals[name].shape}{gap}"
 
     def unused(self, goal: str) -> Iterator[str]:
         """Describes the arrays of which a part goes nowhere; without ``reverse`` there are none."""
-        if not self._reverse:
+        if not self.reverse:
             return
         for path, placements in self._used.items():
             if path not in self._misfits:
                 for gap in gaps(placements, goal, once=False):
-                    yield f"  {path}, shape {self._arrays[path].shape}{gap}"
+                    yield f"  {path}, shape {self.arrays[path].shape}{gap}"

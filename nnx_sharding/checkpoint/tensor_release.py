@@ -15,13 +15,11 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.publishing import Draft, Identity, check_unchanged, exchange, identity, sync
 from ..errors import CheckpointError
-from .stored import FilePath
 from .tensor_files import INDEX_FILE, MODEL_FILE, read_header, read_index
 
 _CALLER = "save_safetensors"
@@ -29,73 +27,53 @@ _CALLER = "save_safetensors"
 
 @dataclasses.dataclass
 class Release:
-    """Files of a new model, which are written to ``local`` and then published in ``folder``."""
+    """Files of a new model, which are written to a draft and then published in a folder."""
 
-    folder: FilePath
-    local: Path
+    folder: Path
+    draft: Draft
     files: list[str]
+    was: dict[str, Identity]  # of the index and the single file, one of which publishing replaces
 
     def publish(self) -> None:
         """Publishes the files, and deletes those of the old model that no longer belong there."""
-        new = self.files if self.files == [MODEL_FILE] else [*self.files, INDEX_FILE]
+        folder, local = self.folder, self.draft.folder
         for name in self.files:
-            with (self.local / name).open("rb") as file:
-                read_header(_CALLER, self.local / name, file)
-        old = _model_files(self.folder)
-        self._publish_files(new, old)
-        if new == [MODEL_FILE]:  # until now, readers found the old index first
-            (self.folder / INDEX_FILE).unlink(missing_ok=True)
-        for name in old.difference(new):
-            (self.folder / name).unlink(missing_ok=True)
-
-    def _publish_files(self, new: list[str], old: set[str]) -> None:
-        """Copies the files into a bucket, in the order in which they become a model."""
-        for name in new:
-            type(self.folder)(self.local / name).copy(self.folder / name, overwrite=True)
-
-
-@dataclasses.dataclass
-class _LocalRelease(Release):
-    """Files that are on the same file system already."""
-
-    draft: Draft
-    was: dict[str, Identity]  # the identities of the index and the single file
-
-    def _publish_files(self, new: list[str], old: set[str]) -> None:
-        sync(self.local)
+            with (local / name).open("rb") as file:
+                read_header(_CALLER, local / name, file)
+        old = _model_files(folder)
+        new = self.files if self.files == [MODEL_FILE] else [*self.files, INDEX_FILE]
+        *shards, last = new  # the last one makes them a model
+        sync(local)
         for name, version in self.was.items():
-            check_unchanged(Path(self.folder, name), version)
-        *shards, last = new
+            check_unchanged(folder / name, version)
         for name in shards:
-            _link(self.local / name, Path(self.folder, name))
+            _link(local / name, folder / name)
         for name in old.difference(new):
-            with contextlib.suppress(OSError):
-                _link(Path(self.folder, name), self.local / name)
-        sync(Path(self.folder), deep=False)
-        exchange(self.local / last, Path(self.folder, last))
-        sync(Path(self.folder), deep=False)
+            with contextlib.suppress(OSError):  # without links, what is left is not swept
+                _link(folder / name, local / name)
+        sync(folder, deep=False)  # an index must not be on the disk before the files that it names
+        exchange(local / last, folder / last)
+        sync(folder, deep=False)
+        if last == MODEL_FILE:  # until now, readers found the old index first
+            (folder / INDEX_FILE).unlink(missing_ok=True)
+        for name in old.difference(new):
+            (folder / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def new_release(folder: FilePath, count: int, *, overwrite: bool) -> Iterator[Release]:
+def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Release]:
     """Begins a release of so many files; at the end, what was not published is deleted.
 
     Raises:
       CheckpointError: the folder has a model, and ``overwrite`` is false.
       FileExistsError: another process is writing to the folder.
     """
-    if "://" in str(folder):  # objects in a bucket cannot be written in part
-        with tempfile.TemporaryDirectory() as local:
-            yield Release(folder, Path(local), _free_names(folder, count, overwrite=overwrite))
-        return
-    place = Path(folder)
-    with Draft(place / MODEL_FILE, _is_of_model, lambda draft: _sweep(place, draft)) as draft:
-        was = {name: identity(place / name) for name in (INDEX_FILE, MODEL_FILE)}
-        files = _free_names(folder, count, overwrite=overwrite)
-        yield _LocalRelease(folder, draft.folder, files, draft, was)
+    with Draft(folder / MODEL_FILE, _is_of_model, lambda draft: _sweep(folder, draft)) as draft:
+        was = {name: identity(folder / name) for name in (INDEX_FILE, MODEL_FILE)}
+        yield Release(folder, draft, _free_names(folder, count, overwrite=overwrite), was)
 
 
-def _free_names(folder: FilePath, count: int, *, overwrite: bool) -> list[str]:
+def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
     """Returns names for files; those of several are new, so the old index names none of them."""
     names = [MODEL_FILE]
     if count > 1:
@@ -111,7 +89,7 @@ def _free_names(folder: FilePath, count: int, *, overwrite: bool) -> list[str]:
     return names
 
 
-def _model_files(folder: FilePath) -> set[str]:
+def _model_files(folder: Path) -> set[str]:
     """Finds the files of the model in a folder: the single one, or the index and what it names."""
     names = {name for name in (MODEL_FILE, INDEX_FILE) if (folder / name).exists()}
     if INDEX_FILE in names:

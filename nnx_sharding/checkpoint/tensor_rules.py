@@ -75,9 +75,9 @@ class Tensor:
         put: Mapping[str, slice | int] | None = None,
         **sizes: int,
     ):
-        numbers = {axis: _whole(size) for axis, size in sizes.items()}
-        options = {"take": _parts(take), "put": _parts(put), "sizes": numbers}
-        vars(self).update(options, path=path, dimensions=dimensions)
+        vars(self).update(path=path, dimensions=dimensions)  # as the class is frozen
+        for name, axes in (("take", take), ("put", put), ("sizes", sizes)):
+            vars(self)[name] = {axis: _plain(part) for axis, part in (axes or {}).items()}
         for reason in self._faults():
             raise ValueError(f"Tensor({path!r}, {dimensions!r}): {reason}.")
 
@@ -118,7 +118,7 @@ class Tensor:
     def _faults_of_numbers(self) -> Iterator[str]:
         """Says which sizes and positions are none: bytes beyond an axis are of other tensors."""
         for axis, size in self.sizes.items():
-            if not _is_number(size) or size < 1:
+            if type(size) is not int or size < 1:
                 yield f"expected a size of 1 or more for {axis}, got {size!r}"
         for axis, part in (*self.take.items(), *self.put.items()):
             if not _is_part(part):
@@ -191,18 +191,17 @@ class Tensor:
         """Returns an axis of this size in the array."""
         index = _number_in(axis, groups) if axis.startswith("{") else self.put.get(axis)
         start, end = (0, size) if index is None else _bounds(index)
+        # The size is that of the model's array, so it is new here; the rest was checked before.
         if end > size:
             raise ValueError(
                 f"{axis} has the size {size} in the array, and the tensor is {start}:{end}"
             )
-        if start < 0:
-            raise ValueError(f"{axis} has the negative index {start}")
-        is_new = isinstance(index, int)
-        begin, stop = _bounds(self.take[axis]) if axis in self.take else (0, end - start)
-        total = self.sizes[axis] if axis in self.take else end - start
-        if stop > total or stop - begin != end - start:
-            raise ValueError(f"{axis}: {begin}:{stop} of {total} does not fit {start}:{end}")
-        return Axis(0 if is_new else total, begin, size, start, end - start)
+        length = end - start
+        if isinstance(index, int):  # the tensor lacks this axis
+            return Axis(0, 0, size, start, length)
+        begin = _bounds(self.take[axis])[0] if axis in self.take else 0
+        total = self.sizes[axis] if axis in self.take else length
+        return Axis(total, begin, size, start, length)
 
 
 def _number_in(axis: str, groups: Sequence[str]) -> int:
@@ -213,37 +212,25 @@ def _number_in(axis: str, groups: Sequence[str]) -> int:
     return int(text)
 
 
-def _whole(x: Any) -> Any:
-    """Returns a whole number, also one of NumPy, as an int, and anything else as it is."""
-    return int(x) if isinstance(x, np.integer) else x
+def _plain(part: Any) -> Any:
+    """Returns a size, an index or a slice with integers of NumPy as ints, which JSON can hold."""
+    if isinstance(part, slice):
+        start = 0 if part.start is None else part.start
+        return slice(_plain(start), _plain(part.stop), _plain(part.step))
+    return int(part) if isinstance(part, np.integer) else part
 
 
-def _parts(parts: Mapping[str, Any] | None) -> dict[str, slice | int]:
-    """Returns ``take`` or ``put`` with numbers of Python."""
-    return {
-        axis: slice(_whole(x.start), _whole(x.stop), _whole(x.step))
-        if isinstance(x, slice)
-        else _whole(x)
-        for axis, x in dict(parts or {}).items()
-    }
-
-
-def _is_number(x: object) -> bool:
-    return type(x) is int  # neither True nor 1.0
-
-
-def _is_part(x: object) -> bool:
-    """Whether ``x`` is an index, or a slice of which each end is given or can be left out."""
-    if not isinstance(x, slice):
-        return type(x) is int and x >= 0
-    start = 0 if x.start is None else x.start
-    is_whole = _is_number(start) and _is_number(x.stop) and (x.step is None or x.step == 1)
-    return is_whole and 0 <= start < x.stop
+def _is_part(part: Any) -> bool:
+    """Whether a part is an index, or a slice without gaps, of an axis of any size."""
+    if not isinstance(part, slice):
+        return type(part) is int and part >= 0  # neither True nor 1.0
+    is_whole = type(part.start) is type(part.stop) is int and part.step in (None, 1)
+    return is_whole and 0 <= part.start < part.stop
 
 
 def _bounds(part: slice | int) -> tuple[int, int]:
     """Returns where a part of an axis, or one index of it, begins and ends."""
-    return (part, part + 1) if isinstance(part, int) else (part.start or 0, part.stop)
+    return (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
 
 
 # What a tensor becomes: an array by its path, one in another layout, several, or nothing.
@@ -327,14 +314,9 @@ def _written(
     known = _groups_in_path(pattern, tensor, path)
     if known is None:
         return
-    right = tensor.sides(len(shape))[1]
-    if len(right) != len(shape):
-        raise ValueError(f"{len(right)} dimensions in {tensor.dimensions!r}")
-    stacked = {
-        int(names[0][1:-1]): size
-        for names, size in zip(right, shape, strict=True)
-        if names[0].startswith("{")
-    }
+    # Without as many dimensions as the array has, `place` raises the error.
+    dimensions = zip(tensor.sides(len(shape))[1], shape, strict=False)
+    stacked = {int(x[0][1:-1]): size for x, size in dimensions if x[0].startswith("{")}
     for indices in itertools.product(*map(range, stacked.values())):
         groups = known | dict(zip(stacked, map(str, indices), strict=True))
         name = _name(pattern, groups)

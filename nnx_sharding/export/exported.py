@@ -17,10 +17,9 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis import json_codec
 from ..analysis.meshes import MeshDescription
 from ..analysis.tables import Pictured
 from ..analysis.units import printable
@@ -142,7 +141,7 @@ class Exported(Pictured):
             raise ValueError(
                 f"{self.manifest.function} cannot be saved: jax.export cannot write {error}."
             ) from None
-        files.write(path, json_codec.as_data(self.manifest), program)
+        files.write(path, self.manifest.to_json(), program)
 
     def _compile(self, mesh: Mesh | None) -> tuple[Callable[..., Any], Shardings]:
         """Returns the program on the devices of a mesh, and the shardings of its inputs there."""
@@ -190,9 +189,9 @@ def load(path: str | os.PathLike[str]) -> Exported:
     """
     data, content = files.read(path)
     try:
-        manifest = json_codec.read(Manifest, data, "manifest")
-    except (RecursionError, ValueError) as error:
-        raise ExportError(f"{path} has a manifest that cannot be read: {error}") from None
+        manifest = Manifest.from_json(data)
+    except ValueError as error:
+        raise ExportError(f"{path} cannot be read: {error}") from None
     oldest = jax.export.minimum_supported_calling_convention_version
     newest = jax.export.maximum_supported_calling_convention_version
     version = manifest.calling_convention
@@ -370,7 +369,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
         if like is None:
             return Mesh(np.array(devices[: manifest.devices]), ("devices",))
         mesh = jax.make_mesh(like.axis_sizes, like.axis_names, devices=devices[: like.size])
-    elif not _is_alike(mesh, like, manifest.devices):
+    elif mesh.size != manifest.devices or (like is not None and mesh.shape != like.shape):
         raise ExportError(
             f"{exported}; the mesh in context is {MeshDescription.of(mesh)}. Call it within `with "
             "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
@@ -389,13 +388,6 @@ def _check_platform(manifest: Manifest, program: jax.export.Exported, mesh: Mesh
             f"{manifest.function} was exported for {', '.join(manifest.platforms)}; this is {here}."
             f" Export it again with platforms=({here!r}, ...)."
         )
-
-
-def _is_alike(mesh: Mesh, like: Mesh | AbstractMesh | None, devices: int) -> bool:
-    """Whether a mesh has the axes of the exported one, or without one as many devices."""
-    if like is None:
-        return bool(mesh.size == devices)
-    return (mesh.axis_names, mesh.axis_sizes) == (like.axis_names, like.axis_sizes)
 
 
 def _shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shardings, Shardings]:

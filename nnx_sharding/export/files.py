@@ -8,32 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
 
-from ..analysis.json_codec import file_path, unique_json
+from ..analysis.json_codec import file_path
 from ..core.publishing import write_file
 from ..errors import ExportError
-
-_FORMAT = "nnx_sharding export"
-VERSION = 2
 
 _MANIFEST, _PROGRAM = "manifest.json", "program.bin"
 _START = b"PK\x03\x04"
 _DIGEST = 64  # hexadecimal digits of SHA-256
 
 
-def write(path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes) -> None:
+def write(path: str | os.PathLike[str], manifest: str, program: bytes) -> None:
     """Writes a file; equal contents make equal files."""
-    described = {"sha256": _digest(program).decode(), "bytes": len(program)}
-    head = {"format": _FORMAT, "version": VERSION, "program": described}
-    text = json.dumps({**head, **manifest}, indent=1, sort_keys=True).encode()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in ((_MANIFEST, text), (_PROGRAM, program)):
+        for name, data in ((_MANIFEST, manifest.encode()), (_PROGRAM, program)):
             # The same bytes whenever and wherever the entry is written.
             info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             info.create_system, info.external_attr = 3, 0o644 << 16
@@ -48,8 +40,8 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
-    """Reads the manifest as JSON data, and the program."""
+def read(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
+    """Reads the manifest, which is JSON, and the program."""
     data = file_path(path).read_bytes()
     # A file that was cut within these four bytes is damaged, not a file of another kind.
     if not data or not _START.startswith(data[: len(_START)]):
@@ -63,20 +55,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
-            if len(names) > len(set(names)):
+            if len(names) > len(set(names)):  # of which each reader of archives takes another one
                 raise ValueError("it has a file twice")
-            manifest, program = unique_json(archive.read(_MANIFEST)), archive.read(_PROGRAM)
-        found, version, _ = (manifest.pop(key) for key in ("format", "version", "program"))
+            return archive.read(_MANIFEST), archive.read(_PROGRAM)
     except Exception as error:  # zipfile raises errors of many kinds
         raise ExportError(f"{path} is not a file of nnx_sharding.export: {error}.") from None
-    if found != _FORMAT:
-        raise ExportError(
-            f"{path} is not a file of nnx_sharding.export: its manifest is of another kind."
-        )
-    if version != VERSION:
-        raise ExportError(
-            f"{path} has format {version!r}; this nnx_sharding reads format {VERSION}. Read it "
-            "with the version that wrote it, or a newer one: "
-            f"{manifest.get('versions')!s:.200}."
-        )
-    return manifest, program

@@ -16,14 +16,15 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ..analysis.json_codec import JsonForm
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import spec_text
-from ..analysis.tables import Pictured, text
+from ..analysis.tables import text
 from ..analysis.units import printable
 from ..core.structure import LEAF, Child, Container, Structure, VariableEntry
 from ..core.treedefs import PyTreeDef, container_keys, is_leaf_treedef
@@ -123,7 +124,7 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest(Pictured):
+class Manifest(JsonForm):
     """How an exported function is called, and what it was made with.
 
     Attributes:
@@ -156,19 +157,26 @@ class Manifest(Pictured):
     calling_convention: int
     versions: dict[str, str]
 
+    _FORMAT: ClassVar[str] = "nnx_sharding export"
+    _VERSION: ClassVar[int] = 2
+    _NOUN: ClassVar[str] = "manifest of an exported function"
+
+    @classmethod
+    def _of_parts(cls, parts: dict[str, Any]) -> Self:
+        parts.pop("program", None)  # before 0.3, its digest, which is also in that of the file
+        return super()._of_parts(parts)
+
     def __post_init__(self) -> None:
         names = [argument.name for argument in self.arguments]
         if len(set(names)) < len(names) or not self.updates.keys() <= set(names):
             raise ValueError(f"arguments {names}, updates {[*self.updates]}")
-        if wrong := [x.mesh for x in (*self.inputs, *self.outputs) if x.mesh not in self._places()]:
-            raise ValueError(f"there is no mesh {wrong[0]}")
+        for info in (*self.inputs, *self.outputs):
+            if info.mesh not in (None, *range(len(self.meshes))):
+                raise ValueError(f"there is no mesh {info.mesh}")
         for argument in self.arguments:
             check_tree(argument.tree, {"input": len(self.inputs)})
         for tree in (self.result, *self.updates.values()):
             check_tree(tree, {"input": len(self.inputs), "output": len(self.outputs)})
-
-    def _places(self) -> set[int | None]:
-        return {None, *range(len(self.meshes))}
 
     def _pictures(self, width: int) -> Iterable[Any]:
         devices = f"{self.devices} device{'s' * (self.devices > 1)}"
