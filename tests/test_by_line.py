@@ -168,7 +168,10 @@ def test_types_of_a_trace_of_layers_on_auto_axes(axis_type):
     """The strategy runs layers on Auto axes in any case."""
     table = traced(List, axis_type).by_line()
     [row] = [x for x in table.rows if x.line == lines_of("self.up(x)")]
-    assert all(kind.spec is None for kind in row.types)
+    # But for what the strategy constrains: FSDP's gathered kernel, and the batch of activations.
+    specs = {kind.shape: kind.spec for kind in row.types if not kind.backward and kind.spec}
+    assert specs[WIDTH, 4 * WIDTH] == P(None, None)
+    assert any(kind.spec is None for kind in row.types)
     assert "the compiler chooses" in table.why_types
 
 

@@ -82,6 +82,7 @@ def objects_with_tables(folder):
         compiled.by_module(),
         compiled.by_module().over_time,
         compiled.cost(),
+        compiled.why("x"),
         compiled.activations(),
         report,
         report.cost,

@@ -11,10 +11,12 @@ import io
 import math
 import os
 import pickle
+import sys
+import tempfile
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
@@ -27,6 +29,7 @@ _min_compile_time: Any = private_name("jax._src.config", "persistent_cache_min_c
 _set_log_level: Any = private_name("jax._src.lib", "utils.absl_set_min_log_level", optional=True)
 _CompileOnlyClient: Any = private_name("jax._src.lib", "_jax.CompileOnlyPyClient")
 
+T = TypeVar("T")
 # Compiles a module with options for the devices with these ids; returns what is read from it.
 Compile: TypeAlias = Callable[[bytes, bytes, Sequence[int]], Mapping[str, Any]]
 
@@ -56,6 +59,33 @@ def without_compiler_warnings() -> Iterator[None]:
         default = int(variable) if variable.isdigit() else 1
         levels = {"DEBUG": 0, "INFO": 0, "WARN": 1, "WARNING": 1, "ERROR": 2}
         _set_log_level(default if option is None else levels.get(str(option).upper(), 3))
+
+
+@contextlib.contextmanager
+def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]]:
+    """Reads what the compiler logs within the block; yields a list for what is found in it.
+
+    ``read`` returns that, and the rest of the log, which goes to standard error after the block.
+    """
+    found: list[T] = []
+    try:
+        sys.stderr.flush()
+        kept = os.dup(2)
+    except OSError:  # there is no standard error
+        yield found
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield found
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            new, rest = read(file.read().decode(errors="replace"))
+            found += new
+            sys.stderr.write(rest)
 
 
 def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:

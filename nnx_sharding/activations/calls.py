@@ -25,6 +25,7 @@ from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, is_committed
 from ..core.flatten import Flat
 from ..core.plan import Plan
+from ..core.unflatten import unflatten
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
@@ -184,6 +185,12 @@ class Recorder:
     def leaves(self) -> list[Any]:
         """The arrays of the call, as abstract ones."""
         return [abstract(aval, sharding) for aval, sharding in self._types]
+
+    @functools.cached_property
+    def objects(self) -> list[Any]:
+        """The objects of the call, with abstract arrays."""
+        existing = {index: x for index, x in enumerate(self._objects) if x is not None}
+        return unflatten(self._plan.structure, self.leaves, existing).objects
 
     @functools.cached_property
     def calls(self) -> Calls:

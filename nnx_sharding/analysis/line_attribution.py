@@ -29,8 +29,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from ..specs.fitting import axes_of
+from ..specs.paths import enclosing_paths
 from .attribution import UNKNOWN, Attribution, Owner, Place, figures_by_place
 from .buffers import Buffers
 from .by_line import LineCollectives, LineRow, LineTable, ValueType, source_text
@@ -40,6 +42,7 @@ from .hlo import Module
 from .instructions import Instruction
 from .meshes import MeshDescription
 from .names import module_of, operations
+from .parameters import ActivationRow
 
 Line: TypeAlias = tuple[str, int]  # file, line
 Shape: TypeAlias = tuple[int, ...]
@@ -91,7 +94,10 @@ def _walk(
         backward, module = "transpose(" in scope, module_of(scope, modules)
         for aval in avals:
             if hasattr(aval, "shape"):  # tokens have none
-                kind = str(aval.dtype), tuple(aval.shape), *_spec_of(aval)
+                spec = _spec_of(aval)
+                if name == "sharding_constraint" and spec == (None, _BY_COMPILER):
+                    spec = _constrained(equation.params["sharding"], spec)
+                kind = str(aval.dtype), tuple(aval.shape), *spec
                 yield MadeValue(line, name, *kind, backward, module, times)
 
 
@@ -125,6 +131,16 @@ def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
         return None, _UNDER_SHARD_MAP
     why = _BY_COMPILER if AxisType.Auto in kinds else None
     return (None if kinds == {AxisType.Auto} else sharding.spec), why
+
+
+def _constrained(
+    sharding: Sharding, unknown: tuple[PartitionSpec | None, str | None]
+) -> tuple[PartitionSpec | None, str | None]:
+    """Returns the spec of a constraint on Auto axes, which may leave dimensions to the compiler."""
+    if not isinstance(sharding, NamedSharding):
+        return unknown
+    is_whole = PartitionSpec.UNCONSTRAINED not in sharding.spec.partitions
+    return sharding.spec, None if is_whole else _BY_COMPILER
 
 
 class _LineAttribution(Attribution):
@@ -275,6 +291,58 @@ def _by_kind(collectives: Collectives) -> tuple[LineCollectives, ...]:
     return tuple(sums)
 
 
+def inferred_activations(
+    rows: Iterable[ActivationRow],
+    made: Sequence[MadeValue],
+    module: Module,
+    modules: Collection[str],
+    sizes: Mapping[str, int],
+) -> Iterator[ActivationRow]:
+    """Fills in how activations are sharded in a compiled program, where the compiler chose.
+
+    What a module returns is the last value of its shape that is made within its call.
+
+    Args:
+      rows: the activations.
+      made: the values of the trace.
+      module: the compiled program.
+      modules: the paths of the modules that it calls.
+      sizes: those of the mesh axes.
+    """
+    attribution = _LineAttribution(module, [value.line for value in made if value.line])
+    compiled = _with_compiled_specs(made, attribution.local_shapes(modules), sizes)
+    last: dict[tuple[str, str, Shape], PartitionSpec | None] = {}
+    for value in compiled:
+        path = value.module or ""
+        for outer in [*enclosing_paths(path), path]:
+            if not value.backward:
+                key = outer, value.dtype, value.shape
+                last[key] = _with_constraint(value.spec, last.get(key))
+    for row in rows:
+        spec = last.get((row.path, row.dtype, row.shape))
+        if row.chosen_by == "compiler" and spec is not None:
+            counts = (math.prod(sizes[str(axis)] for axis in axes_of(x)) for x in spec.partitions)
+            shard = tuple(-(-n // k) for n, k in zip(row.shape, counts, strict=True))
+            size = row.bytes_total * math.prod(shard) // max(math.prod(row.shape), 1)
+            row = dataclasses.replace(
+                row, spec=spec, shard_shape=shard, bytes_per_device=size, chosen_by="inferred"
+            )
+        yield row
+
+
+def _with_constraint(
+    spec: PartitionSpec | None, before: PartitionSpec | None
+) -> PartitionSpec | None:
+    """Returns a spec where the dimensions that a constraint leaves open are as before it."""
+    if spec is None or PartitionSpec.UNCONSTRAINED not in spec.partitions:
+        return spec
+    if before is None or len(before) != len(spec):
+        return None
+    pairs = zip(spec.partitions, before.partitions, strict=True)
+    entries = [y if x is PartitionSpec.UNCONSTRAINED else x for x, y in pairs]
+    return PartitionSpec(*entries)
+
+
 def _with_compiled_specs(
     made: Sequence[MadeValue],
     local_shapes: Mapping[OperationKey, set[Shape]],
@@ -308,9 +376,12 @@ def _path(line: Line | None) -> str:
 
 
 def spec_of_shard(
-    shape: Shape, shard_shape: Shape, sizes: Mapping[str, int]
+    shape: Shape, shard_shape: Shape, sizes: Mapping[str, int], *, any_order: bool = False
 ) -> PartitionSpec | None:
     """Returns the spec with which an array has shards of a shape; None if there is not just one.
+
+    With ``any_order``, axes over one dimension are in the order of the mesh, where shapes do not
+    say it.
 
     Example:
       >>> from nnx_sharding.analysis.line_attribution import spec_of_shard
@@ -323,7 +394,8 @@ def spec_of_shard(
     """
     axes = [axis for axis, size in sizes.items() if size > 1]
     # Shapes do not say the order of axes, so that several over one dimension are never clear.
-    subsets = [x for n in range(len(axes) + 1) for x in itertools.permutations(axes, n)]
+    choose = itertools.combinations if any_order else itertools.permutations
+    subsets = [x for n in range(len(axes) + 1) for x in choose(axes, n)]
     choices = []
     for whole, part in zip(shape, shard_shape, strict=True):
         # Of a dimension that does not divide, the last shard is padded.
@@ -332,4 +404,5 @@ def spec_of_shard(
     found = [x for x in itertools.product(*choices) if len({*sum(x, ())}) == len(sum(x, ()))]
     if len(found) != 1:
         return None
-    return PartitionSpec(*(subset[0] if subset else None for subset in found[0]))
+    entries = ((None, *subset)[-1] if len(subset) < 2 else subset for subset in found[0])
+    return PartitionSpec(*entries)

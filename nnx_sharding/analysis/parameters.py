@@ -273,7 +273,7 @@ def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
     return dict(sorted(held.items()))
 
 
-ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
+ChosenBy: TypeAlias = Literal["user", "strategy", "types", "inferred", "compiler"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,7 +294,8 @@ class ActivationRow:
       bytes_total: the size of the array.
       chosen_by: ``user`` if the transform was given the spec; ``strategy`` if it came with the
         shardings of an argument, or was inferred for them; ``types`` if it follows from the types
-        of arrays on Explicit axes; ``compiler`` if none of these says how the array is sharded.
+        of arrays on Explicit axes; ``inferred`` if the compiler chose the spec, and it was read
+        from the shapes in the compiled program; ``compiler`` if it is not known.
     """
 
     path: str

@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from .. import _compat
 from ..analysis.by_line import LineTable
+from ..analysis.compiler_shardings import rematerializations
 from ..analysis.hardware import hardware_of
 from ..analysis.json_codec import file_path, json_text
 from ..analysis.program import ProgramReport
@@ -232,9 +234,16 @@ def write(
         say(result.to_json() if arguments.json == "-" else result)
 
 
+_REMATERIALIZED = """\
+inspect: to change their shardings, the compiler gathers these arrays on each device and cuts them
+again ("Involuntary full rematerialization"); change one mesh axis at a time, or choose specs that
+need no change. The page "Debugging communication" says how:"""
+
+
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
-    report = _called(arguments, _report)
+    with _compat.compiler_log(rematerializations) as remarks:
+        report = _called(arguments, _report)
     # The most frequent mistake: a mesh, but no shardings.
     is_whole = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
     if report.num_devices > 1 and is_whole:
@@ -244,6 +253,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
             error=True,
         )
     write(arguments, report)
+    if remarks:
+        say("\n".join([_REMATERIALIZED, *(f"  {x.told(report)}" for x in remarks)]), error=True)
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, hardware=arguments.hardware
     )

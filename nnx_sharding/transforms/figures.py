@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,20 +17,22 @@ from jax.sharding import Mesh
 
 from ..analysis.by_line import LineTable
 from ..analysis.by_module import ModuleTable
-from ..analysis.collectives import Collectives, collectives_of
+from ..analysis.collectives import Collective, Collectives, collectives_of, file_title
 from ..analysis.cost import COMPILED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
-from ..analysis.line_attribution import line_table, made_values
+from ..analysis.line_attribution import inferred_activations, line_table, made_values
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterTable, mesh_of
+from ..analysis.parameters import ActivationTable, ParameterTable, mesh_of
 from ..analysis.program import ProgramReport, describe
 from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.why import Reason, argument_reason, collective_reason
 from ..analysis.work import with_loops
 from ..core.outcome import Outcome
+from ..specs.fitting import suggestion
 from .module_memory import DumpedProgram, argument_rows, dump_program
 
 if TYPE_CHECKING:
@@ -98,6 +101,45 @@ class Figures:
             hardware=self._hardware(hardware),
             mesh=None if mesh is None else MeshDescription.of(mesh),
         )
+
+    def activations(self, rows: ActivationTable) -> ActivationTable:
+        """See :meth:`Compiled.activations`; ``rows`` are those of the trace."""
+        is_open = any(row.chosen_by == "compiler" for row in rows)
+        if not is_open or self._mesh is None or self.module.unread:
+            return rows
+        recorder, sizes = self._compiled._recorder, MeshDescription.of(self._mesh).axes
+        paths = {call.path for call in recorder.calls}
+        made = made_values(recorder.traced, paths)
+        return ActivationTable(inferred_activations(rows, made, self.module, paths, sizes))
+
+    def why(self, subject: str | Collective) -> Reason:
+        """See :meth:`Compiled.why`."""
+        if isinstance(subject, str) and subject in self._plan.names:
+            return self._why_argument(subject)
+        collectives = self.collectives or ()
+        name = subject if isinstance(subject, str) else subject.name
+        collective = next((x for x in collectives if x.name == name), None)
+        if collective is None:
+            known = [*self._plan.names, *(x.name for x in collectives)]
+            raise ValueError(
+                f"{self._plan.fun_name} has no argument or collective that is called "
+                f"{name!r}{suggestion(name, known)}"
+            )
+        calls, traced = self._compiled._recorder.calls, self._compiled._recorder.traced
+        paths = {call.path for call in calls}
+        shapes = defaultdict[tuple[str, str], set[tuple[int, ...]]](set)
+        for value in made_values(traced, paths):
+            if value.line is not None:
+                place = f"{file_title(value.line[0])}:{value.line[1]}", value.operation
+                shapes[place].add(value.shape)
+        sizes = {} if self._mesh is None else {str(x): n for x, n in self._mesh.shape.items()}
+        return collective_reason(collective, self.module, paths, sizes, shapes, self._why_argument)
+
+    def _why_argument(self, path: str) -> Reason:
+        """Says why an argument is sharded as it is."""
+        row = self._arguments[self._plan.names.index(path)]
+        recorder = self._compiled._recorder
+        return argument_reason(self._plan, row, recorder.objects, recorder.leaves)
 
     def _hardware(self, hardware: Hardware | str | None) -> Hardware | None:
         """Returns the figures of the named hardware; those of the devices of the mesh for None."""

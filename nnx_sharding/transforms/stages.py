@@ -45,13 +45,14 @@ from .out_of_memory import CompileWith, explain_memory
 if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to import
     from ..analysis.by_line import LineTable
     from ..analysis.by_module import ModuleTable
-    from ..analysis.collectives import Collectives
+    from ..analysis.collectives import Collective, Collectives
     from ..analysis.cost import Cost
     from ..analysis.hardware import Hardware
     from ..analysis.memory import Memory
     from ..analysis.parameters import ActivationTable, ParameterTable
     from ..analysis.program import ProgramReport
     from ..analysis.roofline import Roofline
+    from ..analysis.why import Reason
     from .figures import Figures
     from .lifted import Lifted
 
@@ -556,6 +557,46 @@ class Compiled(Stage):
     def collectives(self) -> Collectives | None:
         """Lists what the devices exchange, with bytes and mesh axes; None if that is unknown."""
         return self._figures.collectives
+
+    def activations(self) -> ActivationTable:
+        """Lists how what modules return is sharded, as for a trace, with what the compiler chose.
+
+        That is inferred from the shapes in the program, if they say it, and shown as inferred.
+        """
+        return self._figures.activations(super().activations())
+
+    def why(self, subject: str | Collective) -> Reason:
+        """Says why an argument is sharded as it is, or why a collective is there.
+
+        Args:
+          subject: the path of an argument, as :meth:`parameters` has it, such as
+            ``model.layers[3].attn.q.kernel``; or one of :meth:`collectives`, or its name.
+
+        Returns:
+          The reason, for ``print``: the rule that decides, what is overridden and what divides; or
+          the two shardings that meet, each with its line and module; and what to write instead.
+
+        Raises:
+          ValueError: the program has no such argument or collective.
+
+        Example:
+          >>> import jax
+          >>> from flax import nnx
+          >>> from jax.sharding import PartitionSpec as P
+          >>> from nnx_sharding import jit
+          >>> from nnx_sharding.partition import fsdp, make_mesh
+          >>> mesh = make_mesh({"data": 8})
+          >>> model = nnx.eval_shape(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+          >>> specs = fsdp(model, mesh=mesh, min_size=32), P("data")
+          >>> fun = jit(lambda model, x: model(x), in_shardings=specs, mesh=mesh)
+          >>> compiled = fun.lower(model, jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+          >>> print(compiled.why("model.bias"))
+          model.bias: replicated, 64 B on each device
+            The strategy leaves it replicated: fewer than min_size=32.
+            'data' (8) would divide dimension 0.
+            instead: nnx_sharding.partition.override(sharding, {r"bias$": P('data')})
+        """
+        return self._figures.why(subject)
 
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()

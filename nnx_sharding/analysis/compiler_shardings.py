@@ -1,0 +1,131 @@
+"""Shardings as the compiler writes them, and what it remarks about them while it compiles.
+
+XLA has two forms; both are read as the specs of the mesh that a program is for:
+
+    {mesh['data'=2,'model'=4], [{'data'}, {}]}              P('data', None)
+    {devices=[2,1,4]<=[8] last_tile_dim_replicate}          P('data', None) on a mesh 2 × 4
+
+Where the compiler has to turn one sharding into another and knows no direct way, it gathers the
+whole array on each device, and writes "Involuntary full rematerialization" into its log.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .collectives import Collectives
+from .names import module_of
+from .parameters import spec_text
+from .program import ProgramReport
+
+
+def read_sharding(written: str, rank: int, sizes: Mapping[str, int]) -> PartitionSpec | None:
+    """Reads a sharding of the compiler; None for one that no spec on the mesh has.
+
+    Args:
+      written: its text.
+      rank: that of the array.
+      sizes: those of the mesh axes, in its order.
+
+    Example:
+      >>> from nnx_sharding.analysis.compiler_shardings import read_sharding
+      >>> sizes = {"data": 2, "model": 4}
+      >>> read_sharding("{mesh['data'=2,'model'=4], [{'model', ?}, {}]}", 2, sizes)
+      P('model', None)
+      >>> read_sharding("{devices=[1,8]<=[2,4]T(1,0)}", 2, sizes)
+      P(None, ('model', 'data'))
+    """
+    if written == "{replicated}":
+        return PartitionSpec(*[None] * rank)
+    named = _NAMED.match(written)
+    if named is not None:
+        entries = [tuple(_AXIS.findall(part)) for part in _BRACES.findall(named[1])]
+        is_whole = len(entries) == rank and "):(" not in written and ":(" not in named[1]
+        known = all(axis in sizes for axes in entries for axis in axes)
+        return _spec(entries) if is_whole and known else None
+    tiled = _TILED.match(written)
+    return None if tiled is None else _read_tiles(tiled, rank, sizes)
+
+
+_NAMED = re.compile(r"\{mesh\[[^\]]*\], \[(.*?)\]")
+_BRACES, _AXIS = re.compile(r"\{([^}]*)\}"), re.compile(r"'([^']+)'")
+_TILED = re.compile(
+    r"\{devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?"
+)
+
+
+def _read_tiles(match: re.Match[str], rank: int, sizes: Mapping[str, int]) -> PartitionSpec | None:
+    """Reads the form with devices: which mesh axes change along each dimension of the tiles."""
+    tiles, dims = ([int(x) for x in match[n].split(",")] for n in (1, 2))
+    order = [int(x) for x in match[3].split(",")] if match[3] else range(len(dims))
+    is_known = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)
+    if not is_known or len(tiles) != rank + bool(match[4]):
+        return None
+    devices = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(tiles)
+    positions = dict(zip(sizes, np.unravel_index(devices, [*sizes.values()]), strict=True))
+    entries = []
+    for dimension in range(rank):
+        line = [0] * len(tiles)
+        line[dimension] = slice(None)  # type: ignore[call-overload]  # along this dimension
+        along = {axis: position[tuple(line)] for axis, position in positions.items()}
+        axes = [axis for axis, numbers in along.items() if np.any(numbers != numbers[0])]
+        # The axis that changes last is the major one.
+        entries.append(tuple(sorted(axes, key=lambda x: -int(np.argmax(along[x] != along[x][0])))))
+        if math.prod(sizes[axis] for axis in axes) != tiles[dimension]:
+            return None  # a part of an axis
+    return _spec(entries)
+
+
+def _spec(entries: list[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(axes if len(axes) > 1 else (*axes, None)[0] for axes in entries))
+
+
+class Rematerialization(NamedTuple):
+    """A remark of the compiler that it gathers an array in order to shard it in another way."""
+
+    operation: str
+    before: str
+    after: str
+
+    def told(self, report: ProgramReport) -> str:
+        """Says it in the names of the user's program, whose report has its line."""
+        sizes = {} if report.mesh is None else report.mesh.axes
+        specs = []
+        for written in (self.before, self.after):
+            ranks = [len(_BRACES.findall(named[1])) for named in [_NAMED.match(written)] if named]
+            tiles = [x[1].count(",") + (not x[4]) for x in [_TILED.match(written)] if x]
+            spec = read_sharding(written, (*ranks, *tiles, 0)[0], sizes)
+            specs.append(written if spec is None else spec_text(spec))
+        modules = {row.path for row in report.activations}
+        module = module_of(self.operation, modules)
+        sources = [x.source for x in report.collectives or Collectives() if _is_of(x, self)]
+        where = f" in {module}" if module else ""
+        line = next((f" ({source})" for source in sources if source), "")
+        name = self.operation.rpartition("/")[2]
+        return f"{name}{where}{line}: {specs[0]} → {specs[1]}"
+
+
+def _is_of(collective: object, remark: Rematerialization) -> bool:
+    return remark.operation in (getattr(collective, "operation", None) or "")
+
+
+_REMARK = re.compile(
+    r"^.*Involuntary full rematerialization.*? from sharding (\{.*?\}) to (\{.*?\}) "
+    r"(?:efficiently|without) .*?(?:op_name=\"([^\"]*)\".*)?$",
+    re.MULTILINE,
+)
+
+
+def rematerializations(log: str) -> tuple[list[Rematerialization], str]:
+    """Finds the remarks in the log of the compiler; returns each once, and the rest of the log."""
+    found = dict.fromkeys(
+        Rematerialization(operation or "an operation", before, after)
+        for before, after, operation in _REMARK.findall(log)
+    )
+    return [*found], re.sub(r"\n{2,}", "\n", _REMARK.sub("", log)).lstrip("\n")

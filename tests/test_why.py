@@ -1,0 +1,235 @@
+"""The reasons of ``Compiled.why``, for programs whose shardings are known by construction."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import StateSharding, jit, tensor_parallel, value_and_grad
+from nnx_sharding.analysis.compiler_shardings import read_sharding
+from nnx_sharding.cli.main import main
+from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
+
+WIDTH = 32
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.up(x)
+        return self.down(jax.nn.relu(x))
+
+
+def loss(model, x):
+    return (model["block"](x) ** 2).mean()
+
+
+def compiled(sharding, sizes=None, fun=loss, **options):
+    sizes = sizes or {"data": 2, "model": 4}
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = make_mesh(sizes, axis_types=AxisType.Auto, devices=devices)
+    model = nnx.eval_shape(lambda: nnx.Dict(block=Layer(nnx.Rngs(0)), odd=nnx.Param(jnp.ones(7))))
+    sharding = sharding(model, mesh) if callable(sharding) else sharding
+    options = {"in_shardings": (sharding, P("data")), "mesh": mesh, **options}
+    return jit(fun, **options).lower(model, jax.ShapeDtypeStruct((64, WIDTH), "float32")).compile()
+
+
+def by_fsdp(model, mesh):
+    return fsdp(model, mesh=mesh, min_size=64)
+
+
+def by_columns(model, mesh):
+    rules = {nnx.PathContains("kernel"): P(None, "model"), "unknown": P("data"), ...: P("data")}
+    return StateSharding(rules, on_indivisible="drop")
+
+
+CASES = {
+    "by a strategy": (
+        by_fsdp,
+        "model.block.up.kernel",
+        ["P(None, 'data'), (32,64) of (32,128)", "The strategy, which lists this path, decides"],
+        'override(sharding, {r"block/up/kernel$": P()})',
+    ),
+    "too small": (
+        by_fsdp,
+        "model.block.down.bias",
+        ["replicated, 128 B", "fewer than min_size=64", "'model' (4) would divide dimension 0"],
+        "{r\"block/down/bias$\": P('data')}",
+    ),
+    "indivisible": (
+        lambda model, mesh: fsdp(model, mesh=mesh, min_size=0),
+        "model.odd",
+        ["replicated", "'data' (2) divides no dimension of (7)"],
+        "",
+    ),
+    "dropped": (
+        by_columns,
+        "model.odd",
+        ["Rule 2, ..., decides: P('data')", "not all fits", "not divisible"],
+        "",
+    ),
+    "by a rule": (
+        by_columns,
+        "model.block.up.kernel",
+        ["P(None, 'model')", "Rule 0, PathContains('kernel'", "decides: P(None, 'model')"],
+        "P()",
+    ),
+    "overridden": (
+        lambda model, mesh: override(by_fsdp(model, mesh), {"up/kernel$": P()}),
+        "model.block.up.kernel",
+        [
+            "Rule 0, PathRegex('up/kernel$'), decides: P()",
+            "The strategy, which lists this path, says P(None, 'data'), and is overridden",
+        ],
+        "",
+    ),
+    "by a spec": (by_fsdp, "x", ["P('data', None)", "in_shardings has P('data') for x"], ""),
+    "nothing": (None, "model.odd", ["in_shardings has nothing for model"], ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore::nnx_sharding.errors.CorrectedSpecWarning")
+@pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnusedFilterWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_arguments(name):
+    sharding, path, words, instead = CASES[name]
+    reason = compiled(sharding).why(path)
+    shown = str(reason)
+    assert shown.startswith(f"{path}: ")
+    assert all(word in shown for word in words), shown
+    assert instead in reason.instead
+
+
+def test_what_it_says_to_write_has_this_effect():
+    reason = compiled(by_fsdp).why("model.block.down.bias")
+    pattern, spec = reason.instead.partition('{r"')[2].split('": ')
+
+    def changed(model, mesh):
+        return override(by_fsdp(model, mesh), {pattern: eval(spec.rstrip("})") + ")")})
+
+    assert (
+        compiled(changed)
+        .why("model.block.down.bias")
+        .subject.startswith("model.block.down.bias: P('data'), (16) of (32)")
+    )
+
+
+def reason_of(program, kind, purpose):
+    [first, *_] = [x for x in program.collectives().of(kind) if x.purpose == purpose]
+    assert program.why(first) == program.why(first.name)
+    return first, program.why(first)
+
+
+def test_a_gathered_parameter():
+    collective, reason = reason_of(compiled(by_fsdp), "all-gather", "parameter")
+    shown = str(reason)
+    assert f"It gathers {collective.parameters[0]}: P(" in shown
+    assert "The strategy, which lists this path, decides" in shown
+    assert re.search(r"Used.* on each device, by \w+ in model\.block\.(up|down) \(test_why", shown)
+    assert "FSDP" in reason.instead
+
+
+def test_a_sum():
+    program = compiled(lambda model, mesh: tensor_parallel(model, mesh=mesh))
+    _, reason = reason_of(program, "all-reduce", "sum")
+    assert "dot_general in model.block.down (test_why.py:" in str(reason)
+    assert "is sharded over model" in str(reason)
+
+
+def test_a_gradient():
+    program = compiled(None, fun=value_and_grad(loss))
+    _, reason = reason_of(program, "all-reduce", "gradient")
+    assert "gradient of model.block" in str(reason) and "sharded over data" in str(reason)
+
+
+class Sine(nnx.Module):
+    def __call__(self, x):
+        return jnp.sin(x)
+
+
+class Moved(nnx.Module):
+    def __init__(self):
+        self.up = Sine()
+
+    def __call__(self, x):
+        x = with_sharding_constraint(x, P("model", None, "data"))
+        return with_sharding_constraint(self.up(x), P(None, ("model", "data")))
+
+
+def moved():
+    mesh = make_mesh({"model": 4, "data": 2})
+    fun = jit(lambda model, x: 2 * model(x), in_shardings=(None, P()), mesh=mesh)
+    return fun.lower(Moved(), jax.ShapeDtypeStruct((16, 16, 16), jnp.float32)).compile()
+
+
+def test_two_shardings_that_meet():
+    _, reason = reason_of(moved(), "all-gather", "reshard")
+    made, used = reason.facts
+    assert made.startswith("Made as P('model', None, 'data'), (4,16,8) on each device, by sin in")
+    assert "model.up (test_why.py:" in made
+    assert used.startswith("Used as P(None, ('model', 'data'), None), (16,2,16) on each device, by")
+    assert 'activation_shardings={r"up": …}' in reason.instead
+
+
+def test_names_that_are_not_there():
+    program = compiled(None)
+    with pytest.raises(ValueError, match=r"called 'model\.block\.up\.kernl'; did you mean"):
+        program.why("model.block.up.kernl")
+
+
+@pytest.mark.parametrize(
+    ("written", "spec"),
+    [
+        ("{mesh['data'=2,'model'=4], [{'data'}, {}]}", P("data", None)),
+        ("{mesh['data'=2,'model'=4], [{?}, {'model', 'data'}]}", P(None, ("model", "data"))),
+        ("{mesh['data'=2,'model'=4], [{'model':(1)2}, {}]}", None),
+        ("{mesh['data'=2,'model'=4], [{'data'}]}", None),
+        ("{mesh['x'=8], [{'x'}, {}]}", None),
+        ("{replicated}", P(None, None)),
+        ("{maximal device=0}", None),
+        ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", P("data", None)),
+        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", P(None, "model")),
+        ("{devices=[8,1]<=[8]}", P(("data", "model"), None)),
+        ("{devices=[8,1]<=[2,4]T(1,0)}", P(("model", "data"), None)),
+        ("{devices=[4,2]<=[8]}", None),  # parts of axes
+        ("{devices=[4,2]<=[2,4]T(1,0)}", P("model", "data")),
+    ],
+)
+def test_shardings_of_the_compiler(written, spec):
+    assert read_sharding(written, 2, {"data": 2, "model": 4}) == spec
+
+
+def test_inferred_activations():
+    """``up`` returns (64, 128) of which XLA computes (32, 32) on each device: both axes."""
+    program = compiled(lambda model, mesh: tensor_parallel(model, mesh=mesh))
+    rows = {row.path: row for row in program.activations()}
+    assert rows["model.block.up"].spec == P("data", "model")
+    assert rows["model.block.up"].chosen_by == "inferred"
+    assert rows["model.block.up"].shard_shape == (32, 32)
+    assert rows["model.block.up"].bytes_per_device == 32 * 32 * 4
+    assert rows["model.block.down"].spec == P("data", None)
+    whole = {"data": 2, "other": 2}  # which of them is it?
+    assert compiled(None, whole).activations()[0].spec in (None, P("data", None))
+
+
+def test_remarks_of_the_compiler_in_the_users_names(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
+    file = tmp_path / "moved_for_why.py"
+    file.write_text("import test_why\n\ndef step():\n    return test_why.moved()\n")
+    assert main(["inspect", f"{file}:step"]) == 0
+    error = capfd.readouterr().err
+    assert "[SPMD]" not in error
+    expected = "P('model', None, 'data') → P(None, ('model', 'data'), None)"
+    assert re.search(rf"sin in model\.up \(test_why\.py:\d+\): {re.escape(expected)}", error)
