@@ -105,7 +105,7 @@ class Frame:
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
 
     def note_sharding(self, x: jax.Array, sharding: NamedSharding) -> None:
-        """Notes the sharding that was chosen for an array."""
+        """Records the sharding that was chosen for an array."""
         self._chosen.append((x, sharding))
 
     def sharding_of(self, x: jax.Array) -> NamedSharding | None:

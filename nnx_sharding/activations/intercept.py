@@ -151,7 +151,7 @@ _FOREIGN = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
 def _module_types() -> Iterator[type]:
     """Yields all existing classes of these kinds, and the bases from which they inherit methods.
 
-    At each trace anew, since classes may have been defined after the last one.
+    At each trace, since classes may have been defined after the last one.
     """
     kinds: set[type] = {nnx.Optimizer}
     pending: list[Any] = [*_KINDS]

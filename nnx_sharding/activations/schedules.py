@@ -35,15 +35,15 @@ class ScheduleUses:
         self._taken_out = set[Place]()
 
     def run(self, name: str, path: Path) -> None:
-        """Notes that the schedule of a module ran."""
+        """Records that the schedule of a module ran."""
         self._ran.add((name, path))
 
     def call(self, name: str, path: Path) -> None:
-        """Notes that a module was called as it is."""
+        """Records that a module was called as it is."""
         self._called.add((name, path))
 
     def take_out(self, stack: Any) -> None:
-        """Notes that layers of a ``Stack`` are used one by one."""
+        """Records that layers of a ``Stack`` are used one by one."""
         if (tag := _compat.tag_of(stack)) is not None:
             self._taken_out.add((tag.name, tag.path))
 

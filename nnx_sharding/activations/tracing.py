@@ -318,7 +318,7 @@ class Scope:
         return out
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
-        """Tags the modules in all arguments, and notes the schedules that are given for them."""
+        """Tags the modules in all arguments, and records the schedules that are given for them."""
         plan, unflattened = self._plan, self._unflattened
         parts = [
             (
@@ -580,7 +580,7 @@ class Scope:
 
         They are Auto if that is declared, and by default where shardings are inferred, and in a
         layer with a declared output. Methods that get no array with a sharding in its type, or that
-        are told the sharding of their output, run as they are.
+        are told the sharding of their output, run unchanged.
 
         Args:
           frame: the call of the method.
@@ -700,7 +700,7 @@ class Scope:
             kept = spec
             if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
                 kept = with_entries(spec, keep_axes(spec, self._axes - tag.axes).partitions)
-            if spec.reduced:  # of which JAX counts some gradients several times
+            if spec.reduced:  # JAX counts some gradients of such arrays several times
                 kept = with_reduced(kept, ())
             if kept == spec:
                 return value
@@ -719,13 +719,13 @@ class Scope:
 
         Args:
           tree: a pytree of activations.
-          prefix: a pytree prefix of it, with specs as leaves; None leaves activations as they are.
+          prefix: a pytree prefix of it, with specs as leaves; None leaves activations unchanged.
           frame: the call.
           side: ``input`` or ``output``, for messages.
 
         Returns:
-          The same pytree with constrained arrays. A prefix of another structure is noted, for the
-          error at the end of the trace that lists all.
+          The same pytree with constrained arrays. A prefix of another structure is recorded, for
+          the error at the end of the trace that lists all.
         """
         name = f"{side} of {frame.tag.accessor}"
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)

@@ -34,19 +34,26 @@ def update(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls ``update`` of an ``nnx.Optimizer``, whose transformation runs with Auto axes."""
+    """Calls ``update`` of an ``nnx.Optimizer``, whose transformation runs with Auto axes.
+
+    Args:
+      optimizer: the optimizer.
+      call: its bound method ``update``.
+      args: the positional arguments of the call.
+      kwargs: its keyword arguments.
+    """
     tx = optimizer.tx
     # A copy, because other threads may use the user's optimizer while it is traced.
     copy = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer), tx=_WithAutoAxes(tx))
     out = types.MethodType(call.__func__, copy)(*args, **kwargs)  # type: ignore[attr-defined]
-    # The method may have set attributes, of a subclass of the user's.
+    # The method of a user's subclass may have set attributes.
     vars(optimizer).update(vars(copy), tx=tx)
     return out
 
 
 class _WithAutoAxes:
-    """A transformation of Optax, of which only ``update`` differs."""
+    """A transformation of Optax with another ``update``."""
 
     def __init__(self, tx: GradientTransformation):
         self._tx = tx

@@ -70,7 +70,7 @@ class WholeOutputs:
         self._last_layer: tuple[int, frozenset[AxisName]] = 0, frozenset()
 
     def begin_layer(self) -> None:
-        """Forgets the columns of earlier layers, which are not those of what follows."""
+        """Forgets the columns of earlier layers, as later arrays do not have them."""
         self._last_layer = 0, frozenset()
 
     def end_layer(self, x: jax.Array, spec: PartitionSpec) -> None:
@@ -85,7 +85,7 @@ class WholeOutputs:
         first: jax.Array,
         sizes: Mapping[AxisName, int],
     ) -> None:
-        """Notes an output of an outermost module, if it is gathered over axes of its columns.
+        """Records an output of an outermost module, if it is gathered over axes of its columns.
 
         Args:
           name: the module, as an expression.
@@ -110,7 +110,7 @@ class WholeOutputs:
             self._gathered.append(_GatheredOutput(name, x, over, spec))
 
     def warn(self, name: str, result: object, *, strict: bool) -> None:
-        """Warns of the outputs that the function uses, rather than returns in ``result``."""
+        """Warns of outputs that the function uses instead of returning them in ``result``."""
         returned = {id(x) for x in arrays_in(result)}
         used = [output for output in self._gathered if id(output.array) not in returned]
         if not used:

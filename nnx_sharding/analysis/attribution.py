@@ -230,14 +230,15 @@ def _memory_by_place(
     backward_steps = [step for step, place in enumerate(places) if place.backward]
     held: defaultdict[Place, Counter[MemoryUse]] = defaultdict(Counter)
     for allocation in buffers.allocations:
-        # An allocation may be held for an argument or a result all the time, and for other buffers
-        # in between. Who comes last takes the bytes that it needs first, so none count twice.
+        # An allocation may belong to an argument or a result for the whole run, and to temporary
+        # buffers in between. The last owner in this list takes its bytes first, and the others what
+        # is left, so that no byte counts twice.
         owners = []
         live = [buffer for buffer in allocation.values if buffer.first <= peak <= buffer.last]
         if allocation.parameter is not None:
             owners.append((attribution.argument(allocation.parameter), allocation.size))
         elif allocation.is_result and allocation.values:
-            # It is held from the beginning for what is made last.
+            # The memory of a result is reserved from the beginning, for the buffer made last.
             live.insert(0, max(allocation.values, key=lambda buffer: buffer.last))
         for buffer in live:
             owner = attribution.owner(buffer, allocation, backward_steps, len(places))

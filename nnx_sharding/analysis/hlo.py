@@ -39,6 +39,18 @@ class Runs(NamedTuple):
     is_applied: bool = False  # to elements, as the computation of a reduction
     in_branch: bool = False  # of a conditional, which may not be taken
 
+    def plus(self, other: Runs) -> Runs:
+        """Returns how often it runs if another caller runs it, too."""
+        is_known = self.times is not None and other.times is not None
+        return Runs(
+            times=(self.times or 0) + (other.times or 0) if is_known else None,
+            least=self.least + other.least,
+            in_loop=self.in_loop or other.in_loop,
+            is_fused=self.is_fused and other.is_fused,
+            is_applied=self.is_applied and other.is_applied,
+            in_branch=self.in_branch or other.in_branch,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Module(Values):
@@ -136,17 +148,8 @@ class Module(Values):
             caller = runs.setdefault(name, Runs())
             for op, attribute, callee in self.calls.get(name, ()):
                 called = self._called(caller, op, attribute)
-                known = runs.get(callee)
-                if known is not None:
-                    both = None not in (known.times, called.times)
-                    called = Runs(
-                        (known.times or 0) + (called.times or 0) if both else None,
-                        known.least + called.least,
-                        known.in_loop or called.in_loop,
-                        known.is_fused and called.is_fused,
-                        known.is_applied and called.is_applied,
-                        known.in_branch or called.in_branch,
-                    )
+                if callee in runs:  # another instruction calls it as well
+                    called = runs[callee].plus(called)
                 is_plausible = called.times is not None and called.times <= MAX_SIZE
                 runs[callee] = called if is_plausible else called._replace(times=None)
         return runs

@@ -130,7 +130,7 @@ def _lengths_around(computation: Computation, module: Module) -> set[int | None]
 
 
 def _operations_of_arrays(collective: Instruction, computation: Computation) -> list[list[str]]:
-    """Lists the operations of each array that a collective makes, of which XLA may merge several.
+    """Lists the operations of each array that a collective makes; XLA may have merged several.
 
     The operand of an array says which it is, or the instruction that takes it from the tuple.
     """
@@ -285,12 +285,12 @@ _MAX_STEPS = 64  # from the initial value of a loop to constants: counters and z
 
 
 class Origins:
-    """Finds the arguments, of which some are parameters, from which values are computed."""
+    """Finds the arguments from which values are computed; some of these are parameters."""
 
     def __init__(self, module: Module, arguments: Mapping[int, str], parameters: Collection[str]):
         self._module = module
         self._arguments, self._parameters = arguments, parameters
-        # Values that are known to be computed from an argument that is no parameter. One such
+        # Values that are known to be computed from an argument that is not a parameter. One such
         # argument is enough to know that a collective does not move parameters, so that a search
         # ends there, and most end soon.
         self._others: dict[Value, str] = {}

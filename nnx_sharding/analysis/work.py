@@ -95,7 +95,7 @@ ExecutedWork: TypeAlias = Mapping[str, list[tuple["Instruction", Work]]]  # by c
 
 
 def why_unknown(module: Module, parts: ExecutedWork) -> list[str]:
-    """Names the loops and the custom calls because of which figures are unknown."""
+    """Names the loops and the custom calls that make figures unknown."""
     reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for name, part in parts.items():
         for instruction, work in part:
@@ -197,7 +197,10 @@ def work_of(instruction: Instruction, by_name: ByName, module: Module | None) ->
 
 
 def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
-    """Counts the flops of what is no product, without what it applies; None if unknown."""
+    """Counts the flops of an instruction that is not a product; None if unknown.
+
+    Those of a computation that it applies to elements are counted elsewhere.
+    """
     opcode, results = instruction.opcode, instruction.results
     elements = _elements(results)
     if opcode in ELEMENTWISE:
@@ -302,17 +305,18 @@ def _elements(shapes: Sequence[Shape]) -> int:
 
 def _host_bytes(instruction: Instruction, by_name: ByName) -> int:
     """Counts the bytes that a copy moves between device and host."""
-    # The array, and for updates what is written.
+    # An array to copy; or, for an update, the array to change and the part that is written to it.
     operands = [made_by(by_name, name) for name in instruction.operand_names[:2]]
     if instruction.opcode.endswith(("-done", "-update")) or not operands:
         return 0
-    read = operands[0]
-    written: Sequence[Shape] = instruction.results
-    moved = written
     if base(instruction.opcode) == "dynamic-update-slice" and len(operands) > 1:
-        written, read, *_ = operands
-        moved = read
-    return total_bytes(moved) if _is_on_host(read) != _is_on_host(written) else 0
+        target: Sequence[Shape] = operands[0]
+        source: Sequence[Shape] = operands[1]
+        size = total_bytes(source)
+    else:
+        source, target = operands[0], instruction.results
+        size = total_bytes(target)
+    return size if _is_on_host(source) != _is_on_host(target) else 0
 
 
 def _is_on_host(shapes: Sequence[Shape]) -> bool:

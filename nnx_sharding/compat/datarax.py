@@ -360,5 +360,5 @@ def _described(batch: object) -> dict[str, Any]:
 
 
 def _is_names(x: object) -> bool:
-    """Whether ``x`` has the logical names of one array: a list of them is no pytree."""
+    """Whether ``x`` has the logical names of one array: a list of them is not a pytree."""
     return isinstance(x, tuple) or (isinstance(x, list) and any(isinstance(n, str) for n in x))

@@ -95,7 +95,7 @@ class Specs:
       tree: the prefix, in our own types.
       rules: its leaves: specs, and mappings from filters to specs.
       written: the specs among them, with those inside of mappings.
-      invalid: the place of each leaf that is no spec, the leaf, and a suggestion.
+      invalid: the place of each leaf that is not a spec, the leaf, and a suggestion.
       depend_on_values: whether shapes and dtypes matter, to a user's predicate.
       has_partition_spec: whether any spec needs a mesh.
       may_hold_none: whether arguments, or parts of them, can have None.
@@ -131,7 +131,7 @@ class Specs:
 
 
 def _invalid_leaves(tree: object, path: Path) -> Iterator[tuple[str, Any, str]]:
-    """Yields the place of each leaf of a prefix that is no spec, the leaf, and a suggestion."""
+    """Yields the place of each leaf of a prefix that is not a spec, the leaf, and a suggestion."""
     if is_spec(tree):
         return
     # A tuple such as ("data", None) was probably meant as one spec; at the top, as one for each.
@@ -150,7 +150,7 @@ def _one_level(tree: object) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
 
 
 def check_specs(name: str, types: type | tuple[type, ...] = object, **options: Specs) -> None:
-    """Raises a ``TypeError`` if a leaf of a prefix is no spec, or one of other types than these.
+    """Raises a ``TypeError`` if a leaf of a prefix is not a spec, or has another type than these.
 
     ``name`` is that of the user's function, and each of the ``options`` has its prefix.
     """

@@ -239,7 +239,7 @@ class Update(NamedTuple):
         """Sets the Variables, in one step that a signal cannot split, and returns the output."""
         outputs = [*(group.args[1] for group in groups), leaves]  # group -1: an input
         results = [outputs[group][i] for group, i in self.root_sources]
-        # Before the step: containers of the user's may raise.
+        # Before the step, since containers of the user's own types may raise errors.
         output = results[0] if self.root is LEAF else assemble(self.root, iter(results), objects)
         operations: list[Operation] = []
         variables = self.variables_in(objects)

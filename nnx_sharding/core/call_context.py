@@ -87,14 +87,14 @@ _LOGGER = logging.getLogger("nnx_sharding")
 
 
 def _on_event(event: str, **_: object) -> None:
-    """Notes for the plan of the current call that its program was in JAX's persistent cache."""
+    """Records for the plan of the current call that its program was in JAX's persistent cache."""
     caller = current_caller() if event == _compat.CACHE_HIT else None
     if caller is not None and caller.plan is not None:
         caller.plan.reported[event] = 1
 
 
 def _on_duration(event: str, duration_secs: float, **details: object) -> None:
-    """Notes a phase of the compilation for the current call; after the last, logs and notifies."""
+    """Records a phase of a compilation for the current call; after the last, logs and notifies."""
     if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
     caller = current_caller()

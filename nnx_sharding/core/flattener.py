@@ -112,7 +112,7 @@ class Flattener:
         return above < 0 and index in self.linked and _compat.is_node(obj)
 
     def link_index(self, index: int, position: int = UNRECORDED) -> int:
-        """Notes a link to the object with an index, and returns the index."""
+        """Records a link to the object with an index, and returns the index."""
         if self.recorder is not None:
             self.recorder.add_object(position, index)
         if index in self.linked:

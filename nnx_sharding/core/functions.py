@@ -53,7 +53,7 @@ def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Seque
 
 
 def _behind_partial(fun: Callable[..., Any]) -> Any:
-    """Returns the function of a ``functools.partial``; any other one as it is."""
+    """Returns the function of a ``functools.partial``; any other function unchanged."""
     return _behind_partial(fun.func) if isinstance(fun, functools.partial) else fun
 
 

@@ -65,7 +65,7 @@ _DESCRIPTORS = (
 )
 # Objects of JAX and NumPy that are compared by value, although they have attributes.
 _LIBRARY_VALUES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
-# A function of more is traced anew: to list it would take as long.
+# A function of more is traced again: to list it would take as long.
 _LIMIT = 4000
 
 
@@ -222,7 +222,7 @@ class Listing:
         self._add_items({k: x for k, x in vars(cls).items() if k not in _NOT_READ})
 
     def _add_module(self, module: types.ModuleType) -> None:
-        """Lists a module, of which ``add_module_attributes`` lists the content."""
+        """Lists a module itself; ``add_module_attributes`` lists its content later."""
         self.tokens.append(module.__name__)
         if module.__name__ in _STATEFUL_MODULES:
             raise NotListed

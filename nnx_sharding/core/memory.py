@@ -41,7 +41,7 @@ def other_memory(sharding: object) -> str | None:
 
 
 def memory_of(x: AnyArray) -> Memory:
-    """Returns the memory of an array; None for what is no array."""
+    """Returns the memory of an array; None for what is not an array."""
     if isinstance(x, jax.core.Tracer):
         space = getattr(jax.typeof(x), "memory_space", None)
         return space if space is jax.memory.Space.Host else None

@@ -1,7 +1,7 @@
 """The end of a trace: the outputs of the program, and what they mean for the caller's objects.
 
 Comparing the graphs before and after the call, both with the same objects first, tells what
-changed. An unchanged array is no output. The others are in groups by spec, and where each array
+changed. An unchanged array is not an output. The others are in groups by spec, and where each array
 belongs is the :class:`Outcome`, which JAX keeps with the trace: no repeated call computes it again.
 """
 
@@ -76,7 +76,7 @@ class Outcome:
     metadata: tuple[int, ...]  # those whose metadata or kind of value changed
     nodes: tuple[NodeChange, ...]  # the changed attributes of input modules
     statics: tuple[int, ...]  # static objects of the inputs that were changed in place
-    replaced: tuple[int, ...] = ()  # input modules in whose place new ones are returned
+    replaced: tuple[int, ...] = ()  # input modules that are returned as new objects
     has_effects: bool = False  # whether the program has side effects, such as callbacks
     # What to write back, set by ``call.run`` at the first call from all of this.
     update: Any = dataclasses.field(default=None, compare=False)

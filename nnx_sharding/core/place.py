@@ -1,6 +1,6 @@
 """Moves arrays to other devices, shardings and memories, outside of any trace.
 
-There is no one way in JAX, so an array takes up to three steps, in :func:`_perform`:
+There is no single way in JAX, so an array takes up to three steps, in :func:`_perform`:
 
     it is on the host, or cut differently on other devices or on CPUs   joined there, and put
     the same devices have other parts                                   one compiled program

@@ -161,7 +161,7 @@ def _call_function(
     plan_in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
     tracing = plan.transform.tracing(plan_in_trace, caller, unflattened, arrays.inside)
     with arrays.context(), tracing as call:
-        # Within the context: what it sets, such as tags of modules, is no change by the user.
+        # Within the context: what it sets, such as tags of modules, is not a change by the user.
         before = Snapshot(plan.structure, unflattened.objects)
         return call(*args, **kwargs), before
 
@@ -183,7 +183,7 @@ def _flatten_after(
         output,
         graph=plan.graph,
         first_objects=unflattened.objects,
-        # Without updates the caller's modules stay as they are, and results are other ones.
+        # Without updates the caller's modules stay unchanged, and results are other ones.
         replaced=frozenset() if updates else nodes - carried,
         held_weakly=static_ids | object_ids,
         snapshot=before,

@@ -3,7 +3,7 @@
 A Variable may be in several arguments, or in one under several paths, and all of them may have a
 spec. They have to agree, since there is one array; a path without a spec leaves it to the others.
 A :class:`~nnx_sharding.StateSharding` decides by its first filter that matches. What each filter
-decided is noted (:class:`FilterUse`), to warn about those that are misspelt or come too late.
+decided is recorded (:class:`FilterUse`), to warn about those that are misspelt or come too late.
 
 A *location* is where a Variable or array is in a structure; a *subject* is that Variable or array.
 """

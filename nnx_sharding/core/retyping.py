@@ -84,12 +84,14 @@ class RetypedArrays(NamedTuple):
         if change is None:
             return cls(None, leaves, leaves)
         inside = [retype(leaf, change.inner) for leaf in leaves]
-        if (partial := PARTIAL.get()) is not None:
+        partial_sums = PARTIAL.get()
+        if partial_sums is not None:
             # All are looked up before any is added, since an unchanged array keeps its id.
-            pairs = [(new, partial.get(id(old))) for old, new in zip(leaves, inside, strict=True)]
-            for new, entry in pairs:
+            entries = [partial_sums.get(id(leaf)) for leaf in leaves]
+            for new, entry in zip(inside, entries, strict=True):
                 if entry is not None:
-                    partial[id(new)] = new, retype(entry[1], change.inner)
+                    _, sums = entry
+                    partial_sums[id(new)] = new, retype(sums, change.inner)
         return cls(change, leaves, inside)
 
     def context(self) -> AbstractContextManager[Any]:

@@ -36,7 +36,7 @@ class Roles(NamedTuple):
 
 
 def _as_tuple(option: Any) -> tuple[Any, ...] | None:
-    """Returns the positions or names of an option, of which the user may give one or several."""
+    """Returns the positions or names of an option; the user may give one or a sequence."""
     if option is None:
         return None
     several = option if isinstance(option, Iterable) and not isinstance(option, str) else (option,)

@@ -1,7 +1,7 @@
 """Which objects a function did not change: most of them, and their entries can be reused.
 
 After a call the graph is flattened again. An object whose content is still the same, part by part
-and by identity, has the same entry, so only what changed is described anew.
+and by identity, has the same entry, so only what changed is described again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments that are static because they are no arrays and their spec is None.
+"""Arguments that are static because they are not arrays, and have the spec None.
 
 ``jax.shard_map`` passes such values to the function as they are; other transforms refuse them.
 """
@@ -27,7 +27,7 @@ def with_static_values(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
-    """Makes arguments static that are no arrays and whose spec is None, as `jax.shard_map` does.
+    """Makes arguments static that are not arrays and whose spec is None, as `jax.shard_map` does.
 
     Args:
       specs: those of the arguments, as the user wrote them.
@@ -69,7 +69,7 @@ def _with_static_leaves(spec: Any, value: object) -> Any:
 
 
 def _static_unless_array(x: object) -> Any:
-    """Returns a leaf as it is if it is an array or an object of a graph, else as a static value."""
+    """Returns an array or an object of a graph unchanged, anything else as a static value."""
     is_array = _compat.is_graph_object(x) or (
         not isinstance(x, PLAIN_TYPES) and _compat.is_array_like(x)
     )

@@ -81,7 +81,7 @@ def check_static_places(
 
 
 def _is_hidden(static: Static) -> bool:
-    """Whether a value is a Variable, or a module with arrays, that is no part of the graph."""
+    """Whether a value is a Variable, or a module with arrays, that is not a part of the graph."""
     value = static.value
     is_variable = _compat.is_graph_object(value) or _compat.is_hijax_variable(value)
     return static.by_identity and (is_variable or _compat.is_ref(value))

@@ -145,12 +145,12 @@ class Structure:
         """Returns the static values that are compared by identity alone."""
         if self._unique is not None:
             return self._unique
-        # Variables share their metadata, and nodes of one kind most of their children: each is
-        # searched once, by its id.
-        entries = {
-            _compat.identity(entry.metadata if is_leaf_variable(entry) else entry): entry
-            for entry in self.entries
-        }
+        # Variables share their metadata, and nodes of one class most of their children. So only one
+        # entry is searched for each metadata, and below each child once, by their ids.
+        entries: dict[int, Any] = {}
+        for entry in self.entries:
+            searched = entry.metadata if is_leaf_variable(entry) else entry
+            entries[_compat.identity(searched)] = entry
         groups = ((self.root, *self.statics), *map(children_of, entries.values()))
         unique = {_compat.identity(x): x for x in chain(*groups) if type(x) is not int}
         self._unique = (*identities_in(unique.values()),)
@@ -248,7 +248,7 @@ class Structure:
 
     def shared_objects(self, child: Child) -> set[int]:
         """Returns the modules, Variables and refs in ``child`` with more than one reference."""
-        # Flattening has noted whether it met any object twice; counting takes as long again.
+        # Flattening has recorded whether it met any object twice; counting takes as long again.
         links = self._links(child) if self.shares else {}
         shared = (index for index, count in links.items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticObject)}

@@ -53,7 +53,7 @@ class Program(NamedTuple):
     top_level: Callable[..., Any]  # what a call executes outside of any trace
     inline: Callable[..., Any]  # what a call executes inside another trace
     # what a call executes outside of any trace, if the function is traced at each call
-    traced_anew: Callable[..., Any]
+    traced_each_time: Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ class _Fitter:
     def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
         """Returns the sharding of one array; None to change nothing, also if something is wrong."""
         spec = self._adapt(spec, leaf)
-        # `place` (`whole`) makes arrays of numbers; for others they stay as they are.
+        # `place` (`whole`) makes arrays of numbers; for others they stay unchanged.
         is_number = isinstance(leaf, bool | int | float | complex)
         if not is_shardable(leaf) and not (self._whole and is_number):
             if self._whole and spec is not None:

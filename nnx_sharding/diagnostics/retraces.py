@@ -60,7 +60,7 @@ class Trace(NamedTuple):
     key: tuple[Any, ...]  # everything on which the trace depends, except what is captured
     nested: bool
     captured: Facts | None = None  # None if a change of it causes no trace
-    # Why each call traces anew; looked for only if an earlier trace has the same `key`.
+    # Why each call traces again; looked for only if an earlier trace has the same `key`.
     unlisted: tuple[str, ...] = ()
 
 
@@ -256,7 +256,7 @@ def nearest(
 
     Args:
       new: the new trace.
-      earlier: all before it, of which the latest are compared.
+      earlier: all traces before it; only the latest are compared.
       cache: the facts of traces that were compared before; new ones are added.
 
     Returns:
@@ -408,7 +408,7 @@ class Observer(NamedTuple):
         self, plan: Plan, fun: object, leaves: Sequence[object], *, nested: bool
     ) -> Callable[[], None]:
         """Records a trace, unless a limit forbids it; returns what removes the record."""
-        # An operation of JAX that runs at once is no trace.
+        # An operation of JAX that runs at once is not a trace.
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
         traces = self.log.by_number

@@ -137,7 +137,8 @@ class LayerDimensions:
         for length in reversed(range(len(path))):
             if path[:length] in self._common_axes:
                 neighbors = self._follow_neighbors(self._common_axes[path[:length]], subject, shape)
-                # A `vmap` around the stack adds to its dimensions; less than these is no answer.
+                # A `vmap` around the stack adds to its dimensions; less than these is not an
+                # answer.
                 return neighbors if len(neighbors.dimensions) > len(stack.dimensions) else stack
         return stack
 
@@ -194,7 +195,7 @@ class LayerDimensions:
     def _follow_neighbors(
         self, common_axes: Mapping[type, Set[_Axes]], subject: object, shape: Shape
     ) -> Stacked:
-        """Returns the dimensions of what is beside known Variables, at the axes of these."""
+        """Returns the dimensions of a Variable at the axes of known ones in the same module."""
         cls = type(subject)
         axes = common_axes[cls] if cls in common_axes else set().union(*common_axes.values())
         candidates = {d for x in axes if (d := x.dimensions(shape)) is not None}

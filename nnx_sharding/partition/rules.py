@@ -231,7 +231,7 @@ class LogicalRules:
             return list(itertools.chain.from_iterable(parts))
 
         def divides(dimension: int, new_axes: Sequence[str]) -> bool:
-            # Nothing to divide; a rule for the name is used as it is.
+            # Nothing to divide; a rule for the name is used unchanged.
             if mesh is None or shape is None:
                 return True
             sizes = (mesh.shape[axis] for axis in (*axes_at(dimension), *new_axes))
@@ -253,7 +253,7 @@ class LogicalRules:
         return with_entries(start, entries)
 
     def _check(self, names: Sequence[object], rank: int, shape: Sequence[int] | None) -> None:
-        """Raises an error for names that are no strings or have no rule, and for another rank."""
+        """Raises an error for names that are not strings or have no rule, and for another rank."""
         if not all(isinstance(name, str) for name in names):
             raise ValueError("a dimension has a name, None, or a tuple of names")
         unknown = [name for name in dict.fromkeys(names) if name not in self.names]

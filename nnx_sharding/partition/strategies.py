@@ -105,7 +105,7 @@ def fsdp(
       axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
         no dimension, only the first of them are used.
       min_size: arrays with fewer elements keep the spec of ``base``; those that stay replicated for
-        that reason are noted by :func:`~nnx_sharding.report.check_sharding`. If nothing is sharded
+        that reason are listed by :func:`~nnx_sharding.report.check_sharding`. If nothing is sharded
         because of it, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
       across_slices: whether the axis may have devices of several TPU slices, over whose network
         all parameters are then gathered. See :func:`make_mesh` for HSDP, which does not.
@@ -193,7 +193,7 @@ def zero1(
     specs = base_specs("zero1", parameters, base, mesh)
     state_specs = optimizer_specs(optimizer, from_paths(specs), parameters)
     state = optimizer_variables(optimizer, parameters)
-    if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is no state, and is not sharded
+    if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]
     notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
     return from_paths(union(specs, state_specs), activations_of(base), notes)
@@ -375,7 +375,7 @@ def shard_largest(
     """Returns a sharding that also shards the largest dimension that ``axes`` divide.
 
     Axes that it uses already are left out. If no dimension can have all others, the last axes are
-    left out one by one; if none can have even the first, the sharding is returned as it is.
+    left out one by one; if none can have even the first, the sharding is returned unchanged.
     """
     shape = variable.shape
     is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)

@@ -162,7 +162,7 @@ def _places(flat: Flat) -> Iterator[tuple[Path, Any, Sequence[int], bool]]:
 
 
 def _bare_parameters(structure: Structure) -> Set[int]:
-    """Returns the slots of arrays that may be outside of Variables, but are no buffers."""
+    """Returns the slots of arrays that may be outside of Variables, but are not buffers."""
     entries = structure.entries
     if not any(isinstance(entry, VariableEntry) for entry in entries):
         return frozenset(range(structure.num_leaves))

@@ -3,7 +3,7 @@
 The first dimension of each array is the rows of the batch. All arrays with rows must be sharded so
 that a process holds the same rows of each; ``process_rows`` computes which. The first batch of an
 iteration decides on structure, shapes and dtypes (``BatchSharding``), and all others must be alike:
-a training step would be compiled anew for another shape.
+a training step would be compiled again for another shape.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ def _check_arrays(
     arrays: Sequence[HostArray | TypeError],
     shardings: Sequence[Sharding | None],
 ) -> None:
-    """Raises an error that lists all leaves with a sharding that are no arrays."""
+    """Raises an error that lists all leaves with a sharding that are not arrays."""
     found = zip(names, arrays, shardings, strict=True)
     wrong = [f"  {n}: {x}" for n, x, s in found if s is not None and isinstance(x, TypeError)]
     remedy = "Leave them out, or give them the spec None, which passes them through."

@@ -37,14 +37,14 @@ class CallSchedule(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether it is running a call, so that calls in it are as the module has them."""
+        """Whether the schedule is running a call, so that calls within it are left unchanged."""
 
     def redirect(
         self, tag: Tag, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tag, Any, Any]:
-        """Returns which module is called instead, by which tag, with which positional arguments.
+        """Returns the tag, the module and the positional arguments of the call that runs instead.
 
-        The module is None where nothing runs yet: the call returns what is given as ``args``.
+        The module is None if nothing runs yet; the call then returns the third item.
         """
 
     def wrap(
@@ -55,19 +55,24 @@ class CallSchedule(Protocol):
         batch_axes: Iterable[Any],
         prefetch: bool,
     ) -> Callable[..., Any]:
-        """Returns what is called instead of ``call``, the method of the module.
+        """Returns what is called instead of a method.
 
-        ``batch_axes`` shard the rows; ``prefetch`` is whether layers are gathered ahead.
+        Args:
+          module: the module.
+          call: its bound method.
+          mesh: the mesh that the schedule runs on.
+          batch_axes: the axes over which the rows of the batch are sharded.
+          prefetch: whether the parameters of layers are gathered one layer ahead.
         """
 
     def module_path(self, path: Path) -> Path:
-        """Returns the path of what it runs in one piece, given that of a module it is for."""
+        """Returns the path of the module that runs as a whole, given that of one of its layers."""
 
     def report_unscheduled(self, module: str) -> None:
-        """Reports, where that does harm, that it did not run a module whose layers ran."""
+        """Reports that a module did not run by the schedule although its layers ran, if harmful."""
 
     def report_other_method(self, tag: Tag, method: str, args: tuple[Any, ...], out: Any) -> None:
-        """Reports, where that does harm, that another method than ``__call__`` was called as is."""
+        """Reports that a method other than ``__call__`` ran without the schedule, if harmful."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -208,7 +213,7 @@ class ActivationSharding:
             strict=strict,
             prefetch=checked_prefetch("ActivationSharding", prefetch),
         )
-        assert len(self._predicates) == len(pairs)  # made now, to raise for what is no filter
+        assert len(self._predicates) == len(pairs)  # made now, to raise for what is not a filter
 
     @functools.cached_property
     def _predicates(self) -> tuple[Predicate, ...]:

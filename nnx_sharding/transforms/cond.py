@@ -68,7 +68,7 @@ def cond(
       What the function returns.
 
     Raises:
-      TypeError: ``pred`` is no scalar, or the functions return arrays of different types.
+      TypeError: ``pred`` is not a scalar, or the functions return arrays of different types.
       ValueError: the functions leave or return different structures.
 
     Example:
@@ -104,7 +104,7 @@ def switch(
     Args:
       index: the number of the branch, an integer scalar; those out of range count as the nearest.
       branches: the functions.
-      *operands: their arguments, of which flags (``bool``) stay as they are. All are traced.
+      *operands: their arguments, of which flags (``bool``) stay unchanged. All are traced.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -112,7 +112,7 @@ def switch(
       What the branch returns.
 
     Raises:
-      TypeError: ``index`` is no integer scalar, or the branches return arrays of different types.
+      TypeError: ``index`` is not an integer scalar, or the branches return different types.
       ValueError: the branches leave or return different structures.
 
     Example:
@@ -182,7 +182,7 @@ class _Switch(InnerTransform):
         """
 
         # JAX finds the traces of branches by the identity of the functions, so they are kept. Types
-        # and context are part of the key because `_Branches` notes what its last traces did.
+        # and context are part of the key because `_Branches` records what its last traces did.
         @functools.lru_cache(maxsize=64)
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
             return _Branches(self, plan, function, static)
@@ -239,9 +239,9 @@ class _Branches:
         self.functions = [distinct[key] for key in keys]
 
     def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
-        """Traces one branch; returns the array in each slot after it, None for what is no array.
+        """Traces one branch; returns the array in each slot after it, None for anything else.
 
-        Notes what it does, and raises an error if another branch does something else: JAX would
+        Records what it does, and raises an error if another branch does something else: JAX would
         only see another number of results.
         """
         leaves = self._leaves(operands)

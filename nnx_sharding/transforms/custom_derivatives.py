@@ -10,8 +10,8 @@ rule, as the user's function of the same pure function, and compares their outco
 The rules take and return modules. What the pure function does with arguments and results, they do
 with tangents (:class:`~.tangents.TangentForm`): the arrays of an argument that is differentiated
 become a module of cotangents, or with graph updates a state, as Flax has it. What a rule returns
-besides the output (residuals, tangents) is noted in a list while the pure function runs, since that
-returns the output only.
+besides the output (residuals, tangents) is recorded in a list while the pure function
+runs, since that returns the output only.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class _Custom(InnerTransform):
     has_states: bool = False
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
-        # A new object for each call: it notes what the function and its rules do.
+        # A new object for each call: it records what the function and its rules do.
         cls = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
         return lambda *leaves: cls(self, plan, function, leaves).run()
 
@@ -377,7 +377,7 @@ class _Call:
         self._caller = self._caller._replace(objects=objects)
         self._arrays = []
         groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
-        # The outcomes are equal; one has been noted, of the function or of the rule in its place.
+        # The outcomes are equal; the last recorded one serves, of the function or of its rule.
         return (*groups, [*self._outcomes.values()][-1])
 
     def differentiable(self) -> Function:
@@ -629,7 +629,7 @@ class _CallWithJvp(_Call):
         def output_of_rule(*args: Any) -> Any:
             arguments = flatten((args, {}))
             zeros = [without_tangent(x) for x in arguments.leaves]
-            # What JAX does not differentiate is no input of its function, and has a tangent of
+            # What JAX does not differentiate is not an input of its function, and has a tangent of
             # zero.
             leaves = replace_slots(zeros, self.slots, directions)
             d_args = unflatten(arguments.structure, leaves).root[0]
@@ -645,7 +645,7 @@ class _CallWithJvp(_Call):
         # By slot after the call: zeros, then what the rule returned, then what it left in `d_args`.
         after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
         structure = outcome.structure
-        # What is returned unchanged is no output of JAX's function, and has no tangent here.
+        # What is returned unchanged is not an output of JAX's function, and has no tangent here.
         leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"

@@ -61,7 +61,7 @@ class Differentiation(InnerTransform):
 
 
 def check_pair(expected: str, out: object) -> None:
-    """Raises an error for what is no pair; ``expected`` is the beginning of its message."""
+    """Raises an error for what is not a pair; ``expected`` is the beginning of its message."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise TypeError(f"{expected}, got {tree_text(out)}.")
 

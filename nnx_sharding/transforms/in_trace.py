@@ -81,7 +81,7 @@ def is_array(x: object) -> bool:
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether JAX traces a leaf of the arguments; flags and what is not an array stay as they are.
+    """Whether JAX traces a leaf of the arguments; flags, and what is not an array, stay unchanged.
 
     Flags decide which code runs, and `cond` is for those that are only known to the program.
     """
@@ -127,7 +127,7 @@ def may_keep(static: StaticLeaves) -> bool:
     """Whether a function with these leaves may be kept for later calls.
 
     JAX finds a trace by the identity of its function, so keeping that saves a trace. But it must
-    not keep the user's objects alive; numbers and strings are no such objects.
+    not keep the user's objects alive; numbers and strings are harmless.
     """
     return all(isinstance(leaf.value, PLAIN_TYPES) for _, leaf in static)
 
@@ -210,7 +210,7 @@ class InnerTransform(Transform):
             partials = {} if sums is None else self._partial_sums(plan, sums, leaves)
             if sums is None or not partials:
                 return call(*leaves)
-            # Made anew at each call: which parameters have sums depends on the surrounding trace.
+            # Made again at each call: which parameters have sums depends on the surrounding trace.
             slots = [*partials]
             with_sums = _with_partial_sums(function, sums, slots, len(leaves))
             names = [*plan.names, *(plan.names[slot] for slot in slots)]
@@ -219,8 +219,8 @@ class InnerTransform(Transform):
             return self.jax_transform(extended, with_sums)(*leaves, *partials.values())
 
         by_content = compile_at_top_level(inline, compiled_by_content)
-        anew = by_content if self.compiles_at_top_level else inline
-        return Program(staged=None, top_level=inline, inline=inline, traced_anew=anew)
+        per_call = by_content if self.compiles_at_top_level else inline
+        return Program(staged=None, top_level=inline, inline=inline, traced_each_time=per_call)
 
     def _partial_sums(
         self, plan: Plan, sums: PartialSums, leaves: Sequence[object]

@@ -84,7 +84,9 @@ class Jit(Sharded):
         if mesh is not None:
             # An abstract mesh has no devices; without shardings of inputs, the arrays have them.
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
-        return Program(staged=jitted, top_level=top_level, inline=jitted, traced_anew=top_level)
+        return Program(
+            staged=jitted, top_level=top_level, inline=jitted, traced_each_time=top_level
+        )
 
     def _jax_options(
         self, in_specs: Sequence[object], out_specs: Sequence[object], donated: tuple[int, ...]

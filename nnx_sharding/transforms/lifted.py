@@ -106,7 +106,7 @@ class LiftedFunction(Generic[P, R]):
         """Returns the arguments of a call by their roles."""
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
-            signature = signature._replace(static=signature.static | {0})  # a class is no array
+            signature = signature._replace(static=signature.static | {0})  # a class is not an array
         return self._transform.sort_call(self._parameters, signature, args, kwargs)
 
     def _split(
@@ -148,7 +148,7 @@ class LiftedFunction(Generic[P, R]):
         return plan, flat
 
     def _fingerprint(self, plan: Plan, flat: Flat) -> Fingerprint | None:
-        """Returns what the function can reach now; None if it has to be traced anew."""
+        """Returns what the function can reach now; None if it has to be traced again."""
         fun = self._fun
         functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
         return fingerprint_of([*functions, *plan.reached_from(flat.objects)])
@@ -163,7 +163,7 @@ class LiftedFunction(Generic[P, R]):
         program = plan.program_for(fingerprint)
         if not _compat.trace_is_clean():
             return program.inline
-        return program.traced_anew if fingerprint is None else program.top_level
+        return program.traced_each_time if fingerprint is None else program.top_level
 
     def _plan(self, call: SortedCall, flat: Flat) -> tuple[Plan, bool]:
         """Returns the plan for a call, and whether it is new."""

@@ -62,7 +62,7 @@ class _Rules:
         wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self.rules if keep not in _KEEPS]
         head = f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:"
         raise_listed(ValueError, head, wrong)
-        _ = self._predicates  # raises for what is no filter
+        _ = self._predicates  # raises for what is not a filter
 
     @functools.cached_property
     def _predicates(self) -> list[Predicate]:
@@ -71,7 +71,7 @@ class _Rules:
     def name_outputs(self, path: Path, module: object, out: object) -> Any:
         """Gives the outputs of a module the name of the first rule that matches the module.
 
-        Notes that the module was called, and that the rule is used.
+        Records that the module was called, and that the rule is used.
         """
         self.called[path_string(path)] = None
         predicates = enumerate(self._predicates)

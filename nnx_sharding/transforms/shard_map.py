@@ -78,7 +78,7 @@ class _ShardMap(Sharded):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> SortedCall:
-        """Sorts arguments like any transform; what is no array is static where its spec is None."""
+        """Sorts arguments as usual; anything but arrays is static where its spec is None."""
         if not self.in_specs.may_hold_none:
             return super().sort_call(parameters, signature, args, kwargs)
         # Static parts of arguments become arguments of their own, in another signature.
@@ -192,12 +192,12 @@ class _ShardMap(Sharded):
                 options["out_shardings"] = (*outputs, None)
         jitted = jax.jit(typed, **options)
         top_level: Callable[..., Any] = jitted if self.compiled else typed
-        anew = compiled_by_content(typed, **options) if self.compiled else typed
+        per_call = compiled_by_content(typed, **options) if self.compiled else typed
         if isinstance(mesh, AbstractMesh):
             top_level = self.needing_devices(mesh, top_level, from_arrays=True)
-            anew = self.needing_devices(mesh, anew, from_arrays=True)
+            per_call = self.needing_devices(mesh, per_call, from_arrays=True)
         inline = self._inline(map_over)
-        return Program(jitted, top_level, inline=inline, traced_anew=anew)
+        return Program(jitted, top_level, inline=inline, traced_each_time=per_call)
 
     def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
         """Makes what a call within a trace executes; ``map_over`` takes a mesh and axis names."""

@@ -96,7 +96,7 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     Raises:
       ValueError: arrays are missing, or there are arrays for paths that do not exist; all are
         listed, and nothing is changed.
-      TypeError: the first argument is no Structure, such as a ``GraphDef`` from ``nnx.split``.
+      TypeError: the first argument is not a Structure, such as a ``GraphDef`` from ``nnx.split``.
       TraceContextError: an object of ``into`` belongs to another trace.
 
     Example:
@@ -139,7 +139,7 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     return unflattened.root
 
 
-_UPDATED = (NodeEntry, VariableEntry)  # what `merge` changes in place; all else is made anew
+_UPDATED = (NodeEntry, VariableEntry)  # what `merge` changes in place; all else is made again
 
 
 def _refuse_other_traces(objects: Iterable[object]) -> None:
@@ -158,7 +158,7 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     """
     pairs: dict[int, int] = {}
     paired: set[int] = set()  # in the old one
-    # Children at the same path; that of an object is its index, in whose place its entry comes.
+    # Children at the same path. For an object the child is its index, replaced by its entry.
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
     while stack:  # no recursion: models may be nested deeply
         old_child, new_child = stack.pop()

@@ -145,7 +145,7 @@ class Stack(nnx.Module):
             return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
 
     def _note_use(self) -> None:
-        """Notes that layers are used one by one, where a strategy would run all of them."""
+        """Records that layers are used one by one, where a strategy would run all of them."""
         if (uses := SCHEDULE_USES.get()) is not None:
             uses.take_out(self)
 
@@ -281,7 +281,7 @@ def _make_layers(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Path]]:
     """Makes all layers by one ``vmap``; returns the paths of what they share, too."""
-    arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}  # digits are no names
+    arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}  # digits are not names
     streams = {key: x for key, x in arguments.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
 
     def make_one(streams: dict[str, Any]) -> Any:

@@ -264,7 +264,7 @@ class Stage:
     def _outputs(self, per_output: Any, per_argument: Any) -> Any:
         """Puts what JAX reports for its outputs into the form of the user's result.
 
-        What a call returns unchanged is no output: that has what is reported for the argument.
+        What a call returns unchanged is not an output: that has what is reported for the argument.
         """
         values = self._outcome.arrays([*per_argument[0]], per_output[:-1])
         return user_tree(self._outcome.structure, values)

@@ -76,7 +76,7 @@ class TangentForm:
         """Takes the form of what was flattened.
 
         Args:
-          flat: the values, of which the types are kept.
+          flat: the values; only their types are kept.
           places: the paths of what has tangents, as messages name them, with their slots.
         """
         self._structure, self._places = flat.structure, places

@@ -84,7 +84,7 @@ def while_loop(
     The semantics are those of ``jax.lax.while_loop`` and ``flax.nnx.while_loop``.
     """
     given = {"cond_fun": cond_fun, "body_fun": body_fun}
-    # The condition comes first and the body last, by which both are found again.
+    # `_WhileLoop` finds the condition by the first position and the body by the last.
     functions = Functions("while_loop", given, ("functions", "init_val"), 0)
     transform = _While(
         name="while_loop",

@@ -49,7 +49,7 @@ class WalkRecorder:
       static_positions: where the static arguments are in the stream.
       leaf_positions: where each array is, by slot.
       object_positions: where each object was met first, by index.
-      identities: the objects of which only the identity is known, by id. If one of them is
+      identities: the objects that are only compared by identity, by id. If one of them is
         collected, another may get its id: the guard is void.
     """
 

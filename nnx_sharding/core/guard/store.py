@@ -105,7 +105,7 @@ class Guards:
     Holds no objects of the user: guards are dropped when one of their modules is collected.
 
     Args:
-      transform: knows what a plan depends on besides the structure; None if on nothing.
+      transform: knows what a plan depends on besides the structure; None if nothing.
       execute: returns what runs the program of a plan.
     """
 
@@ -199,7 +199,7 @@ class Guards:
     ) -> None:
         """Makes a guard and a template for a call for which none held, if they may pay off.
 
-        ``plan`` serves the call, ``flat`` has its arguments and what a recorder has noted of them;
+        ``plan`` serves the call, ``flat`` has its arguments and what a recorder has read of them;
         ``is_new`` says whether the plan was made for this call.
         """
         arguments = (*args, *kwargs.values()) if kwargs else args
@@ -220,7 +220,7 @@ class Guards:
         templates = self._templates
         types = key[0]
         references = tuple(watch(identities, lambda _: templates.pop(types, None)))
-        # With a walk of its own: that of the guard has noted where this model is in memory.
+        # With a walk of its own: that of the guard has recorded where this model is in memory.
         template = guard._replace(walk=FastestWalk(walk.recipe), references=references)
         templates.setdefault(types, _GuardList()).add(template)
         make_room(templates, MAX_ARGUMENTS)
