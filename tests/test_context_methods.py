@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 
 import jax
@@ -14,6 +15,7 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_sharding import jit
 from nnx_sharding.experimental import (
     all_gather_attention,
     all_to_all_attention,
@@ -250,3 +252,94 @@ def test_equals_attention_in_one_matrix(cell):
 @pytest.mark.parametrize("cell", cells(320, seed=1), ids=name_of)
 def test_equals_attention_in_one_matrix_at_random(cell):
     check(cell)
+
+
+def compiled(method, sizes, length=256, heads=8, key_heads=2, dtype="float32", **options):
+    """The outputs and gradients of causal attention."""
+    mesh = make_mesh(sizes)
+    sequence = ("outer", "inner") if "inner" in sizes else "context"
+    query = jax.ShapeDtypeStruct((1, length, heads, 16), dtype)
+    key = jax.ShapeDtypeStruct((1, length, key_heads, 16), dtype)
+
+    def step(query, key, value, d_out):
+        attend = functools.partial(METHODS[method], is_causal=True, **options)
+        out, pullback = jax.vjp(attend, query, key, value)
+        return out, pullback(d_out)
+
+    spec = P(None, sequence)
+    run = jit(step, mesh=mesh, in_shardings=spec, out_shardings=spec)
+    return run.lower(query, key, key, query).compile()
+
+
+def bytes_by_hand(method, sizes, length, heads, key_heads, itemsize, balanced):
+    """What one device sends, forward and backward; queries and keys are those of one device."""
+    devices = 8
+    wide = max(itemsize, 4)  # of gradients that are summed
+    query = length // devices * heads * 16 * itemsize
+    key = length // devices * key_heads * 16 * itemsize
+    if method == "all_gather":
+        moved = 4 * query if balanced else 0  # queries and outputs, and the gradients of both
+        return (devices - 1) * 2 * key * (1 + wide // itemsize) + moved
+    inner = sizes.get("inner", devices)
+    key *= math.lcm(key_heads, inner) // key_heads
+    exchanged = 2 * (inner - 1) / inner * (2 * query + 2 * key)
+    if method == "all_to_all":
+        return exchanged
+    outer, positions = sizes["outer"], length // sizes["outer"] * 4
+    once = (outer - 1) * (2 * key + positions)
+    moved = 4 * (query + key) if balanced else 0
+    return exchanged + 2 * once + outer * 2 * key * wide // itemsize + moved
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes", "key_heads", "dtype", "balanced"),
+    [
+        ("all_to_all", {"context": 8}, 8, "float32", False),
+        ("all_to_all", {"context": 8}, 2, "float32", True),
+        ("all_gather", {"context": 8}, 2, "float32", False),
+        ("all_gather", {"context": 8}, 2, "float32", True),
+        ("two axes", {"outer": 2, "inner": 4}, 2, "float32", False),
+        ("two axes", {"outer": 4, "inner": 2}, 4, "float32", True),
+    ],
+)
+def test_what_is_sent(method, sizes, key_heads, dtype, balanced):
+    options = {"key_heads": key_heads, "dtype": dtype, "balanced": balanced}
+    sent = compiled(method, sizes, **options).collectives().bytes_sent
+    itemsize = jnp.dtype(dtype).itemsize
+    by_hand = bytes_by_hand(method, sizes, 256, 8, key_heads, itemsize, balanced)
+    assert sent == pytest.approx(by_hand, rel=0.01)
+
+
+@pytest.mark.parametrize("method", ["all_to_all", "all_gather"])
+def test_memory_does_not_grow_with_the_square_of_the_length(method):
+    """Beyond a block, four times the length takes at most four times the memory, and little."""
+    peaks = [compiled(method, {"context": 8}, n).memory().peak for n in (8192, 32768)]
+    assert peaks[1] < 4.2 * peaks[0]
+
+
+def test_heads_that_devices_do_not_divide():
+    with pytest.raises(ValueError, match=r"8 devices along 'context' do not divide 4 heads; exch"):
+        compiled("all_to_all", {"context": 8}, heads=4)
+
+
+def test_an_attention_of_the_user_needs_one_axis():
+    with pytest.raises(ValueError, match="expected one axis, or two without attention"):
+        options = {"attention": jax.nn.dot_product_attention}
+        compiled("two axes", {"outer": 2, "inner": 4}, **options)
+
+
+def test_dropout_needs_a_parameter_of_the_attention():
+    options = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    with pytest.raises(ValueError, match="attention has no parameter dropout_rng"):
+        compiled("all_to_all by jax", {"context": 8}, **options)
+
+
+def test_each_device_drops_other_weights_of_an_attention_of_the_user():
+    """The same rows and heads on all devices: their outputs differ by what is dropped alone."""
+    x = jnp.ones((2, 16, 8, 4)).at[:, ::2].set(-1)
+    options = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0), "broadcast_dropout": True}
+    with jax.set_mesh(make_mesh({"data": 2, "context": 4}, AxisType.Auto)):
+        run = functools.partial(METHODS["all_to_all by flax"], batch_axis="data", **options)
+        out = np.asarray(jax.jit(run)(x, x, x))  # (batch, length, heads, features)
+    by_device = out.reshape(2, 16, 4, 2, 4).transpose(0, 2, 1, 3, 4).reshape(8, -1)
+    assert len({x.tobytes() for x in by_device}) == 8

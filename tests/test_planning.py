@@ -30,7 +30,7 @@ from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, finger
 from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients, fetched, offload
 from nnx_sharding.transforms.stages import Compiled
-from zoo import MLP, P
+from zoo import MLP, P, layer
 
 # Losses are outside of models, which gathers logits over the axes for layers.
 pytestmark = pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnshardedWarning")
@@ -796,6 +796,24 @@ def test_one_program_takes_one_slot():
     assert found.ruled_out["fsdp + sequence, data 2 × model 4"] == (
         "compiles to the program of fsdp + tensor, data 2 × model 4"
     )
+
+
+@pytest.mark.usefixtures("compile_here")
+@pytest.mark.slow
+def test_says_which_method_of_attention_wins():
+    """Four heads: four devices can exchange them, eight cannot."""
+    model = nnx.eval_shape(lambda: stack([layer(nnx.Rngs(0)) for _ in range(2)]))
+    x = jax.ShapeDtypeStruct((2, 64, 16), jnp.float32)
+    options = {"strategies": "dp + context", "devices": 8, "hardware": "TPU v5 lite"}
+    found = plan(lambda model, x: model(x), model, x, quiet=True, **options)
+    assert found.best.variant in ("all_to_all", "all_gather")
+    text = "\n".join(found.summary())
+    for words in ("data 2 × context 4:", "data 1 × context 8:", "do not divide 4 heads"):
+        assert words in text
+    assert text.count("ring: takes") == 2 and text.count("all_to_all: takes") == 1
+    sent = {name: figures["bytes_sent"] for name, figures in found.comparison.figures.items()}
+    of_four = {name.split(", ")[-1]: x for name, x in sent.items() if "context 4" in name}
+    assert of_four["all_to_all"] < min(of_four["ring"], of_four["all_gather"])
 
 
 @pytest.mark.usefixtures("compile_here")

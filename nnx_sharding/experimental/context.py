@@ -5,7 +5,7 @@ sequences are sharded: in what embeddings and attention return. Attention gets o
 below in place of its attribute ``attention_fn``, for the duration of a call::
 
     method        sends in each layer              needs
-    "ring"        keys and values, n - 1 times     nothing: it has the least memory
+    "ring"        keys and values, n - 1 times     nothing: no device ever has all keys
     "all_to_all"  everything once, less 1 / n      heads that n devices divide
     "all_gather"  keys and values, n - 1 times     memory for all keys and values of a layer
 
@@ -82,7 +82,7 @@ def context_parallel(
       axis: the mesh axis. For ``all_to_all``, also two of them, ``("inner", "outer")``: sequences
         are sharded as ``P(..., ("outer", "inner"))``, heads are exchanged within ``inner``, and
         keys and values go around a ring over ``outer``.
-      method: ``"ring"``: keys and values go around a ring, which needs the least memory.
+      method: ``"ring"``: keys and values go around a ring, so no device ever has all of them.
         ``"all_to_all"``: devices exchange heads for positions, which sends the least, and needs
         heads that the devices divide. ``"all_gather"``: all devices get all keys and values of a
         layer, for few key heads.
@@ -135,7 +135,7 @@ def context_parallel(
     options: dict[str, Any] = {"axis": axis, "balanced": balanced}
     if method != "ring":
         options |= {"attention": attention, "head_axis": _head_axes(parameters, specs)}
-    schedule = _OverSequence(method, tuple(options.items()))
+    schedule = OverSequence(method, tuple(options.items()))
     sharded = InOutSharding(spec, input=spec, schedule=schedule)
     entries = {_attends: sharded, nnx.Embed: spec}
     return with_optimizer(specs, parameters, optimizer, activations_of(base).extended(entries))
@@ -174,7 +174,7 @@ def _attention_options(module: nnx.Module) -> dict[str, Any] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OverSequence:
+class OverSequence:
     """Calls a module with a function of this package in place of its attention function."""
 
     method: str

@@ -30,6 +30,7 @@ from .. import _compat
 from ..analysis.parameters import spec_text
 from ..errors import raise_listed
 from ..experimental import context_parallel, expert_parallel
+from ..experimental.context import METHODS
 from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
 from ..partition.pipelining import layers_of
 from ..partition.variables import variables
@@ -446,8 +447,8 @@ def chains(
 ) -> dict[str, list[Call]]:
     """Lists the calls of a chain with their options, by the text of what varies in these.
 
-    Only the number of microbatches of a pipeline varies: one, two, four or eight for each stage, as
-    far as they divide the rows of a device.
+    What varies is the method of attention over sharded sequences, and the number of microbatches of
+    a pipeline: one, two, four or eight for each stage, as far as they divide the rows of a device.
     """
     data, styles = split_name(strategy)
     calls: list[Call] = []
@@ -459,8 +460,10 @@ def chains(
     if "expert" in styles:
         options = {"experts": arguments.experts, "axis": axes.expert[0]}
         calls.append((expert_parallel, options))
+    before: dict[str, list[Call]] = {"": calls}
     if "context" in styles:
-        calls.append((context_parallel, {"axis": axes.context[0]}))
+        options = {"axis": axes.context[0]}
+        before = {x: [*calls, (context_parallel, options | {"method": x})] for x in METHODS}
     roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
     over = axes.in_mesh(sizes, *roles, least=2)
     last: list[Call] = []
@@ -474,16 +477,17 @@ def chains(
     if data == "zero1":
         last = [(zero1, {"axis": _one_or_all(over)})]
     if "pipeline" not in styles:
-        return {"": calls + last}
+        return {text: calls + last for text, calls in before.items()}
     stages = sizes[axes.stage[0]]  # the number of stages
     rows = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
     counts = sorted({math.gcd(times * stages, rows) for times in (1, 2, 4, 8)})
     return {
-        f"{count} microbatches": [
+        ", ".join(filter(None, [text, f"{count} microbatches"])): [
             *calls,
             (pipeline, {"axis": axes.stage[0], "microbatches": count}),
             *last,
         ]
+        for text, calls in before.items()
         for count in counts
     }
 

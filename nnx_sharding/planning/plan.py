@@ -35,9 +35,10 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import _compat
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.tables import Pictured, text
-from ..analysis.units import read_bytes, time_text
+from ..analysis.units import bytes_text, read_bytes, time_text
 from ..diagnostics.progress import progress
 from ..errors import message, raise_listed
+from ..experimental.context import METHODS
 from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
 from ..partition.variables import models_unchanged
 from ..report.comparison import Column, Comparison, Failure, names_by_value
@@ -117,6 +118,32 @@ class PlanningResult(Pictured):
             least = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
             yield f"bound: by their products alone, others take at least {least}"
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
+        yield from self._methods()
+
+    def _methods(self) -> Iterator[str]:
+        """Yields what each method of attention over sharded sequences costs, the best first."""
+        groups: dict[str, list[str]] = {}  # of what is the same but for the method
+        for name in self.comparison.reports:  # ranked
+            method = next((x for x in METHODS if f", {x}" in name), None)
+            if method is not None:
+                groups.setdefault(name.replace(f", {method}", ""), []).append(name)
+        for same, names in groups.items():
+            if len(names) > 1:
+                yield f"attention of {same}:"
+                yield from (f"  {self._costs(name)}" for name in names)
+
+    def _costs(self, name: str) -> str:
+        """Returns what decides between methods: time, bytes sent and memory."""
+        method = next(x for x in METHODS if f", {x}" in name)
+        if isinstance(report := self.comparison.reports[name], Failure):
+            return f"{method}: {' '.join(report.error.split())}"
+        figures = self.comparison.figures.get(name, {})
+        parts = [f"sends {bytes_text(figures.get('bytes_sent'))}"]
+        if (seconds := figures.get("roofline")) is not None:
+            parts.insert(0, f"takes {time_text(seconds)}")
+        parts.append(f"peak {bytes_text(figures.get('peak'))}")
+        does_fit = self.comparison.fits(name) is not False
+        return f"{method}: {', '.join(parts)}{'' if does_fit else ', which does not fit'}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
         first, *others = self.summary()
@@ -173,7 +200,7 @@ def plan(
       roofline: they compute in each tick;
     * ``+ context``: :func:`~nnx_sharding.experimental.context_parallel` over ``context``, which
       also shards the second dimension of the batch; by default where there are fewer rows than
-      devices.
+      devices. All three methods of attention are tried, and what each costs is printed.
 
     Args:
       step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are

@@ -12,9 +12,10 @@ the batch, and n the number of devices on these:
     experts                   tokens × features × …    tokens go to two experts and back
     pipeline                  tokens × features × …    between stages, in each tick, both ways;
                               blocks of a list move to their stages, and their gradients back
-    context                   tokens × features × …    keys and values around the ring, both ways
+    context                   tokens × features × …    keys and values, or heads for positions,
+                              both ways: `CONTEXT_ROUNDS`
 
-First within slices, then between them. The features that go between stages and around a ring are
+First within slices, then between them. The features that go between stages and for attention are
 as many as the smallest parameter of a layer has elements, such as the scale of a norm.
 """
 
@@ -34,9 +35,11 @@ from .. import _compat
 from ..analysis.hardware import Hardware
 from ..analysis.line_attribution import jaxprs_in
 from ..analysis.work import elements_in_windows
+from ..experimental.context import OverSequence
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
 from ..report.sharding import ShardingRow, check_sharding
+from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, pad_entries, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
@@ -220,7 +223,7 @@ class _Sums:
                 self.bytes += math.prod(shape) * array.dtype.itemsize
 
     def _add_layers(self, sharding: StateSharding, rows: Sequence[ShardingRow]) -> None:
-        """Adds what goes from layer to layer in a pipeline, and around a ring."""
+        """Adds what goes from layer to layer in a pipeline, and for attention over a sequence."""
         declared = sharding.activations.shardings if sharding.activations else ()
         schedule = next((x.schedule for x in declared if isinstance(x.schedule, Schedule)), None)
         stacked = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
@@ -235,10 +238,10 @@ class _Sums:
             self.idle = schedule.ticks / schedule.microbatches
             # In each tick forward and backward; and what leaves the stages, and its gradient.
             self.within += 2 * self.tokens * per_token * (self.idle + 1)
-        if (ring := self._devices("context")) > 1:
-            # Keys and values go around forward; backward again, and their gradients with them.
-            blocks = 3 * (ring - 1) * sum(self.arguments.layers[-1:])
-            self.within += 2 * self.tokens * per_token * blocks
+        if (devices := self._devices("context")) > 1:
+            layers = sum(self.arguments.layers[-1:])
+            rounds = CONTEXT_ROUNDS[_method_of(declared)](devices)
+            self.within += 2 * self.tokens * per_token * rounds * layers
 
     def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
@@ -300,3 +303,20 @@ class _Sums:
 def _is_on_host(sharding: Any) -> bool:
     """Tells whether a sharding, or a row, is for the memory of the host."""
     return "host" in (getattr(sharding, "memory_kind", None) or "")
+
+
+def _method_of(declared: Iterable[InOutSharding]) -> str:
+    """Finds the method by which a strategy computes attention over sharded sequences."""
+    methods = (x.schedule.method for x in declared if isinstance(x.schedule, OverSequence))
+    return next(methods, "ring")
+
+
+# How often keys and values, or as many bytes, are sent in a step by so many devices.
+CONTEXT_ROUNDS: dict[str, Callable[[int], float]] = {
+    # Forward, and backward again, with their gradients.
+    "ring": lambda devices: 3 * (devices - 1),
+    # Queries, keys, values and outputs, which are twice as much, and the gradients of all.
+    "all_to_all": lambda devices: 2 * 2 * (1 - 1 / devices),
+    # Keys and values forward, and their gradients backward.
+    "all_gather": lambda devices: 2 * (devices - 1),
+}
