@@ -643,3 +643,100 @@ def test_layers_on_stages_are_read_and_written(kind):
     assert layers.layers.bias.sharding == sharding or kind is AxisType.Auto
     np.testing.assert_array_equal(layers[2:4].layers.kernel, kernel[2:4])
     assert jit(lambda m: m[1].kernel.sum(), mesh=mesh)(layers) == kernel[1].sum()
+
+
+class WithRows(nnx.Module):
+    """A layer with a mask and positions of its rows, and a factor that is the same for all."""
+
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x, factor, mask=None, *, positions=None):
+        y = self.dense(x) * factor
+        y = y if mask is None else jnp.where(mask["keep"], y, 0)
+        return x + (y if positions is None else y * positions[..., None])
+
+
+class RowsModel(nnx.Module):
+    def __init__(self, call, *, is_list, remat=False):
+        layers = [WithRows(rngs=nnx.Rngs(i)) for i in range(8)]
+        self.blocks = nnx.List(layers) if is_list else stack(layers, remat=remat)
+        self.call = call
+
+    def __call__(self, x, keep, positions):
+        keep, factor = {"keep": keep[..., None]}, jnp.float32(0.5)
+        if self.call == "names":
+            return run_layers(self.blocks, x, factor, mask=keep, positions=positions)
+        if self.call == "x by name":
+            for block in self.blocks:
+                x = block(x=x, factor=factor, mask=keep, positions=positions)
+            return x
+        if self.call == "for all rows":
+            return run_layers(self.blocks, x, factor, {"keep": keep["keep"][:1]})
+        return run_layers(self.blocks, x, factor, keep, positions=positions)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("call", "is_list", "remat", "repeats"),
+    [
+        ("positions", False, False, 1),
+        ("positions", False, True, 2),
+        ("names", False, True, 1),
+        ("names", True, False, 1),
+        ("positions", True, False, 2),
+        ("x by name", True, False, 1),
+        ("for all rows", False, False, 1),
+    ],
+)
+def test_arguments_with_rows(call, is_list, remat, repeats, kind):
+    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind,) * 2)
+    model = RowsModel(call, is_list=is_list, remat=remat)
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = (
+        jax.random.normal(keys[0], (16, 3, 4)),
+        jax.random.bernoulli(keys[1], 0.7, (16, 3)),
+        jax.random.uniform(keys[2], (16, 3)),
+    )
+
+    def step(model, x, keep, positions):
+        def loss(model, positions):
+            return (model(x, keep, positions) ** 2).mean()
+
+        return value_and_grad(loss, argnums=(0, 1))(model, positions)
+
+    expected = step(nnx.clone(model), *args)
+    options = {"microbatches": 4, "repeats": repeats, "rows": ("mask", "positions")}
+    sharding = pipeline(model, mesh=mesh, **options)
+    rows = P("data")
+    run = jit(step, in_shardings=(sharding, rows, rows, rows), mesh=mesh)
+    assert_close(run(model, *args), expected)
+
+
+def test_arguments_with_rows_are_not_sent():
+    """All stages have them, so only what layers return goes from stage to stage."""
+    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    model = RowsModel("names", is_list=False)
+    sharding = pipeline(model, mesh=mesh, microbatches=4, rows=("mask", "positions"))
+    shapes = (((16, 3, 4), "float32"), ((16, 3), "bool"), ((16, 3), "float32"))
+    args = [jax.ShapeDtypeStruct(*x) for x in shapes]
+    run = jit(lambda m, *x: m(*x), in_shardings=(sharding, *[P("data")] * 3), mesh=mesh)
+    sent = run.lower(model, *args).compile().collectives()
+    assert {shape for each in sent.of("collective-permute") for shape in each.shapes} == {
+        (1, 2, 3, 4)
+    }
+
+
+@pytest.mark.parametrize("rows", [("msk",), ("x",)])
+def test_rows_that_no_layer_takes(rows):
+    model = RowsModel("names", is_list=False)
+    with pytest.raises(ValueError, match=r"rows names what no layer takes(.|\n)*take factor, mask"):
+        pipeline(model, mesh=STAGES, rows=rows)
+
+
+def test_rows_of_another_number():
+    model, mesh = RowsModel("names", is_list=False), jax.make_mesh((4,), ("stage",))
+    sharding = pipeline(model, mesh=mesh, microbatches=4, rows=("mask", "positions"))
+    run = jit(lambda m, *x: m(*x), in_shardings=(sharding, P(), P(), P()), mesh=mesh)
+    with pytest.raises(ValueError, match=r"4 microbatches .*\n  positions: shape \(8, 3\)"):
+        run.lower(model, jnp.ones((16, 3, 4)), jnp.ones((16, 3), bool), jnp.ones((8, 3)))

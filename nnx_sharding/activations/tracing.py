@@ -411,7 +411,7 @@ class Scope:
             if module is None:  # it runs when a later one is called
                 self._pending.append(redirected)
                 return redirected
-            args = redirected
+            args, kwargs = redirected
         if (uses := SCHEDULE_USES.get()) is not None and method == "__call__":
             (uses.call if schedule is None else uses.run)(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:

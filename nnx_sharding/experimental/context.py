@@ -193,9 +193,9 @@ class OverSequence:
 
     def redirect(
         self, tag: Tag, module: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tag, nnx.Module, tuple[Any, ...]]:
+    ) -> tuple[Tag, nnx.Module, Any]:
         """Returns what is called: the module itself."""
-        return tag, module, args
+        return tag, module, (args, kwargs)
 
     def module_path(self, path: Path) -> Path:
         """Returns the path of the attention module itself."""

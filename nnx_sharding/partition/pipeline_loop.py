@@ -27,7 +27,8 @@ is one program for all stages: each has a buffer, though only that of the first 
 without an item (``.``) computes as well, with rows of the batch; what it returns is never stored,
 and what it writes to Variables is discarded.
 
-*Further arguments* are what all layers get besides the rows ``x``. A *slot* is the position of an
+*Further arguments* are what all layers get besides the rows ``x``; those that have rows, too, are
+on all stages, and each takes the rows of its microbatch. A *slot* is the position of an
 array in the flattened layers (``Flat``); what ``sow`` collects has slots, too, but in no fixed
 number. Whoever changes Variables of a copy of the layers writes that back (:func:`write_back`).
 
@@ -141,12 +142,14 @@ class PipelineLoop:
             call_stage, in_axes=(axes, 0, 0, None), spmd_axis_name=sizes.axis, **LAYER_OPTIONS
         )
 
-    def run(self, x: Any) -> Any:
+    def run(self, x: Any, of_rows: Mapping[str, Any]) -> Any:
         """Returns what the last layer returns for a batch, and updates the layers.
 
         Args:
           x: a pytree of arrays of shape (batch, …).
+          of_rows: further arguments of arrays of shape (batch, …), by name.
         """
+        self._of_rows = jax.tree.map(self._microbatches, dict(of_rows))  # (M, rows, …)
         flat, slots = self._flat, self._slots
         rows = len(jax.tree.leaves(x)[0]) // self._sizes.microbatches
         # A copy with another shape; the caller's layers are written to after the loop.
@@ -193,7 +196,9 @@ class PipelineLoop:
         flat = flatten_layer(layers)
         before = {slot: _take(flat.leaves[slot], repeat, axis=0) for slot in self._slots}  # (D, …)
         group = _copy(flat, before, self._stack, nnx.spmd.remove_axis)
-        out = self._call_group(group, x, *self._further)
+        args, kwargs = self._further
+        of_rows = jax.tree.map(lambda parts: self._rows_of(item, parts), self._of_rows)
+        out = self._call_group(group, x, args, {**kwargs, **of_rows})
         has_item = (item >= 0) & (item < self._sizes.items)
 
         def put_into_repeat(slot: int, new: jax.Array) -> jax.Array:
@@ -234,12 +239,19 @@ class PipelineLoop:
 
     def _split_rows(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches: (batch, …) → (S, M, rows, …)."""
-        count = self._sizes.microbatches
-        # Every M-th row is of one microbatch, so that rows stay on their devices.
-        parts = leaf.reshape(-1, count, *leaf.shape[1:])  # (rows, M, …)
-        parts = jnp.swapaxes(parts, 0, 1)  # (M, rows, …)
+        parts = self._microbatches(leaf)
         buffers = jnp.broadcast_to(parts, (self._sizes.stages, *parts.shape))
         return self._constrain(buffers, None, *self._row_entry)
+
+    def _microbatches(self, leaf: jax.Array) -> jax.Array:
+        """Splits a batch into microbatches, on all stages: (batch, …) → (M, rows, …)."""
+        # Every M-th row is of one microbatch, so that rows stay on their devices.
+        parts = leaf.reshape(-1, self._sizes.microbatches, *leaf.shape[1:])  # (rows, M, …)
+        return jnp.swapaxes(parts, 0, 1)
+
+    def _rows_of(self, item: jax.Array, parts: jax.Array) -> jax.Array:
+        """Returns the rows of an item's microbatch: (M, rows, …) → (rows, …)."""
+        return _take(parts, item % self._sizes.microbatches, axis=0)
 
     def _to_stages(self, slot: int) -> jax.Array:
         """Puts an array of the layers, (L, …), on the stages that call them: (S, R, D, …)."""

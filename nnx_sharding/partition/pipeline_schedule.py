@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -50,6 +51,7 @@ class Schedule(PipelineSizes):
 
     blocks: int = 0  # those of a list; 0 for a Stack
     specs: tuple[tuple[Path, PartitionSpec], ...] = ()  # of the Variables in a block
+    rows: tuple[str, ...] = ()  # the parameters of a layer that have the rows of the batch
 
     @property
     def is_running(self) -> bool:
@@ -65,8 +67,12 @@ class Schedule(PipelineSizes):
         arguments the pending output of this block.
         """
         if not self.blocks:
-            return tag, module, args
+            return tag, module, (args, kwargs)
         list_path, number = tag.path[:-1], tag.path[-1]
+        first, *_ = [*parameters_of(module), ""]
+        if not args and first in kwargs:  # block(x=x)
+            kwargs = {**kwargs}
+            args = (kwargs.pop(first),)
         x = args[0] if args else None
         further = args[1:], kwargs
         if number == 0:
@@ -76,7 +82,7 @@ class Schedule(PipelineSizes):
         pending = calls.add(tag, module, further)
         if pending is not None:
             return tag, None, pending
-        return calls.tag, calls.finish(), (calls.x, *args[1:])
+        return calls.tag, calls.finish(), ((calls.x, *args[1:]), kwargs)
 
     def wrap(
         self,
@@ -96,6 +102,8 @@ class Schedule(PipelineSizes):
             call_mesh = mesh_in_trace(mesh)
             schedule = self._on_mesh(call_mesh, len(module))
             _check_axis_types(call_mesh)
+            layer = module[0] if self.blocks else module.layers
+            args, kwargs = self._by_name(layer, args, kwargs)
             schedule._check_inputs(module, x, (args, kwargs))
             run = schedule._run_blocks if self.blocks else schedule._run_stack
             # Stacks inside of a layer are called as usual.
@@ -112,7 +120,11 @@ class Schedule(PipelineSizes):
         self, layers: Stack, x: object, further: Further, mesh: AnyMesh, row_axes: tuple[str, ...]
     ) -> Any:
         """Calls a ``Stack`` in stages."""
-        return PipelineLoop(self, layers, further, mesh, row_axes, dict(self.specs)).run(x)
+        args, kwargs = further
+        of_rows = {name: x for name, x in kwargs.items() if self._has_rows(name, x)}
+        rest = args, {name: x for name, x in kwargs.items() if name not in of_rows}
+        loop = PipelineLoop(self, layers, rest, mesh, row_axes, dict(self.specs))
+        return loop.run(x, of_rows)
 
     def _run_blocks(
         self,
@@ -143,6 +155,20 @@ class Schedule(PipelineSizes):
             write_block(number, block)
         return out
 
+    def _by_name(
+        self, layer: nnx.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Further:
+        """Returns further arguments by name, if some may have rows, as far as they have one."""
+        names = parameters_of(layer)[1:]
+        if not self.rows or len(args) > len(names):
+            return args, kwargs
+        return (), dict(zip(names, args, strict=False)) | kwargs
+
+    def _has_rows(self, name: str, argument: object) -> bool:
+        """Whether a further argument is split with the batch. One for all rows stays whole."""
+        leaves = jax.tree.leaves(argument)
+        return name in self.rows and any(jnp.shape(x)[:1] != (1,) for x in leaves)
+
     def _on_mesh(self, mesh: AnyMesh, layers: int) -> Schedule:
         """Returns the schedule on the mesh of a call, which may have another size than the specs'.
 
@@ -169,14 +195,18 @@ class Schedule(PipelineSizes):
                 "repeats, the last stage would not be done when the first one goes on."
             )
         _check_captures(layers)
+        args, kwargs = further
+        of_rows = {name: x for name, x in kwargs.items() if self._has_rows(name, x)}
+        further = args, {name: x for name, x in kwargs.items() if name not in of_rows}
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
-        shapes = {jax.tree_util.keystr(keys): jnp.shape(leaf) for keys, leaf in leaves}
+        shapes = {f"x{jax.tree_util.keystr(keys)}": jnp.shape(leaf) for keys, leaf in leaves}
+        shapes |= {name: jnp.shape(leaf) for name, leaf in _named_leaves((), of_rows)}
         batch = next((shape[0] for shape in shapes.values() if shape), 0)
         raise_listed(
             ValueError,
             f"pipeline: {count} microbatches cannot be made of the inputs of the layers:",
             [
-                f"  x{where}: shape {shape}"
+                f"  {where}: shape {shape}"
                 for where, shape in shapes.items()
                 if not shape or shape[0] != batch or not batch or batch % count
             ],
@@ -192,8 +222,9 @@ class Schedule(PipelineSizes):
                 for name, leaf in _named_leaves(*further)
                 if isinstance(leaf, jax.Array) and leaf.ndim and leaf.shape[0] == batch > 1
             ],
-            "They are the same for all microbatches. Give them a first dimension of 1, or, if they "
-            "belong to the rows, pass them on from layer to layer: blocks((x, mask)).",
+            "They are the same for all microbatches. Give them a first dimension of 1; or, if they "
+            "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or pass them on "
+            "from layer to layer: blocks((x, mask)).",
         )
 
     def module_path(self, path: Path) -> Path:
@@ -233,6 +264,12 @@ class Schedule(PipelineSizes):
             "of them. Name the method __call__, and call the blocks themselves.",
             strict=False,
         )
+
+
+def parameters_of(layer: object) -> list[str]:
+    """Returns the names of what a layer is called with, those of positions first."""
+    parameters = inspect.signature(type(layer).__call__).parameters.values()
+    return [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)][1:]
 
 
 def _shapes(tree: object) -> list[tuple[int, ...]]:

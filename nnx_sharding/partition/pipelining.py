@@ -20,13 +20,13 @@ from ..activations.variables import modules_in
 from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
 from ..specs.activation_sharding import InOutSharding
 from ..specs.filters import Paths
-from ..specs.fitting import pad_entries, spec_axes, with_entries
+from ..specs.fitting import pad_entries, spec_axes, suggestion, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from ..transforms.stack import Stack
 from ..transforms.stacked_layers import flatten_layer, layer_differences
 from .optimizer import with_optimizer
-from .pipeline_schedule import NO_PREFETCH, Schedule
+from .pipeline_schedule import NO_PREFETCH, Schedule, parameters_of
 from .strategies import activations_of, base_specs, mesh_and_axis, shard_largest
 from .variables import NamedVariable, variables
 
@@ -67,6 +67,7 @@ def pipeline(
     axis: str = "stage",
     microbatches: int = 8,
     repeats: int = 1,
+    rows: tuple[str, ...] = (),
     across_slices: bool = True,
 ) -> StateSharding:
     """Pipeline parallelism: each stage runs some layers of the model's ``Stack`` or ``nnx.List``.
@@ -94,11 +95,12 @@ def pipeline(
 
     A loss that layers compute from a whole batch, such as the balance loss of
     :func:`dispatch_to_experts`, is that of each microbatch, and their mean is not that of the
-    batch.
+    batch: the product of two means over tokens is none of all tokens. So is it in
+    :func:`~nnx_sharding.accumulate_gradients`.
 
     All arrays that a layer gets from the previous one are split along their first dimension, the
-    rows. Further arguments are the same for all rows; masks or positions of single rows belong to
-    what is passed on from layer to layer, as in ``x, mask = blocks((x, mask))``.
+    rows. Further arguments are the same for all rows, unless ``rows`` names them: then they are
+    split with the batch, as masks, positions or segment ids of its rows.
 
     If the stack has ``remat=True``, only the inputs of a stage are kept for the backward pass.
     Another policy applies to each layer, as without a pipeline.
@@ -115,6 +117,9 @@ def pipeline(
         then has ``repeats`` groups of successive layers, which takes less idle time
         (:func:`idle_share`); but the layers of a ``Stack`` are stored in order, so each step moves
         them once to the stages that run them, and their gradients back.
+      rows: the names of parameters of a layer's ``__call__``, other than the first, that have the
+        rows of the batch in their first dimension, such as ``("mask",)``. One with a first
+        dimension of 1 is the same for all rows.
       across_slices: whether the axis may have devices of several TPU slices.
 
     Returns:
@@ -145,8 +150,10 @@ def pipeline(
     counts = {"microbatches": microbatches, "repeats": repeats}
     wrong = [f"  {name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 1]
     raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
-    schedule = Schedule(axis, mesh.shape[axis], microbatches, repeats)
+    names = (rows,) if isinstance(rows, str) else tuple(rows)
+    schedule = Schedule(axis, mesh.shape[axis], microbatches, repeats, rows=names)
     stacks, activations = _find_stacks(model, schedule), activations_of(base)
+    _check_names(stacks, names)
     # Here, rather than when the first call is traced.
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(NO_PREFETCH)
@@ -278,6 +285,18 @@ def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
         "Give each layer its own, or pass their values as an argument of the layers.",
     )
     return stacks
+
+
+def _check_names(stacks: _Stacks, rows: Sequence[str]) -> None:
+    """Refuses names of arguments with rows that no layer takes."""
+    layers = [x.layers if isinstance(x, Stack) else x[0] for x in stacks.values()]
+    known = {name for layer in layers for name in parameters_of(layer)[1:]}
+    raise_listed(
+        ValueError,
+        "pipeline: rows names what no layer takes, besides its first argument:",
+        [f"  {name!r}{suggestion(name, known)}" for name in rows if name not in known],
+        f"They take {', '.join(sorted(known)) or 'no other argument'}.",
+    )
 
 
 def _shared_variables(model: object, stacks: _Stacks) -> Iterator[NamedVariable]:

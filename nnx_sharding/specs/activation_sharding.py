@@ -42,7 +42,7 @@ class CallSchedule(Protocol):
     def redirect(
         self, tag: Tag, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tag, Any, Any]:
-        """Returns the tag, the module and the positional arguments of the call that runs instead.
+        """Returns the tag, the module and both kinds of arguments of the call that runs instead.
 
         The module is None if nothing runs yet; the call then returns the third item.
         """
