@@ -287,6 +287,7 @@ NIGHTLY = (
     "ring.py::test_a_stack_with_fsdp_over_both_axes",
     "ring.py::test_memory_falls_with_the_number_of_devices",
     "same.py::CollectiveTest::test_training_on_both_kinds_of_axes",
+    "same.py::TrueMeshTest::test_a_process_of_its_own",
     "sent.py::test_many",
     "sent.py::test_models_of_one_row_are_mapped_over_sharded_rows",
     "sent.py::test_our_vmap_takes_unmapped_parameters_that_layers_gather",

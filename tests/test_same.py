@@ -222,6 +222,74 @@ class GradientTest(parameterized.TestCase):
         assert "the result" not in text
 
 
+def replicated_gradient(reduce):
+    """A step of SGD in a `shard_map`: JAX has summed the gradient of the replicated kernel."""
+
+    def on_shards(kernel, x):
+        gradient = jax.grad(lambda kernel: ((x @ kernel) ** 2).mean())(kernel)
+        return reduce(gradient)
+
+    def step(model, x):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        model.kernel[...] -= jax.shard_map(on_shards, **specs)(model.kernel[...], x)
+
+    return step
+
+
+class SummedTwiceTest(parameterized.TestCase):
+    options = {"mesh": DATA, "shardings": (P(), P("data"))}
+
+    def test_gradient_of_a_replicated_argument(self):
+        model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+        step = replicated_gradient(lambda gradient: jax.lax.pmean(gradient, "data"))
+        text = message(step, model, X, **self.options)
+        assert "; 4 times as large: summed once too often over 'data'" in text
+        size = jax.lax.axis_size
+        right = replicated_gradient(lambda gradient: gradient / size("data"))
+        assert_same(right, model, X, steps=1, **self.options)
+
+
+class RepeatedTest(parameterized.TestCase):
+    def test_bit_for_bit(self):
+        specs = None, None, P("data")
+        model = Block()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        options = {"shardings": specs, "mesh": MESH, "steps": 1, "runs": 2}
+        assert_same(train, model, optimizer, X, **options)
+        calls = iter(range(100))
+
+        class Unsteady(nnx.Module):
+            def __call__(self, x):
+                kind = jax.ShapeDtypeStruct((), "float32")
+                noise = jax.pure_callback(lambda: np.float32(1e-3 * next(calls)), kind)
+                return x + noise
+
+        model = nnx.Sequential(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), Unsteady())
+        text = message(forward, model, X, runs=2)
+        assert text.startswith("call 1 of forward does not repeat bit for bit on 8 devices:\n")
+        assert "the output of model.layers[1] (Unsteady) differs first\n  the result: larg" in text
+
+
+class TrueMeshTest(parameterized.TestCase):
+    """Each case starts a process with as many devices."""
+
+    def test_a_process_of_its_own(self):
+        model = Net(rate=0.5)
+        model.dropout.deterministic = True
+        options = {"shardings": (P(), P("data")), "steps": 1, "devices": 16}
+        mesh = jax.sharding.AbstractMesh(
+            (16, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2
+        )
+        x = jnp.concatenate([X, X])
+        assert_same(data_parallel(squares), model, x, mesh=mesh, **options)
+        text = message(data_parallel(with_local_mean), model, x, **options | {"mesh": mesh})
+        assert "is not the same on 16 devices" in text
+
+    def test_sizes(self):
+        with pytest.raises(ValueError, match="devices=16, but the axes"):
+            assert_same(forward, Net(), X, shardings=None, mesh=MESH, devices=16)
+
+
 class ToleranceTest(parameterized.TestCase):
     def test_types(self):
         off = lambda x: x * (1 + 1e-3 * (jax.sharding.get_abstract_mesh().shape["data"] > 1))  # noqa: E731

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .._version import __version__
-from . import commands, programs
+from . import commands, numbers, programs
 from .options import Parser, UsageError, say
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=name, description="Tools for sharded Flax NNX models.")
     parser.add_argument("--version", action="version", version=f"nnx_sharding {__version__}")
     parsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for module in (programs, commands):
+    for module in (programs, numbers, commands):
         module.add_commands(parsers)
     for command in parsers.choices.values():  # what all commands have
         command.formatter_class = argparse.RawDescriptionHelpFormatter

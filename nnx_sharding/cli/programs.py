@@ -385,7 +385,7 @@ def _called(
     """Applies ``make`` to the result of the user's function, both in the context of the mesh."""
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
-    function = _find(arguments.target)
+    function = find(arguments.target)
     if arguments.topology is None and arguments.slices > 1:
         raise UsageError("--slices needs --topology, such as --topology v5e:16x16")
     with contextlib.ExitStack() as context:
@@ -410,8 +410,8 @@ def _called(
         return make(arguments, arguments.target, value)
 
 
-def _find(text: str) -> Callable[..., Any]:
-    """Imports the function ``package.module:Model.plan`` or ``path/to/file.py:plan``."""
+def find(text: str, *, is_function: bool = True) -> Any:
+    """Imports the function, or value, ``package.module:Model.plan`` or ``file.py:plan``."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise UsageError(
@@ -443,10 +443,9 @@ def _find(text: str) -> Callable[..., Any]:
             names = [known for known in vars(value) if not known.startswith("_")]
             raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
         value = getattr(value, part)
-    if not callable(value):
+    if is_function and not callable(value):
         raise UsageError(f"{text} is not a function, but {value!r:.200}.")
-    function: Callable[..., Any] = value
-    return function
+    return value
 
 
 def _use_virtual_devices(number: int) -> None:

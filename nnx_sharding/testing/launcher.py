@@ -126,8 +126,6 @@ def _environment(rank: int, processes: int, devices: int, platform: str, at: str
     # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    option = "--xla_force_host_platform_device_count"
-    flags = re.sub(rf"{option}=\S*", "", kept.get("XLA_FLAGS", ""))
     return {"SLURM_JOB_ID": "0", **kept} | {
         "JAX_COORDINATOR_ADDRESS": at,
         "JAX_COORDINATOR_BIND_ADDRESS": at,  # without it, JAX listens on all interfaces
@@ -138,8 +136,15 @@ def _environment(rank: int, processes: int, devices: int, platform: str, at: str
         "SLURM_NTASKS": str(processes),
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NODELIST": "localhost",
-        "XLA_FLAGS": f"{flags} {option}={devices}",
+        "XLA_FLAGS": virtual_cpu_flags(devices),
     }
+
+
+def virtual_cpu_flags(devices: int) -> str:
+    """Returns this process's ``XLA_FLAGS`` for another number of virtual CPU devices."""
+    option = "--xla_force_host_platform_device_count"
+    flags = re.sub(rf"{option}=\S*", "", os.environ.get("XLA_FLAGS", ""))
+    return f"{flags} {option}={devices}"
 
 
 def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:

@@ -1,10 +1,10 @@
 """``assert_same``: a step on one device and on a mesh, and the first module where they differ.
 
-The step runs three times: on one device, there with inputs changed by a rounding error, and on the
-mesh. How much the second differs from the first says how much the third may. Each call of a module
-is recorded: callbacks in the program keep what it takes and returns, on each device, and a
-``custom_vjp`` keeps the gradients. The records of one call of the step are compared in the order in
-which the modules ran, backwards for gradients, so the first difference is where the error is.
+The step runs on one device and on the mesh. Each call of a module is recorded: callbacks in the
+program keep what it takes and returns, on each device, and a ``custom_vjp`` keeps the gradients.
+The records of one call of the step are compared in the order in which the modules ran, backwards
+for gradients, so the first difference is where the error is. `rounding` derives how far the numbers
+may be apart, from runs on one device in which every record is changed by its rounding error.
 
 It finds no error that one device has as well, and none that stays below the tolerance.
 """
@@ -15,14 +15,14 @@ import functools
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .. import _compat
 from ..activations.axis_types import arrays_in
@@ -33,11 +33,15 @@ from ..analysis.parameters import spec_text
 from ..core.constrain import type_spec
 from ..core.flatten import flatten
 from ..core.unflatten import unflatten
+from ..diagnostics.progress import progress
 from ..errors import message
+from ..partition.mesh import make_mesh
 from ..specs.fitting import axes_of_type, spec_axes
 from ..specs.paths import accessor, path_string
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
+from .rounding import QUANTILE, SAMPLES, Rounding, is_inexact
+from .virtual_devices import call_with_devices
 
 Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
 
@@ -48,8 +52,10 @@ def assert_same(
     step: Callable[..., Any],
     *args: Any,
     shardings: Any,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh | Mapping[str, int],
     steps: int = 3,
+    runs: int = 1,
+    devices: int | None = None,
     tolerance: float | None = None,
     **options: Any,
 ) -> None:
@@ -61,10 +67,10 @@ def assert_same(
     The error names the first module, in the order of execution, whose output differs, or else the
     first one whose gradient does.
 
-    Arrays may differ by ``tolerance`` times their largest element, and by 8 times what changes on
-    one device if all inputs change by their rounding error. In a ``shard_map``, where each device
-    draws its own random numbers, ``nnx.Dropout`` returns its input, and it is an error if it drops
-    the same elements of different shards.
+    Arrays may differ by the rounding error of their type and of the longest sum in the step, and by
+    what such errors in every input and module change on one device. In a ``shard_map``, where each
+    device draws its own random numbers, ``nnx.Dropout`` returns its input, and it is an error if it
+    drops the same elements of different shards.
 
     Args:
       step: a function that is not jitted, such as a training step, or the call of a model. It takes
@@ -72,10 +78,12 @@ def assert_same(
       *args: its arguments, which are copied. Changes that a call makes to modules and optimizers
         are there in the next one.
       shardings: ``in_shardings`` of :func:`~nnx_sharding.jit`.
-      mesh: the mesh.
+      mesh: the mesh, or the sizes of its axes by name.
       steps: the number of calls.
-      tolerance: relative; None for the square root of the machine epsilon of the least precise
-        type among all arrays: 3e-4 for float32, 0.09 for bfloat16.
+      runs: how often the step runs on the mesh; from 2 on, all runs have to be equal bit for bit.
+      devices: None to run here, or the number of virtual CPU devices to run on, in a process of
+        its own, to which the step and its arguments are sent: for a mesh as large as the job's.
+      tolerance: the rounding error relative to the largest element of an array; None to derive it.
       **options: other options of :func:`~nnx_sharding.jit`.
 
     Raises:
@@ -98,28 +106,66 @@ def assert_same(
     """
     if hasattr(step, "lower"):
         raise TypeError("assert_same compiles the step for two meshes: pass it without jit.")
+    if devices is not None:
+        options |= {"steps": steps, "runs": runs, "tolerance": tolerance}
+        mesh = _sized(mesh, devices)
+        call_with_devices(
+            devices, assert_same, step, *args, shardings=shardings, mesh=mesh, **options
+        )
+        return
+    if not isinstance(mesh, Mesh):
+        types = mesh.axis_types if isinstance(mesh, AbstractMesh) else None
+        sizes = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
+        mesh = make_mesh(dict(sizes), types)
     device = np.array(mesh.devices.flat[:1]).reshape([1] * mesh.devices.ndim)
     device_mesh = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
     options["in_shardings"] = shardings
     run_on_mesh = _RecordedStep(step, mesh, options)
     for name in {"in_shardings", "out_shardings"} & options.keys():
         options[name] = jax.tree.map(lambda x: _on_device(x, device.flat[0]), options[name])
+    rounding = Rounding.of(jit(step, mesh=device_mesh, **options).trace(*args).jaxpr, mesh.size)
+    if tolerance is not None:
+        rounding = rounding.with_tolerance(tolerance)
     run_on_device = _RecordedStep(step, device_mesh, options)
+    run_rounded = _RecordedStep(step, device_mesh, options, rounding)
     # Each run changes its own copy, which is its input in the next step.
-    device_args, rounded_args, mesh_args = _copy(args), _copy(args, rounded=True), _copy(args)
-    for count in range(1, steps + 1):
-        # The compiler would warn of each copy that a record of a sharded array is.
-        with _compat.without_compiler_warnings():
-            comparison = _Comparison(
-                on_device=run_on_device(device_args),
-                rounded=run_on_device(rounded_args),
-                on_mesh=run_on_mesh(mesh_args),
-                tolerance=tolerance,
-            )
-        if lines := comparison.shared_masks() or comparison.differences():
-            name = getattr(step, "__name__", "the step")
-            head = f"call {count} of {name} is not the same on {mesh.size} devices:"
-            raise AssertionError(message(head, lines))
+    device_args, mesh_args = _copy(args), [_copy(args) for _ in range(runs)]
+    rounded_args = [_copy(args, rounding, seed) for seed in range(SAMPLES)]
+    name = getattr(step, "__name__", "the step")
+    with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
+        for count in range(1, steps + 1):
+            # The compiler would warn of each copy that a record of a sharded array is.
+            with _compat.without_compiler_warnings():
+                arrays = run_on_device.arrays(device_args)
+                before = {name: _numbers(array) for name, array in arrays.items()}
+                on_device = run_on_device(device_args)
+                advance("one device")
+                spread = _Spread(on_device, (run_rounded(args) for args in rounded_args))
+                advance("rounding errors")
+                on_mesh, *others = map(run_on_mesh, mesh_args)
+                advance("the mesh")
+            place = f"call {count} of {name}"
+            for other in others:
+                if lines := _unequal_runs(on_mesh, other):
+                    head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
+                    raise AssertionError(message(head, lines))
+            comparison = _Comparison(before, on_device, spread, on_mesh, rounding, mesh)
+            if lines := comparison.shared_masks() or comparison.differences():
+                head = f"{place} is not the same on {mesh.size} devices:"
+                raise AssertionError(message(head, lines))
+
+
+def _sized(
+    mesh: Mesh | AbstractMesh | Mapping[str, int], devices: int
+) -> Mesh | AbstractMesh | Mapping[str, int]:
+    """Returns a mesh, unless it does not take this number of devices."""
+    sizes = [*dict(mesh).values()] if isinstance(mesh, Mapping) else [*mesh.shape.values()]
+    if -1 not in sizes and np.prod(sizes) != devices:
+        raise ValueError(
+            f"assert_same: devices={devices}, but the axes of the mesh have the sizes {sizes}. "
+            "Pass the sizes of the whole mesh by name, as in mesh={'data': 64, 'model': 16}."
+        )
+    return mesh
 
 
 def _on_device(sharding: Any, device: jax.Device) -> Any:
@@ -168,14 +214,20 @@ class _RecordedStep:
     step is traced, so a number means the same on all meshes.
     """
 
-    def __init__(self, step: Callable[..., Any], mesh: Mesh, options: dict[str, Any]):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh,
+        options: dict[str, Any],
+        rounding: Rounding | None = None,  # None to change nothing
+    ):
         @functools.wraps(step)
         def recorded_step(*args: Any) -> Any:
             handler_of_jit: Any = current_handler()
             handler = functools.partial(self._record_call, handler_of_jit)
             return with_handler(handler, (), step, *args)
 
-        self._parameters, self._mesh = inspect.signature(step), mesh
+        self._parameters, self._mesh, self._rounding = inspect.signature(step), mesh, rounding
         self._fun = jit(recorded_step, mesh=mesh, **options)
         self._calls = Calls()  # where calls are recorded, `jit` names all modules
         self._sites: list[_Site] = []  # filled by the first call, which traces the step
@@ -186,7 +238,17 @@ class _RecordedStep:
         self._values = defaultdict(lambda: defaultdict(list))
         with RECORD(self._calls):
             out = self._fun(*args)
-        flat = flatten({_RESULT: out, **self._parameters.bind(*args).arguments})
+        arrays = self.arrays(args, {_RESULT: out})
+        # Both, because a callback may run after the arrays are ready.
+        jax.block_until_ready(arrays)
+        jax.effects_barrier()
+        return _Outcome(arrays, self._sites, self._values)
+
+    def arrays(
+        self, args: tuple[Any, ...], more: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns all arrays in the arguments, and in ``more``, by expressions for them."""
+        flat = flatten({**(more or {}), **self._parameters.bind(*args).arguments})
         structure, arrays = flat.structure, {}
         for location in structure.walk(structure.root, iter(structure.root_slots)):
             for i, slot in enumerate(location.slots):
@@ -195,10 +257,7 @@ class _RecordedStep:
                     path.append(i)
                 if isinstance(leaf, jax.Array):
                     arrays[accessor(str(argument), tuple(path))] = _raw(leaf)
-        # Both, because a callback may run after the arrays are ready.
-        jax.block_until_ready(arrays)
-        jax.effects_barrier()
-        return _Outcome(arrays, self._sites, self._values)
+        return arrays
 
     def _record_call(
         self,
@@ -267,15 +326,21 @@ class _RecordedStep:
 
                 jax.debug.callback(keep, x, *map(jax.lax.axis_index, site.axes))
 
+            def record_value(x: jax.Array) -> jax.Array:
+                x = x if self._rounding is None else self._rounding.rounded(x)
+                record(x, backward=False)
+                return x
+
             def record_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+                gradient = gradient if self._rounding is None else self._rounding.rounded(gradient)
                 record(gradient, backward=True)
                 return (gradient,)
 
-            record(x, backward=False)
-            if not _is_inexact(x):
+            if not is_inexact(x):
+                record(x, backward=False)
                 return x
-            identity = jax.custom_vjp(lambda x: x)
-            identity.defvjp(lambda x: (x, None), record_gradient)
+            identity = jax.custom_vjp(record_value)
+            identity.defvjp(lambda x: (record_value(x), None), record_gradient)
             return identity(x)
 
         return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)
@@ -313,25 +378,50 @@ class _Error(NamedTuple):
         return f"max error {self.distance:.2g}, tolerance {self.limit:.2g}"
 
 
+class _Spread:
+    """How far the arrays and records of rounded runs are from those of an exact one.
+
+    For each, the root of the mean square of the largest difference in each run: the estimate of its
+    standard deviation. It is NaN where only one of the runs is NaN.
+    """
+
+    def __init__(self, exact: _Outcome, rounded: Iterable[_Outcome]):
+        squares: dict[Any, Any] = defaultdict(float)
+        for outcome in rounded:
+            for name, array in exact.arrays.items():
+                distance = _distance(_numbers(array), _numbers(outcome.arrays[name]))
+                squares[name] += distance**2 / SAMPLES
+            for key, devices in exact.values.items():
+                for calls, others in zip(
+                    devices.values(), outcome.values.get(key, {}).values(), strict=False
+                ):
+                    for index, (x, other) in enumerate(zip(calls, others, strict=False)):
+                        distance = _distance(_numbers(x), _numbers(other))
+                        squares[(*key, index)] += distance**2 / SAMPLES
+        self._squares = squares
+
+    def __getitem__(self, key: Any) -> float:
+        return float(self._squares.get(key, 0.0) ** 0.5)
+
+
 class _Comparison:
-    """One call of a step on one device, there with rounded inputs, and on the mesh."""
+    """One call of a step on one device, there with rounding errors, and on the mesh."""
 
     def __init__(
-        self, *, on_device: _Outcome, rounded: _Outcome, on_mesh: _Outcome, tolerance: float | None
+        self,
+        before: dict[str, np.ndarray[Any, Any]],
+        on_device: _Outcome,
+        spread: _Spread,
+        on_mesh: _Outcome,
+        rounding: Rounding,
+        mesh: Mesh,
     ):
-        self._on_device, self._rounded, self._on_mesh = on_device, rounded, on_mesh
-        if tolerance is None:
-            dtypes = {x.dtype for x in on_device.arrays.values() if _is_inexact(x)}
-            for calls_by_device in on_device.values.values():
-                for calls in calls_by_device.values():
-                    dtypes.update(x.dtype for x in calls[:1] if _is_inexact(x))
-            tolerance = max(map(_epsilon, dtypes), default=0.0) ** 0.5
-        self._tolerance = tolerance
+        self._on_device, self._spread, self._on_mesh = on_device, spread, on_mesh
+        self._before, self._rounding, self._mesh = before, rounding, mesh
 
-    def _limit(self, x: Array, rounded: Array) -> float:
+    def _limit(self, x: Array, key: Any) -> float:
         """Returns by how much an array may differ from ``x``, its value on one device."""
-        scale = np.abs(_numbers(x)).max(initial=0) if _is_inexact(x) else 0
-        return float(scale * self._tolerance + 8 * _distance(_numbers(x), _numbers(rounded)))
+        return self._rounding.of_array(x) + QUANTILE * self._spread[key]
 
     def differences(self) -> list[str]:
         """Lists the arrays that differ after the call, after the first module that does."""
@@ -339,7 +429,7 @@ class _Comparison:
         for name, array in self._on_mesh.arrays.items():
             if name in self._on_device.arrays:
                 expected = self._on_device.arrays[name]
-                limit = self._limit(expected, self._rounded.arrays[name])
+                limit = self._limit(expected, name)
             else:  # only the mesh has it, so it is wrong
                 expected, limit = np.array(np.nan), 0.0
             expected = _numbers(expected)
@@ -350,7 +440,11 @@ class _Comparison:
             )
             error = _Error(distance, limit)
             if error.is_wrong:
-                lines.append(f"  {name}: {error}{_unequal_replicas(array, shards, limit)}")
+                # Of an array that the step changes, the change is what may be multiplied.
+                start = self._before.get(name, np.zeros_like(expected))
+                change, right = _numbers(array) - start, expected - start
+                factor = _multiple(change, right, limit, self._mesh)
+                lines.append(f"  {name}: {error}{factor}{_unequal_replicas(array, shards, limit)}")
         return [self._first_wrong_module(lines), *lines] if lines else []
 
     def _first_wrong_module(self, lines: list[str]) -> str:
@@ -423,21 +517,20 @@ class _Comparison:
             return None
         shards = dict(sorted(self._on_mesh.values.get(key, {}).items()))
         expected = [*self._on_device.values.get(key, {}).values()]
-        rounded = [*self._rounded.values.get(key, {}).values()]
-        if not (len(expected) == len(rounded) == 1 and shards):
+        if len(expected) != 1 or not shards:
             return None
-        calls = [expected[0], rounded[0], *shards.values()]
+        calls = [expected[0], *shards.values()]
         if len({*map(len, calls)}) > 1:
             return None
         axis_sizes = [index + 1 for index in max(shards)]
         errors = []
-        for x, x_rounded, *parts in zip(*calls, strict=True):
+        for index, (x, *parts) in enumerate(zip(*calls, strict=True)):
             stacked = np.array([*map(_numbers, parts)])
             by_axis = stacked.reshape(*axis_sizes, *stacked.shape[1:])
             distance = _distance_of_shards(_numbers(x), by_axis)
             if distance is None:
                 return None
-            errors.append(_Error(distance, self._limit(x, x_rounded)))
+            errors.append(_Error(distance, self._limit(x, (number, backward, index))))
         return max(errors, key=lambda error: error.is_wrong, default=None)
 
     def shared_masks(self) -> list[str]:
@@ -487,6 +580,51 @@ def _unequal_replicas(
     return f"; its replicas over {', '.join(map(repr, unused))} are not equal"
 
 
+def _multiple(
+    x: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], limit: float, mesh: Mesh
+) -> str:
+    """Says so, if an array is the right one, multiplied or divided by the sizes of mesh axes."""
+    if x.shape != expected.shape or not np.isfinite(x).all() or not np.isfinite(expected).all():
+        return ""
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    for count in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            factor = int(np.prod([mesh.shape[axis] for axis in chosen]))
+            names = " and ".join(map(repr, chosen))
+            if _distance(x, factor * expected) <= factor * limit:
+                return f"; {factor} times as large: summed once too often over {names}"
+            if _distance(x * factor, expected) <= factor * limit < np.abs(expected).max(initial=0):
+                return f"; {factor} times too small: not summed over {names}, or divided twice"
+    return ""
+
+
+def _unequal_runs(first: _Outcome, second: _Outcome) -> list[str]:
+    """Lists what two runs of one program on one mesh have not in common, bit for bit."""
+    lines = []
+    for number, site in enumerate(first.sites):
+        for backward in (False, True):
+            key = number, backward
+            runs = [outcome.values.get(key, {}) for outcome in (first, second)]
+            pairs = [(runs[0][device], runs[1].get(device, [])) for device in runs[0]]
+            if not all(map(_all_equal, *zip(*pairs, strict=True))) if pairs else False:
+                what = "gradient" if backward else site.side
+                lines.append(f"  the {what} of {site.module} differs first")
+                break
+        if lines:
+            break
+    for name, array in first.arrays.items():
+        if not _all_equal([array], [second.arrays[name]]):
+            distance = _distance(_numbers(array), _numbers(second.arrays[name]))
+            lines.append(f"  {name}: largest difference {distance:.2g}")
+    return lines
+
+
+def _all_equal(arrays: Sequence[Array], others: Sequence[Array]) -> bool:
+    """Whether arrays have the same bytes, so that NaN equals itself and 0.0 is not -0.0."""
+    pairs = itertools.zip_longest(map(np.asarray, arrays), map(np.asarray, others))
+    return all(x is not None and y is not None and x.tobytes() == y.tobytes() for x, y in pairs)
+
+
 def _distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) -> float | None:
     """Returns the largest difference between an array and its shards, put together at best.
 
@@ -516,9 +654,9 @@ def _distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) -
     return min(distances, default=None)
 
 
-def _copy(args: Any, *, rounded: bool = False) -> Any:
+def _copy(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
     """Copies arguments to new arrays on no particular device, changed by rounding errors or not."""
-    flat, random = flatten(args), np.random.default_rng(0)
+    flat, random = flatten(args), np.random.default_rng(seed)
 
     def copy_leaf(x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray):
@@ -526,8 +664,8 @@ def _copy(args: Any, *, rounded: bool = False) -> Any:
         array = np.asarray(_raw(x))
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(x))
-        if rounded and _is_inexact(x):
-            array = array * (1 + random.choice([-1, 1], x.shape) * _epsilon(x.dtype))
+        if rounding is not None and is_inexact(x):
+            array = array * (1 + random.choice([-1, 1], x.shape) * rounding.relative(x.dtype))
         # First in NumPy: JAX warns if it is asked for a dtype that it narrows, such as int64.
         return jnp.array(np.asarray(array, x.dtype))
 
@@ -543,16 +681,6 @@ def _numbers(x: Array) -> np.ndarray[Any, Any]:
     """Returns an array in the largest type, in which differences are exact enough."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-
-
-def _epsilon(dtype: np.dtype[Any]) -> float:
-    """Returns the rounding error of a type, relative to 1."""
-    return float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-
-
-def _is_inexact(x: Array) -> bool:
-    """Whether an array has numbers that are rounded."""
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _distance(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:

@@ -22,6 +22,7 @@ from ..activations.tracing import sharded_activations
 from ..core.arguments import Specs, check_specs
 from ..core.call_context import Caller
 from ..core.constrain import in_context
+from ..core.declared import as_declared
 from ..core.plan import Plan
 from ..core.problems import check_options
 from ..core.signature import Roles
@@ -323,3 +324,25 @@ def jit(
         return lift(Lifted, fun, transform, roles, graph, graph_updates, **options)
 
     return decorate if fun is None else decorate(fun)
+
+
+def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the function that `jit` was given, and the options to jit it again on another mesh.
+
+    Donated arguments and options of the backend are left out.
+    """
+    transform: Any = function._transform
+    names = "on_committed", "on_indivisible", "strict", "activation_shardings", "auto_axes"
+    roles: Roles = function._options["roles"]
+    options = {name: getattr(transform, name) for name in names}
+    options |= {"in_shardings": transform.in_specs.tree, "out_shardings": transform.out_specs.tree}
+    options |= {"static_argnums": roles.static_argnums, "static_argnames": roles.static_argnames}
+    return function._fun, options
+
+
+def declared_specs(function: Lifted[..., Any], *args: Any) -> dict[str, Any]:
+    """Returns the spec of each array in the arguments; None where none is declared."""
+    _, plan, flat = function._plan_without_running(args, {})
+    shardings = (getattr(leaf, "sharding", None) for leaf in as_declared(plan, flat.leaves))
+    specs = (getattr(sharding, "spec", None) for sharding in shardings)
+    return dict(zip(plan.names, specs, strict=True))

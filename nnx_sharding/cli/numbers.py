@@ -1,0 +1,131 @@
+"""``same``: whether a step computes the same numbers on the true mesh as on one device.
+
+The check runs in a process with as many virtual devices as the mesh has. There the user's function
+is called for the arguments, which are made smaller first if it takes a configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import sys
+import time
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from ..partition.mesh import make_mesh
+from ..testing import assert_same
+from ..testing.shrinking import shrink, with_values
+from ..testing.virtual_devices import call_with_devices
+from ..transforms.jit import unjitted
+from ..transforms.lifted import Lifted
+from .options import UsageError, UserError, count, mesh_sizes, option, say, user_code
+from .programs import find
+
+_SAME = """\
+The function takes the mesh and returns (jit(step, in_shardings=...), *arguments). If it has a
+parameter `config`, whose default is a dataclass or a mapping, its numbers are made smaller as far
+as every argument keeps its spec; --config names a smaller one of yours. For example:
+
+  python -m nnx_sharding same train.py:step --mesh data=64,model=16
+
+exit code: 0 if the numbers are the same; 1 if not, or the function failed; 2 if the command line is
+wrong"""
+
+_NOT_PROVED = """\
+  not proved: what depends on the sizes that changed, such as the rounding of longer sums, kernels
+  that a compiler chooses by size, overflow; and what the compiler of another backend does."""
+
+
+@option
+def _axis_types(text: str) -> tuple[AxisType, ...]:
+    """Reads ``auto``, or one type for each axis as in ``auto,explicit``."""
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    unknown = [name for name in text.split(",") if name not in types]
+    if unknown:
+        raise ValueError(f"expected auto or explicit, for all axes or for each one, got {text!r}")
+    return tuple(types[name] for name in text.split(","))
+
+
+def add_commands(subparsers: Any) -> None:
+    """Adds the parser of this command."""
+    summary = "check that a step has the numbers of one device on a mesh of virtual devices"
+    parser = subparsers.add_parser("same", help=summary, epilog=_SAME)
+    parser.description = f"Calls a function of yours, to {summary}."
+    parser.set_defaults(run=run_same)
+    add = parser.add_argument
+    target = "the function to call: package.module:function or path/to/file.py:function"
+    add("target", metavar="MODULE:FUNCTION", help=target)
+    mesh = "the mesh of the job, such as data=64,model=16"
+    add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", required=True, help=mesh)
+    types = "auto or explicit, for all axes or one for each (default: explicit)"
+    add("--axis-types", type=_axis_types, metavar="TYPE,...", help=types)
+    config = "a configuration to pass to the function, instead of making its default smaller"
+    add("--config", metavar="MODULE:NAME", help=config)
+    add("--steps", type=count, default=1, metavar="N", help="calls to compare (default: 1)")
+    runs = "runs on the mesh, which have to be equal bit for bit (default: 1)"
+    add("--runs", type=count, default=1, metavar="N", help=runs)
+
+
+def run_same(arguments: argparse.Namespace) -> int:
+    """Prints the verdict; returns the exit code."""
+    devices = math.prod(arguments.mesh.values())
+    if min(arguments.mesh.values()) < 1:
+        raise UsageError("--mesh: give each axis its size; -1 needs a number of devices")
+    types = arguments.axis_types or (AxisType.Explicit,)
+    if len(types) not in (1, len(arguments.mesh)):
+        raise UsageError("--axis-types: give one type, or one for each axis of --mesh")
+    find(arguments.target)  # before a process is started
+    options = {name: getattr(arguments, name) for name in ("config", "steps", "runs")}
+    types = types * len(arguments.mesh) if len(types) == 1 else types
+    start = time.monotonic()
+    try:
+        call_with_devices(devices, _check, arguments.target, arguments.mesh, types, **options)
+    except AssertionError as error:
+        say(error)
+        return 1
+    say(f"the same numbers on {devices:,} devices, in {time.monotonic() - start:.0f} s")
+    return 0
+
+
+def _check(
+    target: str,
+    sizes: dict[str, int],
+    types: tuple[AxisType, ...],
+    *,
+    config: str | None,
+    **options: Any,
+) -> None:
+    """Compares the step of a target on a mesh of all devices of this process."""
+    function, mesh = find(target), make_mesh(sizes, types)
+    parameters = inspect.signature(function).parameters
+
+    def build(config: Any) -> tuple[Any, ...]:
+        known = {"mesh": mesh, "config": config}
+        value = function(**{name: known[name] for name in known if name in parameters})
+        if not isinstance(value, tuple) or not value or not isinstance(value[0], Lifted):
+            raise UserError(
+                f"{target} returned {value!r:.200}. It has to return "
+                "(jit(step, in_shardings=...), *arguments)."
+            )
+        return value
+
+    with jax.set_mesh(mesh), user_code(f"{target} failed"):
+        chosen, changes = None, ["nothing: the function has no parameter `config`"]
+        if config is not None:
+            chosen, changes = find(config, is_function=False), [f"as {config} says"]
+        elif "config" in parameters:
+            default = parameters["config"].default
+            if default is inspect.Parameter.empty:
+                raise UserError(f"{target}: `config` has no default; name one by --config")
+            chosen, changes = shrink(build, default, lambda text: None)
+        step, *args = build(chosen)
+        fun, declared = unjitted(step)
+        say(f"shrunk: {', '.join(changes) or 'nothing'}\n{_NOT_PROVED}")
+        sys.stdout.flush()
+        shardings = declared.pop("in_shardings")
+        values = with_values(tuple(args))
+    assert_same(fun, *values, shardings=shardings, mesh=mesh, **declared, **options)

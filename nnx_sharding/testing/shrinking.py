@@ -1,0 +1,126 @@
+"""A smaller configuration with the shardings of a large one: for a check on the true mesh.
+
+The numbers in a configuration are made smaller one after the other, each to its smallest divisor of
+at least 2 with which the program can still be traced and every argument has the spec that it had.
+Divisors keep what divides what (heads the width, stages the layers), two layers keep what passes
+from one to the next. As one number may only shrink after another, this goes round until none does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..core.declared import abstract
+from ..core.flatten import flatten
+from ..core.structure import VariableEntry
+from ..core.unflatten import unflatten
+from ..transforms.jit import declared_specs
+
+
+def shrink(
+    build: Callable[[Any], tuple[Any, ...]], config: Any, on_change: Callable[[str], None]
+) -> tuple[Any, list[str]]:
+    """Returns a smaller configuration, and lines that say which numbers changed.
+
+    Args:
+      build: makes a jitted step and its arguments from a configuration.
+      config: a mapping, or a dataclass; its positive integers may change.
+      on_change: is told of each number that was made smaller.
+    """
+    full, wanted = config, _specs(build, config)
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for name, size in _sizes(config).items():
+            for divisor in _divisors(size, _sizes(full)[name]):
+                smaller = _replaced(config, name, divisor)
+                try:
+                    fits = _specs(build, smaller) == wanted
+                except Exception:  # whatever the model says of sizes that do not fit
+                    fits = False
+                if fits:
+                    config, has_changed = smaller, True
+                    on_change(f"{name} {size} to {divisor}")
+                    break
+    values = config if isinstance(config, Mapping) else vars(config)
+    pairs = ((name, size, values[name]) for name, size in _sizes(full).items())
+    return config, [f"{name} {size:,} → {small:,}" for name, size, small in pairs if size != small]
+
+
+def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str, PartitionSpec]:
+    """Traces the program of a configuration; returns the spec of each argument.
+
+    Nothing is computed, also if ``build`` makes whole arrays. Layers of a list count as one.
+    """
+    programs: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def make() -> None:
+        step, *args = build(config)
+        flat = flatten(tuple(args))
+        leaves = [abstract(x) if hasattr(x, "dtype") else x for x in flat.leaves]
+        programs.append((step, unflatten(flat.structure, leaves).root))
+
+    nnx.eval_shape(make)
+    [(step, args)] = programs
+    step.eval_shape(*args)
+    specs = declared_specs(step, *args)
+    return {re.sub(r"\d+", "*", name): spec for name, spec in specs.items()}
+
+
+def _sizes(config: Any) -> dict[str, int]:
+    """Returns the numbers of a configuration that are sizes, by name."""
+    values = config if isinstance(config, Mapping) else vars(config)
+    return {name: value for name, value in values.items() if type(value) is int and value > 2}
+
+
+def _replaced(config: Any, name: str, value: int) -> Any:
+    """Returns a configuration with another value for one of its numbers."""
+    if isinstance(config, Mapping):
+        return {**config, name: value}
+    return dataclasses.replace(config, **{name: value})
+
+
+def _divisors(size: int, original: int) -> Iterator[int]:
+    least = (
+        4 if original > 128 else 2
+    )  # of a length 2, a shift by one would leave a single position
+    return (divisor for divisor in range(least, size // 2 + 1) if size % divisor == 0)
+
+
+def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Fills abstract arrays with values: random weights, ones for scales, and words 0 and 1.
+
+    Arrays that exist are returned as they are. The state of an optimizer is zero, as at its start.
+    """
+    flat, random = flatten(args), np.random.default_rng(0)
+    structure, leaves = flat.structure, list(flat.leaves)
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        entry = None if location.entry is None else structure.entries[location.entry]
+        is_state = isinstance(entry, VariableEntry) and not issubclass(entry.type, nnx.Param)
+        for slot in location.slots:
+            if isinstance(leaves[slot], jax.ShapeDtypeStruct):
+                leaves[slot] = _value(leaves[slot], is_state, random)
+    filled: tuple[Any, ...] = unflatten(structure, leaves).root
+    return filled
+
+
+def _value(x: jax.ShapeDtypeStruct, is_state: bool, random: np.random.Generator) -> jax.Array:
+    """Returns values for an abstract array."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), x.shape)
+    if is_state:
+        return jnp.zeros(x.shape, x.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.asarray(random.integers(0, 2, x.shape), x.dtype)
+    if len(x.shape) < 2:  # a scale, or a bias
+        return jnp.asarray(1 + 0.1 * random.standard_normal(x.shape), x.dtype)
+    return jnp.asarray(x.shape[-2] ** -0.5 * random.standard_normal(x.shape), x.dtype)
