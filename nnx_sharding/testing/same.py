@@ -123,13 +123,14 @@ def assert_same(
     run_on_mesh = _RecordedStep(step, mesh, options)
     for name in {"in_shardings", "out_shardings"} & options.keys():
         options[name] = jax.tree.map(lambda x: _on_device(x, device.flat[0]), options[name])
-    rounding = Rounding.of(jit(step, mesh=device_mesh, **options).trace(*args).jaxpr, mesh.size)
+    # Each run changes its own copy, which is its input in the next step.
+    device_args, mesh_args = _copy(args), [_copy(args) for _ in range(runs)]
+    traced = jit(step, mesh=device_mesh, **options).trace(*device_args)
+    rounding = Rounding.of(traced.jaxpr, mesh.size)
     if tolerance is not None:
         rounding = rounding.with_tolerance(tolerance)
     run_on_device = _RecordedStep(step, device_mesh, options)
     run_rounded = _RecordedStep(step, device_mesh, options, rounding)
-    # Each run changes its own copy, which is its input in the next step.
-    device_args, mesh_args = _copy(args), [_copy(args) for _ in range(runs)]
     rounded_args = [_copy(args, rounding, seed) for seed in range(SAMPLES)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
