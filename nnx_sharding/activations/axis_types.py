@@ -107,7 +107,7 @@ def first_with_explicit_spec(inputs: object) -> jax.Array | None:
 
 
 def arrays_in(tree: object) -> list[jax.Array]:
-    """Lists the arrays in a pytree, without those in modules."""
+    """Lists the arrays in a pytree, except arrays in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 

@@ -80,7 +80,7 @@ class Tag(NamedTuple):
     sources: tuple[ActivationSharding, ...]  # what is declared for it, the user's first
     axes: frozenset[AxisName]  # over which its own Variables are gathered while it runs
     specs: Mapping[Path, VariableSpecs]  # of its own Variables
-    mesh: Any  # that of the trace
+    mesh: Any  # the mesh of the trace
 
     @property
     def accessor(self) -> str:
@@ -95,13 +95,15 @@ class Frame:
     """One call of a module that has not returned yet."""
 
     def __init__(self, tag: Tag, module: object, method: str):
+        """Starts the record of one call of a method of a module."""
         self.tag, self.module, self.method = tag, module, method
         self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
         self.is_strict = False  # whether it is an error if they do not fit
         self.is_by_strategy = False  # whether a strategy chose the types of the output
         self.is_outermost = FRAME.get() is None
         self._calls: Calls | None = RECORD.value
-        # A list, as tracers have no hash, with the arrays, whose ids could be those of dead ones.
+        # A list, since tracers have no hash; with the arrays, since ids of dead arrays are used
+        # again.
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
 
     def note_sharding(self, x: jax.Array, sharding: NamedSharding) -> None:

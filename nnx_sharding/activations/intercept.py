@@ -46,13 +46,14 @@ class Method:
     __slots__ = ("_intercepted", "_name", "original")
 
     def __init__(self, name: str, original: Any):
+        """Wraps the method ``original``, whose calls go through the current handler."""
         self._name, self.original = name, original
 
         def intercepted(module: object, /, *args: Any, **kwargs: Any) -> Any:
             return self(module, *args, **kwargs)
 
-        # A function, as libraries ask for the signature and `__wrapped__` of methods. Without the
-        # attributes of the original: `nnx.capture` marks methods with one.
+        # A plain function, since libraries ask for the signature and `__wrapped__` of methods. The
+        # attributes of the original are not copied: `nnx.capture` marks methods with one.
         self._intercepted = functools.update_wrapper(intercepted, original, updated=())
 
     def __get__(self, module: object, cls: type | None = None) -> Any:
@@ -112,7 +113,7 @@ def with_handler(
       What the function returns.
     """
     outer = _CURRENT.get()
-    # Those that an outer handler wants stay intercepted.
+    # Methods that an outer handler intercepts stay intercepted.
     named = frozenset(named) if outer is None else outer.named.union(named)
     for cls in _module_types():
         for name, value in [*vars(cls).items()]:

@@ -57,5 +57,5 @@ class ScheduleUses:
                 schedule.report_unscheduled(accessor(name, path))
 
 
-# Those of the outermost trace of modules with schedules.
+# The uses of schedules in the outermost trace.
 SCHEDULE_USES: ContextVar[ScheduleUses | None] = ContextVar("SCHEDULE_USES", default=None)

@@ -31,6 +31,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.arguments import Argument, Part
 from ..core.call_context import Caller
 from ..core.constrain import (
     apply_shardings,
@@ -103,10 +104,15 @@ class _TraceContext:
     def __init__(
         self, batch_axes: frozenset[AxisName], within_outermost: dict[Hashable, _TraceContext]
     ):
+        """Makes what the calls of modules in one trace share.
+
+        Args:
+          batch_axes: the mesh axes over which the rows of the data are sharded.
+          within_outermost: the contexts within one outermost trace, by their declarations. Equal
+            declarations share a context, and so traces.
+        """
         self.batch_axes = batch_axes
-        self.used = set[tuple[int, int]]()  # the filters that matched: of which source, and which
-        # The contexts within one outermost trace, by their declarations: equal ones share a
-        # context, and so traces.
+        self.used = set[tuple[int, int]]()  # the filters that matched: number of source, of filter
         self.within_outermost = within_outermost
 
 
@@ -170,7 +176,7 @@ def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
 
 
 def pass_tags(known: Caller | Flat, unflattened: Unflattened | Flat) -> None:
-    """Gives copies of modules, such as those in an inner trace, the tags of the originals."""
+    """Gives copies of modules, such as the modules of an inner trace, the tags of the originals."""
     for old, new in zip(known.objects, unflattened.objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(new, tag)
@@ -245,10 +251,10 @@ class Scope:
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
         }
         self._mesh = _mesh_of(plan)
-        # Those that are not manual; all of them in `jit`.
+        # The mesh axes that are not manual; in `jit`, all axes.
         manual = transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
-        self._sources = [*sources]  # those for all arguments, then those of single ones
+        self._sources = [*sources]  # declared for all arguments, then for single ones
         self._num_declared = len(sources)  # by the user; strategies declare the others
         # Tags of modules that the function has from elsewhere, by id, with the module itself, so
         # that no other one gets its id.
@@ -320,15 +326,11 @@ class Scope:
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         """Tags the modules in all arguments, and records the schedules that are given for them."""
         plan, unflattened = self._plan, self._unflattened
-        parts = [
-            (
-                argument,
-                part,
-                part.spec.activations if isinstance(part.spec, StateSharding) else None,
-            )
-            for argument in plan.graph_arguments
-            for part in argument.parts
-        ]
+        parts: list[tuple[Argument, Part, ActivationSharding | None]] = []
+        for argument in plan.graph_arguments:
+            for part in argument.parts:
+                has_own = isinstance(part.spec, StateSharding)
+                parts.append((argument, part, part.spec.activations if has_own else None))
         if not (sources or self._observes or any(own is not None for *_, own in parts)):
             return
         tagged = set[int]()
@@ -521,8 +523,8 @@ class Scope:
     ) -> jax.Array:
         """Gives an output of a module that ran with Auto axes its type on the Explicit ones.
 
-        The sharding is the one that was chosen for the array; otherwise that of the columns of a
-        layer; otherwise that of the first input.
+        The sharding is the one that was chosen for the array; otherwise the sharding of the columns
+        of a layer; otherwise that of the first input.
 
         Args:
           frame: the call of the module.
@@ -672,7 +674,7 @@ class Scope:
     def _gather_variables(self, frame: Frame) -> list[tuple[Variable, jax.Array]]:
         """Returns the module's own Variables that it uses otherwise than they are, with the values.
 
-        Those of a Variable are an array that is gathered over the axes of the module's tag.
+        A Variable has a new value if its array is gathered over the axes of the module's tag.
         """
         tag = frame.tag
         is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
@@ -840,7 +842,7 @@ def _num_sharded(entries: Sequence[object]) -> int:
 
 
 def _mesh_of(plan: Plan) -> Any:
-    """Returns the mesh of a trace: that of the transform, of a spec, or the one in context."""
+    """Returns the mesh of a trace: from the transform, from a spec, or from the context."""
     if plan.transform.context is not None:
         return plan.transform.context
     meshes = (spec.mesh for spec in plan.object_specs.values() if isinstance(spec, NamedSharding))

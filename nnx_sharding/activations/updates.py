@@ -102,7 +102,7 @@ def _with_outer_axes(
 
 
 def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
-    """Gives the arrays of a pytree the types of those of another one of the same structure.
+    """Gives the arrays of a pytree the types of the arrays in another pytree of the same structure.
 
     Arrays of another shape, or in a tree of another structure, are replicated.
     """

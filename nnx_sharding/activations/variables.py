@@ -30,9 +30,9 @@ _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
 def own_variables(module: object) -> Iterator[tuple[Path, Variable]]:
-    """Yields a module's own Variables by path, also those in its lists and dicts.
+    """Yields a module's own Variables by path, including Variables in its lists and dicts.
 
-    Those of submodules are not its own, and random state and caches are not parameters.
+    Variables of submodules are not its own; random state and caches are not parameters.
     """
     # In a trace, attributes are sorted: the last one first, so that kernels come before biases.
     for path, value in reversed([*_walk(module, into_modules=False)]):

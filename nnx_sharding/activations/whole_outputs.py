@@ -93,7 +93,7 @@ class WholeOutputs:
           x: the output, typed.
           first: the first input. A last dimension of ``x`` that is also one of it is of the data,
             not of columns.
-          sizes: those of the axes that can shard columns.
+          sizes: the sizes of the axes that can shard columns.
         """
         spec = jax.typeof(x).sharding.spec
         # Tokens (batch, length) become (batch, length, columns).

@@ -279,7 +279,7 @@ _MAX_DISTANCE = 8
 
 
 class Attribution:
-    """Finds the modules, those of arguments or in ``paths``, of instructions and of arrays."""
+    """Finds the modules of instructions and arrays, among ``paths`` and modules of arguments."""
 
     def __init__(self, module: Module, rows: Iterable[ParameterRow], paths: Iterable[str]):
         """Prepares the tables by which instructions and arrays are attributed.
@@ -328,7 +328,7 @@ class Attribution:
 
     def named(self, operation: str) -> Place | None:
         """Reads the place from the name of an operation; None for one that the compiler chose."""
-        if "/" not in operation:  # JAX's names begin with that of the function
+        if "/" not in operation:  # JAX's names begin with the name of the function
             return None
         if operation not in self._places_by_name:
             names = operations(operation)
@@ -340,7 +340,7 @@ class Attribution:
         return self._places_by_name[operation]
 
     def place(self, instruction: Instruction) -> Place | None:
-        """Finds the place of an instruction, without that of the instruction around it."""
+        """Finds the place of an instruction, ignoring the instruction around it."""
         name = instruction.name
         if name not in self._places:
             place = self._named_place(instruction)
@@ -447,7 +447,7 @@ class Attribution:
         return modules
 
     def places(self, schedule: Iterable[str]) -> list[Place]:
-        """Lists the place at each step of a schedule; that of the last step where it is unknown."""
+        """Lists the place at each step of a schedule; an unknown one is that of the step before."""
         places = list[Place]()
         place = UNKNOWN
         for name in schedule:

@@ -74,7 +74,8 @@ def read_buffers(folder: Path) -> Buffers | None:
     for block in re.split(r"\n(?![ \t])", assignments[0].read_text()):  # one for each allocation
         head, _, values_in_it = block.partition("\n")
         size = _ALLOCATION.match(head)
-        # Other memory, such as a TPU's vector memory, has a colour. That of a thread is on a stack.
+        # Other memory, such as a TPU's vector memory, has a colour. The memory of a thread is on a
+        # stack.
         if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
             continue
         number = re.search(r", parameter (\d+),", head)

@@ -123,7 +123,7 @@ class Module(Values):
 
     @functools.cached_property
     def callees_first(self) -> list[str] | None:
-        """The names of computations, each after those that it calls; None if there are cycles."""
+        """The names of computations, each after its callees; None if there are cycles."""
         callees = {name: [callee for *_, callee in calls] for name, calls in self.calls.items()}
         try:
             return [*graphlib.TopologicalSorter(callees).static_order()]
@@ -220,7 +220,7 @@ class Module(Values):
         files = {int(n): name for n, name in _FILE.findall(head)}
         locations = {int(n): (int(file), int(line)) for n, file, line in _LOCATION.findall(tables)}
         frames = {int(n): (int(at), int(parent or 0)) for n, at, parent in _FRAME.findall(tables)}
-        # Up to jax 0.12 the number of a parent is one too high, so it can equal that of its child.
+        # Up to jax 0.12 the number of a parent is one too high, so it can equal the child's number.
         if any(number == parent for number, (_, parent) in frames.items()):
             frames = {number: (at, parent - 1) for number, (at, parent) in frames.items()}
         return files, locations, frames

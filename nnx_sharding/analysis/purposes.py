@@ -37,7 +37,7 @@ Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", 
 
 
 class Use(NamedTuple):
-    """What a collective is for; the fields are those of ``Collective``."""
+    """What a collective is for; ``Collective`` has the same fields."""
 
     purpose: Purpose | None = None
     parameters: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ def _use_of(
     for i, (array, own_names) in enumerate(zip(collective.results, operations_of, strict=True)):
         own_operands = operands[i : i + 1] if len(operands) == len(operations_of) else operands
         backward = {module_of(x, variables.modules) for x in own_names if "transpose(" in x}
-        # A sum outside of modules may be that of any gradient: the compiler merges them.
+        # A sum outside of modules may belong to any gradient, since the compiler merges sums.
         candidates = backward if is_sum else backward - {None}
         parts = variables.with_part(candidates, array.dims, lengths)
         if parts and not any(map(origins.is_weighted, own_operands)):
@@ -174,10 +174,11 @@ class _Variables:
     """The Variables among the arguments of a program."""
 
     def __init__(self, rows: Iterable[ParameterRow]):
+        """Sorts the arguments by whether they may have gradients, and by their modules."""
         self.paths: set[str] = set()
-        self.states: set[str] = set()  # those that are not parameters
+        self.states: set[str] = set()  # the paths of Variables that are not parameters
         self.modules: set[str] = set()  # the paths of all modules that contain them
-        # Those that may have gradients: of the program (None), and of each module.
+        # The rows that may have gradients: of the program (None), and of each module.
         self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
@@ -213,7 +214,7 @@ class _Variables:
             for row in rows:
                 gone = 1 if row.shape[:1] and row.shape[0] in lengths else 0
                 sizes = [*zip(row.shape, row.shard_shape, strict=True)][gone:]
-                # All layers of a stack, or that of a device whose stage has one.
+                # All layers of a stack, or the layer of a device whose stage has one.
                 whole = [pair for pair in sizes if pair[0] > 1]
                 layer = [pair for pair in whole if pair[1] > 1]
                 if _is_part(order, whole) or _is_part(order, layer):

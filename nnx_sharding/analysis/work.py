@@ -62,7 +62,7 @@ class Work(NamedTuple):
         return Work(*[a + times * b for a, b in zip(self, other, strict=True)])
 
     def cost(self, stage: str = COMPILED) -> Cost:
-        """Returns the figures, None for those that are unknown."""
+        """Returns the figures, None for unknown ones."""
         flops, transcendentals, accessed, int8, fp8, host = (
             None if self.unknown_runs else float(min(figure, _MOST)) for figure in self[:6]
         )
@@ -72,7 +72,7 @@ class Work(NamedTuple):
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """Replaces XLA's estimates by those with loops; None if a part of the program is not read."""
+    """Replaces XLA's estimates by figures that count loops; None if something was not read."""
     # Slices count with their own size; for TPUs, only bytes of the main memory count.
     if module.unread:
         return None
@@ -140,7 +140,7 @@ def _operations(module: Module, parts: ExecutedWork) -> tuple[Operation, ...]:
 
 
 def executed_work(module: Module) -> ExecutedWork:
-    """Lists the instructions that do work in each computation that runs, with that of one run.
+    """Lists the instructions that do work in each computation that runs, with the work of one run.
 
     What is applied to elements, and the bytes of what is fused, are the work of their callers.
     """
@@ -199,7 +199,7 @@ def work_of(instruction: Instruction, by_name: ByName, module: Module | None) ->
 def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
     """Counts the flops of an instruction that is not a product; None if unknown.
 
-    Those of a computation that it applies to elements are counted elsewhere.
+    The flops of a computation that it applies to elements are counted elsewhere.
     """
     opcode, results = instruction.opcode, instruction.results
     elements = _elements(results)
@@ -324,7 +324,7 @@ def _is_on_host(shapes: Sequence[Shape]) -> bool:
 
 
 def _bytes(instruction: Instruction, by_name: ByName, module: Module) -> int:
-    """Counts the bytes that an operation reads and writes; for TPUs, those of the main memory."""
+    """Counts the bytes that an operation reads and writes; for TPUs, in main memory."""
     if instruction.opcode.endswith(("-done", "-update")):  # the start has counted them
         return 0
     total = 0
@@ -456,7 +456,7 @@ def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
         return None
     lhs, rhs, result = operands[0][0].dims, operands[1][0].dims, instruction.results[0].dims
     if instruction.opcode == "convolution" or instruction.target.startswith("__cudnn$conv"):
-        # The window of a backward pass is that of the forward pass.
+        # The backward pass has the window of the forward pass.
         if instruction.target == "__cudnn$convBackwardInput":
             lhs, result = result, lhs
         elif instruction.target == "__cudnn$convBackwardFilter":
@@ -465,7 +465,7 @@ def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
     config = instruction.attributes.get("backend_config", "")
     if instruction.target.startswith("__cudnn$fmha"):
         return _attention_flops(config, [shapes[0].dims for shapes in operands if shapes])
-    # The dimensions that a product sums over; those of a library are in its configuration.
+    # The dimensions that a product sums over; a library's product has them in its configuration.
     summed = instruction.attributes.get("lhs_contracting_dims")
     if summed is None and instruction.opcode == "custom-call" and (match := _SUMMED.search(config)):
         summed = match[1]

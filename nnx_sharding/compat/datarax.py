@@ -48,6 +48,7 @@ class SharderModuleConfig:
     sharding_rules: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
 
     def __post_init__(self) -> None:
+        """Checks the options, and brings them into hashable form."""
         function, stats = self.batch_stats_fn, self.precomputed_stats
         # As in Datarax, where the second would never be read.
         if function is not None and stats is not None:
@@ -235,7 +236,7 @@ class ArraySharder(nnx.Module):
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
     def get_operation_stats(self) -> dict[str, Any]:
-        """Returns the number of batches that were sharded, and of those that had no array."""
+        """Returns the numbers of batches that were sharded, and that had no array."""
         names = "applied_count", "skipped_count"
         counts = {name: getattr(self, f"_{name}")[...] for name in names}
         return {n: x if isinstance(x, jax.core.Tracer) else int(x) for n, x in counts.items()}
@@ -255,7 +256,7 @@ class ArraySharder(nnx.Module):
 
     def compute_statistics(self, data: object) -> Any:
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``."""
-        # The module of the sharder: that of the config is static, and would not be updated.
+        # The sharder's own module: the module in the config is static, and would not be updated.
         function = self.batch_stats_module or self.config.batch_stats_fn
         if function is not None:
             self.set_statistics(function(data))
@@ -270,7 +271,7 @@ class ArraySharder(nnx.Module):
         self._computed_stats.set_value(_statistics(stats))
 
     def reset_statistics(self) -> None:
-        """Removes the statistics, also those that the config has."""
+        """Removes the statistics, including the statistics in the config."""
         self._computed_stats.set_value(None)
 
     def copy(
@@ -280,7 +281,7 @@ class ArraySharder(nnx.Module):
         rngs: nnx.Rngs | None = None,
         name: str | None = None,
     ) -> Self:
-        """Returns a new sharder with these settings, and else with those of this one."""
+        """Returns a new sharder with these settings; the others are the settings of this one."""
         return type(self)(config or self.config, rngs=rngs or self.rngs, name=name or self.name)
 
     def clone(self) -> Self:
@@ -294,7 +295,7 @@ class ArraySharder(nnx.Module):
         return state | ({"sharding_rules": rules} if rules else {})
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`get_state` returned, also that of Datarax.
+        """Restores what :meth:`get_state` returned, here or in Datarax.
 
         Raises:
           ValueError: the state has other entries, shapes or dtypes. Nothing has changed then.

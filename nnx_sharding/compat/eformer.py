@@ -70,7 +70,7 @@ class NoContextMeshError(NoMeshError, AssertionError):
 
 
 def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
-    """Returns the mesh in context: that of ``jax.set_mesh``, else of the older ``with mesh:``.
+    """Returns the mesh in context, from ``jax.set_mesh`` or the older ``with mesh:``.
 
     Without one it raises a NoContextMeshError, or returns an empty mesh if not ``raise_error``.
     """
@@ -338,7 +338,9 @@ def analyze_sharding_strategy(
     )
     rows = parameter_table(apply_shardings(leaves, shardings))
     # Devices that hold nothing count in the balance.
-    ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
+    ids: Iterable[int] = ()
+    if mesh is not None:
+        ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size)
     held = dict.fromkeys(ids, 0) | device_bytes(rows)
     most = max(held.values(), default=0)
     mean = sum(held.values()) / max(len(held), 1)

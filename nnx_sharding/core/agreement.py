@@ -62,6 +62,13 @@ class Operation:
     """
 
     def __init__(self, caller: str, place: object, *, alone: bool = False):
+        """Begins an operation.
+
+        Args:
+          caller: the function that the user called, for messages.
+          place: the file or folder that it uses, for messages.
+          alone: whether other processes take no part.
+        """
         self._caller, self._place = caller, place
         self._is_shared = not alone and jax.process_count() > 1
         self._parent = _current.get()
@@ -69,7 +76,7 @@ class Operation:
         self._begun, self._meetings = itertools.count(), itertools.count()
         numbers = _operations if self._parent is None else self._parent._begun
         above = "nnx_sharding" if self._parent is None else self._parent._key
-        # The same in all processes; those that are alone do not count.
+        # The key is the same in all processes: operations of one process alone are not counted.
         self._key: str = f"{above}/{next(numbers)}" if self._is_shared else ""
 
     @property
@@ -191,6 +198,7 @@ class Operation:
         )
 
     def _raise_errors_of_others(self) -> None:
+        """Raises the error of another process in this operation or in one around it."""
         operation: Operation | None = self
         while operation is not None:
             found = _compat.distributed_client().key_value_dir_get(f"{operation._key}/failed/")

@@ -67,7 +67,7 @@ def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool]) -> dict[Path, A
 
 
 def _normalized(spec: Any) -> Any:
-    """Returns a leaf of a prefix in our own types, from those of Flax.
+    """Returns a leaf of a prefix, with Flax's types replaced by our own.
 
     These are its ``StateSharding``, what ``nnx.prefix`` returns, and modules that hold specs.
     """

@@ -22,7 +22,7 @@ MAX_OPTIONS = 64
 
 
 class PlanUser(Protocol):
-    """Finds plans in a faster way, and forgets those that are dropped."""
+    """Finds plans in a faster way, and forgets plans that are dropped."""
 
     def drop(self, plan: Plan) -> None:
         """Forgets a plan."""
@@ -56,7 +56,7 @@ class Plans(Generic[G]):
         return plan, True
 
     def _cache_size(self) -> int:
-        """Counts the programs that JAX has compiled for calls; the name is that of JAX."""
+        """Counts the programs that JAX has compiled for calls, under the name that JAX uses."""
         programs = (program for plan in self._plans.values() for program in plan.programs.values())
         return sum(_compat.compiled_count(program.staged) for program in programs)
 

@@ -44,8 +44,8 @@ class Observer(Protocol):
 class Caller(NamedTuple):
     """The call in which a trace is made.
 
-    A plan also serves equal functions and equal static objects, but a trace must get those of its
-    own call.
+    A plan also serves equal functions and equal static objects, but a trace must get the ones of
+    its own call.
     """
 
     fun: Any  # the user's function
@@ -59,7 +59,7 @@ class Caller(NamedTuple):
 class _Current(threading.local):
     """The call in which this thread makes a trace."""
 
-    # Those of a `Caller`, in a plain tuple for speed. None while a function is traced.
+    # The fields of a `Caller`, in a plain tuple for speed. None while a function is traced.
     fields: tuple[Any, ...] | None = None
 
 

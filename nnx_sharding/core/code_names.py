@@ -1,4 +1,4 @@
-"""The names that the code of a function uses, with those of the functions defined in it."""
+"""The names that the code of a function uses, including the functions defined in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .bounded import make_room
 
 
 class Names(NamedTuple):
-    """The names that a code uses, and those of the functions defined in it."""
+    """The names that a code and the functions defined in it use."""
 
     globals: tuple[str, ...]
     attributes: frozenset[str]

@@ -51,7 +51,7 @@ def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> I
 def _check_compiled_shardings(
     plan: Plan, leaves: Arrays, shardings: Sequence[Sharding | None]
 ) -> Iterator[str]:
-    """Yields arrays with other shardings than these, those that a program was compiled for."""
+    """Yields arrays with other shardings than the program was compiled for."""
     # Arrays with a declared spec are moved, or refused for that reason.
     declared = {*plan.placed_slots, *(slot for slot, *_ in passed_shardings(plan, leaves))}
     for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):

@@ -125,7 +125,7 @@ def mesh_in_trace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def sharding_of(leaf: AnyArray) -> Any:
-    """Returns the sharding of an array, for a tracer that of its type; None if it has none."""
+    """Returns the sharding of an array, or in the type of a tracer; None if there is none."""
     is_traced = isinstance(leaf, jax.core.Tracer)
     return getattr(jax.typeof(leaf) if is_traced else leaf, "sharding", None)
 

@@ -76,7 +76,7 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequence[int]]:
-    """Returns the arrays, with Variables as declared, and the slots of those that moved.
+    """Returns the arrays, with Variables as declared, and the slots of moved arrays.
 
     Raises a ``ValueError`` for arrays that cannot be placed, or are committed elsewhere.
     """

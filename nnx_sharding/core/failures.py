@@ -123,7 +123,7 @@ def lists(
 
 
 def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that all leaves are arrays; other transforms than those of shardings say so."""
+    """Checks that all leaves are arrays; transforms without shardings check that themselves."""
     is_sharded = isinstance(plan.transform, Sharded)
     return arguments_not_arrays(plan.names, leaves) if is_sharded else None
 
@@ -161,6 +161,7 @@ def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
     DonatedError,
 )
 def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
+    """Yields arrays that are passed several times in a call that donates them."""
     slots_of: dict[int, list[int]] = {}  # of each array, by its id
     for slot, leaf in enumerate(leaves):
         if _is_concrete(leaf):
@@ -186,7 +187,7 @@ def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
 
 
 def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that the specs fit the shapes: the plan was made for those of an earlier call."""
+    """Checks that the specs fit the shapes: the plan was made for the shapes of an earlier call."""
     try:
         fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
     except ValueError as error:

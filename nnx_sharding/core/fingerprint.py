@@ -40,13 +40,7 @@ from .treedefs import node_types
 
 
 class Fingerprint:
-    """A key that is equal as long as everything that a function can read is the same.
-
-    Args:
-      tokens: the list (``listing.py``).
-      codes: the codes whose ids are in it.
-      weak: weak references to the other objects whose ids are in it.
-    """
+    """A key that is equal as long as everything that a function can read is the same."""
 
     __slots__ = ("_codes", "_hash", "_tokens", "_weak")
 
@@ -56,8 +50,16 @@ class Fingerprint:
         codes: list[types.CodeType],
         weak: list[weakref.ref[Any]],
     ):
-        # Ids stand for codes and classes: comparing codes would compare their instructions. Codes
-        # are held, so that no other one gets the id; classes may hold the function, and may die.
+        """Makes a fingerprint.
+
+        Args:
+          tokens: the list (``listing.py``).
+          codes: the codes whose ids are in it.
+          weak: weak references to the other objects whose ids are in it.
+        """
+        # Codes and classes are in the list by their ids, since comparing two codes compares their
+        # instructions. Codes are kept alive, so that no other code gets the id. Classes are not, as
+        # they may hold the function; when one is gone, the fingerprint equals no other.
         self._tokens, self._codes, self._weak = tokens, codes, weak
         self._hash = hash(tokens)
 
@@ -98,7 +100,7 @@ def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
 def values_in(structure: Structure) -> list[Any]:
     """Returns the classes and static values in a structure, whose methods a function may call.
 
-    Static objects that can change are left out, since they are those of the call; and so is what is
+    Static objects that can change are left out, since each call has its own; and so is what is
     the same for all equal structures, such as numbers and the classes of Flax.
     """
     values: dict[int, Any] = {}  # by id: values need no hash, and each counts once
@@ -127,7 +129,7 @@ def _is_constant(value: object) -> bool:
     return _holds_constants(value)
 
 
-# Metadata and settings are mostly those of other models; holding them keeps no object alive.
+# Most metadata and settings are shared by models; holding them keeps no other object alive.
 @functools.lru_cache(maxsize=4096)
 def _holds_constants(static: Static) -> bool:
     listing = Listing()

@@ -47,9 +47,9 @@ from .treedefs import aux_of, is_leaf_treedef
 
 
 class _Described(NamedTuple):
-    """Attributes or metadata that were described: those with the same static objects share it."""
+    """Attributes or metadata that were described; objects with the same static values share it."""
 
-    children: Sequence[Any]  # of a node: those of its statics; of a Variable: names and children
+    children: Sequence[Any]  # of a node: children of its statics; of a Variable: names and children
     statics: Sequence[Any]  # the values that have to be the same
     comparisons: bytes  # how a guard compares each value, in the order of the dict
     form: _compat.NodeForm | None = None  # of a node; held because its id is the key
@@ -57,7 +57,7 @@ class _Described(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Flattener:
-    """One walk over a graph. The options are those of :func:`~.flatten.flatten`.
+    """One walk over a graph, with the options of :func:`~.flatten.flatten`.
 
     The recorder is dropped (None) at anything that no guard can compare.
     """
@@ -123,7 +123,7 @@ class Flattener:
         return index
 
     def describe_pending(self) -> None:
-        """Describes all linked objects, and those that they link to, children before siblings."""
+        """Describes all linked objects, and the objects they link to, children before siblings."""
         stack: list[int] = []  # no recursion: models may be nested deeply
         while stack or self._pending:
             stack += reversed(self._pending)

@@ -128,8 +128,8 @@ def _is_array(value: object) -> bool:
 def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the arrays in a value, with the expressions for them.
 
-    These are itself, those of a module, and those directly in a container: not those further below,
-    since a global may be a large registry.
+    These are the value itself, the arrays of a module, and arrays directly in a container. Arrays
+    further below are left out, since a global may be a large registry.
     """
     if _is_array(value):
         yield name, value

@@ -275,7 +275,7 @@ class Listing:
             self._add_identity(value)
         elif _is_wrapper(value):
             # Of a library's wrapper, such as `jax.jit(f)`, the functions that the user gave it. Its
-            # options are those of the same object.
+            # options cannot change as long as it is the same object.
             self._add_identity(value)
             attributes = getattr(value, "__dict__", {}).values()
             functions = [x for x in attributes if isinstance(x, _FUNCTIONS)]

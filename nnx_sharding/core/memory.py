@@ -64,7 +64,7 @@ def move(x: AnyArray, memory: Memory) -> Any:
 
 
 def compute(function: Callable[..., Any], x: AnyArray, *others: AnyArray) -> Any:
-    """Calls a function of arrays in any memories; its result gets into that of the first one."""
+    """Calls a function of arrays in any memories; moves the result to the memory of the first."""
     return move(function(fetch(x), *map(fetch, others)), memory_of(x))
 
 

@@ -33,7 +33,7 @@ class OutputGroup(Exception):
     """Outputs with one spec, each with the name under which JAX's messages and HLO show it.
 
     JAX needs the shardings of outputs before it traces, when their number is not yet known.
-    But their specs are known, those that the user wrote, so there is a group for each.
+    But the user's specs are known, so there is a group for each of them.
 
     JAX makes groups of what a program returns. No Python code may run there, since a signal would
     interrupt it, and lose arrays that replace donated ones. Only the constructor of an exception
@@ -150,7 +150,7 @@ def pack(
 
 @dataclasses.dataclass
 class _Changes:
-    """What changed of the input objects; the fields are those of `Outcome`."""
+    """What changed of the input objects; `Outcome` has the same fields."""
 
     values: list[int] = dataclasses.field(default_factory=list)
     metadata: list[int] = dataclasses.field(default_factory=list)

@@ -94,16 +94,16 @@ class Plan:
     shardings: Sequence[Sharding | None]  # the declared sharding
     # Of some arrays, by slot:
     on_indivisible: Mapping[int, OnIndivisible]  # before the option of the transform
-    donated: frozenset[int]  # those of objects are always outputs
+    donated: frozenset[int]  # donated arrays of objects are always outputs
     # attributes of modules that are JAX arrays: the module and the name; empty without updates
     attributes: Mapping[int, tuple[int, Any]]
-    # Those that a call moves to their declared shardings: of Variables and of these attributes,
+    # The arrays that a call moves to their declared shardings: of Variables and these attributes,
     # and if committed arrays may be moved, all.
     placed_slots: Sequence[int]
     placed_shardings: list[Sharding]
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks them from all arrays
     # If activations are sharded: arrays outside of objects without a declared sharding, and the
-    # mesh axes over which the first dimension of any is sharded; in a trace also those in types.
+    # mesh axes over which the first dimension of any is sharded; in a trace also by the types.
     batch_slots: tuple[int, ...]
     batch_axes: frozenset[AxisName]
 
@@ -332,7 +332,7 @@ def _placed(
     shardings: Sequence[Sharding | None],
     attributes: Mapping[int, tuple[int, Any]],
 ) -> dict[int, Sharding]:
-    """Returns those of the declared shardings to which a call moves arrays, by slot."""
+    """Returns the declared shardings to which a call moves arrays, by slot."""
     placed = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
     if isinstance(transform, Sharded) and transform.on_committed == "move":
         return placed

@@ -37,7 +37,7 @@ def shorten(text: str, length: int = 120) -> str:
 
 
 def join_paths(paths: Sequence[str]) -> str:
-    """Returns some paths as text; if they are many, those of similar places together."""
+    """Returns some paths as text; if they are many, similar paths are merged."""
     return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 

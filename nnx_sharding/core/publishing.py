@@ -61,6 +61,7 @@ class Draft:
         is_ours: Callable[[str], object],
         sweep: Callable[[Path], None] = lambda draft: None,
     ):
+        """Chooses the name of the draft's folder; nothing is made yet."""
         self.path, self._is_ours, self._sweep = path, is_ours, sweep
         self._prefix = f".{path.name[:50]}{_MARK}"  # names of files have at most 255 bytes
         self.folder = path.with_name(self._prefix + secrets.token_hex(8))

@@ -92,7 +92,7 @@ def on_one_chunk(function: Callable[..., R], *args: object) -> R:
     return function(*args)
 
 
-# This frame takes half of a chunk of 256 KiB; those of about 800 further calls take the rest.
+# This frame takes half of a chunk of 256 KiB; the frames of about 800 further calls the rest.
 on_one_chunk.__code__ = on_one_chunk.__code__.replace(co_stacksize=1 << 14)
 
 
@@ -183,13 +183,13 @@ def _flatten_after(
         output,
         graph=plan.graph,
         first_objects=unflattened.objects,
-        # Without updates the caller's modules stay unchanged, and results are other ones.
+        # Without updates the caller's modules stay unchanged, and results are new modules.
         replaced=frozenset() if updates else nodes - carried,
         held_weakly=static_ids | object_ids,
         snapshot=before,
     )
     if not plan.graph:
-        after.structure.check_tree()  # of the output; that of the arguments has been checked
+        after.structure.check_tree()  # of the output; the arguments have been checked
     check_objects(structure, after, plan.graph_arguments, static_ids, name=name, updates=updates)
     if not updates:
         check_output(after, plan.variables, carried, name=name)
@@ -218,7 +218,7 @@ def _is_unchanged(before: Structure, after: Structure) -> bool:
 
 
 def _names_after(plan: Plan, after: Structure, locations: Sequence[NamedLocation]) -> list[str]:
-    """Returns the names of the arrays after the call: those of known Variables stay."""
+    """Returns the names of the arrays after the call; known Variables keep their names."""
     names = slot_names(after.num_leaves, locations)
     for index, (name, _) in plan.variables.items():
         for slot in after.slots[index]:

@@ -58,7 +58,7 @@ class NamedLocation(NamedTuple):
 def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
     """Finds all locations in arguments or outputs, in their order; shared ones in each part.
 
-    The arrays that they hold outside of objects must be those of the structure's root.
+    Arrays outside of objects in them must be the arrays of the structure's root.
     """
     root_slots = iter(structure.root_slots)  # which each part takes its own from
     locations = []
@@ -305,8 +305,8 @@ class FilterUse:
     def unused(self) -> Iterator[tuple[str, list[str], str]]:
         """Yields the filters that decided nothing: name, arguments, and a suggestion.
 
-        Only those that look misspelt, or that come after filters that match the same: others may be
-        meant for another argument or function.
+        Only filters that look misspelt, or that come after filters that match the same: others may
+        be meant for another argument or function.
         """
         for index, filter_ in enumerate(self.rules.filters):
             is_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())

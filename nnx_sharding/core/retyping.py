@@ -79,7 +79,7 @@ class RetypedArrays(NamedTuple):
     def of(cls, change: AxisTypeChange | None, leaves: Arrays) -> RetypedArrays:
         """Returns arrays that keep their sharding over the axes that remain Explicit.
 
-        The partial sums of those that have some (``PARTIAL``) are retyped in the same way.
+        Partial sums of these arrays (``PARTIAL``) are retyped in the same way.
         """
         if change is None:
             return cls(None, leaves, leaves)
@@ -101,7 +101,7 @@ class RetypedArrays(NamedTuple):
         return jax.sharding.use_abstract_mesh(self.change.inner)
 
     def leave(self, before: Structure, after: Flat) -> tuple[list[Any], dict[int, Any]]:
-        """Returns the arrays after the call, and, by slot, those of them that have no type yet.
+        """Returns the arrays after the call, and, by slot, those of them without a type yet.
 
         ``before`` and ``after`` are the graphs around the call, with the same objects first. An
         unchanged array is the original one; a new one in one of these objects has the type of the

@@ -161,7 +161,7 @@ class Parameters:
         num_positional: int,
         keywords: tuple[str, ...],
     ) -> frozenset[ArgKey]:
-        """Returns the keys of the arguments with a role, without those that were not passed.
+        """Returns the keys of the passed arguments that have a role.
 
         `jax.checkpoint` refuses any negative position that was not passed, `jax.jit` only if none
         of all positions was.
@@ -216,6 +216,7 @@ def join_call(
 
 
 def _check_static(name: str, value: object) -> None:
+    """Raises a ``ValueError`` if a static argument is not hashable."""
     try:
         hash(value)
     except Exception as error:
@@ -277,7 +278,7 @@ def _specs_by_position(
     """
     specs = [None] * parameters.bound + list(specs)  # the user counts without the bound object
     by_keyword = {i for i, name in enumerate(parameters.positional) if name in signature.static}
-    # Including those that this call left out: entries are for parameters, not for arguments.
+    # Including parameters that this call left out: entries are for parameters, not for arguments.
     declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
     static = {i for i in signature.static if isinstance(i, int)} | by_keyword | declared
     names = max(signature.names, parameters.positional, key=len)
@@ -319,7 +320,7 @@ def _specs_by_name(
       default: the spec of parameters without one.
 
     Raises:
-      ValueError: a name is not that of a parameter.
+      ValueError: there is no parameter with a name.
     """
     named = (*parameters.positional, *parameters.keyword_only)
     var_names = [x for x in (parameters.var_positional, parameters.var_keyword) if x is not None]

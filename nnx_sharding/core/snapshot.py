@@ -20,7 +20,7 @@ from .structure import LEAF, Container, Entry, NodeEntry, StaticObject, Structur
 
 
 class Snapshot:
-    """Objects before a function may change them, to find those that it did not change."""
+    """Objects before a function may change them, to find the unchanged ones afterwards."""
 
     def __init__(self, structure: Structure, objects: Sequence[Any]):
         self._entries: Sequence[Any] = structure.entries

@@ -54,7 +54,7 @@ from .treedefs import aux_of
 # By value
 
 _PLAIN_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
-# Subclasses that these libraries define add caches only; those of the user may hold more.
+# Subclasses that these libraries define only add caches; the user's subclasses may hold more.
 _LIBRARY_VALUES = (
     *(np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec),
     pathlib.PurePath,
@@ -81,7 +81,7 @@ def value_key(value: Any) -> Hashable | None:
 
 
 def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
-    """Returns the key of a value of another type than those of most settings; None by content."""
+    """Returns the key of a value of a type that is rare in settings; None to compare by content."""
     if issubclass(cls, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
     if issubclass(cls, enum.Enum | type):
@@ -108,7 +108,7 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
 
 
 def _key_of_all(cls: type, parts: Iterable[object], *more: Hashable) -> Hashable | None:
-    """Returns the key of a value by those of its parts; None if any has none."""
+    """Returns the key of a value, made of the keys of its parts; None if a part has none."""
     keys = tuple(map(value_key, parts))
     return None if None in keys else (cls, *keys, *more)
 
@@ -194,6 +194,7 @@ class Static:
     __slots__ = ("_key", "_ref", "_value", "by_identity", "note")
 
     def __init__(self, value: Any, hold: bool = True):
+        """Computes the key of a value; ``hold`` keeps alive one that is compared by identity."""
         key = value_key(value)
         self.by_identity = key is None
         self._key = _compat.identity(value) if key is None else key

@@ -54,7 +54,7 @@ def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
     return [part for item in items for part in item]
 
 
-# The methods are those of the built-in class, since subclasses may override them.
+# The built-in class's own methods are called, since subclasses may override them.
 
 
 def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
@@ -309,7 +309,7 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 def wraps_function(value: object) -> bool:
-    """Whether an object stands for a function, as those of ``jit`` and ``functools.wraps`` do."""
+    """Whether an object stands for a function, as wrappers by ``functools.wraps`` do."""
     return "__wrapped__" in attributes_of(value)
 
 

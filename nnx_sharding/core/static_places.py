@@ -55,7 +55,7 @@ def check_static_places(
 ) -> None:
     """Raises a ``ValueError`` for Variables, and modules with arrays, in static values.
 
-    Static arguments must not hold any arrays of JAX; those in attributes are compared by value.
+    Static arguments must not hold any arrays of JAX; arrays in attributes are compared by value.
 
     Args:
       structure: that of the arguments.

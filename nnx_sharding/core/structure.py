@@ -306,7 +306,7 @@ def children_of(entry: Entry | None) -> Sequence[Any]:
 
 
 def is_leaf_variable(entry: object) -> TypeGuard[VariableEntry]:
-    """Whether an entry is that of a Variable whose value is one array."""
+    """Whether an entry describes a Variable whose value is one array."""
     return type(entry) is VariableEntry and entry.value is LEAF
 
 

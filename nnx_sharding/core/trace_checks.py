@@ -180,7 +180,7 @@ _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
     """Yields the paths to Variables and traced arrays among the static values of an entry.
 
-    Those with these ids were there before, and are left out.
+    Objects with these ids were there before, and are left out.
     """
     if not any(map(_is_traced, identities_in(children_of(entry)))):
         return

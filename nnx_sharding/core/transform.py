@@ -1,4 +1,4 @@
-"""What a transform decides: the base class of all, and that of ``jit`` and ``shard_map``.
+"""What a transform decides: the base class of all transforms, and of ``jit`` and ``shard_map``.
 
 A *spec* says how an array enters or leaves: for ``jit`` it is a sharding, for ``vmap`` an axis. The
 user writes specs as a prefix of arguments or outputs (``Specs``); their *final* form is what the
@@ -77,7 +77,7 @@ class Transform:
     counts_from_call: ClassVar[bool] = False
     # the options on which no trace depends
     untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
-    own_specs: ClassVar[tuple[Any, ...]] = ()  # of outputs, besides those that the user wrote
+    own_specs: ClassVar[tuple[Any, ...]] = ()  # of outputs, in addition to the user's specs
 
     @property
     def out_name(self) -> str:
@@ -146,7 +146,7 @@ class Transform:
         return []
 
     def input_specs(self, specs: list[Any], leaves: Arrays) -> list[Any]:
-        """Returns the specs of all inputs, with those that the user left open."""
+        """Returns the specs of all inputs, including inputs for which the user gave none."""
         return specs
 
     def carried_objects(self, plan: Plan) -> frozenset[int]:

@@ -102,7 +102,7 @@ def _new_object(
     """Returns a new object for an entry: without content, unless that must be there from the start.
 
     Those are hijax Variables and refs, made from the arrays in ``slots``. Adds the metadata of a
-    Variable without links to ``plain_metadata``; ``trace_state`` is that of new Variables.
+    Variable without links to ``plain_metadata``; ``trace_state`` is given to new Variables.
     """
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)

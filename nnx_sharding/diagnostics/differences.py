@@ -80,7 +80,7 @@ def facts_of(signature: Signature, structure: Structure) -> Facts:
 
 
 def facts_of_captured(fun: object) -> Facts:
-    """Describes what a function captures: closures, globals, and those of functions among them.
+    """Describes what a function captures: closures and globals, also of captured functions.
 
     What libraries define is left out, and captured modules and arrays are not opened: a trace has
     their values as constants, which are never compared.

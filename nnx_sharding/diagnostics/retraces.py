@@ -65,7 +65,7 @@ class Trace(NamedTuple):
 
 
 class Compilation(NamedTuple):
-    """A compilation in a call of a function; ``number`` is that of the latest trace at the time."""
+    """A compilation in a call of a function; ``number`` counts the traces until then."""
 
     number: int
     structure: Structure
@@ -177,7 +177,7 @@ def explain_retraces(fun: object) -> Retraces:
 
 
 def _logs(fun: object) -> list[tuple[str, TraceLog]]:
-    """Finds the names and logs of a transformed function, or of those of a class or an object."""
+    """Finds the names and logs of a transformed function, or of a class's or object's methods."""
     values = [fun]
     if not hasattr(type(_unwrapped(fun)), "trace_log"):
         owner = fun if isinstance(fun, type) else type(fun)
@@ -293,7 +293,7 @@ def nearest(
 
 
 def _other_differences(old: Trace, new: Trace) -> list[str]:
-    """Lists all differences except those of static values."""
+    """Lists all differences except differences of static values."""
     calls = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
     lines = [] if calls[0] == calls[1] else [f"arguments {calls[0]} → {calls[1]}"]
     return [*lines, *_arrays(old, new), *_options(old, new), *_captured(old, new)]

@@ -61,7 +61,7 @@ def sharded_init(
       (8, 16)
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
-    # In a trace the mesh is abstract, and the devices are those of the surrounding program.
+    # In a trace the mesh is abstract, and the surrounding program has the devices.
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():
         raise ValueError(f"{mesh} has no devices to create arrays on. Use abstract_init.")
     with progress("sharded_init"):
@@ -78,7 +78,7 @@ def abstract_init(
 ) -> Any:
     """Makes the model of :func:`sharded_init` without data, to restore a checkpoint into.
 
-    The arguments and errors are those of :func:`sharded_init`, but ``mesh`` may be abstract, for
+    Arguments and errors are as for :func:`sharded_init`, but ``mesh`` may be abstract, for
     devices that this machine does not have, and objects among the arguments are not changed. An
     array for which ``sharding`` has None gets no sharding.
 

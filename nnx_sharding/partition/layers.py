@@ -1,4 +1,4 @@
-"""Which dimensions of a Variable are those of stacked layers, which a loop slices.
+"""Finds the dimensions of Variables that are stacked layers, which a loop slices.
 
 A ``Stack`` has them first. ``vmap`` and ``scan`` put them where their axes say, which Variables do
 not tell. But a layer of Flax knows the shapes of its parameters, and what a parameter has beyond
@@ -37,14 +37,14 @@ _COMMON_NAME = "layers"
 
 
 class Stacked(NamedTuple):
-    """The dimensions of an array that are those of layers, or may be."""
+    """The dimensions of an array that are, or may be, stacked layers."""
 
     dimensions: tuple[int, ...] = ()
     is_ambiguous: bool = False  # some of them are not
 
     @classmethod
     def from_candidates(cls, candidates: Set[tuple[int, ...]]) -> Stacked:
-        """Returns the union of the dimensions that may be those of layers."""
+        """Returns the union of the dimensions that may be stacked layers."""
         union = {d for candidate in candidates for d in candidate}
         return cls(tuple(sorted(union)), len(candidates) > 1)
 
@@ -77,11 +77,13 @@ class _KnownVariable(NamedTuple):
         chosen = {c for x in self.candidates for c in itertools.combinations(x, count)}
         # One transform may count from the front, and another one from the back.
         ends = (0, len(self.shape))
-        return {
-            _Axes(axes, tuple(self.shape[d] for d in dimensions))
-            for dimensions in chosen
-            for axes in itertools.product(*([d - end for end in ends] for d in dimensions))
-        }
+        result: set[_Axes] = set()
+        for dimensions in chosen:
+            sizes = tuple(self.shape[dimension] for dimension in dimensions)
+            # Each dimension may be counted from any of the ends.
+            counted = ([dimension - end for end in ends] for dimension in dimensions)
+            result |= {_Axes(axes, sizes) for axes in itertools.product(*counted)}
+        return result
 
 
 class LayerDimensions:
@@ -143,7 +145,7 @@ class LayerDimensions:
         return stack
 
     def _known_variables(self, flat: Flat) -> Iterator[_KnownVariable]:
-        """Yields the parameters of layers of Flax; notes those of normalization layers."""
+        """Yields the parameters of Flax's layers; records which belong to normalization layers."""
         layers = {i: x for i, x in enumerate(flat.objects) if _shapes(x)}
         paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if layers else {}
         for index, layer in layers.items():
@@ -173,7 +175,7 @@ class LayerDimensions:
             self._common_axes.setdefault(prefix, {})[cls] = common
 
     def _resolve(self, x: _KnownVariable) -> Stacked:
-        """Returns the candidates that agree with those of other Variables, or with names."""
+        """Returns the candidates that agree with other Variables, or with names."""
         remaining = x.candidates
         for length in range(len(x.path)):
             common = self._common_axes[x.path[:length]][type(x.variable)]
@@ -209,7 +211,7 @@ class LayerDimensions:
 def _candidates(
     shape: Shape, layer_shape: Sequence[int | None], stack_count: int
 ) -> Set[tuple[int, ...]]:
-    """Returns the dimensions that may be those of layers: without them, the layer's shape remains.
+    """Returns the dimensions that may be stacked layers: without them, the layer's shape remains.
 
     Args:
       shape: the shape of a parameter.

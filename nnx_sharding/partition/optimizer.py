@@ -148,7 +148,7 @@ def _is_state(x: object) -> bool:
 
 
 def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
-    """Returns which dimensions of state are those of stacked layers, from its owner's."""
+    """Returns which dimensions of state are stacked layers, from its owner's dimensions."""
     if state.shape is None or owner.shape is None or not owner.layers.dimensions:
         return Stacked()
     marks = [d in owner.layers.dimensions for d in range(len(owner.shape))]
@@ -177,7 +177,7 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
 def _follow_entries(
     shape: Shape, owner_shape: Shape, entries: Sequence[object], path: Path
 ) -> tuple[Any, ...]:
-    """Returns entries for the dimensions of state, from those for its owner's dimensions.
+    """Returns entries for the dimensions of state, from the entries for its owner's dimensions.
 
     Args:
       shape: the shape of the state.

@@ -177,9 +177,9 @@ class LogicalRules:
     rules: Any
 
     def __post_init__(self) -> None:
+        """Brings the rules into hashable form, and refuses invalid ones before any is used."""
         pairs = _read_pairs("LogicalRules", self.rules)
         pairs = [(name, tuple(axes) if type(axes) is list else axes) for name, axes in pairs]
-        # At once, and not when the first array has the name.
         wrong = [repr(pair) for pair in pairs if not _is_rule(*pair)]
         if wrong:
             raise ValueError(

@@ -255,7 +255,7 @@ def base_specs(
 ) -> SpecsByPath:
     """Returns the sharding that ``base`` has for each path of a model, ``P()`` where it has none.
 
-    Those that do not divide their arrays are corrected as the ``on_indivisible`` of ``base`` says.
+    Specs that do not divide their arrays are corrected as ``on_indivisible`` of ``base`` says.
 
     Raises:
       ValueError: some fit neither the mesh nor a shape, and may not be corrected; lists all.

@@ -48,7 +48,7 @@ class NamedVariable(NamedTuple):
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of its arrays; a number has that of a scalar."""
+        """The shapes of its arrays; a number is a scalar."""
         return [tuple(getattr(array, "shape", ())) for array in self.arrays]
 
     @property
@@ -66,7 +66,7 @@ class NamedVariable(NamedTuple):
 
     @property
     def layer_dimensions(self) -> list[int]:
-        """The dimensions that are not those of stacked layers, in their order."""
+        """The dimensions that are not stacked layers, in their order."""
         return [d for d in range(len(self.shape or ())) if d not in self.layers.dimensions]
 
     @property
@@ -124,6 +124,7 @@ def variables(tree: object) -> Sequence[NamedVariable]:
 
 
 def _variables(tree: object) -> list[NamedVariable]:
+    """Lists the Variables and bare arrays of a tree, with what is known of their dimensions."""
     flat = flatten(tree, graph=True)
     bare_parameters = _bare_parameters(flat.structure)
     layers = LayerDimensions(flat)

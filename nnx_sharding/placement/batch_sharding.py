@@ -210,10 +210,10 @@ class BatchSharding:
                 + (", ".join(map(str, self.leaves)) or "it is empty")
                 + ". Give at least one array with a leading dimension, and a spec for it."
             )
-        # The sharding of the rows: that of the leaf with the most shards along them.
+        # The rows are sharded like the leaf with the most shards along them.
         self.rows = _of_rows(max((s for _, s in self._by_rows), key=_parts))
         self.size = 0  # of a full global batch, once it is set
-        self.own_rows: Rows = np.arange(0)  # those of such a batch that this process holds
+        self.own_rows: Rows = np.arange(0)  # the rows of such a batch that this process holds
 
     def arrays(self, batch: Any) -> list[HostArray]:
         """Returns the leaves of a batch, which must be like the first one, as host arrays."""
@@ -330,8 +330,8 @@ def _shardings(
     mesh: Mesh | AbstractMesh | None,
 ) -> list[Sharding | None]:
     """Returns the sharding of each leaf, with specs that fit all dimensions except the rows."""
-    # Loaded rows may be fewer than those of a batch, so each array counts as one with a number of
-    # rows that any mesh axis divides.
+    # Loaded rows may be fewer than the rows of a batch, so each array counts as one with a number
+    # of rows that any mesh axis divides.
     devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
     rows = math.lcm(*devices, 1 if mesh is None else mesh.size)
 

@@ -131,13 +131,14 @@ class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
         self._only: BatchIterator | None = None
 
     def __iter__(self) -> BatchIterator:
+        """Starts another pass over the loader; a loader that is an iterator has only one."""
         if self._only is not None:
             return self._only
         source = iter(self._batches)
         iterator = BatchIterator(source, self._options)
         self._open.add(iterator)
         if source is self._batches:
-            # Another iterator would lose what this one has loaded ahead.
+            # A second iterator over the same source would lose batches that this one loaded ahead.
             self._only = iterator
         return iterator
 
@@ -206,7 +207,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         or something that JSON can hold, and the number of rows of full batches.
 
         Raises:
-          TypeError: the loader's iterator has no ``get_state`` (those of Grain do).
+          TypeError: the loader's iterator has no ``get_state`` (Grain's iterators have it).
         """
         self._method("get_state")
         size, loader = self._state

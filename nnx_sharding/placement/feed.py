@@ -26,6 +26,7 @@ class Feed(Generic[T]):
     """
 
     def __init__(self, make: Callable[[], T], depth: int):
+        """Prepares to make up to ``depth`` results ahead; no thread is started yet."""
         self._make, self._depth = make, depth
         self._ready: deque[T] = deque()
         self._change = threading.Condition()  # of an RLock: a finalizer may call `stop` anywhere

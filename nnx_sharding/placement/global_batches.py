@@ -53,6 +53,7 @@ class GlobalBatches(Iterator[Loaded]):
     """The global batches of one iteration, made in whichever thread asks for them."""
 
     def __init__(self, source: Iterator[Any], options: BatchOptions, *, resumed: bool):
+        """Iterates over a loader; ``resumed`` if an earlier iteration has yielded batches."""
         self._source, self._options = source, options
         # Read in the user's thread, since the setting may be of that thread alone.
         self._x64 = bool(jax.config.read("jax_enable_x64"))
@@ -63,7 +64,7 @@ class GlobalBatches(Iterator[Loaded]):
         self._last_rows: list[HostArray | None] = []  # of each leaf, to fill a batch without rows
 
     def __next__(self) -> Loaded:
-        """Returns the next global batch; skips those that have no rows on any process."""
+        """Returns the next global batch; skips batches without rows on any process."""
         while True:
             try:
                 batch = next(self._source)
@@ -121,7 +122,7 @@ class GlobalBatches(Iterator[Loaded]):
         self._dropped += 1
 
     def _fill(self, arrays: Sequence[HostArray], rows: int, full: int) -> list[HostArray]:
-        """Repeats the last row, or that of an earlier batch if this one has none."""
+        """Repeats the last row, or the last row of an earlier batch if this one has none."""
         assert self._sharding is not None
         leaves = self._sharding.leaves
         # A process alone skips batches without rows, so it needs to keep nothing.

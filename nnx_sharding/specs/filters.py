@@ -82,7 +82,7 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
 
     ``matches`` has, for each Variable or module, the numbers of the filters that match it.
     """
-    # For each filter, those that decide where it matches.
+    # For each filter, the filters that decide where it matches.
     deciding: dict[int, set[int]] = {number: set() for number in range(count)}
     for numbers in matches:
         for number in numbers:
@@ -94,7 +94,11 @@ def subject_text(subject: object) -> str:
     """Returns a Variable or an array as text: ``Param of shape (2,)``."""
     is_array = isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     is_ref = _compat.is_ref(subject)
-    kind = "array" if is_array else "Ref" if is_ref else type(subject).__name__
+    kind = type(subject).__name__
+    if is_array:
+        kind = "array"
+    elif is_ref:
+        kind = "Ref"
     shape = getattr(subject, "shape", None)
     if shape is not None:
         return f"{kind} of shape {shape}"
@@ -154,6 +158,7 @@ class PathPattern:
     search: Callable[[str], Any] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Compiles the pattern; an invalid one is a ``TypeError`` or a ``ValueError``."""
         if not isinstance(getattr(self.pattern, "pattern", self.pattern), str):
             raise TypeError(f"{type(self).__name__} takes a string, not {self.pattern!r}.")
         try:

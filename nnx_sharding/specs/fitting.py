@@ -155,7 +155,7 @@ def _unusable(
     spec: PartitionSpec, mesh: AnyMesh, usable: Collection[AxisName] | None
 ) -> Iterator[Mismatch]:
     """Yields the axes that a spec cannot use."""
-    # Within a `shard_map`, the Manual axes are those that the function is mapped over.
+    # Within a `shard_map`, the function is mapped over the Manual axes.
     mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
     auto = axes_of_type(mesh, AxisType.Auto)
     reduced = spec.unreduced | spec.reduced
@@ -228,7 +228,9 @@ def _parts(entry: object, sizes: Mapping[AxisName, int]) -> int:
 
 def _entry(axes: tuple[AxisName, ...]) -> Any:
     """Returns the entry of a spec that names these axes."""
-    return axes if len(axes) > 1 else axes[0] if axes else None
+    if not axes:
+        return None
+    return axes if len(axes) > 1 else axes[0]
 
 
 def axes_of(entry: object) -> tuple[Any, ...]:
@@ -252,17 +254,19 @@ def axes_of_type(mesh: AnyMesh, axis_type: AxisType) -> frozenset[Any]:
 
 def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
     """Returns a spec with only some of the axes that it names; UNCONSTRAINED stays."""
-    entries = tuple(
-        entry
-        if entry is PartitionSpec.UNCONSTRAINED
-        else _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
-        for entry in spec.partitions
-    )
+    entries: list[Any] = []
+    for entry in spec.partitions:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            entries.append(entry)
+        else:
+            entries.append(_entry(tuple(axis for axis in axes_of(entry) if axis in axes)))
     unreduced = spec.unreduced.intersection(axes)
     reduced = spec.reduced.intersection(axes)
     if not unreduced:  # JAX refuses a kind of reduction without axes
         return PartitionSpec(*entries, reduced=reduced)
-    part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+    part: PartitionSpec = spec.update(
+        partitions=tuple(entries), unreduced=unreduced, reduced=reduced
+    )
     return part
 
 

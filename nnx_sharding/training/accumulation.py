@@ -187,7 +187,7 @@ class _Accumulation:
             step, in_axes=(Carry, None, 1), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
         totals, values = run(self._zeros(prepared, sums), rest, batch)
-        # Equal microbatches: the mean of their means is that of the batch.
+        # Microbatches are equal, so the mean of their means is the mean of the batch.
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, prepared.build_gradient(self._means(prepared, totals))
 

@@ -153,7 +153,7 @@ def _call_branches(
       operands: their arguments.
       modes: the options ``graph`` and ``graph_updates`` of the user.
     """
-    # The names are those of the first two arguments below, in messages.
+    # The names of the first two arguments below, for messages.
     functions = Functions(name, branches, ("selector", "branches"), len(operands))
     transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
     args = jnp.asarray(selector), functions.objects, *operands
@@ -178,7 +178,7 @@ class _Switch(InnerTransform):
     def jax_transform(self, plan: Plan, function: Function) -> Function:
         """Makes a function that calls ``jax.lax.cond`` or ``switch``, with all arrays as operands.
 
-        The outputs are those of the branch that runs, in one group; see :class:`_Branches`.
+        The branch that runs gives the outputs, in one group; see :class:`_Branches`.
         """
 
         # JAX finds the traces of branches by the identity of the functions, so they are kept. Types
@@ -268,7 +268,7 @@ class _Branches:
         ]
 
     def _leaves(self, operands: Sequence[object]) -> list[Any]:
-        """Returns all leaves for the pure function, by slot, from those that are operands."""
+        """Returns all leaves for the pure function, by slot, from the operands."""
         arrays = iter(operands)
         count = len(self._plan.names)
         static = self._static

@@ -435,7 +435,7 @@ class _Call:
         raise AssertionError
 
     def split(self, args: Sequence[object]) -> tuple[list[Any], list[Any]]:
-        """Splits arguments into those that are not differentiated, and the others."""
+        """Splits arguments into not differentiated and differentiated ones."""
         nondiff = self.transform.nondiff
         others = [x for i, x in enumerate(args) if i not in nondiff]
         return [args[i] for i in nondiff], others
@@ -473,6 +473,12 @@ class _Residuals:
     """What the forward rule leaves for the backward rule: arrays, which JAX keeps, and the rest."""
 
     def __init__(self, nondiff: Sequence[object], residuals: object):
+        """Keeps what a backward rule needs from the forward rule.
+
+        Args:
+          nondiff: the arguments that are not differentiated.
+          residuals: what the forward rule returned for the backward rule.
+        """
         flat = flatten((nondiff, residuals))
         leaves = enumerate(flat.leaves)
         self._slots = [slot for slot, x in leaves if isinstance(x, jax.Array | np.ndarray)]
@@ -546,7 +552,7 @@ class _CallWithVjp(_Call):
           form: the form of their cotangents.
           residuals: what the forward rule left.
           residual_arrays: the arrays in that.
-          cotangents: those of the outputs.
+          cotangents: the cotangents of the outputs.
 
         Returns:
           The cotangents of the arrays in ``slots``; None for zeros.

@@ -114,10 +114,10 @@ class Differentiable(Inner[P, R]):
 
 
 def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:
-    """Returns the slots of the arrays in the output, without those of auxiliary data."""
+    """Returns the slots of the arrays in the output, without auxiliary data."""
     child: Any = structure.root
     if has_aux:
-        # The root is a pair: its children are the leaves of the output, then those of the data.
+        # The root is a pair: its children are the leaves of the output, then of the auxiliary data.
         output = child.treedef.children()[0]
         children = child.children[: output.num_leaves]
         child = children[0] if is_leaf_treedef(output) else Container(output, children)

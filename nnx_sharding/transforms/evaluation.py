@@ -98,7 +98,7 @@ def make_jaxpr(
     """
 
     def decorate(f: Callable[..., object]) -> Any:
-        # The jaxpr has an input for each array of the arguments, also for those that are not used.
+        # The jaxpr has an input for each array of the arguments, including unused ones.
         transform = Jit(keep_unused=True, keeps_captures=False)
         roles = Roles.of(static_argnums)
         lifted = lift(Lifted, f, transform, roles, graph, graph_updates)

@@ -103,7 +103,7 @@ class Figures:
         )
 
     def activations(self, rows: ActivationTable) -> ActivationTable:
-        """See :meth:`Compiled.activations`; ``rows`` are those of the trace."""
+        """See :meth:`Compiled.activations`; ``rows`` are from the trace."""
         is_open = any(row.chosen_by == "compiler" for row in rows)
         if not is_open or self._mesh is None or self.module.unread:
             return rows
@@ -142,7 +142,7 @@ class Figures:
         return argument_reason(self._plan, row, recorder.objects, recorder.leaves)
 
     def _hardware(self, hardware: Hardware | str | None) -> Hardware | None:
-        """Returns the figures of the named hardware; those of the devices of the mesh for None."""
+        """Returns the figures of the named hardware; for None, of the devices of the mesh."""
         if hardware is not None:
             return hardware_of(hardware)
         return None if self._mesh is None else HARDWARE.get(self._mesh.devices.flat[0].device_kind)
@@ -193,7 +193,7 @@ class Figures:
 
     @functools.cached_property
     def report(self) -> ProgramReport:
-        """All figures in one object, except those by module."""
+        """All figures in one object, except figures by module."""
         return describe(self._compiled, self._plan.fun_name, self._stage.as_text())
 
     def parameters(self) -> ParameterTable:

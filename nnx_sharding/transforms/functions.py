@@ -128,7 +128,7 @@ def call_functions(
 
 
 def scalar_value(name: str, argument: str, value: Any, kinds: str, expected: str) -> Any:
-    """Returns the value of a scalar argument, which may be that of a Variable.
+    """Returns the value of a scalar argument, which may be in a Variable.
 
     Args:
       name: the name of the transform, for messages.

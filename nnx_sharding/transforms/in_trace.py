@@ -83,7 +83,7 @@ def is_array(x: object) -> bool:
 def is_traced(leaf: object) -> bool:
     """Whether JAX traces a leaf of the arguments; flags, and what is not an array, stay unchanged.
 
-    Flags decide which code runs, and `cond` is for those that are only known to the program.
+    Flags decide which code runs, and `cond` is for conditions that only the program knows.
     """
     return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
 
@@ -107,7 +107,7 @@ def call_on_slots(
     slots: Sequence[int],
     leaves: Sequence[object],
 ) -> Any:
-    """Transforms a function of leaves as one of those in some slots, and calls it with these.
+    """Transforms a function of leaves as a function of some slots, and calls it with their leaves.
 
     The other leaves are fixed, so ``transform``, such as ``jax.vmap``, need not know what they are.
     """
@@ -248,7 +248,7 @@ class InnerTransform(Transform):
 def _with_partial_sums(
     function: Function, sums: PartialSums, slots: Sequence[int], count: int
 ) -> Function:
-    """Makes a function of ``count`` leaves and the partial sums of those in some slots.
+    """Makes a function of ``count`` leaves and the partial sums of the leaves in some slots.
 
     JAX has to see them as arguments: what the function captured would get no gradient.
     """

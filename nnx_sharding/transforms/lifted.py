@@ -1,4 +1,4 @@
-"""Functions that take and return NNX objects: what all transforms make, and those with stages.
+"""Functions that take and return NNX objects: what all transforms make, with or without stages.
 
 A call flattens its arguments (``Flat``: a structure, and leaves by slot), finds the *plan* for the
 structure, and runs a *program* of the plan: the pure function, as JAX transformed it. A *guard*
@@ -71,7 +71,7 @@ class LiftedFunction(Generic[P, R]):
           updates: whether changes of structure are written back.
           implicit: how many leading parameters the user's positions do not count, such as ``self``.
         """
-        # The __dict__ of a class has methods, which would hide those of this class.
+        # The __dict__ of a class has methods, which would hide the methods of this class.
         updated = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, fun, updated=updated)  # type: ignore[arg-type]
         self._fun = fun
@@ -354,7 +354,7 @@ class Lifted(LiftedFunction[P, R]):
         return _abstract_output(outcome, arrays, flat)
 
     def _jaxpr(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        """Returns the jaxpr for these arguments; unlike that of a stage, it has constants."""
+        """Returns the jaxpr for these arguments; unlike the jaxpr of a stage, it has constants."""
         _, plan, flat = self._plan_without_running(args, kwargs)
         function = plan.pure_function(self._fingerprint(plan, flat))
         with self._tracing(flat):
@@ -398,7 +398,7 @@ class Lifted(LiftedFunction[P, R]):
 
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[object], flat: Flat) -> Any:
-    """Returns the output as new objects, with copies of those of the caller."""
+    """Returns the output as new objects, with copies of the caller's objects."""
     static = set(outcome.structure.static_indices()).difference(outcome.statics)
     known = {
         index: flat.objects[index]

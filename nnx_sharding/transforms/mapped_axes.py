@@ -95,7 +95,7 @@ def _axis(place: str, x: object) -> Axis | StateSharding:
 
 
 def is_carry(x: object) -> bool:
-    """Whether an entry of a prefix of axes is the carry: our own mark, or that of Flax."""
+    """Whether an entry of a prefix of axes is the carry: our own mark, or Flax's."""
     return x is Carry or x is nnx.Carry
 
 
@@ -212,7 +212,7 @@ class Mapped(InnerTransform):
         flat = flatten(out, first_objects=unflattened.objects)
         caller = f"{self.name}: {self.out_name}"
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
-        # The specs of the arguments hold for what was attached to them, those of the output for
+        # The specs of the arguments hold for what was attached to them, the specs of the output for
         # the rest.
         resolved = resolve(
             locate(flat.structure, [*plan.graph_arguments, output]),

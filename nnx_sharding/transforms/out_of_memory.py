@@ -39,7 +39,7 @@ def explain_memory(
       recorder: makes what traces the function again.
       compile_with: compiles it as it was compiled for the call.
     """
-    # Compilers for GPUs wait for those of other processes, which may not have failed.
+    # Compilers for GPUs wait for the compilers of other processes, which may not have failed.
     would_wait = jax.process_count() > 1 and jax.default_backend() == "gpu"
     if would_wait or not isinstance(error, Exception) or not _compat.is_out_of_memory(error):
         return

@@ -134,7 +134,7 @@ class PartialSums:
         """Calls a method of a module; layers are mapped over the axes of the rows."""
         layer_class = _layer_class(module)
         if layer_class is not None and method in METHODS:
-            # `Embed.attend` is a product, like that of `Linear`.
+            # `Embed.attend` is a product, like `Linear`.
             by_rows = BY_ROWS[layer_class] if method == "__call__" else _has_rows
             mapped = functools.partial(self._call_by_rows, module, by_rows, call)
             call = functools.wraps(call)(mapped)
@@ -199,7 +199,7 @@ class PartialSums:
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> bool:
-        """Whether a call takes one array, whose first dimension is or can be that of the rows."""
+        """Whether a call takes one array, whose first dimension is the rows, or can be."""
         x, *others = args or (None,)
         arrays = [y for y in jax.tree.leaves((args, kwargs)) if isinstance(y, jax.Array)]
         if not isinstance(x, jax.Array) or len(arrays) > 1 or not x.ndim:
@@ -258,7 +258,7 @@ def _has_rows(module: object, ndim: int, _: Sequence[object]) -> bool:
 
 
 def _normalizes_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
-    """For normalization: whether the statistics are those of single rows."""
+    """For normalization: whether each row has its own statistics."""
     reduced = module.reduction_axes
     features = getattr(module, "feature_axes", -1)
     axes = {axis % ndim for x in (reduced, features) if x is not None for axis in _axis_tuple(x)}
@@ -302,7 +302,7 @@ def _convolves_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
 
 
 def _keeps_the_first(module: Any, ndim: int, others: Sequence[Any]) -> bool:
-    """For an einsum: whether the first dimension of the input is only that of the output."""
+    """For an einsum: whether the input's first dimension is the output's first, and no other."""
     text = (module.einsum_str or (others[0] if others else "")).replace(" ", "")
     inputs, _, out = text.partition("->")
     x, _, kernel = inputs.partition(",")
@@ -343,10 +343,16 @@ _FUNCTIONS = (
     "einsum_op",
     "promote_dtype",
 )
+
+
+def _default_functions(layer_class: type) -> dict[str, object]:
+    """Returns the functions that a class of layers calls unless the user gives others."""
+    parameters = inspect.signature(vars(layer_class)["__init__"]).parameters
+    return {name: parameters[name].default for name in _FUNCTIONS if name in parameters}
+
+
 _DEFAULTS: dict[type, dict[str, object]] = {
-    layer_class: {name: parameters[name].default for name in _FUNCTIONS if name in parameters}
-    for layer_class in BY_ROWS
-    for parameters in [inspect.signature(vars(layer_class)["__init__"]).parameters]
+    layer_class: _default_functions(layer_class) for layer_class in BY_ROWS
 }
 
 

@@ -120,7 +120,7 @@ class _Pullback(NamedTuple):
     """How to rebuild the pullback of one layer in the backward pass. The same for all layers."""
 
     arguments: Any  # the tree structure of the arguments of a step
-    slots: Sequence[int]  # those of them that have cotangents
+    slots: Sequence[int]  # the slots of arguments that have cotangents
     treedef: Any  # the tree structure of the pullback
     # For each array in the pullback: its number among constants and parameters, which are at hand;
     # -1 minus its number among the slices; or None for a residual, which is kept.
@@ -244,7 +244,7 @@ class _Loop:
 
         Args:
           keep: whether to keep residuals, to differentiate it.
-          constants: those of all layers.
+          constants: arrays that all layers use.
           carry: the carry of the first layer.
           shards: the parameters of all layers.
           rest: the other slices of all layers.
@@ -311,11 +311,11 @@ class _Loop:
 
         Args:
           form: the form of the pullback of each layer.
-          constants: those of the loop.
+          constants: arrays that all layers use.
           shards: the parameters of all layers.
           rest: the other slices of all layers.
           residuals: what the forward pass kept, for all layers.
-          cotangents: those of the last carry and of the results.
+          cotangents: the cotangents of the last carry and of the results.
 
         Returns:
           The cotangents of the arguments of the loop.

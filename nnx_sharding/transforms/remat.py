@@ -284,7 +284,7 @@ def remat(
 def _read_policy(policy: Policy) -> Callable[..., bool] | _Rules | None:
     """Returns the policy that the user named, or wrote as rules, checked."""
     if isinstance(policy, str):
-        # Without those that make policies from their arguments.
+        # Without the functions that make policies from their arguments.
         prefixes = ("_", "save_", "offload_")
         names = [x for x in dir(jax.checkpoint_policies) if not x.startswith(prefixes)]
         if policy not in names:

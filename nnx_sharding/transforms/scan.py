@@ -208,13 +208,12 @@ class Scan(Mapped):
         return spec.index is not None and spec.index >= 0
 
     def carried_objects(self, plan: Plan) -> frozenset[int]:  # noqa: D102
-        parts = (
-            part
-            for argument in plan.graph_arguments
-            for part in argument.parts
-            if part.spec is CARRY
-        )
-        return frozenset().union(*(plan.structure._links(part.child) for part in parts))
+        carried: set[int] = set()
+        for argument in plan.graph_arguments:
+            for part in argument.parts:
+                if part.spec is CARRY:
+                    carried.update(plan.structure._links(part.child))
+        return frozenset(carried)
 
 
 def _argument(
@@ -293,7 +292,7 @@ class Loop:
     def _find_fixed_objects(self, plan: Plan) -> set[int]:
         """Finds the objects whose structure no step may change, since the next one gets them.
 
-        These are all in what is not mapped, and those of carried arrays.
+        These are all objects that are not mapped, and the objects of carried arrays.
         """
         structure = plan.structure
         parts = (part for argument in plan.graph_arguments for part in argument.parts)
@@ -423,7 +422,7 @@ class Loop:
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
         """Checks that a step did not change the structure of what it passes on."""
         pairs = enumerate(zip(self._structure.entries, outcome.structure.entries, strict=False))
-        # Entries of objects that the step made come after those of the arguments.
+        # Entries of objects that the step made come after the entries of the arguments.
         changed = [i for i, (old, new) in pairs if old != new and i in self._fixed_objects]
         names = self._names_of(changed)
         lines = [

@@ -187,7 +187,7 @@ class _ShardMap(Sharded):
             if self.usable_axes == frozenset(mesh.axis_names):
                 if AxisType.Auto not in mesh.axis_types:  # otherwise JAX reshards
                     options["in_shardings"] = inputs
-                # Redundant, but gives results a NamedSharding like those of shard_map.
+                # Redundant, but gives results a NamedSharding, as shard_map does.
                 outputs = (NamedSharding(mesh, spec) for spec in out_specs)
                 options["out_shardings"] = (*outputs, None)
         jitted = jax.jit(typed, **options)
@@ -266,7 +266,7 @@ def _with_types(
 
 
 def _type_spec(leaf: object) -> PartitionSpec:
-    """Returns the spec in the type of an array; that of a replicated one for anything else."""
+    """Returns the spec in the type of an array; ``P()`` for anything else."""
     sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
     return PartitionSpec() if sharding is None else sharding.spec
 

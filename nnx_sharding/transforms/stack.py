@@ -150,7 +150,7 @@ class Stack(nnx.Module):
             uses.take_out(self)
 
     def _prefetching(self) -> AbstractContextManager[None]:
-        """Gathers parameters ahead, but not those of stacks inside, which do it in their loop."""
+        """Gathers parameters ahead, except in stacks inside, which do it in their own loop."""
         inner = (module for _, module in modules_in(self.layers) if isinstance(module, Stack))
         return prefetching(self.layers, self.prefetch, [stack.layers for stack in inner])
 
@@ -307,7 +307,7 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
     first = flats[0]
     joined, shared = dict[int, Any](), list[Path]()
     for location in locations_of(first):
-        # A single layer shares nothing: its Variables get the dimension, as those of two would.
+        # A single layer shares nothing: its Variables get the dimension, as with two layers.
         if location.slots and len(flats) > 1 and _is_same_in_all(location, flats):
             shared.append(location.path)
             continue
@@ -349,7 +349,7 @@ def _apply(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def count_layer_dimensions(flat: Flat) -> dict[int, int]:
-    """Returns, for each array in a ``Stack``, how many leading dimensions are those of layers.
+    """Returns, for each array in a ``Stack``, how many leading dimensions are stacked layers.
 
     By slot, the position of an array in ``flat``. An array of a stack in a stack has two; arrays
     outside of stacks are not in the result.

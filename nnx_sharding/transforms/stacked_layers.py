@@ -100,7 +100,7 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
     """Lists how layers differ from the first one, apart from the values of arrays."""
     first = flats[0]
     lines = list[str]()
-    # That of a function of one argument, by whose name messages call the layers.
+    # The signature of a function of one argument, whose name is used in messages.
     signature = Signature(("layer",), (), static=frozenset(), donated=frozenset())
     for number, flat in enumerate(flats[1:], start=1):
         if flat.structure != first.structure:

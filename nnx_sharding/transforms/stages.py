@@ -170,7 +170,7 @@ class Stage:
         return ActivationTable(dict.fromkeys(rows))
 
     def _make_next(self, cls: type[S], stage: JaxStage) -> S:
-        """Makes the next stage from that of JAX."""
+        """Makes the next stage, from the next stage of JAX."""
         return cls(stage, self._lifted, self._plan, self._statics, self._recorder)
 
     def _attribute_reports(self) -> AbstractContextManager[None]:
@@ -228,7 +228,7 @@ class Stage:
     def _with_statics(
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Adds bound objects, and the static arguments that were left out, to those of a call."""
+        """Adds bound objects and static arguments that were left out to the arguments of a call."""
         signature, bound = self._plan.signature, self._lifted._bound
         # By position, or by name if they were passed so.
         statics: dict[Any, Any] = dict(zip(signature.static_keys, self._statics, strict=True))
@@ -242,7 +242,7 @@ class Stage:
         return args, {**keywords, **kwargs}
 
     def _check_structure(self, done: str, call: SortedCall, flat: Flat) -> None:
-        """Raises a ``TypeError`` for arguments of another structure than those of the plan."""
+        """Raises a ``TypeError`` for arguments of another structure than the plan has."""
         plan = self._plan
         before = (plan.signature, plan.structure)
         after = (call.signature, flat.structure)
@@ -302,7 +302,7 @@ class Traced(Stage):
     def by_line(self) -> LineTable:
         """Lists the types of the values that each line of the user's code makes.
 
-        Specs are those of Explicit axes; on Auto axes the compiler chooses, so that
+        Specs are over Explicit axes; on Auto axes the compiler chooses, so that
         :meth:`Compiled.by_line` has them. The first call traces the function once more.
 
         Returns:
@@ -646,7 +646,7 @@ class Compiled(Stage):
         return report if name is None else dataclasses.replace(report, name=name)
 
     def parameters(self) -> ParameterTable:
-        """Lists how each argument array is sharded, also those that the program does not use."""
+        """Lists how each argument array is sharded, including unused arrays."""
         return self._figures.parameters()
 
     def shardings(self) -> Sequence[Sharding | None]:
@@ -686,7 +686,7 @@ def user_tree(
     # A child is a pytree, an array outside of objects, something static, or the index of an object.
     def build(child: Child, slots: Iterator[int]) -> Any:
         if child is LEAF:
-            slot = next(slots)  # those of arrays outside of objects are in this order
+            slot = next(slots)  # slots of arrays outside of objects are in this order
             return values[slot] if keep((slot,)) else None
         if isinstance(child, Container):
             parts = [build(part, slots) for part in child.children]

@@ -242,7 +242,7 @@ class _AtPoint(Differentiable[..., Any]):
         return _Derivative(output, tuple(aux), derivative, primal_form, output_form)
 
     def _primal_form(self, primals: Sequence[object]) -> TangentForm:
-        """Returns the form for tangents of the arguments, without those of what is bound."""
+        """Returns the form for tangents of the arguments, without bound objects."""
         # Flattened once more, so that the form keeps static objects alive: the pullback may be
         # called when the caller has dropped them.
         flat = flatten(((*self._bound, *primals), {}), graph=self._modes["graph"])

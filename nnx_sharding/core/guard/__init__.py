@@ -1,1 +1,1 @@
-"""Recognises calls whose graph is that of an earlier call, without splitting it."""
+"""Recognises calls with the graph of an earlier call, without flattening it."""

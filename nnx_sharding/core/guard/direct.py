@@ -80,7 +80,7 @@ def _complete(
 
 
 def failed(plan: Plan, leaves: Arrays, error: BaseException) -> None:
-    """Raises an error that explains that of a guarded call, if the arguments do; else returns."""
+    """Raises an error that explains why a guarded call failed, if the arguments show it."""
     deliver_signals()
     if isinstance(error, Exception):
         raise_explained(plan, leaves, error)

@@ -42,9 +42,9 @@ class Guard(NamedTuple):
     context: Hashable  # that mesh
     # Of the arrays that have to be placed, or whose shapes matter:
     slots: bytes  # as 32-bit integers
-    shardings: list[Sharding | None]  # None for those that are not placed
+    shardings: list[Sharding | None]  # None for arrays that are not placed
     avals: list[Any]  # empty if shapes do not matter
-    known: list[Any]  # weak references to those that were found to be as they should be
+    known: list[Any]  # weak references to arrays that were found to fit
     references: tuple[Any, ...]  # weak ones, whose callbacks end the guard
     execute: Callable[..., Any] | None = None  # runs the program; None until the guard has held
 

@@ -58,7 +58,7 @@ class WalkRecorder:
 
         Args:
           arguments: all arguments.
-          dynamic: the positions of those that are not static.
+          dynamic: the positions of arguments that are not static.
           static: the positions of static ones.
         """
         self.static_positions = static
@@ -304,7 +304,7 @@ class WalkRecorder:
         return positions, np.where(is_pinned, -1, first_of[group])
 
     def _order(self) -> _Order:
-        """Moves the steps that run Python code, and those that depend on them, to the end."""
+        """Moves the steps that run Python code, and the steps that depend on them, to the end."""
         stream = self._stream
         size = len(self._stream)
         steps = np.array(self._steps, np.int32).reshape(-1, len(Step._fields))  # (steps, fields)

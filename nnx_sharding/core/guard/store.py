@@ -42,7 +42,7 @@ MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
 MAX_RECENT = 4  # guards that the extension tries, whatever the arguments are
 
-# The types of the arguments, and the names of those by keyword.
+# The types of the arguments, and the names of keyword arguments.
 _Types: TypeAlias = tuple[Any, ...]
 # With the ids of the modules among the arguments.
 _Key: TypeAlias = tuple[_Types, tuple[int, ...]]
@@ -220,7 +220,7 @@ class Guards:
         templates = self._templates
         types = key[0]
         references = tuple(watch(identities, lambda _: templates.pop(types, None)))
-        # With a walk of its own: that of the guard has recorded where this model is in memory.
+        # With a new walk: the walk of the template has recorded where this model is in memory.
         template = guard._replace(walk=FastestWalk(walk.recipe), references=references)
         templates.setdefault(types, _GuardList()).add(template)
         make_room(templates, MAX_ARGUMENTS)
@@ -270,7 +270,7 @@ class Guards:
           leaves: the arrays of the call, by slot.
           references: weak references that drop the guard when one of its objects is gone.
         """
-        # Each call compares these arrays: those that it may have to place, or the shapes of all.
+        # Each call compares these arrays: arrays that it may have to place, or the shapes of all.
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
         targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
         avals = [getattr(leaves[slot], "aval", None) for slot in slots]
@@ -308,7 +308,7 @@ class Guards:
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:
-        """Returns the key of the guards of some arguments; ``names`` are those of keywords."""
+        """Returns the key of the guards of some arguments; ``names`` are the keywords."""
         types = (*map(type, arguments), *names)
         modules_in = self._modules_in.get(types)
         if modules_in is None:
