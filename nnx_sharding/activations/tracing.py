@@ -672,7 +672,7 @@ class Scope:
         return chosen or _NOTHING
 
     def _gather_variables(self, frame: Frame) -> list[tuple[Variable, jax.Array]]:
-        """Returns the module's own Variables that it uses otherwise than they are, with the values.
+        """Returns the module's own Variables that have another value while it runs, with the value.
 
         A Variable has a new value if its array is gathered over the axes of the module's tag.
         """
@@ -689,9 +689,11 @@ class Scope:
             new = self._gather(tag, path, variable, value)
             if new is value:
                 continue
-            # Its gradient goes to the same partial sum.
-            if found := (partial := PARTIAL.get() or {}).get(id(value)):
-                partial[id(new)] = new, found[1]
+            # The gradient of the new value goes to the same partial sum (`partial_sums.py`).
+            partial_sums = PARTIAL.get() or {}
+            if id(value) in partial_sums:
+                _, sums = partial_sums[id(value)]
+                partial_sums[id(new)] = new, sums
             changes.append((variable, new))
         return changes
 

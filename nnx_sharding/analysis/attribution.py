@@ -524,7 +524,12 @@ class Attribution:
         return value
 
     def _passed_from(self, value: Value, through_moves: bool) -> Sequence[Value]:
-        """Lists what an array has its elements from; nothing if they are computed here."""
+        """Lists the values whose elements an array has; nothing if its instruction computes them.
+
+        Args:
+          value: the array.
+          through_moves: whether to follow copies, slices and transposes that the user wrote, too.
+        """
         instruction = self._module.maker(value)
         operands = self._module.operands(value)
         if instruction is None:

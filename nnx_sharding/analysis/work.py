@@ -420,7 +420,11 @@ def _is_view(instruction: Instruction, module: Module) -> bool:
 def _written(
     instruction: Instruction, by_name: ByName, module: Module
 ) -> list[tuple[Shape, int | None]]:
-    """Lists the arrays that an operation makes, with the bytes that it writes; None for all."""
+    """Lists the arrays that an operation makes, each with the bytes that it writes of it.
+
+    The bytes are None if all of the array is written: only updates in place and scatters, also
+    within a fusion, write a part.
+    """
     names = instruction.operand_names
     parts: list[int | None] = []
     if instruction.opcode == "dynamic-update-slice" and len(names) > 1:

@@ -253,13 +253,11 @@ def split_argument(
             )
             head = f"{caller}: {head}" if caller else head
             raise see(ValueError(message(head, mismatches)), anchor="not-a-tree-prefix") from None
-    return Argument(
-        name,
-        tuple(
-            Part(path, path[depth:], spec, part)
-            for path, part, (spec, depth) in zip(paths, children, specs, strict=True)
-        ),
-    )
+    parts = []
+    for path, part, (spec, depth) in zip(paths, children, specs, strict=True):
+        # The first ``depth`` keys lead to the spec in the prefix; its filters see the rest.
+        parts.append(Part(path, path[depth:], spec, part))
+    return Argument(name, tuple(parts))
 
 
 def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:

@@ -167,7 +167,7 @@ class Listing:
         """Lists the code of a function, and all that the code can read; of libraries, only code."""
         code = function.__code__
         self._add_code(code)
-        # Of the module that defines it: `functools.wraps` changes the name, and `__module__`.
+        # The globals say which module defines it: `functools.wraps` changes `__module__`.
         is_stateless = _is_stateless(function.__globals__.get("__name__"))
         if is_stateless and not code.co_freevars:
             return

@@ -137,10 +137,20 @@ class RetypedArrays(NamedTuple):
         name: str,
         option: str,
     ) -> Flat:
-        """Returns the graph after a call with typed arrays: by these specs, else by :meth:`leave`.
+        """Returns the graph after a call, with the types of the outer mesh.
 
-        Raises a ``ValueError`` for arrays without a type, in which the function has this name; the
-        option is the one that could declare their specs. ``names`` are those of the arrays.
+        Declared specs decide on the type of an array, otherwise :meth:`leave` does.
+
+        Args:
+          before: the structure of the arguments.
+          after: the graph after the call, with the same objects first.
+          specs: the declared spec of each array of ``after``.
+          names: the expression for each of them, for messages.
+          name: the name of the transform, for messages.
+          option: the name of the option that declares specs of results, for messages.
+
+        Raises:
+          ValueError: a result was computed on Auto axes and has no declared spec.
         """
         if self.change is None:
             return after

@@ -243,9 +243,11 @@ _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
 def strict_key(value: object) -> Any:
-    """Returns a key for an option of a transform, equal only where ``==`` and this rule agree.
+    """Returns a key for an option of a transform, which is stricter than ``==``.
 
-    What the rule would compare by content or identity, such as a ``StateSharding``, is its own key.
+    Two keys are equal only if the options are equal by ``==`` and as static values (this file):
+    1 and True, or 0.0 and -0.0, are different. A value that is compared by content or identity,
+    such as a ``StateSharding``, is its own key.
     """
     if type(value) is tuple:
         return tuple(map(strict_key, value))

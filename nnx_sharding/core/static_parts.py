@@ -265,7 +265,7 @@ def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Ope
     count = len(parts) - len(kind.names)
     operations = _BUILTINS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
     attributes = dict(zip(kind.names, parts[count:], strict=True))
-    # Past any ``__setattr__`` of the class, which may be the user's, or refuse.
+    # Not by ``setattr``: a ``__setattr__`` of the class may run the user's code, or raise.
     for name in slots_of(kind.type):
         if name in attributes:
             operations.append((object.__setattr__, value, name, attributes.pop(name)))

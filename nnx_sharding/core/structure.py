@@ -159,12 +159,12 @@ class Structure:
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Yields every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
 
-        Depth first with keys in order, as Flax walks a graph; a shared object is yielded once,
-        under its first path. ``slots`` are those of the leaves of ``child`` outside of any entry.
+        The walk is depth first, with keys in order, as in Flax. A shared object is yielded once,
+        under its first path. ``slots`` are the slots of leaves of ``child`` outside of objects.
         """
         seen: set[int] = set()
-        # No recursion: models may be nested deeply. Each item has the slots of the leaves in it,
-        # and last the index of the Variable that it is in.
+        # No recursion: models may be nested deeply. An item is a path, the child there, the slots
+        # of leaves in it, and the index of the Variable around it.
         stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
         while stack:
             path, child, slots, variable = stack.pop()

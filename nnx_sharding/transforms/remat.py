@@ -150,7 +150,11 @@ class _Remat(InnerTransform):
     prevent_cse: bool
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Names the outputs of modules while the function is traced, if filters choose some."""
+        """Gives the outputs of modules names for the policy, if the user's policy has filters.
+
+        Returns:
+          A function that calls the user's function with a handler of the calls of modules.
+        """
         if not isinstance(self.policy, _Rules):
             return super().user_function(plan, caller, unflattened)
         rules = self.policy
@@ -160,7 +164,7 @@ class _Remat(InnerTransform):
         def call_and_name(
             module: object, method: str, call: Function, args: tuple[Any, ...], kwargs: Any
         ) -> Any:
-            # What handles calls around this, such as shardings of activations, goes on doing so.
+            # An outer handler, such as the one that shards activations, handles the call as well.
             if outer is None:
                 out = call(*args, **kwargs)
             else:
@@ -171,7 +175,7 @@ class _Remat(InnerTransform):
             return rules.name_outputs(path, module, out)
 
         def call_with_names(*args: object, **kwargs: object) -> Any:
-            # Transforms inside have other objects, which they know by these.
+            # Transforms inside copy the modules; they find the paths of their copies by these.
             token = KNOWN.set((*KNOWN.get(), known))
             try:
                 return with_handler(call_and_name, (), caller.fun, *args, **kwargs)
