@@ -226,10 +226,21 @@ class CompareTest(parameterized.TestCase):
             lines = str(Comparison(many, ruled_out=ruled_out)).splitlines()
             assert lines == [
                 f"{more} failed: ValueError: x",
-                f"{count + 1} not compiled:",
-                f"  too slow: {more}",
-                "  too large: f",
+                f"{count + 1} not compiled (ruled_out has their names):",
+                f"  {count:>5}  too slow",
+                "      1  too large",
             ]
+
+    def test_reasons_that_differ_in_numbers_and_names_are_counted_once(self):
+        ruled_out = {f"a{i}": f"shards everything like b{i}, data {i}" for i in range(300)}
+        ruled_out |= {f"c{i}": f"the arguments take {i}.5 GiB on each device" for i in range(20)}
+        ruled_out |= {f"d{i}": f"takes {i} ms or more by its products (bound)" for i in range(9)}
+        ruled_out |= {"e": "takes 3.00 µs or more by its products (bound)"}
+        assert str(Comparison({}, ruled_out=ruled_out)).splitlines()[1:] == [
+            "    300  shards everything like another",
+            "     20  such as: the arguments take 0.5 GiB on each device",
+            "     10  such as: takes 0 ms or more by its products (bound)",
+        ]
 
     @parameterized.named_parameters(
         ("no_json", "{", "not JSON"),

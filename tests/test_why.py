@@ -233,3 +233,18 @@ def test_remarks_of_the_compiler_in_the_users_names(tmp_path, monkeypatch, capfd
     assert "[SPMD]" not in error
     expected = "P('model', None, 'data') → P(None, ('model', 'data'), None)"
     assert re.search(rf"sin in model\.up \(test_why\.py:\d+\): {re.escape(expected)}", error)
+
+
+def test_activations_after_a_constraint_that_leaves_out_dimensions():
+    def run(model, x):
+        return model(x).sum()
+
+    class Constrained(nnx.Module):
+        def __call__(self, x):
+            return with_sharding_constraint(jnp.sin(x), P("data"))
+
+    mesh = make_mesh({"data": 8}, axis_types=AxisType.Auto)
+    x = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
+    fun = jit(run, in_shardings=(None, P()), mesh=mesh)
+    [row] = fun.lower(Constrained(), x).compile().activations()
+    assert (row.spec, row.shard_shape) == (P("data", None, None), (1, 4, 4))

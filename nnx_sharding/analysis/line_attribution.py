@@ -42,7 +42,7 @@ from .hlo import Module
 from .instructions import Instruction
 from .meshes import MeshDescription
 from .names import module_of, operations
-from .parameters import ActivationRow
+from .parameters import ActivationRow, full_spec
 
 Line: TypeAlias = tuple[str, int]  # file, line
 Shape: TypeAlias = tuple[int, ...]
@@ -96,7 +96,7 @@ def _walk(
             if hasattr(aval, "shape"):  # tokens have none
                 spec = _spec_of(aval)
                 if name == "sharding_constraint" and spec == (None, _BY_COMPILER):
-                    spec = _constrained(equation.params["sharding"], spec)
+                    spec = _constrained(equation.params["sharding"], len(aval.shape))
                 kind = str(aval.dtype), tuple(aval.shape), *spec
                 yield MadeValue(line, name, *kind, backward, module, times)
 
@@ -133,14 +133,13 @@ def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
     return (None if kinds == {AxisType.Auto} else sharding.spec), why
 
 
-def _constrained(
-    sharding: Sharding, unknown: tuple[PartitionSpec | None, str | None]
-) -> tuple[PartitionSpec | None, str | None]:
+def _constrained(sharding: Sharding, rank: int) -> tuple[PartitionSpec | None, str | None]:
     """Returns the spec of a constraint on Auto axes, which may leave dimensions to the compiler."""
     if not isinstance(sharding, NamedSharding):
-        return unknown
-    is_whole = PartitionSpec.UNCONSTRAINED not in sharding.spec.partitions
-    return sharding.spec, None if is_whole else _BY_COMPILER
+        return None, _BY_COMPILER
+    spec = full_spec(sharding.spec, rank)
+    is_whole = PartitionSpec.UNCONSTRAINED not in spec.partitions
+    return spec, None if is_whole else _BY_COMPILER
 
 
 class _LineAttribution(Attribution):
@@ -321,7 +320,9 @@ def inferred_activations(
     for row in rows:
         spec = last.get((row.path, row.dtype, row.shape))
         if row.chosen_by == "compiler" and spec is not None:
-            counts = (math.prod(sizes[str(axis)] for axis in axes_of(x)) for x in spec.partitions)
+            counts = (
+                math.prod(sizes.get(str(axis), 1) for axis in axes_of(x)) for x in spec.partitions
+            )
             shard = tuple(-(-n // k) for n, k in zip(row.shape, counts, strict=True))
             size = row.bytes_total * math.prod(shard) // max(math.prod(row.shape), 1)
             row = dataclasses.replace(

@@ -328,7 +328,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     best = found.best
     # The page says what was tried even if nothing fits.
     title = "Plan: none fits" if best is None else f"Plan: {best.name}"
-    write(arguments, found.comparison, title, "\n".join(found.summary()))
+    write(arguments, found.comparison, title, "\n".join(found.explained()))
     if best is None:
         say("plan: no candidate fits", error=True)
     elif arguments.json != "-":

@@ -145,10 +145,43 @@ class PlanningResult(Pictured):
         does_fit = self.comparison.fits(name) is not False
         return f"{method}: {', '.join(parts)}{'' if does_fit else ', which does not fit'}"
 
+    def explained(self) -> Iterator[str]:
+        """Yields the summary, and why each of the others that were compiled is not the best."""
+        yield from self.summary()
+        best = "" if self.best is None else self.best.name
+        figures, reports = self.comparison.figures, self.comparison.reports
+        others = [name for name in reports if name != best]
+        if others:
+            yield "why not:"
+        for name in others:
+            report, limit = reports[name], self.comparison.memory_limit
+            if isinstance(report, Failure):
+                why = f"failed: {report.error.partition(chr(10))[0]}"
+            elif not self.comparison.fits(name):
+                why = f"needs {bytes_text(figures[name]['peak'])} of {bytes_text(limit)}"
+            else:
+                why = _slower(figures[name], figures.get(best, {}))
+                bound = getattr(report.roofline, "bound_by", None)
+                why = f"{why}, bound by {bound}" if bound else why
+            yield f"  {name}: {why}"
+
     def _pictures(self, width: int) -> Iterable[Any]:
         first, *others = self.summary()
         yield from self.comparison._pictures(width)
         yield from (text(first, "bold"), *map(text, others))
+
+
+def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float | None]) -> str:
+    """Says by how much a candidate is worse than the best, by the first figure that differs."""
+    shown: dict[Column, Callable[[float | None], str]]
+    shown = {"roofline": time_text, "bytes_sent": bytes_text, "peak": bytes_text}
+    verbs: dict[Column, str] = {"roofline": "takes", "bytes_sent": "sends", "peak": "needs"}
+    for column in _RANKED_BY:
+        own, other = figures[column], best.get(column)
+        if own is not None and other is not None and own != other:
+            more = f" ({100 * (own / other - 1):+.1f} %)" if other else ""
+            return f"{verbs[column]} {shown[column](own)}, not {shown[column](other)}{more}"
+    return "its figures are not better, or not known"
 
 
 @_compat.api_boundary

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ..analysis.by_module import path_text
@@ -213,9 +215,8 @@ class Comparison(JsonForm):
             yield text(f"{_shortened(names)} failed: {first}", "red")
             yield from (text(f"  {line}") for line in rest[:12])
         if self.ruled_out:
-            yield text(f"{len(self.ruled_out)} not compiled:")
-            for reason, names in names_by_value(self.ruled_out).items():
-                yield text(f"  {reason}: {_shortened(names)}")
+            yield text(f"{len(self.ruled_out)} not compiled (ruled_out has their names):")
+            yield from map(text, _counts(self.ruled_out.values()))
 
     def _held_by_module(self) -> Iterable[RenderableType]:
         """Yields what holds the peak of each strategy, if the reports have that."""
@@ -293,6 +294,21 @@ def names_by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
     for name, value in texts.items():
         names.setdefault(value, []).append(name)
     return names
+
+
+def _counts(reasons: Iterable[str]) -> Iterator[str]:
+    """Writes how often each reason occurs; those that differ in names and numbers count as one."""
+    kinds: dict[str, Counter[str]] = {}
+    for reason in reasons:
+        general = _OTHER.sub(r"\1 another", reason)
+        kinds.setdefault(_NUMBER.sub("#", general), Counter())[general.partition("\n")[0]] += 1
+    for examples in sorted(kinds.values(), key=lambda x: -x.total()):
+        first, such_as = next(iter(examples)), "such as: " if len(examples) > 1 else ""
+        yield f"  {examples.total():>5}  {such_as}{first:.200}"
+
+
+_OTHER = re.compile(r"(everything like|the program of) .*")
+_NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")
 
 
 def _shortened(names: Sequence[str]) -> str:

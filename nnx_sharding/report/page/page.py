@@ -32,7 +32,8 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
 
     Args:
       report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
-        in a file; or what :func:`~nnx_sharding.report.diff` returned.
+        in a file; or what :func:`~nnx_sharding.report.diff` or
+        :func:`~nnx_sharding.planning.plan` returned.
       title: the title of the page; None takes the name in the report.
       head: text that is shown as it is before the report, such as the summary of a plan.
 
@@ -44,6 +45,9 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
       >>> "<title>train_step</title>" in html_page(report)
       True
     """
+    if hasattr(report, "explained"):  # a plan, whose package is above this one
+        title = title or next(iter(report.explained()))
+        head, report = head or "\n".join(report.explained()), report.comparison
     report = report if isinstance(report, Changes) else load(report)
     if isinstance(report, Changes):
         name, reports = "What changed", []
