@@ -232,6 +232,7 @@ def line_row(file=None, line=None):
         "bytes": 4096.0,
         "seconds": 1e-6,
         "at_peak": 1024,
+        "measured": None,
     }
 
 

@@ -256,3 +256,30 @@ def test_seconds_are_of_the_hardware(auto):
     rows = auto.by_line(hardware=HARDWARE["TPU v5e"]).rows
     assert all(row.seconds is not None for row in rows) and sum(x.seconds for x in rows) > 0
     assert all(row.seconds is None for row in auto.by_line().rows)  # of CPUs nothing is known
+
+
+def test_measured_times_by_line(tmp_path):
+    """A line that computes a thousand times as much takes most of the measured time."""
+
+    def run(x):
+        small = jnp.tanh(x[:8])
+        large = x @ x @ x @ x
+        return small.sum() + large.sum()
+
+    compiled = jit(run).lower(x := jnp.ones((512, 512))).compile()
+    compiled(x)
+    with jax.profiler.trace(tmp_path):
+        for _ in range(3):
+            jax.block_until_ready(compiled(x))
+    [file] = tmp_path.rglob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    table = compiled.by_line(profile=profile)
+    assert table == compiled.by_line(profile=tmp_path) == compiled.by_line(profile=file)
+    measured = {row.code: row.measured for row in table.rows}
+    total = sum(measured.values())
+    assert 0 < total < 10 and all(x >= 0 for x in measured.values())
+    assert measured["large = x @ x @ x @ x"] > 0.5 * total
+    assert "measured" in str(table) and "measured" not in str(compiled.by_line())
+    other = jit(lambda x: x + 1).lower(x).compile()
+    with pytest.raises(ValueError, match="has no operation of jit__lambda"):
+        other.by_line(profile=tmp_path)

@@ -24,7 +24,7 @@ from nnx_sharding import _compat, jit
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, planning_mesh, replicated, sharded_init, tensor_parallel
-from nnx_sharding.report import Comparison, ProgramReport, Strategy, compare, diff
+from nnx_sharding.report import Comparison, ProgramReport, Strategy, compare, compiling, diff
 from nnx_sharding.report.changes import Change, Changes
 from nnx_sharding.report.comparison import Failure, why_unknown
 from zoo import MLP, P, mesh_of
@@ -523,3 +523,27 @@ class ExampleTest(parameterized.TestCase):
         assert memory.peak >= memory.arguments + memory.temporaries
         for name, report in found.reports.items():
             assert found.figures[name]["flops"] == report.cost.flops
+
+
+def test_failures_for_one_reason_take_one_slot(monkeypatch):
+    """Of ten programs, eight do not fit: after the first, these take no slots of good ones."""
+    monkeypatch.setattr(compiling, "_WORKERS", range(1))
+    done = []
+
+    def report(lowered, *_, **__):
+        done.append(lowered)
+        if lowered < 8:
+            raise MemoryError(f"{lowered}00 bytes are too many")
+        return planned().reports["dp"]
+
+    monkeypatch.setattr(compiling, "_report", report)
+
+    def run(most):
+        done.clear()
+        programs = {f"p{i}": lambda i=i: (i, None) for i in range(10)}
+        found = compiling.compile_all("test", programs, most=most, quiet=True)
+        return len(found.compiled), len(done)
+
+    assert run(most=10) == (2, 10)
+    assert run(most=5) == (2, 10)  # counted are one failure, the seventh and eighth, and both
+    assert run(most=2) == (0, 4)  # not without end

@@ -455,8 +455,39 @@ def test_branches_count_as_taken(browser, tmp_path):
         assert "the branch that sends most" in page.tab.locator(".tiles").inner_text()
 
 
+def test_lines(browser, tmp_path):
+    """The costly lines are darker; a line opens by a click, and from a collective of it."""
+    data = reports.report()
+    data["collectives"][0]["source"] = "model.py:12"
+    with Page(browser, tmp_path, data) as page:
+        lines = page.tab.locator("#lines details")
+        assert lines.count() == 3
+        text = page.tab.locator("#lines").inner_text()
+        assert "14.0 MFLOP (53.8%)" in text and "no line of yours" in text and "model.py" in text
+        heat = [x.get_attribute("style") for x in page.tab.locator("#lines summary").all()]
+        assert heat[1] == "--heat: 60%;" and heat[2] == "--heat: 0%;"
+        page.tab.locator("#collectives").get_by_role("button", name="model.py:12").first.click()
+        assert lines.nth(0).get_attribute("open") is not None
+        opened = lines.nth(0).inner_text()
+        assert "float32[8,64] P('data', None)" in opened and "all-reduce over" in opened
+        page.tab.locator("#lines select").select_option("Bytes")
+        assert "4.00 KiB (33.3%)" in page.tab.locator("#lines").inner_text()
+
+
+def test_page_of_a_plan_explains_the_others(tmp_path):
+    from nnx_sharding.planning import plan
+
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    options = {"devices": 8, "hardware": "TPU v5e", "most": 2}
+    found = plan(lambda w, x: x @ w, jnp.ones((64, 64)), x, strategies=["dp", "fsdp"], **options)
+    page = html_page(found)
+    head = re.search('<pre class="scroll">(.*?)</pre>', page, re.S)[1]
+    assert f"best: {found.best.name}" in head and "make_mesh" in head
+    assert ("why not:" in head) == (len(found.candidates) > 1)
+
+
 def test_meshes_of_other_ranks(browser, tmp_path):
-    for axes in ({"x": 4}, {"x": 2, "y": 2, "z": 2}, {"x": 64, "y": 64}):
+    for axes in ({"x": 4}, {"x": 2, "y": 2, "z": 2}, {"x": 128, "y": 64}):
         mesh = {"axes": axes, "axis_types": {}, "device_ids": None, "coordinates": {}}
         rows = [reports.parameter("w", (64, 64), [list(axes)], axes | {"y": axes.get("y", 1)})]
         count = 1
@@ -464,9 +495,9 @@ def test_meshes_of_other_ranks(browser, tmp_path):
             count *= size
         with Page(browser, tmp_path, reports.report(mesh=mesh, parameters=rows)) as page:
             shown = page.tab.locator("#mesh td").count()
-            assert shown == min(count, 1024)
-            assert ("3,072 devices more" in page.tab.locator("#mesh").inner_text()) == (
-                count > 1024
+            assert shown == min(count, 4096)
+            assert ("4,096 devices more" in page.tab.locator("#mesh").inner_text()) == (
+                count > 4096
             )
 
 

@@ -87,6 +87,8 @@ class LineRow:
       seconds: the roofline of these figures.
       at_peak: the bytes of arrays made by it that are live at the peak; of no line: arguments, and
         what the compiler does not attribute.
+      measured: the seconds that a profile has measured in one call on one device, beside the
+        estimate in ``seconds``; None without a profile.
     """
 
     file: str | None
@@ -99,6 +101,7 @@ class LineRow:
     bytes: float | None = None
     seconds: float | None = None
     at_peak: int | None = None
+    measured: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +137,10 @@ class LineTable(Pictured):
         for file in dict.fromkeys(row.file for row in self.rows):
             rows = [row for row in self.rows if row.file == file]
             yield text(file or NO_LINE)
-            yield table(_HEADER, [x for row in rows for x in _cells(row, most)], numbers=4)
+            is_measured = any(row.measured is not None for row in self.rows)
+            header = (*_HEADER, "measured") if is_measured else _HEADER
+            cells = (x[: len(header)] for row in rows for x in _cells(row, most))
+            yield table(header, [*cells], numbers=len(header) - 4)
             yield text("")
         if self.why is not None:
             yield text(f"unknown: {self.why}")
@@ -151,10 +157,10 @@ def _cells(row: LineRow, most: int | None) -> Iterator[tuple[str, ...]]:
     texts = [row.code[:60], *(f"  in {path}" for path in row.modules)]
     columns = [texts[:most], _folded([*map(str, row.types)], most), _folded(sent, most)]
     sizes = time_text(row.seconds), bytes_text(row.at_peak)
-    figures = count_text(row.flops), bytes_text(row.bytes), *sizes
+    figures = count_text(row.flops), bytes_text(row.bytes), *sizes, time_text(row.measured)
     number = "" if row.line is None else str(row.line)
     for index, middle in enumerate(itertools.zip_longest(*columns, fillvalue="")):
-        yield (number, *middle, *figures) if index == 0 else ("", *middle, *[""] * 4)
+        yield (number, *middle, *figures) if index == 0 else ("", *middle, *[""] * 5)
 
 
 def _folded(texts: list[str], most: int | None) -> list[str]:

@@ -40,8 +40,10 @@ from .collectives import Collective, Collectives, users_frame
 from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction
+from .measured import Profile, measured_seconds
 from .meshes import MeshDescription
 from .names import module_of, operations
+from .opcodes import PRODUCTS
 from .parameters import ActivationRow, full_spec
 
 Line: TypeAlias = tuple[str, int]  # file, line
@@ -240,6 +242,27 @@ def line_table(
         )
     why = "; ".join(reasons) or None
     return LineTable(_ordered(rows), why, _remark(made))
+
+
+def with_measured(
+    table: LineTable, module: Module, made: Iterable[MadeValue], profile: Profile
+) -> LineTable:
+    """Adds the times that a profile has measured to a table; ``module`` is the program it ran."""
+    attribution = _LineAttribution(module, [value.line for value in made if value.line])
+    homes = {x.name: (c.name, x) for c in module.computations for x in c.instructions}
+    sums = defaultdict[tuple[str | None, int | None], float](float)
+    for name, seconds in measured_seconds(profile, module).items():
+        home, instruction = homes[name]
+        fused = module.fused(instruction)
+        # A product takes most of the time of what is fused with it.
+        products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
+        places = [attribution.place(x) for x in (*products, instruction)]
+        place = next(filter(None, places), attribution.place_around(home))
+        sums[attribution.lines.get(place.path or "", (None, None))] += seconds
+    rows = (
+        dataclasses.replace(row, measured=sums.get((row.file, row.line), 0.0)) for row in table.rows
+    )
+    return dataclasses.replace(table, rows=tuple(rows))
 
 
 def typed_table(made: Sequence[MadeValue]) -> LineTable:

@@ -10,6 +10,7 @@ which also survives a crash of the compiler.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib.metadata
 import math
@@ -71,7 +72,8 @@ def compile_all(
       title: of the bar that shows progress.
       programs: what makes each, by name.
       pick: chooses the next one; None for the order of ``programs``.
-      most: how many to compile at most; those that cannot be lowered do not count.
+      most: how many to compile at most; those that cannot be lowered do not count, nor those that
+        fail for the reason of another one, but for as many again.
       time_limit: seconds after which none is started any more.
       ruled_out: gets the names of programs that are equal to one that was started, and why; these
         are not compiled. None compiles all.
@@ -85,7 +87,8 @@ def compile_all(
     reports: dict[str, ProgramReport | Failure] = {}
     seconds: dict[str, float] = {}
     started: dict[str, str] = {}  # names by the digest of the program
-    compiling = 0
+    counted, again = set[str](), 0  # what has taken one of ``most``; failures for a known reason
+    failed = set[str]()
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
     total = len(programs) if most is None else most
@@ -95,7 +98,7 @@ def compile_all(
     ):
         while (left := end - time.monotonic()) > 0:
             name = None
-            if workers.is_free and (most is None or compiling < most):
+            if workers.is_free and (most is None or len(counted) < most):
                 name = pick(reports) if pick else next(iter(programs), None)
             if name is not None:
                 lowered_in, program = _timed(partial(attempt, programs.pop(name)))
@@ -104,7 +107,8 @@ def compile_all(
                 if ruled_out is not None and same != name:
                     ruled_out[name] = f"compiles to the program of {same}"
                     continue
-                compiling += not isinstance(program, Failure)
+                if not isinstance(program, Failure):
+                    counted.add(name)
                 workers.start(name, program, lowered_in)
                 continue
             if not workers.running:
@@ -112,6 +116,13 @@ def compile_all(
             for name, report, duration in workers.finished(left):
                 if hardware is not None and isinstance(report, ProgramReport):
                     report = report.with_roofline(hardware)
+                if isinstance(report, Failure) and again < (most or 0):
+                    # What fails as another did says nothing new, so that a further one may be
+                    # compiled in its place; but not without end.
+                    reason = _NUMBER.sub("#", report.error)
+                    again += reason in failed and name in counted
+                    counted -= {name} if reason in failed else set()
+                    failed.add(reason)
                 reports[name], seconds[name] = report, round(duration, 3)
                 advance(name)
     in_order = {name: reports[name] for name in started.values() if name in reports}
@@ -119,6 +130,9 @@ def compile_all(
     why_not = dict.fromkeys(late, "not compiled within the time limit")
     comparison = Comparison(in_order, None, seconds, why_not)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
+
+
+_NUMBER = re.compile(r"\d+")
 
 
 class _Workers:
@@ -193,10 +207,9 @@ def _report(
     compile_with = lowered.compile if process is None else partial(process.compile, lowered)
     report = compile_with(options).report(by_module=by_module)
     if path is not None:
-        # Renamed when complete: other processes may write the same report.
-        partial_file = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
-        report.save(partial_file)
-        partial_file.replace(path)
+        # Another thread or process may be writing the same report.
+        with contextlib.suppress(FileExistsError):
+            report.save(path)
     return report
 
 

@@ -22,7 +22,13 @@ from ..analysis.cost import COMPILED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
-from ..analysis.line_attribution import inferred_activations, line_table, made_values
+from ..analysis.line_attribution import (
+    inferred_activations,
+    line_table,
+    made_values,
+    with_measured,
+)
+from ..analysis.measured import Profile
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ActivationTable, ParameterTable, mesh_of
@@ -89,11 +95,12 @@ class Figures:
         table = self._module_tables[peak]
         return table if depth is None else table.at_depth(depth)
 
-    def by_line(self, hardware: Hardware | str | None) -> LineTable:
+    def by_line(self, hardware: Hardware | str | None, profile: Profile | None) -> LineTable:
         """See :meth:`Compiled.by_line`."""
         mesh, program = self._mesh, self.dumped
-        return line_table(
-            made_values(self._compiled._recorder.traced, program.paths),
+        made = made_values(self._compiled._recorder.traced, program.paths)
+        lines = line_table(
+            made,
             program.paths,
             program.module,
             program.buffers,
@@ -101,6 +108,7 @@ class Figures:
             hardware=self._hardware(hardware),
             mesh=None if mesh is None else MeshDescription.of(mesh),
         )
+        return lines if profile is None else with_measured(lines, self.module, made, profile)
 
     def activations(self, rows: ActivationTable) -> ActivationTable:
         """See :meth:`Compiled.activations`; ``rows`` are from the trace."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to 
     from ..analysis.collectives import Collective, Collectives
     from ..analysis.cost import Cost
     from ..analysis.hardware import Hardware
+    from ..analysis.measured import Profile
     from ..analysis.memory import Memory
     from ..analysis.parameters import ActivationTable, ParameterTable
     from ..analysis.program import ProgramReport
@@ -529,7 +530,9 @@ class Compiled(Stage):
         """
         return self._figures.by_module(depth, hardware)
 
-    def by_line(self, *, hardware: Hardware | str | None = None) -> LineTable:
+    def by_line(
+        self, *, hardware: Hardware | str | None = None, profile: Profile | None = None
+    ) -> LineTable:
         """Attributes types, cost and memory to the lines of the user's code that make them.
 
         A line that runs in several modules, or in both passes, has one row. Flops, bytes and
@@ -538,6 +541,9 @@ class Compiled(Stage):
 
         Args:
           hardware: for the column of seconds, as for :meth:`by_module`.
+          profile: of calls of this function, to measure each line: a
+            ``jax.profiler.ProfileData``, or the folder given to ``jax.profiler.trace``, or a file
+            in it. The mean of the devices and calls is in ``measured``.
 
         Returns:
           The table. ``print`` shows one type and one collective of each line, ``full()`` all.
@@ -552,7 +558,7 @@ class Compiled(Stage):
           >>> sum(row.flops for row in table.rows) == compiled.cost().flops
           True
         """
-        return self._figures.by_line(hardware)
+        return self._figures.by_line(hardware, profile)
 
     def collectives(self) -> Collectives | None:
         """Lists what the devices exchange, with bytes and mesh axes; None if that is unknown."""

@@ -20,7 +20,7 @@ from ..comparison import Comparison, load
 # In the order of use; `main` runs at the end.
 _SCRIPT = (
     *("nodes", "table", "cost", "mesh", "arrays"),
-    *("modules", "program", "collectives", "main"),
+    *("modules", "lines", "program", "collectives", "main"),
 )
 
 

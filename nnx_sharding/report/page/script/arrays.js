@@ -97,7 +97,7 @@ function parametersSection({ mesh, parameters: rows }) {
 const CHOSEN_BY =
   "Output of each module, in call order. Its sharding is chosen by the user (activation_shardings), " +
   "by the strategy (with the sharding of an argument), by types (JAX derives it on Explicit axes), or by the " +
-  "compiler, which does not say how.";
+  "compiler: inferred from the shapes in its program where these say it.";
 
 function activationsSection({ mesh, activations: rows }) {
   const title = "Activations";

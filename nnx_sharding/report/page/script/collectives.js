@@ -20,10 +20,13 @@ function sumsTable(collectives) {
   return tableOf({ name: "Bytes sent by kind and axes", columns, rows }).node;
 }
 
-function origin({ source, operation }) {
+/** Where a collective is from; its line opens in the view by line, if the report has that. */
+function origin({ source, operation }, hasLines) {
   const shown = operation?.length > 60 ? `…${operation.slice(-59)}` : operation;
   const words = operation && el("small.muted.path", { title: operation }, shown);
-  return [source && [el("code", source), " "], words];
+  const code = source && el("code", source);
+  const link = hasLines ? linkButton(code, () => openLine(source), "Show the line") : code;
+  return [source && [link, " "], words];
 }
 
 /** What a collective is for, with the parameters, or else the module that it is in. */
@@ -40,7 +43,7 @@ function runs({ times, in_loop, conditional }) {
   return el("span", { title: "in a loop of unknown length" }, "loop");
 }
 
-function collectivesSection({ collectives, hlo }) {
+function collectivesSection({ collectives, hlo, by_line }) {
   const [id, name] = ["collectives", "Collectives"];
   if (!collectives) return section(id, name, note(NOT_READ));
   if (!collectives.length) return section(id, name, note("The devices exchange nothing."));
@@ -58,7 +61,7 @@ function collectivesSection({ collectives, hlo }) {
       value: (c) => [c.purpose, ...c.parameters, c.module].join(" "),
       cell: purposeOf,
     },
-    { label: "Origin", value: (c) => [c.source, c.operation].join(" "), cell: origin },
+    { label: "Origin", value: (c) => [c.source, c.operation].join(" "), cell: (c) => origin(c, isSet(by_line)) },
     { label: "Runs", value: (c) => c.times ?? Infinity, number: integer, cell: runs },
     { label: "Bytes", value: (c) => c.bytes, number: bytes },
     summed("Bytes sent", bytesSent, bytes),

@@ -6,6 +6,7 @@ const reportNodes = (report) =>
     el("div.pair", meshSection(report), memorySection(report)),
     el("div.pair", costSection(report), rooflineSection(report) ?? ""),
     modulesSection(report),
+    linesSection(report),
     parametersSection(report),
     activationsSection(report),
     collectivesSection(report),

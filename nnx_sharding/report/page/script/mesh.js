@@ -1,6 +1,6 @@
 // The mesh: outer axes side by side, the last two as rows and columns.
 
-const MOST_DEVICES = 1024;
+const MOST_DEVICES = 4096;
 
 const range = (n) => [...Array(n).keys()];
 const deviceAt = (mesh, position) => position.reduce((ids, i) => ids?.[i], mesh.device_ids) ?? "·";
@@ -29,7 +29,7 @@ function meshFigures(mesh, cell) {
     const at = (i, j) => cell(rowAxis ? [...position, i, j] : [j]);
     const column = (j) => ({ head: label(columnAxis, j), cell: (i) => at(i, j) });
     const columns = [{ label: "", cell: (i) => label(rowAxis, i) }, ...range(shown).map(column)];
-    const { node } = tableOf({ name: `Devices of the mesh ${caption}`, columns, rows: range(height) });
+    const { node } = tableOf({ name: `Devices of the mesh ${caption}`, columns, rows: range(height), first: height });
     figures.push(el("figure.scroll", caption && el("figcaption", caption), node));
   }
   const rest = total - (MOST_DEVICES - left);

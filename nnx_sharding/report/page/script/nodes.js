@@ -35,7 +35,7 @@ function section(id, title, ...content) {
 const linkButton = (text, onclick, title) => el("button.link", { title, onclick }, text);
 
 /** Shows the first items in a container; `more` is a button that doubles their number. */
-function growing(container, make) {
+function growing(container, make, first = CHUNK) {
   let [items, count] = [[], 0];
   const more = el("button.more", { onclick: () => add(count) });
   function add(some) {
@@ -45,7 +45,7 @@ function growing(container, make) {
     more.textContent = `Show more (${integer(items.length - count)} left)`;
   }
   function show(all, keepCount = false) {
-    const some = keepCount ? Math.max(CHUNK, count) : CHUNK;
+    const some = keepCount ? Math.max(first, count) : first;
     [items, count] = [all, 0];
     container.replaceChildren();
     add(some);

@@ -41,9 +41,10 @@ function treeOf(rows, parts, start = 0, parent = "") {
  * `value` returns what the column sorts by and a search finds, `number` formats it if it is a number,
  * and `cell` returns the content of a cell if that is something else; `head` is a node in place of
  * `label`, `words` an explanation; `total` returns the sum of some rows. `accept` says whether a row
- * is shown at all. With `detail`, rows form a tree by their `path` and open to show what it returns.
+ * is shown at all, `first` how many are shown without a click. With `detail`, rows form a tree by
+ * their `path` and open to show what it returns.
  */
-function tableOf({ name, noun, columns, rows, accept, detail }) {
+function tableOf({ name, noun, columns, rows, accept, detail, first }) {
   const [body, foot, result] = [el("tbody"), el("tfoot"), el("output", { "aria-live": "polite" })];
   const cellsOf = (row) =>
     columns.map(({ value, number, cell }) =>
@@ -96,7 +97,7 @@ function tableOf({ name, noun, columns, rows, accept, detail }) {
     return lineOf(cells.with(0, withToggle(item)).with(1, size), "group");
   }
 
-  const lines = growing(body, itemNode);
+  const lines = growing(body, itemNode, first);
   function draw(keepCount) {
     const matches = rows.filter(isMatch);
     if (isFiltered !== matches.length < rows.length) toggled.clear();

@@ -1,0 +1,91 @@
+"""Times that a profile has measured, by the lines of the user's code.
+
+XLA writes an event for each operation that a device runs, with the name of the instruction in the
+compiled program; that program has the lines. A loop's event spans those of its body, so only
+instructions that call nothing but fused computations count.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from .hlo import Module
+from .instructions import Instruction
+
+Profile: TypeAlias = "jax.profiler.ProfileData | str | os.PathLike[str]"
+
+
+class Event(NamedTuple):
+    """One run of an operation on a device."""
+
+    operation: str
+    run: tuple[Any, Any]  # the call, and the device
+    seconds: float
+
+
+def read_profile(profile: Profile) -> jax.profiler.ProfileData:
+    """Reads a profile: itself, a file, or the newest in a folder that ``jax.profiler`` wrote."""
+    if not isinstance(profile, str | os.PathLike):
+        return profile
+    path = Path(profile).expanduser()
+    files = [*path.rglob("*.xplane.pb")] if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"{os.fspath(profile)} has no profile (*.xplane.pb).")
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    return jax.profiler.ProfileData.from_file(str(newest))
+
+
+def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
+    """Returns the mean time of each instruction of a program, in one call on one device.
+
+    Raises:
+      ValueError: the profile has no call of this program.
+    """
+    instructions = {x.name: x for c in module.computations for x in c.instructions}
+    sums, runs = defaultdict[str, float](float), set[tuple[Any, Any]]()
+    with warnings.catch_warnings():
+        # Python 3.13 deprecates types such as those of jaxlib's statistics. Where warnings are
+        # errors, that one ends the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for event in _events(read_profile(profile), module.name):
+            instruction = instructions.get(event.operation)
+            if instruction is not None:
+                runs.add(event.run)
+                if _is_timed(instruction):
+                    sums[event.operation] += event.seconds
+    if not runs:
+        raise ValueError(
+            f"the profile has no operation of {module.name}. Call this compiled function within "
+            "jax.profiler.trace(folder), and wait for its results there."
+        )
+    return {name: total / len(runs) for name, total in sums.items()}
+
+
+def _events(profile: jax.profiler.ProfileData, name: str) -> Iterator[Event]:
+    """Yields the operations of a program of this name, on CPUs and GPUs, else on TPUs."""
+    for plane in profile.planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = {key: value for key, value in event.stats if key in _STATS}
+                if stats.get("hlo_module") == name:
+                    run = stats.get("run_id"), stats.get("device_ordinal", plane.name)
+                    yield Event(str(stats.get("hlo_op")), run, event.duration_ns * 1e-9)
+                elif line.name == "XLA Ops" and (match := _TPU_OPERATION.match(event.name)):
+                    run = stats.get("run_id"), plane.name
+                    yield Event(match[1], run, event.duration_ns * 1e-9)
+
+
+_STATS = {"hlo_op", "hlo_module", "run_id", "device_ordinal"}
+_TPU_OPERATION = re.compile(r"%([\w.\-]+) = ")
+
+
+def _is_timed(instruction: Instruction) -> bool:
+    return instruction.opcode not in ("while", "call", "conditional", "async-start")
