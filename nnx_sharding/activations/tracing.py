@@ -152,15 +152,13 @@ KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN
 
 
 def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
-    """Makes JAX use no trace of modules with other tags, or other paths in a ``remat``.
+    """Returns a context in which JAX uses only traces of modules with the same tags and paths.
 
-    A trace of a function of modules depends on both, which none of its arguments shows to JAX.
+    A trace depends on the tags of modules, and on their paths within a ``remat`` with filters. JAX
+    sees neither in the arguments of the function, so both are made a part of its trace key.
 
     Args:
       objects: the objects among the arguments of the function.
-
-    Returns:
-      A context for its call.
     """
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
     paths = tuple(

@@ -254,7 +254,7 @@ def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _other_shardings(
     plan: Plan, leaves: Arrays, is_wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields arrays with other shardings than declared: their names, they, and what is declared.
+    """Yields the name, the array and the declared sharding of arrays with another sharding.
 
     ``is_wanted`` selects the arrays that are compared.
     """

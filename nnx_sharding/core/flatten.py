@@ -78,7 +78,11 @@ def _flatten_once(
 ) -> Structure:
     """Returns the structure of a tree and static arguments, as the flattener describes it.
 
-    ``is_input`` is whether the tree is the input of a function.
+    Args:
+      flattener: a new one, which knows the objects that get the first indices.
+      tree: the tree.
+      statics: the static arguments.
+      is_input: whether the tree is the input of a function, not its output.
     """
     recorder = flattener.recorder
     num_first = len(flattener.objects)
@@ -87,6 +91,7 @@ def _flatten_once(
     root = flattener.pytree_child(tree, root_slots, link_refs=not is_input, is_root=True)
     positions = repeat(UNRECORDED) if recorder is None else recorder.static_positions
     static_children = tuple(map(flattener.static_child, statics, positions))
+    # The first objects have an entry even if nothing in the tree refers to them any more.
     for index in range(num_first):
         if index not in flattener.replaced and index not in flattener.linked:
             flattener.link_index(index)

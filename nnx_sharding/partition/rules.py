@@ -216,7 +216,11 @@ class LogicalRules:
     def _spec(
         self, names: Sequence[object], shape: Sequence[int] | None, mesh: AnyMesh | None
     ) -> PartitionSpec:
-        """Does the same as :meth:`spec`, with errors for callers that add what is concerned."""
+        """Returns what :meth:`spec` does, with errors to which callers add the name of the array.
+
+        Each rule, in order, gives its axes to the dimensions with its name, unless an earlier rule
+        has taken one of the axes, or they do not divide the dimension.
+        """
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
         start = names if isinstance(names, PartitionSpec) else PartitionSpec()

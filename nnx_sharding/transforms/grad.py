@@ -495,8 +495,15 @@ def _differentiate_with_sums(
 ) -> tuple[list[Any], Any]:
     """Differentiates at arrays, some of which have partial sums (`partial_sums.py`).
 
-    Layers that use a parameter row by row take partial sums of zero besides, whose gradients are
-    the partial sums. The parameter itself gets the gradient of its other uses.
+    Layers that use a parameter row by row also take partial sums of zero, whose gradients are the
+    partial sums. The parameter itself gets the gradient of its other uses.
+
+    Args:
+      function: takes the arrays that are differentiated; returns the loss, and what a call returns.
+      arrays: the arrays.
+      prepared: the call, which says which arrays have partial sums.
+      sums: makes and adds partial sums.
+      options: the options of ``jax.value_and_grad``.
 
     Returns:
       For each array its gradient, or its partial sums; and what the call returns.

@@ -199,7 +199,15 @@ class PartialSums:
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> bool:
-        """Whether a call takes one array, whose first dimension is the rows, or can be."""
+        """Whether a call takes one array, whose first dimension is the rows, or can be.
+
+        Args:
+          mesh: the mesh of the trace.
+          module: the layer.
+          by_rows: whether such a layer computes each row by itself.
+          args: the positional arguments of the call.
+          kwargs: its keyword arguments.
+        """
         x, *others = args or (None,)
         arrays = [y for y in jax.tree.leaves((args, kwargs)) if isinstance(y, jax.Array)]
         if not isinstance(x, jax.Array) or len(arrays) > 1 or not x.ndim:

@@ -303,11 +303,18 @@ class Loop:
         return fixed | {index for index, _ in self._places.values()}
 
     def __call__(self, *leaves: object) -> tuple[Any, ...]:
-        """Runs the loop; returns what the pure function does in one step, but of all steps."""
+        """Runs the loop; returns what the pure function returns for one step, but for all steps.
+
+        Args:
+          *leaves: the leaves of the arguments, by slot.
+
+        Returns:
+          The groups of outputs, with stacked arrays or last values, and the outcome of a step.
+        """
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _can_carry(leaves[slot])]
         static = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
-        # A step that captures a ref would be found again for another call, with another ref.
+        # A kept step that has captured a ref would be used for a later call with another ref.
         keeps = not self._has_refs and may_keep(static)
         step = (self._kept_step if keeps else self._make_step)(static)
         slots = [*self._carried, *others]
