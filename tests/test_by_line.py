@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from module_programs import PROGRAMS
-from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding import jit, stack, tensor_parallel, value_and_grad
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.line_attribution import FROM_PROGRAM, spec_of_shard
 from nnx_sharding.cli.main import main
@@ -283,3 +283,15 @@ def test_measured_times_by_line(tmp_path):
     other = jit(lambda x: x + 1).lower(x).compile()
     with pytest.raises(ValueError, match="has no operation of jit__lambda"):
         other.by_line(profile=tmp_path)
+
+
+def test_specs_where_shapes_do_not_say_them():
+    """Axes of one size, and several shapes of one rank: known from the sharding of each value."""
+    mesh = make_mesh({"data": 2, "model": 2}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
+    model = nnx.eval_shape(lambda: List(nnx.Rngs(0)))
+    shardings = tensor_parallel(model, mesh=mesh), P("data")
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    table = jit(loss, in_shardings=shardings, mesh=mesh).lower(model, x).compile().by_line()
+    rows = {row.line: {kind.shape: kind.spec for kind in row.types} for row in table.rows}
+    assert rows[lines_of("self.up(x)")][ROWS, 4 * WIDTH] == P("data", "model")
+    assert rows[lines_of("self.down(hidden)")][ROWS, WIDTH] == P("data", None)

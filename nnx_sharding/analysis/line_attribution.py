@@ -37,6 +37,7 @@ from .attribution import UNKNOWN, Attribution, Owner, Place, figures_by_place
 from .buffers import Buffers
 from .by_line import LineCollectives, LineRow, LineTable, ValueType, source_text
 from .collectives import Collective, Collectives, users_frame
+from .compiler_shardings import read_sharding
 from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction
@@ -159,6 +160,12 @@ class _LineAttribution(Attribution):
     def local_shapes(self, modules: Collection[str]) -> Mapping[OperationKey, set[Shape]]:
         """Collects the shapes on one device of what operations of lines make."""
         shapes = defaultdict[OperationKey, set[Shape]](set)
+        for key, instruction in self.keys(modules):
+            shapes[key].update(shape.dims for shape in instruction.results)
+        return shapes
+
+    def keys(self, modules: Collection[str]) -> Iterator[tuple[OperationKey, Instruction]]:
+        """Yields the instructions of lines, each after the operation that it is of."""
         for computation in self._module.computations:
             for instruction in computation.instructions:
                 place = self._written_place(instruction)
@@ -166,9 +173,8 @@ class _LineAttribution(Attribution):
                     continue
                 for name in operations(instruction.operation or ""):
                     operation, backward = name.rpartition("/")[2], "transpose(" in name
-                    key = place.path or "", operation, backward, module_of(name, modules)
-                    shapes[key].update(shape.dims for shape in instruction.results)
-        return shapes
+                    module = module_of(name, modules)
+                    yield (place.path or "", operation, backward, module), instruction
 
     def argument(self, number: int) -> Owner:
         """Returns the owner of an argument, which no line of the program makes."""
@@ -203,6 +209,7 @@ def line_table(
     collectives: Collectives | None,
     hardware: Hardware | None,
     mesh: MeshDescription | None,
+    whole: Module | None,
 ) -> LineTable:
     """Sums types, cost and memory of a compiled program by line.
 
@@ -214,12 +221,15 @@ def line_table(
       collectives: what it sends, if known.
       hardware: for the roofline of each line; None for none.
       mesh: where its devices are.
+      whole: the program before it is partitioned, with the sharding of each value; None if unknown.
     """
     attribution = _LineAttribution(module, [value.line for value in made if value.line])
     figures, _, reasons = figures_by_place(
         attribution, module, buffers, collectives, hardware, mesh, attribution.all_places()
     )
-    if mesh is not None:
+    if mesh is not None and whole is not None:
+        made = _with_shardings(made, whole, modules, mesh.axes)
+    elif mesh is not None:
         made = _with_compiled_specs(made, attribution.local_shapes(modules), mesh.axes)
     typed = {(row.file, row.line): row for row in typed_table(made).rows}
     held = {place: figure.at_peak for place, figure in figures.items()}
@@ -365,6 +375,29 @@ def _with_constraint(
     pairs = zip(spec.partitions, before.partitions, strict=True)
     entries = [y if x is PartitionSpec.UNCONSTRAINED else x for x, y in pairs]
     return PartitionSpec(*entries)
+
+
+def _with_shardings(
+    made: Sequence[MadeValue], whole: Module, modules: Collection[str], sizes: Mapping[str, int]
+) -> list[MadeValue]:
+    """Adds the specs that the compiler chose, from the program before it is partitioned.
+
+    A spec is known if all values of one operation, line, module and shape have the same.
+    """
+    attribution = _LineAttribution(whole, [value.line for value in made if value.line])
+    specs = defaultdict[tuple[OperationKey, Shape], set[PartitionSpec | None]](set)
+    for key, instruction in attribution.keys(modules):
+        written = instruction.attributes.get("sharding")
+        dims = instruction.results[0].dims if len(instruction.results) == 1 else None
+        if dims is not None and written is not None:
+            specs[key, dims].add(read_sharding(written, len(dims), sizes))
+    completed = []
+    for value in made:
+        known = specs.get((_key(value), value.shape), set())
+        if value.why == _BY_COMPILER and len(known) == 1 and None not in known:
+            value = value._replace(spec=next(iter(known)), why=FROM_PROGRAM)
+        completed.append(value)
+    return completed
 
 
 def _with_compiled_specs(

@@ -107,6 +107,7 @@ class Figures:
             collectives=collectives_of(program.module, mesh, self._arguments),
             hardware=self._hardware(hardware),
             mesh=None if mesh is None else MeshDescription.of(mesh),
+            whole=program.whole,
         )
         return lines if profile is None else with_measured(lines, self.module, made, profile)
 

@@ -44,6 +44,8 @@ class DumpedProgram(NamedTuple):
     buffers: Buffers | None
     required: int | None  # bytes that have to be free for a call
     paths: frozenset[str]  # of the modules that were called
+    # It before it is partitioned, with the sharding of each value; None if the compiler has none.
+    whole: Module | None
     infos: Sequence[jax.stages.ArgInfo]  # of the arguments
     # Of the arguments, None for an unused one; None for all if the compiler failed.
     shardings: Sequence[Sharding | None] | None
@@ -75,7 +77,8 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
         try:
             # A program that JAX finds in its persistent cache is not compiled, and writes nothing.
             with _compat.without_cache(lowered):
-                program = compile_with(lowered, {"xla_dump_to": name})
+                options = {"xla_dump_to": name, "xla_dump_hlo_pass_re": _SHARDING_PASSES}
+                program = compile_with(lowered, options)
             text = program.as_text() or ""
             memory = memory_of(program.memory_analysis())
             shardings = program.input_shardings[0]
@@ -86,9 +89,17 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
             text = written[0].read_text()
         module = parse(text)
         buffers = read_buffers(folder)
+        sharded = [path for name in _AFTER_SHARDING for path in sorted(folder.glob(name))]
+        whole = parse(sharded[-1].read_text()) if sharded else None
     required = None if memory is None else memory.peak
     paths = frozenset(call.path for call in recorder.calls)
-    return DumpedProgram(module, buffers, required, paths, lowered.args_info[0], shardings)
+    infos = lowered.args_info[0]
+    return DumpedProgram(module, buffers, required, paths, whole, infos, shardings)
+
+
+# The passes that choose the sharding of each value: those of Shardy, and of GSPMD.
+_SHARDING_PASSES = "shardy-xla|sharding-propagation"
+_AFTER_SHARDING = "*.after_sharding-propagation*.txt", "*.after_shardy-xla*.txt"
 
 
 def argument_rows(
