@@ -21,10 +21,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import accumulate_gradients, remat, stack, value_and_grad
-from nnx_sharding.experimental import context_parallel
+from nnx_sharding.experimental import context_parallel, dispatch_to_experts, expert_parallel
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
 from nnx_sharding.training import fetched, offload
-from zoo import Block, Tied, assert_trains_alike, cross_entropy, layer
+from zoo import WIDTH, Block, Tied, assert_trains_alike, cross_entropy, layer
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 BEGIN, END = "<!-- written by tests/combinations.py -->\n", "<!-- end -->\n"
@@ -37,6 +37,7 @@ WAYS = {
     "sequence": "`tensor_parallel(sequence=True)`",
     "context": "`context_parallel`",
     "pipeline": "`pipeline`",
+    "experts": "`expert_parallel`",
     "prefetch": "`fsdp(prefetch=1)`",
     "accumulation": "`accumulate_gradients`",
     "remat": "`remat`",
@@ -45,7 +46,7 @@ WAYS = {
     "Auto": "Auto axes",
     "Explicit": "Explicit axes",
 }
-AXES = {"context": "context", "stage": "pipeline"}
+AXES = {"context": "context", "stage": "pipeline", "expert": "experts"}
 CELLS = [*itertools.combinations_with_replacement(WAYS, 2)]
 
 
@@ -60,12 +61,31 @@ class Recomputed(nnx.Module):
         return self.inner(x)
 
 
+class Experts(nnx.Module):
+    """Residual experts, to which tokens are sent; each takes two of eight."""
+
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        self.router = nnx.Linear(WIDTH, 8, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(init(rngs.params(), (8, WIDTH, 2 * WIDTH)))
+        self.down = nnx.Param(init(rngs.params(), (8, 2 * WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        weights, indices = jax.lax.top_k(nnx.softmax(self.router(x)), 2)
+        y, _ = dispatch_to_experts(x, weights, indices, self.experts, num_experts=8)
+        return x + y
+
+    def experts(self, rows, matmul):
+        return matmul(nnx.tanh(matmul(rows, self.up[...])), self.down[...])
+
+
 @functools.cache
-def model_of(attends: bool, stacked: bool, lean: bool):
+def model_of(attends: bool, dispatches: bool, stacked: bool, lean: bool):
     """What makes a language model of four layers."""
+    mlp = Experts if dispatches else Block
 
     def make(rngs):
-        blocks = [layer(rngs) if attends else Block(rngs) for _ in range(4)]
+        blocks = [layer(rngs, mlp=mlp) if attends else mlp(rngs) for _ in range(4)]
         if stacked:
             return stack(blocks, remat=lean)
         return nnx.List(map(Recomputed, blocks) if lean else blocks)
@@ -100,6 +120,8 @@ def sharding_of(ways, model, optimizer, mesh):
         found = tensor_parallel(model, sequence="sequence" in ways, **options)
     if "context" in ways:
         found = context_parallel(model, base=found, **options)
+    if "experts" in ways:
+        found = expert_parallel(model, base=found, **options)
     if ways & {"fsdp", "prefetch"}:
         found = fsdp(model, base=found, min_size=0, prefetch=int("prefetch" in ways), **options)
     if "pipeline" in ways:
@@ -117,11 +139,12 @@ def run(*pair: str) -> str | None:
     gradient = value_and_grad(cross_entropy)
     if "accumulation" in ways:
         gradient = accumulate_gradients(cross_entropy, steps=2)
-    spec = P("data", "context") if attends else P("data")
+    rows = ("data", "expert") if "experts" in ways else "data"
+    spec = P(rows, "context") if attends else P(rows)
     options = {"loss": cross_entropy, "step": step_of(gradient), "spec": spec}
     strategy = functools.partial(sharding_of, ways)
     try:
-        make = model_of(attends, stacked, "remat" in ways)
+        make = model_of(attends, "experts" in ways, stacked, "remat" in ways)
         assert_trains_alike(make, strategy, mesh_of(ways), **options)
     except ValueError as error:
         return " ".join(str(error).split())

@@ -95,6 +95,28 @@ def sharded(model, mesh, fun, **options):
     return jit(fun, in_shardings=(sharding, of_tokens), mesh=mesh, **options)
 
 
+@pytest.mark.parametrize("capacity", [None, 1, 2])
+def test_dropped_tokens_and_padding_one_by_one(capacity):
+    """Each choice takes the next place of its expert in its group, as long as there is one."""
+    model, x = Moe(2, capacity, rngs=nnx.Rngs(0)), tokens()
+    mesh = make_mesh({"data": 2, "expert": 4})
+    *_, indices = model.choices(x)
+    found = sharded(model, mesh, lambda model, x: model(x)[1])(model, x)
+    dropped = taken = 0
+    for group in np.asarray(indices):  # (tokens, k)
+        places = [0] * EXPERTS
+        for expert in group.T.ravel():  # first choices before second ones
+            has_place = capacity is None or places[expert] < capacity
+            places[expert] += has_place
+            dropped += not has_place
+        taken += sum(places)
+    assert int(found.dropped) == dropped
+    if capacity is None:
+        assert found.padding is None
+    else:
+        assert int(found.padding) == len(indices) * EXPERTS * capacity - taken
+
+
 @pytest.mark.parametrize("case", cases(36))
 def test_equals_a_loop_over_all_experts(case):
     mesh = make_mesh(MESHES[case["mesh"]], axis_types=KINDS[case["kind"]])

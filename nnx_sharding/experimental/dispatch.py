@@ -46,6 +46,9 @@ class ExpertStatistics(NamedTuple):
     # in a pipeline or with accumulated gradients of one microbatch, whose mean is another number.
     balance_loss: jax.Array | None
     z_loss: jax.Array | None  # (): the mean square of log-sum-exp of the logits; None without
+    # (): how many of the places that a capacity keeps for tokens are empty, but computed; of
+    # groups · experts · capacity in all. None without a capacity.
+    padding: jax.Array | None = None
 
 
 @_compat.api_boundary
@@ -95,7 +98,8 @@ def dispatch_to_experts(
     Returns:
       The outputs, of shape (groups, tokens, features of the outputs), and
       :class:`ExpertStatistics` over all devices: how often each expert was chosen, the number of
-      dropped choices, and two losses, which are None without ``logits``.
+      dropped choices, two losses, which are None without ``logits``, and with a capacity the number
+      of empty places.
 
     Raises:
       ValueError: shapes do not fit each other, the number of experts or the mesh; the mesh lacks an
@@ -161,7 +165,10 @@ def dispatch_to_experts(
         routing,
         weights,
     )
-    return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens))
+    padding = None
+    if capacity is not None:
+        padding = x.shape[0] * num_experts * capacity - (tokens.sum() - dropped)
+    return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens), padding)
 
 
 def _wrong_mesh(
