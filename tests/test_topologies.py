@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -19,7 +20,12 @@ from configurations import without_cache
 from module_programs import LAYERS, ROWS, WIDTH, Mlp
 from nnx_sharding import jit, planning, stack, value_and_grad
 from nnx_sharding.cli.main import main
-from nnx_sharding.experimental import dispatch_to_experts, ring_attention
+from nnx_sharding.experimental import (
+    all_gather_attention,
+    all_to_all_attention,
+    dispatch_to_experts,
+    ring_attention,
+)
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, planning_mesh
 from nnx_sharding.partition.mesh import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
@@ -390,6 +396,41 @@ def test_keys_and_values_move_around_a_ring_of_tpus():
     assert {each.kind for each in sent} == {"collective-permute"}
     block = 1024 // 8 * 4 * 128  # of keys or values; XLA sends some gradients in bfloat16
     assert sent.bytes_sent == pytest.approx(2 * 7 * 2 * (2 * block) + 8 * 2 * (4 * block), rel=0.05)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("topology", "function"),
+    [("v5e:4x4", all_to_all_attention), ("v5p:2x2x4", all_gather_attention)],
+)
+def test_peak_of_attention_over_a_sequence_by_hand(topology, function):
+    """131,072 tokens of 32 heads, 8 key heads and 128 features, as in a model of 8 billion."""
+    devices, length = 16, 131072
+    mesh = planning_mesh(topology, {"context": devices})
+    query, key = (jax.ShapeDtypeStruct((1, length, n, 128), "bfloat16") for n in (32, 8))
+
+    def step(query, key, value, d_out):
+        attend = functools.partial(function, is_causal=True, balanced=True)
+        out, pullback = jax.vjp(attend, query, key, value)
+        return out, pullback(d_out)
+
+    spec = P(None, "context")
+    run = jit(step, mesh=mesh, in_shardings=spec, out_shardings=spec)
+    with without_cache():
+        compiled = run.lower(query, key, key, query).compile()
+    q, k = (length // devices * heads * 128 * 2 for heads in (32, 8))
+    passed = 4 * q + 4 * k  # arguments and results
+    if function is all_to_all_attention:
+        k *= 2  # 16 devices exchange 8 key heads
+        sent = 2 * (devices - 1) / devices * (2 * q + 2 * k)
+        peak = passed + 3 * q + 2 * k + 4 * k  # exchanged, and gradients in float32
+    else:
+        sent = (devices - 1) * 2 * (k + 2 * k) + 4 * q  # gradients in float32, and moved queries
+        scores = 2 * 32 * 1024**2 * 4  # two blocks
+        peak = passed + devices * (2 * k + 4 * k) + 4 * q + scores
+    memory = compiled.memory()
+    assert compiled.collectives().bytes_sent == pytest.approx(sent, rel=0.01)
+    assert memory.peak - memory.generated_code == pytest.approx(peak, rel=0.05)
 
 
 @needs_compiler
