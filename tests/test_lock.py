@@ -20,7 +20,7 @@ from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh, with_sharding_constraint
 from nnx_sharding.report import ProgramReport
 from nnx_sharding.testing import assert_unchanged
-from nnx_sharding.testing.lock import lock_text
+from nnx_sharding.testing.lock import _HEAD, lock_text
 
 WIDTH, ROWS = 16, 32
 
@@ -150,7 +150,15 @@ def test_other_versions_are_said_and_no_change(report, lock):
 
 
 @pytest.mark.parametrize(
-    "text", ["<<<<<<< ours\n", "", "[program]\nmesh | a\nmesh | b\n", "[program]\nmesh\n"]
+    "text",
+    [
+        "<<<<<<< ours\n",
+        "",
+        _HEAD.replace("version 1", "version 2"),
+        f"{_HEAD}[program]\nmesh | a\nmesh | b\n",
+        f"{_HEAD}[program]\nmesh\n",
+        f"{_HEAD}mesh | 2\n",
+    ],
 )
 def test_a_damaged_file(report, tmp_path, text):
     path = tmp_path / "step.lock"

@@ -45,8 +45,8 @@ TOLERANCE = 0.02
 update_all = False
 
 _HEAD = """\
-# What the program costs on one device, for review. Written by nnx_sharding: to accept a change, run
-# `nnx-sharding lock` or `pytest --update-locks`.
+# Lock file of nnx_sharding, version 1: what a program costs on one device, for review.
+# To accept a change, run `nnx-sharding lock` or `pytest --update-locks`.
 """
 _VERSIONS = "made with"
 # Sections that are compared only if both sides have them: reports need not have these tables.
@@ -295,6 +295,9 @@ def _texts(figures: Figures) -> Iterator[str]:
 
 def _read(text: str, path: str) -> Lock:
     """Reads what :func:`lock_text` wrote; a ValueError for anything else, as after a merge."""
+    first = _HEAD.partition(":")[0]
+    if not text.startswith(first):
+        raise ValueError(f"{path} is not a lock file that begins with {first!r}: write it again.")
     lock: Lock = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line or line.startswith("#"):
@@ -306,8 +309,6 @@ def _read(text: str, path: str) -> Lock:
             raise ValueError(f"{path}, line {number}: not a line of a lock file: {line!r:.100}")
         else:
             rows[name] = dict(map(_figure, texts))
-    if "program" not in lock:
-        raise ValueError(f"{path} is not a lock file.")
     return lock
 
 
