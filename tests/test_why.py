@@ -248,3 +248,14 @@ def test_activations_after_a_constraint_that_leaves_out_dimensions():
     fun = jit(run, in_shardings=(None, P()), mesh=mesh)
     [row] = fun.lower(Constrained(), x).compile().activations()
     assert (row.spec, row.shard_shape) == (P("data", None, None), (1, 4, 4))
+
+
+def test_activations_of_a_report_by_module_are_those_that_the_compiler_chose():
+    """Of axes of one size, shapes do not say which it is."""
+    program = compiled(
+        lambda model, mesh: tensor_parallel(model, mesh=mesh), {"data": 2, "model": 2}
+    )
+    of_report = {row.path: row for row in program.report(by_module=True).activations}
+    assert {row.path: row for row in program.activations()}["model.block.up"].spec is None
+    assert of_report["model.block.up"].spec == P("data", "model")
+    assert of_report["model.block.up"].chosen_by == "inferred"

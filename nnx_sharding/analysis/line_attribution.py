@@ -227,10 +227,8 @@ def line_table(
     figures, _, reasons = figures_by_place(
         attribution, module, buffers, collectives, hardware, mesh, attribution.all_places()
     )
-    if mesh is not None and whole is not None:
-        made = _with_shardings(made, whole, modules, mesh.axes)
-    elif mesh is not None:
-        made = _with_compiled_specs(made, attribution.local_shapes(modules), mesh.axes)
+    if mesh is not None:
+        made = compiled_values(made, modules, module, whole, mesh.axes)
     typed = {(row.file, row.line): row for row in typed_table(made).rows}
     held = {place: figure.at_peak for place, figure in figures.items()}
     if buffers is not None:  # the rest is of arguments, or of what the compiler made
@@ -323,12 +321,22 @@ def _by_kind(collectives: Collectives) -> tuple[LineCollectives, ...]:
     return tuple(sums)
 
 
-def inferred_activations(
-    rows: Iterable[ActivationRow],
+def compiled_values(
     made: Sequence[MadeValue],
-    module: Module,
     modules: Collection[str],
+    module: Module,
+    whole: Module | None,
     sizes: Mapping[str, int],
+) -> list[MadeValue]:
+    """Adds the specs that the compiler chose: from ``whole``, else from shapes in ``module``."""
+    if whole is not None:
+        return _with_shardings(made, whole, modules, sizes)
+    attribution = _LineAttribution(module, [value.line for value in made if value.line])
+    return _with_compiled_specs(made, attribution.local_shapes(modules), sizes)
+
+
+def inferred_activations(
+    rows: Iterable[ActivationRow], made: Iterable[MadeValue], sizes: Mapping[str, int]
 ) -> Iterator[ActivationRow]:
     """Fills in how activations are sharded in a compiled program, where the compiler chose.
 
@@ -336,15 +344,11 @@ def inferred_activations(
 
     Args:
       rows: the activations.
-      made: the values of the trace.
-      module: the compiled program.
-      modules: the paths of the modules that it calls.
+      made: the values of the trace, with the specs of the compiled program.
       sizes: those of the mesh axes.
     """
-    attribution = _LineAttribution(module, [value.line for value in made if value.line])
-    compiled = _with_compiled_specs(made, attribution.local_shapes(modules), sizes)
     last: dict[tuple[str, str, Shape], PartitionSpec | None] = {}
-    for value in compiled:
+    for value in made:
         path = value.module or ""
         for outer in [*enclosing_paths(path), path]:
             if not value.backward:

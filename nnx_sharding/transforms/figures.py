@@ -23,6 +23,7 @@ from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
 from ..analysis.line_attribution import (
+    compiled_values,
     inferred_activations,
     line_table,
     made_values,
@@ -111,15 +112,21 @@ class Figures:
         )
         return lines if profile is None else with_measured(lines, self.module, made, profile)
 
-    def activations(self, rows: ActivationTable) -> ActivationTable:
-        """See :meth:`Compiled.activations`; ``rows`` are from the trace."""
+    def activations(self, rows: ActivationTable, *, exactly: bool = False) -> ActivationTable:
+        """See :meth:`Compiled.activations`; ``rows`` are from the trace.
+
+        Shapes on one device do not always say the spec. With ``exactly``, it is read from the
+        program before it is partitioned, for which it is compiled once more.
+        """
         is_open = any(row.chosen_by == "compiler" for row in rows)
         if not is_open or self._mesh is None or self.module.unread:
             return rows
         recorder, sizes = self._compiled._recorder, MeshDescription.of(self._mesh).axes
         paths = {call.path for call in recorder.calls}
         made = made_values(recorder.traced, paths)
-        return ActivationTable(inferred_activations(rows, made, self.module, paths, sizes))
+        whole = self.dumped.whole if exactly else None
+        made = compiled_values(made, paths, self.module, whole, sizes)
+        return ActivationTable(inferred_activations(rows, made, sizes))
 
     def why(self, subject: str | Collective) -> Reason:
         """See :meth:`Compiled.why`."""

@@ -648,7 +648,10 @@ class Compiled(Stage):
             report = report.with_roofline(hardware)
         if by_module:
             tables = self.by_module(hardware=hardware), self.by_line(hardware=hardware)
-            report = dataclasses.replace(report, by_module=tables[0], by_line=tables[1])
+            rows = self._figures.activations(super().activations(), exactly=True)
+            report = dataclasses.replace(
+                report, by_module=tables[0], by_line=tables[1], activations=tuple(rows)
+            )
         return report if name is None else dataclasses.replace(report, name=name)
 
     def parameters(self) -> ParameterTable:
