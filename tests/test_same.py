@@ -14,8 +14,9 @@ from absl.testing import parameterized
 from flax import nnx
 
 from nnx_sharding import jit, shard_map, stack
+from nnx_sharding.checkpoint import save
 from nnx_sharding.partition import fsdp, pipeline
-from nnx_sharding.testing import assert_same
+from nnx_sharding.testing import assert_same, replay
 from zoo import P, mesh_of
 
 AXES = ("data", "model")
@@ -268,6 +269,23 @@ class RepeatedTest(parameterized.TestCase):
         text = message(forward, model, X, runs=2)
         assert text.startswith("call 1 of forward does not repeat bit for bit on 8 devices:\n")
         assert "the output of model.layers[1] (Unsteady) differs first\n  the result: larg" in text
+
+
+def test_replay(tmp_path):
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    save(tmp_path / "before", (model, optimizer))
+    step = jit(train)
+    loss, into = float(step(model, optimizer, X)), (model, optimizer)
+    after = np.asarray(model.kernel[...])
+    replay(step, tmp_path / "before", X, into=into, recorded=loss)
+    np.testing.assert_array_equal(after, model.kernel[...])
+    with pytest.raises(AssertionError, match="repeats, but does not return what was recorded"):
+        replay(step, tmp_path / "before", 2 * X, into=into, recorded=loss)
+    noise = iter(range(1, 9))
+    unsteady = lambda model, optimizer, x: train(model, optimizer, x * next(noise))  # noqa: E731
+    with pytest.raises(AssertionError, match="is not equal bit for bit to the first"):
+        replay(unsteady, tmp_path / "before", X, into=into)
 
 
 class TrueMeshTest(parameterized.TestCase):

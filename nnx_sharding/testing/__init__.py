@@ -12,6 +12,7 @@ from .assertions import (
 )
 from .launcher import launch
 from .lock import assert_unchanged
+from .replaying import replay
 from .same import assert_same
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "assert_sharded",
     "assert_unchanged",
     "launch",
+    "replay",
 ]

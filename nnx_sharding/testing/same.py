@@ -169,6 +169,20 @@ def _sized(
     return mesh
 
 
+def arrays_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arrays in named values by expressions for them; of random keys, their words."""
+    flat = flatten(dict(named))
+    structure, arrays = flat.structure, {}
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        for i, slot in enumerate(location.slots):
+            leaf, (name, *path) = flat.leaves[slot], location.path
+            if len(location.slots) > 1:  # a Variable that holds a pytree
+                path.append(i)
+            if isinstance(leaf, jax.Array):
+                arrays[accessor(str(name), tuple(path))] = _raw(leaf)
+    return arrays
+
+
 def _on_device(sharding: Any, device: jax.Device) -> Any:
     """Returns the same sharding on a mesh of one device; specs have none."""
     if isinstance(sharding, StateSharding):
@@ -249,16 +263,7 @@ class _RecordedStep:
         self, args: tuple[Any, ...], more: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns all arrays in the arguments, and in ``more``, by expressions for them."""
-        flat = flatten({**(more or {}), **self._parameters.bind(*args).arguments})
-        structure, arrays = flat.structure, {}
-        for location in structure.walk(structure.root, iter(structure.root_slots)):
-            for i, slot in enumerate(location.slots):
-                leaf, (argument, *path) = flat.leaves[slot], location.path
-                if len(location.slots) > 1:  # a Variable that holds a pytree
-                    path.append(i)
-                if isinstance(leaf, jax.Array):
-                    arrays[accessor(str(argument), tuple(path))] = _raw(leaf)
-        return arrays
+        return arrays_of({**(more or {}), **self._parameters.bind(*args).arguments})
 
     def _record_call(
         self,
@@ -613,9 +618,15 @@ def _unequal_runs(first: _Outcome, second: _Outcome) -> list[str]:
                 break
         if lines:
             break
-    for name, array in first.arrays.items():
-        if not _all_equal([array], [second.arrays[name]]):
-            distance = _distance(_numbers(array), _numbers(second.arrays[name]))
+    return lines + unequal_arrays(first.arrays, second.arrays)
+
+
+def unequal_arrays(first: Mapping[str, Array], second: Mapping[str, Array]) -> list[str]:
+    """Lists the arrays that are not equal bit for bit."""
+    lines = []
+    for name, array in first.items():
+        if not _all_equal([array], [second[name]]):
+            distance = _distance(_numbers(array), _numbers(second[name]))
             lines.append(f"  {name}: largest difference {distance:.2g}")
     return lines
 

@@ -1,0 +1,90 @@
+"""``replay``: one step of a training run again, from a checkpoint, for whoever hunts a spike.
+
+If the step repeats bit for bit and gives what was recorded, the spike is in the data or the model.
+If it repeats and gives something else, the state or the batch is not what the run had. If it does
+not repeat, the step itself is to blame.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checkpoint import restore
+from ..errors import message
+from .same import arrays_of, unequal_arrays
+
+
+def replay(
+    step: Callable[..., Any],
+    checkpoint: str | os.PathLike[str],
+    *batch: Any,
+    into: tuple[Any, ...],
+    recorded: Any = None,
+    runs: int = 2,
+) -> Any:
+    """Runs one step again from a checkpoint, and fails if the runs are not equal bit for bit.
+
+    Args:
+      step: the step, jitted or not, called with what is restored and then the batch.
+      checkpoint: the directory of a checkpoint that was saved of ``into`` before the step, by
+        :func:`~nnx_sharding.checkpoint.save`; of :class:`~nnx_sharding.checkpoint.Checkpoints`, the
+        directory of one step.
+      *batch: the other arguments of the step.
+      into: what the checkpoint was saved of, such as ``(model, optimizer)``, with arrays or
+        abstract. Modules are filled in place, and hold the state after the step in the end.
+      recorded: what the step returned in the run, such as the logged loss; None if unknown.
+      runs: how often the step runs.
+
+    Returns:
+      What the step returns.
+
+    Raises:
+      AssertionError: the runs differ, or their result is not the recorded one; it lists what.
+      NoCheckpointError: there is no checkpoint.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.checkpoint import save
+      >>> from nnx_sharding.testing import replay
+      >>> step = jit(lambda model, x: (model(x) ** 2).mean())
+      >>> model, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
+      >>> folder = tempfile.mkdtemp() + "/model"
+      >>> save(folder, (model,))
+      >>> loss = step(model, x)
+      >>> bool(replay(step, folder, x, into=(model,), recorded=loss) == loss)
+      True
+    """
+    if runs < 1:
+        raise ValueError(f"replay: expected at least one run, got runs={runs}.")
+    name, parameters = getattr(step, "__name__", "the step"), [*inspect.signature(step).parameters]
+    first: dict[str, np.ndarray[Any, Any]] = {}
+    result = None
+    for run in range(1, runs + 1):
+        args = restore(checkpoint, into)
+        result = step(*args, *batch)
+        named = {"the result": result, **dict(zip(parameters, args, strict=False))}
+        # Copied now: the next run is restored into the same modules.
+        arrays = {key: np.array(array) for key, array in arrays_of(named).items()}
+        if run == 1:
+            first = arrays
+        elif lines := unequal_arrays(first, arrays):
+            head = f"run {run} of {name} is not equal bit for bit to the first:"
+            raise AssertionError(message(head, lines))
+    if recorded is not None:
+        # A log has Python's numbers; those of the result have its types.
+        alike = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), recorded, result)
+        expected = arrays_of({"the result": alike})
+        if lines := unequal_arrays(expected, first):
+            head = f"{name} repeats, but does not return what was recorded:"
+            raise AssertionError(message(head, lines))
+    return result
