@@ -123,6 +123,7 @@ class TransferTest(parameterized.TestCase):
         def built(*_):
             held.append([x.shape for x in jax.live_arrays()].count((8, 40)))
 
+        self.enter_context(mock.patch.object(live_models, "_MOST_KEPT", 0))
         rules = {"x": Tensor("x", "a b -> b a")}
         for _ in range(2):
             with mock.patch.object(

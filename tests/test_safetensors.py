@@ -20,8 +20,13 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, stack
-from nnx_sharding.checkpoint import Tensor, load_safetensors, save_safetensors, tensor_release
-from nnx_sharding.checkpoint import safetensors as implementation
+from nnx_sharding.checkpoint import (
+    Tensor,
+    load_safetensors,
+    save_safetensors,
+    tensor_files,
+    tensor_release,
+)
 from nnx_sharding.checkpoint.tensor_files import _read_into as read_into
 from nnx_sharding.checkpoint.tensor_files import (
     create,
@@ -768,7 +773,7 @@ class ErrorTest(TestCase):
         for old, new in itertools.product((256, 512, 10**9), repeat=2):
             folder = self.folder / f"{old}-{new}"
             save_safetensors(folder, model(1), rules, max_shard_size=old)
-            faults = [(tensor_release, "exchange"), (implementation, "write_box")]
+            faults = [(tensor_release, "exchange"), (tensor_files, "write_box")]
             faults += [(tensor_release, "_link")] * (new < 10**9)
             for fault in faults:
                 full = mock.patch.object(*fault, side_effect=OSError(28, "No space left on device"))

@@ -20,8 +20,7 @@ import numpy as np
 from jax import lax
 
 from ..core.memory import fetch
-from ..core.place import finish_on_cpu
-from .names import is_key
+from ..core.place import finish_on_cpu, is_keys
 
 # An array, a PRNG key or a number.
 Value: TypeAlias = Any
@@ -35,7 +34,7 @@ def checksums(arrays: Sequence[Value]) -> list[int | None]:
 
     Large arrays are summed on their devices, all at once.
     """
-    sums = [_sum(jax.random.key_data(x) if is_key(x) else x) for x in arrays]
+    sums = [_sum(jax.random.key_data(x) if is_keys(x) else x) for x in arrays]
     return [None if total is None else int(total) for total in jax.device_get(sums)]
 
 

@@ -27,25 +27,16 @@ from jax.sharding import Mesh
 from .. import _compat
 from ..core.agreement import Operation, first_line
 from ..core.flatten import Flat, flatten
-from ..core.place import place_arrays
+from ..core.place import is_keys, place_arrays
 from ..core.publishing import Draft
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import without_reductions
+from . import stored
 from .checksums import checksums
-from .names import NamedArray, digest, is_key, is_reference, is_storable, kind_of, named_arrays
+from .names import NamedArray, digest, is_reference, is_storable, kind_of, named_arrays
 from .restore import restore_into
-from .stored import (
-    MANIFEST,
-    VERSION,
-    FilePath,
-    as_folder,
-    foreign_entries,
-    is_checkpoint,
-    is_of_orbax,
-    item_folder,
-    opened,
-)
+from .stored import FilePath
 
 T = TypeVar("T")
 
@@ -83,56 +74,32 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
       >>> bool((other.kernel[...] == model.kernel[...]).all())
       True
     """
-    folder = as_folder(path)
+    folder = stored.as_folder(path)
     with Operation("save", folder) as operation:
         operation.agree(path=str(folder))
         new, draft = folder, None
         if operation.is_first:
-            _check_obstacles(folder, overwrite)
-            if not _is_in_bucket(folder):
-                draft = operation.enter(Draft(Path(folder), _is_of_draft))  # the lock, too
+            stored.check_replaceable(folder, overwrite)
+            if not stored.is_in_bucket(folder):
+                draft = operation.enter(Draft(Path(folder), _is_of_draft))
                 new = draft.folder / _IN_DRAFT
             # Orbax lets the other processes wait until the first one makes this folder.
-            as_folder(new / "array_metadatas").mkdir(parents=True)
-        new = as_folder(operation.agree(str(new)))
+            stored.as_folder(new / "array_metadatas").mkdir(parents=True)
+        new = stored.as_folder(operation.agree(str(new)))
         with progress(f"save {folder.name}"):
             ModelHandler().save(new, args=ModelSave(tree))
         if operation.is_first:
             (new / "commit_success.txt").write_text("")  # by which Orbax knows complete ones
-            opened("save", new)
+            stored.opened("save", new)
             if draft is not None:
                 draft.publish(Path(new))
 
 
-_IN_DRAFT = "checkpoint"
+_IN_DRAFT = "checkpoint/"
 
 
 def _is_of_draft(path: str) -> bool:
-    """Whether a file of a draft is one of a checkpoint."""
-    above, _, below = path.partition("/")
-    return above == _IN_DRAFT and is_of_orbax(below)
-
-
-def _is_in_bucket(folder: FilePath) -> bool:
-    return "://" in str(folder)
-
-
-def _check_obstacles(folder: FilePath, overwrite: bool) -> None:
-    """Raises an error if a folder exists and is not to be replaced."""
-    if not folder.exists():
-        return
-    reason = ""
-    if _is_in_bucket(folder):
-        reason = "exists, and nothing can be replaced at once in a bucket; delete it first"
-    elif not overwrite:
-        reason = "exists; overwrite=True replaces it if it is a checkpoint"
-    elif not is_checkpoint(folder):
-        reason = "is not a checkpoint, so it is kept"
-    elif others := [name[:100] for name in foreign_entries(folder)]:
-        listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
-        reason = f"has files that are not of a checkpoint, so it is kept: {listed}"
-    if reason:
-        raise FileExistsError(f"save: {folder} {reason}.")
+    return stored.is_of_orbax(path.removeprefix(_IN_DRAFT))
 
 
 @_compat.api_boundary
@@ -197,7 +164,7 @@ def restore(
       P('model',)
     """
     with Operation("restore", path) as operation:
-        folder = item_folder("restore", path)
+        folder = stored.item_folder("restore", path)
         operation.agree(path=str(folder))
         with progress(f"restore {folder.name}"):
             return restore_into(folder, ModelRestore(tree, sharding, mesh, only, cast, rename))
@@ -211,7 +178,7 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         with Operation("save", directory) as operation:
             flat, arrays = check_storable(args.tree)
             operation.agree(arrays=digest(arrays))  # from here on, devices compute together
-            standard = _standard_args(flat, arrays)
+            standard = operation.wait_for(lambda: _standard_args(flat, arrays))
             # In a mesh, JAX 0.10 refuses to slice single shards, as Orbax does.
             with _writing(directory), jax.set_mesh(Mesh(np.empty((), object), ())):
                 futures = await super().async_save(directory, args=standard)
@@ -328,22 +295,13 @@ def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
     summed = [None if without_reductions(s) is s else without_reductions(s) for s in shardings]
     leaves = place_arrays(flat.leaves, summed)
     contents = {array.name: _content(leaves[array.slot]) for array in arrays}
-    stored = {name: content for name, content in contents.items() if np.size(content)}
-    if not stored:
+    filled = {name: content for name, content in contents.items() if np.size(content)}
+    if not filled:
         raise ValueError("save: expected arrays with at least one element, got none.")
     with progress("checksums"):
-        sums = checksums(list(stored.values()))
-    keys = [array for array in arrays if array.name in stored and is_key(array.leaf)]
-    empty = [array for array in arrays if array.name not in stored]  # which Orbax does not store
-    totals = zip(map(".".join, stored), sums, strict=True)
-    manifest = {
-        "version": VERSION,
-        "checksums": {name: total for name, total in totals if total is not None},
-        "keys": {".".join(array.name): str(array.leaf.dtype) for array in keys},
-        "empty": [[list(x.name), list(x.leaf.shape), str(x.leaf.dtype)] for x in empty],
-    }
-    nested = traverse_util.unflatten_dict(stored)
-    return ocp.args.StandardSave(nested, custom_metadata={MANIFEST: manifest})
+        sums = checksums(list(filled.values()))
+    metadata = stored.manifest_of(arrays, dict(zip(filled, sums, strict=True)))
+    return ocp.args.StandardSave(traverse_util.unflatten_dict(filled), custom_metadata=metadata)
 
 
 def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
@@ -362,12 +320,8 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
     raise_listed(ValueError, "save: these arrays were donated or deleted:", deleted)
     names = Counter(".".join(array.name) for array in arrays)  # as Orbax joins them
     same = [f"  {array.path}" for array in arrays if names[".".join(array.name)] > 1]
-    raise_listed(
-        ValueError,
-        "save: these paths are the same once their keys are joined by dots:",
-        same,
-        "Rename a key.",
-    )
+    head = "save: these paths are the same once their keys are joined by dots:"
+    raise_listed(ValueError, head, same, "Rename a key.")
     return flat, arrays
 
 
@@ -378,5 +332,5 @@ def _content(leaf: Any) -> Any:
         return np.asarray(value) if isinstance(value, complex | np.generic) else value
     # Of several processes, Orbax refuses arrays that one of them alone has.
     if jax.process_count() > 1 and value.is_fully_addressable:
-        return np.asarray(jax.random.key_data(value) if is_key(value) else value)
+        return np.asarray(jax.random.key_data(value) if is_keys(value) else value)
     return value

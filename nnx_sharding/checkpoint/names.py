@@ -22,6 +22,7 @@ from .. import _compat
 from ..analysis.parameters import keys_inside
 from ..core.constrain import sharding_of
 from ..core.flatten import Flat
+from ..core.place import is_keys
 from ..core.problems import out_of_range
 from ..core.rebuild import rebuild
 from ..core.structure import VariableEntry
@@ -126,11 +127,6 @@ def is_global(x: object) -> bool:
     return isinstance(x, jax.Array) and not is_reference(x) and not x.is_fully_addressable
 
 
-def is_key(x: object) -> bool:
-    """Whether ``x`` is an array of PRNG keys, which may be abstract."""
-    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
 def is_storable(x: object) -> bool:
     """Whether ``x`` is an array or a number that Orbax can store; it may be abstract."""
     if isinstance(x, int):  # Orbax stores numbers as those of 64 bits
@@ -138,7 +134,7 @@ def is_storable(x: object) -> bool:
     kinds = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | float | complex
     if not is_reference(x) and (not isinstance(x, kinds) or isinstance(x, jax.core.Tracer)):
         return False
-    return not hasattr(x, "dtype") or is_key(x) or _is_storable(x.dtype)
+    return not hasattr(x, "dtype") or is_keys(x) or _is_storable(x.dtype)
 
 
 @functools.cache
@@ -168,12 +164,11 @@ def on_auto_axes(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, sharding.spec)
 
 
-def is_castable(
-    there: np.dtype[Any] | str, here: np.dtype[Any] | str, kinds: Sequence[type]
-) -> bool:
-    """Whether dtypes are equal or of the same kind, if that is one of these."""
+def is_castable(there: np.dtype[Any] | str, here: np.dtype[Any] | str, cast: bool) -> bool:
+    """Whether dtypes are equal or, with ``cast``, of the same kind."""
     if isinstance(there, str):  # NumPy has no such dtype
         return False
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating) if cast else ()
     same = (jnp.issubdtype(there, kind) and jnp.issubdtype(here, kind) for kind in kinds)
     return bool(there == here) or any(same)
 

@@ -19,7 +19,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,28 +32,14 @@ from .. import _compat
 from ..core.agreement import Operation
 from ..core.flatten import Flat, flatten
 from ..core.memory import other_memory
-from ..core.place import finish_on_cpu, place_arrays
+from ..core.place import finish_on_cpu, is_keys, place_arrays
 from ..core.problems import out_of_range
 from ..core.tree_shardings import assign_shardings
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.fitting import fit_sharding, without_reductions
 from ..specs.paths import path_string
-from .names import (
-    OF_ANOTHER_DTYPE,
-    Name,
-    NamedArray,
-    digest,
-    filled,
-    is_castable,
-    is_key,
-    is_storable,
-    may_wrap,
-    named_arrays,
-    on_auto_axes,
-    present_sharding,
-    selected,
-    suggestions,
-)
+from . import names
+from .names import Name, NamedArray
 from .stored import KEY_KINDS, Entry, FilePath, Stored, key_words, load, opened
 
 if TYPE_CHECKING:
@@ -73,16 +59,16 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         flat = flatten(given.tree)
         if not _compat.trace_is_clean():
             raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
-        arrays = selected("restore", named_arrays(flat), given.only, is_storable)
+        arrays = names.selected("restore", names.named_arrays(flat), given.only, names.is_storable)
         shardings = _shardings(given, flat, arrays)
         stored = opened("restore", folder)
         finder = _Finder(stored, given.rename)
         targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
-        operation.agree(arrays=digest(arrays))
+        operation.agree(arrays=names.digest(arrays))
         values = load(stored, _wanted(stored, targets), operation)
-        converted = _converted(targets, values)
-    return filled(flat, converted, "restore")  # now that no process has failed
+        converted = operation.wait_for(lambda: _converted(targets, values))
+    return names.filled(flat, converted, "restore")  # now that no process has failed
 
 
 def _shardings(
@@ -100,7 +86,9 @@ def _shardings(
     problems = []
     for array in arrays:
         slot, leaf = array.slot, array.leaf
-        target = None if isinstance(leaf, _ON_HOST) else declared[slot] or present_sharding(leaf)
+        target = (
+            None if isinstance(leaf, _ON_HOST) else declared[slot] or names.present_sharding(leaf)
+        )
         if isinstance(target, NamedSharding):
             onto = target.mesh if sharding is not None or mesh is None else mesh
             fit = fit_sharding(target.spec, onto, leaf.shape)
@@ -218,7 +206,7 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
         return (), type(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
         return tuple(leaf.shape), _NUMBER_KINDS.get(leaf.dtype.kind, leaf.dtype)
-    if is_key(leaf) and not is_key(entry.array):  # Orbax does not record that they are keys
+    if is_keys(leaf) and not is_keys(entry.array):  # Orbax does not record that they are keys
         leaf = key_words(leaf)
     return tuple(leaf.shape), leaf.dtype
 
@@ -226,11 +214,7 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
 def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
     """Raises an error if the arrays of the checkpoint differ from those to restore.
 
-    Args:
-      stored: the checkpoint.
-      targets: the arrays to restore.
-      is_part: whether the checkpoint may have more than the model.
-      cast: whether dtypes of one kind may differ.
+    ``is_part`` says whether the checkpoint may have more, ``cast`` whether dtypes may differ.
     """
     missing: dict[str, str] = {}  # lines by path in the model
     shapes, dtypes = list[str](), list[str]()
@@ -257,12 +241,12 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
                 dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
     entries = [entry for name, entry in stored.entries.items() if name not in layers]
     unknown = [entry.array.path or "the root" for entry in entries]
-    near = suggestions(len(missing) + len(unknown))
+    near = names.suggestions(len(missing) + len(unknown))
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
         "Not in the model": [] if is_part else [f"  {x}{near(x, missing)}" for x in unknown],
         "Of another shape": shapes if is_part else [*shapes, *_unwanted_layers(stored, layers)],
-        OF_ANOTHER_DTYPE: dtypes,
+        names.OF_ANOTHER_DTYPE: dtypes,
     }
     head = f"restore: {stored.folder} does not fit the model."
     remedy = _remedy(missing, unknown, is_part)
@@ -280,15 +264,14 @@ def _unwanted_layers(
             yield f"  {array.path}: {count} layers in the checkpoint, {len(indices)} in the model"
 
 
-def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> str:
+def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
     """Says what to pass if the checkpoint has more than the model, or has it as a part."""
-    missing, others = list(missing), set(unknown)
-    tops = dict.fromkeys(path.partition("/")[0] for path in unknown if missing)
-    top = next((top for top in tops if others.issuperset(f"{top}/{x}" for x in missing)), None)
-    if top is not None:
-        key = int(top) if top.isdecimal() else top
-        part = f"{{{key!r}: model}}" if key else "(model,)"
-        return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
+    others = set(unknown)
+    for top in dict.fromkeys(path.partition("/")[0] for path in unknown):
+        if missing and others.issuperset(f"{top}/{path}" for path in missing):
+            key = int(top) if top.isdecimal() else top
+            part = f"{{{key!r}: model}}" if key else "(model,)"
+            return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
     if is_part or missing or not unknown:
         return ""
     return "To restore only what the model has, pass only=... or another filter."
@@ -299,8 +282,7 @@ def _is_same_dtype(there: Any, here: np.dtype[Any] | type, cast: bool) -> bool:
     if isinstance(here, type):  # a dtype would be equal to float
         kind = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
         return bool(np.issubdtype(there, kind[here]))
-    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
-    return is_castable(there, here, kinds if cast else ())
+    return names.is_castable(there, here, cast)
 
 
 def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
@@ -313,7 +295,7 @@ def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding |
         for piece in target.source.pieces:
             # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
             there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
-            is_host = is_own or may_wrap(there, getattr(leaf, "dtype", there))
+            is_host = is_own or names.may_wrap(there, getattr(leaf, "dtype", there))
             sharding = None if is_host else _piece_sharding(target, piece)
             # Once on the host is enough to read it there.
             wanted[piece.name] = wanted.get(piece.name, sharding) and sharding
@@ -329,7 +311,7 @@ def _piece_sharding(target: _Target, piece: _Piece) -> Sharding | None:
         return None
     entries = target.sharding.spec.partitions[levels:]
     spec = PartitionSpec(*[None] * len(piece.layer), *entries)
-    return on_auto_axes(target.sharding.update(spec=spec))
+    return names.on_auto_axes(target.sharding.update(spec=spec))
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
@@ -350,13 +332,9 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
             uses[piece.name] -= 1
             if not uses[piece.name]:
                 del values[piece.name]
-    raise_listed(
-        CheckpointError,
-        "restore: cast=True would wrap these integers (range in the checkpoint, dtype in the "
-        "model):",
-        sorted(wrapping),
-        "Use a larger dtype in the model.",
-    )
+    head = "restore: cast=True would wrap these integers (range in the checkpoint, dtype in the "
+    remedy = "Use a larger dtype in the model."
+    raise_listed(CheckpointError, f"{head}model):", sorted(wrapping), remedy)
     return converted
 
 
@@ -370,7 +348,7 @@ def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
     if not all(isinstance(array, jax.Array) for array, _ in parts):
         return _built(parts, stacked, np)
     [built] = finish_on_cpu(
-        [_program(on_auto_axes(without_reductions(target.sharding)), stacked)(parts)]
+        [_program(names.on_auto_axes(without_reductions(target.sharding)), stacked)(parts)]
     )
     return place_arrays([built], [without_reductions(target.sharding)])[0]
 
@@ -407,7 +385,7 @@ def _like(value: Any, leaf: Any, sharding: Sharding | None) -> Any:
         return leaf.dtype.type(value)
     if isinstance(leaf, np.ndarray):
         return np.array(value, leaf.dtype)
-    if is_key(leaf):
+    if is_keys(leaf):
         words = _placed(value, value.dtype, sharding)
         return jax.random.wrap_key_data(words, impl=KEY_KINDS[str(leaf.dtype)])
     return _placed(value, leaf.dtype, sharding, bool(getattr(leaf, "weak_type", False)))

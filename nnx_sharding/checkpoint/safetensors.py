@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from .. import _compat
+from ..analysis.memory import array_bytes
 from ..core.agreement import Operation
 from ..core.constrain import sharding_of
 from ..core.flatten import flatten
@@ -33,34 +33,14 @@ from ..core.problems import out_of_range
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import without_reductions
-from .names import (
-    NamedArray,
-    digest,
-    filled,
-    is_global,
-    is_reference,
-    named_arrays,
-    present_sharding,
-    selected,
-)
-from .stored import as_folder
-from .tensor_files import (
-    INDEX_FILE,
-    NAMES,
-    Box,
-    Region,
-    StoredTensor,
-    create,
-    empty,
-    open_tensors,
-    read_box,
-    read_header,
-    write_box,
-)
+from . import names, tensor_files
+from .names import NamedArray
+from .stored import as_folder, is_in_bucket
+from .tensor_files import NAMES, Box, Region, StoredTensor
 from .tensor_layouts import Placement
 from .tensor_matching import match_tensors
 from .tensor_release import Release, new_release
-from .tensor_rules import Rule, Rules, names_of_array, read_rules
+from .tensor_rules import Rule, Rules, places_of_array, read_rules
 
 _LOAD, _SAVE = "load_safetensors", "save_safetensors"
 
@@ -130,25 +110,26 @@ def load_safetensors(
       >>> np.testing.assert_array_equal(other.up.kernel, model.up.kernel)
     """
     flat = flatten(model)
-    everything = named_arrays(flat)
-    is_alone = not any(is_global(array.leaf) for array in everything)
+    everything = names.named_arrays(flat)
+    is_alone = not any(names.is_global(array.leaf) for array in everything)
     with Operation(_LOAD, os.fspath(path), alone=is_alone) as operation:
         arrays = _weights(_LOAD, everything, only)
         patterns = read_rules(_LOAD, rules)
         leaves = {array_path: array.leaf for array_path, array in arrays.items()}
         paths = {array.path for array in everything}
         head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
-        with open_tensors(_LOAD, path) as tensors:
+        with tensor_files.open_tensors(_LOAD, path) as tensors:
             filled_by = match_tensors(head, patterns, tensors, leaves, paths, cast=cast)
-            operation.agree(path=str(as_folder(path)), arrays=digest(arrays.values()))
+            operation.agree(path=str(as_folder(path)), arrays=names.digest(arrays.values()))
             parts = {
                 array_path: [(placement, tensors[name]) for placement, name in pairs]
                 for array_path, pairs in filled_by.items()
             }
             values = _loaded_arrays(arrays, parts)
         operation.agree()  # from here on, devices compute together
-        placed = place_arrays(values, [present_sharding(leaf) for leaf in leaves.values()])
-    return filled(flat, zip(arrays.values(), placed, strict=True), _LOAD)
+        shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
+        placed = operation.wait_for(lambda: place_arrays(values, shardings))
+    return names.filled(flat, zip(arrays.values(), placed, strict=True), _LOAD)
 
 
 def _loaded_arrays(arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts]) -> list[Array]:
@@ -163,12 +144,8 @@ def _loaded_arrays(arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts])
                 dtypes = " and ".join(sorted(misfits))
                 overflows.append(f"  {path}: {dtypes} as {array.leaf.dtype}")
             advance(path)
-    raise_listed(
-        CheckpointError,
-        f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:",
-        overflows,
-        "Use a larger dtype in the model.",
-    )
+    head = f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:"
+    raise_listed(CheckpointError, head, overflows, "Use a larger dtype in the model.")
     return values
 
 
@@ -179,15 +156,15 @@ def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[s
         return getattr(getattr(leaf, "dtype", None), "name", None) in NAMES
 
     what, remedy = "arrays of a dtype that safetensors supports", "Leave them out by only=..."
-    arrays = {x.path: x for x in selected(caller, everything, only, is_supported, what, remedy)}
+    arrays = {
+        x.path: x for x in names.selected(caller, everything, only, is_supported, what, remedy)
+    }
     if not arrays:
         raise ValueError(f"{caller}: the model has no arrays.")
     meshes = {p: getattr(sharding_of(x.leaf), "mesh", None) for p, x in arrays.items()}
-    raise_listed(
-        ValueError,
-        f"{caller}: the meshes of these arrays are abstract, without devices:",
-        [f"  {p}" for p, mesh in meshes.items() if isinstance(mesh, AbstractMesh)],
-    )
+    wrong = [f"  {p}" for p, mesh in meshes.items() if isinstance(mesh, AbstractMesh)]
+    head = f"{caller}: the meshes of these arrays are abstract, without devices:"
+    raise_listed(ValueError, head, wrong)
     return arrays
 
 
@@ -205,7 +182,7 @@ def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
     everything = (slice(None),) * len(leaf.shape)
     if isinstance(leaf, np.ndarray):
         return read(everything)
-    sharding = present_sharding(leaf)
+    sharding = names.present_sharding(leaf)
     if sharding is None:
         return jnp.asarray(read(everything))
     array: jax.Array = jax.make_array_from_callback(leaf.shape, without_reductions(sharding), read)
@@ -216,11 +193,11 @@ def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
 
 def _read(leaf: Any, parts: Parts, bounds: Region, misfits: set[str]) -> np.ndarray[Any, Any]:
     """Returns the values of a region of an array. Dtypes that do not fit go into ``misfits``."""
-    result = empty([last - first for first, last in bounds], leaf.dtype)
+    result = tensor_files.empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
         for box, target in _boxes(placement, bounds, result):
             is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
-            values = read_box(tensor, box, target if is_alike else None)
+            values = tensor_files.read_box(tensor, box, target if is_alike else None)
             if np.may_share_memory(values, target):  # it was read in place, as it is
                 continue
             values = values.reshape(target.shape)
@@ -248,14 +225,10 @@ def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool
         return True
     if jnp.issubdtype(new, jnp.integer):
         return not out_of_range(values, new)
-    if _largest(old) <= 1.01 * _largest(new):  # float32 as bfloat16, too
+    old_largest, new_largest = (float(limits.max) for limits in map(jnp.finfo, (old, new)))
+    if old_largest <= 1.01 * new_largest:  # float32 as bfloat16, too
         return True
     return int(np.isfinite(converted).sum()) == int(np.isfinite(values).sum())
-
-
-def _largest(dtype: np.dtype[Any]) -> float:
-    limits: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
-    return float(limits.max)
 
 
 def _chunks(
@@ -312,27 +285,27 @@ def save_safetensors(
       See :func:`load_safetensors`.
     """
     folder = as_folder(path)
-    if "://" in os.fspath(folder):  # where no file can be written in part, or exchanged
+    if is_in_bucket(folder):  # where no file can be written in part, or exchanged
         raise ValueError(
             f"{_SAVE}: files cannot be written to {folder}. Save to a file system that all "
             "processes share, and upload the files."
         )
     with Operation(_SAVE, folder) as operation:
-        arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
+        arrays = _weights(_SAVE, names.named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors = _tensors(arrays, read_rules(_SAVE, rules))
-        operation.agree(path=str(folder), arrays=digest(arrays.values()))
+        operation.agree(path=str(folder), arrays=names.digest(arrays.values()))
         groups = _split(tensors, max_shard_size)
         release, sent = None, None
         if operation.is_first:
-            files = new_release(Path(folder), len(groups), overwrite=overwrite)
-            release = operation.enter(files)
+            begun = new_release(Path(folder), len(groups), overwrite=overwrite)
+            release = operation.enter(begun)
             _create(release, groups, tensors)
             sent = [str(release.draft.folder), release.files]
-        local, names = operation.agree(sent)
+        local, files = operation.agree(sent)
         with progress(_SAVE, len(tensors)) as advance:
-            for name, group in zip(names, groups, strict=True):
+            for name, group in zip(files, groups, strict=True):
                 _write_file(Path(local, name), {x: tensors[x] for x in group}, advance)
         operation.agree()
         if release is not None:
@@ -344,17 +317,21 @@ def _create(
 ) -> None:
     """Creates the files without values, and the index of several files."""
     for name, group in zip(release.files, groups, strict=True):
-        create(release.draft.folder / name, {tensor: tensors[tensor] for tensor in group})
+        tensor_files.create(
+            release.draft.folder / name, {tensor: tensors[tensor] for tensor in group}
+        )
     if len(groups) > 1:
         index = {
-            "metadata": {"total_size": sum(x.nbytes for x in tensors.values())},
+            "metadata": {
+                "total_size": sum(array_bytes(x.shape, x.dtype) for x in tensors.values())
+            },
             "weight_map": {
                 tensor: name
                 for name, group in zip(release.files, groups, strict=True)
                 for tensor in group
             },
         }
-        (release.draft.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+        (release.draft.folder / tensor_files.INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
 def _write_file(
@@ -362,12 +339,12 @@ def _write_file(
 ) -> None:
     """Writes the values of a file that this process has to write."""
     with path.open("r+b", buffering=0) as file:
-        stored = read_header(_SAVE, path, file)
+        stored = tensor_files.read_header(_SAVE, path, file)
         for name, tensor in tensors.items():
             for placement, value in tensor.parts:
                 for bounds, data in _shards(value):
                     for box, values in _boxes(placement, bounds, data):
-                        write_box(stored[name], box, values)
+                        tensor_files.write_box(stored[name], box, values)
             advance(name)
         os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
 
@@ -379,34 +356,26 @@ class NewTensor(NamedTuple):
     dtype: np.dtype[Any]
     parts: list[tuple[Placement, Array]]
 
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
     """Returns the tensors to write, by name."""
     values: dict[str, Array] = {
-        path: array.leaf[...] if is_reference(array.leaf) else array.leaf
+        path: array.leaf[...] if names.is_reference(array.leaf) else array.leaf
         for path, array in arrays.items()
     }
     tensors: dict[str, NewTensor] = {}
     unnamed = []
     for path, value in values.items():
         try:
-            for name, shape in names_of_array(rules, path, value.shape).items():
-                tensors.setdefault(name, NewTensor(shape, np.dtype(value.dtype), []))
+            for place in places_of_array(rules, path, value.shape):
+                new = NewTensor(place.tensor_shape, np.dtype(value.dtype), [])
+                tensors.setdefault(place.name, new).parts.append((place, value))
         except ValueError as error:
             unnamed.append(f"  {path}, shape {value.shape}: {error}")
     raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
     head = f"{_SAVE}: the arrays do not fit the tensors of the rules."
-    filled_by = match_tensors(
-        head, rules, tensors, values, values, reverse=True, nouns=("array", "tensor")
-    )
-    for name, pairs in filled_by.items():
-        # A placement of the array in the tensor; what is written is looked up by regions of arrays.
-        tensors[name].parts.extend((place.inverse(name), values[path]) for place, path in pairs)
+    nouns = ("array", "tensor")
+    match_tensors(head, rules, tensors, values, values, reverse=True, nouns=nouns)
     return tensors
 
 
@@ -415,17 +384,18 @@ def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> list[list[s
     groups: list[list[str]] = [[]]
     total = 0
     for name, tensor in tensors.items():
-        if groups[-1] and total + tensor.nbytes > max_shard_size:
+        size = array_bytes(tensor.shape, tensor.dtype)
+        if groups[-1] and total + size > max_shard_size:
             groups.append([])
             total = 0
         groups[-1].append(name)
-        total += tensor.nbytes
+        total += size
     return groups
 
 
 def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
     """Yields the regions of an array that this process writes, with their values."""
-    if not is_global(value) and jax.process_index() != 0:
+    if not names.is_global(value) and jax.process_index() != 0:
         return  # all processes have the same array, and the first one writes it
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)

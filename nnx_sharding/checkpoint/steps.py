@@ -8,6 +8,7 @@ of the data of each process, and a restore that leaves everything as it was afte
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import operator
 import os
@@ -124,7 +125,9 @@ class Checkpoints:
             operation.agree()
             args = ocp.args.Composite(**items)
             with progress(f"save step {step}"):
-                return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
+                save = functools.partial(self.manager.save, step, args=args, metrics=metrics)
+                # Orbax has barriers, at which the others would wait for one that has failed.
+                return bool(operation.wait_for(lambda: save(force=True)))
 
     def wait_until_finished(self) -> None:
         """Waits for what is being written; a CheckpointError if it cannot be."""

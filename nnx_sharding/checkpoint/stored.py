@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,19 +26,20 @@ from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, table
 from ..analysis.units import bytes_text
 from ..core.agreement import Operation, first_line
+from ..core.place import is_keys
 from ..core.publishing import Identity, drafts, identity
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..specs.fitting import without_reductions
 from ..specs.paths import path_key, path_string
 from .checksums import checksums
-from .names import VALUE, Name, is_key
+from .names import VALUE, Name, NamedArray
 
 # A path here or in a bucket. ``epath`` has no type stubs.
 FilePath: TypeAlias = Any
 
 MODEL, DATA = "model", "data"  # the items of a step of `Checkpoints`
-VERSION = 1  # of the manifest
-MANIFEST = "nnx_sharding"  # the entry of this library in the metadata of a checkpoint
+_VERSION = 1  # of the manifest
+_MANIFEST = "nnx_sharding"  # the entry of this library in the metadata of a checkpoint
 
 _NAMES_FILE = "_METADATA"  # Orbax's file with the names of arrays
 # The files of a checkpoint; TensorStore writes each under the second name first.
@@ -146,9 +147,14 @@ def as_folder(path: str | os.PathLike[str]) -> FilePath:
     return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 
 
+def is_in_bucket(path: FilePath) -> bool:
+    """Whether a path is in a bucket, where nothing can be exchanged, locked or written in part."""
+    return "://" in os.fspath(path)
+
+
 def version_of(path: FilePath) -> Identity:
     """Returns what is different once a file or folder is replaced; None in a bucket."""
-    return None if "://" in str(path) else identity(Path(path))
+    return None if is_in_bucket(path) else identity(Path(path))
 
 
 def is_checkpoint(folder: FilePath) -> bool:
@@ -156,14 +162,32 @@ def is_checkpoint(folder: FilePath) -> bool:
     return bool((folder / _NAMES_FILE).exists())
 
 
-def foreign_entries(folder: FilePath, above: str = "") -> Iterator[str]:
+def check_replaceable(folder: FilePath, overwrite: bool) -> None:
+    """Raises an error if a folder exists and is not to be replaced."""
+    if not folder.exists():
+        return
+    reason = ""
+    if is_in_bucket(folder):
+        reason = "exists, and nothing can be replaced at once in a bucket; delete it first"
+    elif not overwrite:
+        reason = "exists; overwrite=True replaces it if it is a checkpoint"
+    elif not is_checkpoint(folder):
+        reason = "is not a checkpoint, so it is kept"
+    elif others := [name[:100] for name in _foreign_entries(folder)]:
+        listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
+        reason = f"has files that are not of a checkpoint, so it is kept: {listed}"
+    if reason:
+        raise FileExistsError(f"save: {folder} {reason}.")
+
+
+def _foreign_entries(folder: FilePath, above: str = "") -> Iterator[str]:
     """Yields what is in a checkpoint's folder, at any depth, that Orbax did not write."""
     for path in sorted(folder.iterdir()):
         name = above + path.name
         if not is_of_orbax(name) or os.path.islink(path):
             yield name
         elif path.is_dir():
-            yield from foreign_entries(path, f"{name}/")
+            yield from _foreign_entries(path, f"{name}/")
 
 
 def is_of_orbax(path: str) -> bool:
@@ -178,7 +202,7 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
     if not folder.exists():
         begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*")) or (
-            "://" not in str(folder) and drafts(Path(folder))
+            not is_in_bucket(folder) and drafts(Path(folder))
         )
         hint = " One with this name was begun, but not written completely." if begun else ""
         raise NoCheckpointError(f"{caller}: no checkpoint found at {folder}.{hint}")
@@ -197,12 +221,26 @@ def _damaged(caller: str, folder: FilePath, reason: str) -> CheckpointError:
     )
 
 
+def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -> dict[str, Any]:
+    """Returns the metadata for arrays, of which Orbax stores those that have a checksum."""
+    keys = [array for array in arrays if array.name in sums and is_keys(array.leaf)]
+    empty = [array for array in arrays if array.name not in sums]
+    manifest = {
+        "version": _VERSION,
+        # A process that holds no shard of an array has None; the first one writes the manifest.
+        "checksums": {".".join(name): total for name, total in sums.items() if total is not None},
+        "keys": {".".join(array.name): str(array.leaf.dtype) for array in keys},
+        "empty": [[list(x.name), list(x.leaf.shape), str(x.leaf.dtype)] for x in empty],
+    }
+    return {_MANIFEST: manifest}
+
+
 def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it does not export
     """Returns the arrays of a checkpoint by name, in their order in Orbax's tree."""
-    manifest = (metadata.custom_metadata or {}).get(MANIFEST, {})
-    if (version := manifest.get("version", VERSION)) != VERSION:
+    manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})
+    if (version := manifest.get("version", _VERSION)) != _VERSION:
         raise CheckpointError(
-            f"its manifest has version {version}; this release of nnx_sharding reads {VERSION}."
+            f"its manifest has version {version}; this release of nnx_sharding reads {_VERSION}."
         )
     sums, keys = manifest.get("checksums", {}), manifest.get("keys", {})
     leaves = {
@@ -267,11 +305,11 @@ def load(
     for name in wanted:
         entry = stored.entries[name]
         if entry.position is None:  # without elements, which Orbax does not store
-            words = key_words(entry.array) if is_key(entry.array) else entry.array
+            words = key_words(entry.array) if is_keys(entry.array) else entry.array
             arrays[name] = np.zeros(words.shape, words.dtype)
             continue
         item, dtype = items[entry.position], entry.array.dtype
-        arrays[name] = jax.random.key_data(item) if is_key(item) else item
+        arrays[name] = jax.random.key_data(item) if is_keys(item) else item
         # With 64 bits disabled, JAX may shorten the numbers while it reads them.
         is_cut = isinstance(item, jax.Array) and isinstance(dtype, np.dtype) and item.dtype != dtype
         if entry.checksum is not None and not is_cut:
@@ -282,7 +320,7 @@ def load(
             f"restore: another job replaced {stored.folder} while it was read. Read it again."
         )
     operation.agree()  # from here on, devices compute together
-    sums = checksums([array for _, array in summed])
+    sums = operation.wait_for(lambda: checksums([array for _, array in summed]))
     wrong = [
         f"  {entry.array.path or 'the root'}"
         for (entry, _), total in zip(summed, sums, strict=True)
@@ -303,11 +341,11 @@ def _items(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> list[Any]:
         if entry.position is None:
             continue
         items[entry.position] = 0  # anything but a placeholder
-        if sharding is not None and not entry.is_number:
-            # Orbax has neither unreduced nor reduced arrays.
+        if entry.is_number:
+            continue
+        options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
+        if sharding is not None:  # Orbax has neither unreduced nor reduced arrays
             options[entry.position] = ocp.ArrayRestoreArgs(sharding=without_reductions(sharding))
-        elif not entry.is_number:
-            options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
     if 0 not in items:  # which Orbax refuses
         return items
     args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))

@@ -4,11 +4,9 @@ A file is the length of a JSON header in eight bytes, the header, and the bytes 
 after the other, each in row-major order. A process reads and writes the part of a tensor that its
 shards need: a box, which is a series of contiguous runs in the file.
 
-The ``safetensors`` library is not used for this. Its slices as NumPy arrays lack float8 in all
-releases up to 0.8, and complex numbers before 0.7; it takes no paths in buckets; and it writes a
-whole file from one process. Its memory mapping counts each file as resident memory next to the
-arrays (a peak of 2.00 × what is loaded, 1.00 × here), and its other backend reads a complete tensor
-for each slice.
+The ``safetensors`` library is not used: it has no slices of float8 as NumPy arrays up to 0.8, takes
+no paths in buckets, writes a file from one process, and keeps what it maps resident next to the
+arrays (a peak of 2.00 × what is loaded; here 1.00 ×) or reads complete tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..analysis.json_codec import unique_json
+from ..analysis.memory import array_bytes
 from ..core.publishing import drafts
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
-from .stored import FilePath, as_folder, version_of
+from .stored import FilePath, as_folder, is_in_bucket, version_of
 
 INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
 
@@ -112,11 +111,9 @@ def _indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> dict
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{caller}: {folder / INDEX_FILE} is damaged: {error!r}") from error
     inside = {name: _opened(caller, folder / name, files) for name in sorted({*located.values()})}
-    raise_listed(
-        CheckpointError,
-        f"{caller}: these tensors are not in the file that {folder / INDEX_FILE} names:",
-        [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]],
-    )
+    missing = [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]]
+    head = f"{caller}: these tensors are not in the file that {folder / INDEX_FILE} names:"
+    raise_listed(CheckpointError, head, missing)
     return {name: inside[file][name] for name, file in located.items()}
 
 
@@ -134,13 +131,12 @@ def _opened(caller: str, path: FilePath, files: contextlib.ExitStack) -> dict[st
     """Opens a file and reads its header."""
     try:
         # A buffer would read eight KiB for a run of one.
-        is_bucket = "://" in os.fspath(path)
         opened = files.enter_context(
-            path.open("rb") if is_bucket else Path(path).open("rb", buffering=0)  # noqa: SIM115
+            path.open("rb") if is_in_bucket(path) else Path(path).open("rb", buffering=0)  # noqa: SIM115
         )
         return read_header(caller, path, opened)
     except OSError as error:
-        begun = "://" not in str(path) and drafts(Path(path.parent, MODEL_FILE))
+        begun = not is_in_bucket(path) and drafts(Path(path.parent, MODEL_FILE))
         hint = " Files were begun there, but not written completely." if begun else ""
         raise NoCheckpointError(
             f"{caller}: cannot read {path}: {error.strerror or error}.{hint}"
@@ -177,7 +173,7 @@ def _tensors(
         if type(code) is not str:
             raise ValueError(f"{name} has the dtype {code!r}")
         dtype = jnp.dtype(DTYPES[code]) if code in DTYPES else code
-        if isinstance(dtype, np.dtype) and last - first != math.prod(shape) * dtype.itemsize:
+        if isinstance(dtype, np.dtype) and last - first != array_bytes(shape, dtype):
             raise ValueError(f"{name} has bytes {first} to {last} of {end - start}")
         ranges.append((first, last, name))
         tensors[name] = StoredTensor(file, start + first, shape, dtype)
@@ -198,7 +194,7 @@ def create(path: FilePath, tensors: Mapping[str, HasShape]) -> None:
     end = 0
     for name, x in tensors.items():
         dtype = jnp.dtype(x.dtype)
-        begin, end = end, end + math.prod(x.shape) * dtype.itemsize
+        begin, end = end, end + array_bytes(x.shape, dtype)
         header[name] = {"dtype": NAMES[dtype.name], "shape": x.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight bytes

@@ -11,15 +11,11 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
-import jax.numpy as jnp
-
 from ..errors import CheckpointError, by_kind, raise_listed
 from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
 from .tensor_files import HasShape
 from .tensor_layouts import Placement, gaps
 from .tensor_rules import Rules, Target
-
-_KINDS = jnp.floating, jnp.integer  # among which dtypes are cast
 
 # What fills each goal: placements of sources in it, and the names of these.
 Filled: TypeAlias = dict[str, list[tuple[Placement, str]]]
@@ -38,18 +34,9 @@ def match_tensors(
 ) -> Filled:
     """Returns what fills each array, or in reverse each tensor.
 
-    Args:
-      head: the first line of the error.
-      rules: from names of tensors to paths of arrays.
-      tensors: the tensors by name, of which shapes and dtypes count.
-      arrays: the selected arrays by path.
-      everything: the paths of all arrays; tensors of those that are not selected are ignored.
-      cast: whether dtypes may differ among floats and among integers.
-      reverse: whether tensors are filled.
-      nouns: what is read and what is filled, for messages.
-
-    Raises:
-      CheckpointError: something does not fit; the error lists all of it.
+    ``arrays`` are the selected ones, and ``everything`` has the paths of all: tensors of others are
+    ignored. ``cast`` allows other dtypes among floats and among integers. A CheckpointError lists
+    all that does not fit, after the line ``head``, which calls it by ``nouns``.
     """
     matching = _Matching(rules, tensors, arrays, cast, reverse)
     near = suggestions(len(tensors))
@@ -115,7 +102,7 @@ class _Matching:
             if self.reverse:
                 self._misfits.add(goal)
             self.shapes.append(f"{line} needs {placement.tensor_shape}")
-        elif not is_castable(there, here, _KINDS if self.cast else ()):
+        elif not is_castable(there, here, self.cast):
             self.dtypes.append(f"  {source}: {there}, {goal}: {here}")
 
     def incomplete(self, source: str) -> Iterator[str]:

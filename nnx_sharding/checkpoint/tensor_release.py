@@ -62,12 +62,7 @@ class Release:
 
 @contextlib.contextmanager
 def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Release]:
-    """Begins a release of so many files; at the end, what was not published is deleted.
-
-    Raises:
-      CheckpointError: the folder has a model, and ``overwrite`` is false.
-      FileExistsError: another process is writing to the folder.
-    """
+    """Begins a release of so many files; at the end, what was not published is deleted."""
     with Draft(folder / MODEL_FILE, _is_of_model, lambda draft: _sweep(folder, draft)) as draft:
         was = {name: identity(folder / name) for name in (INDEX_FILE, MODEL_FILE)}
         yield Release(folder, draft, _free_names(folder, count, overwrite=overwrite), was)

@@ -1,7 +1,7 @@
 """The rules that users write: where the tensors of a file belong in a model, and how.
 
-``Rules.targets`` goes from the name of a tensor to arrays, to load; ``names_of_array`` goes from an
-array to names of tensors, to save. The second needs patterns that are names with groups.
+``Rules.targets`` goes from the name of a tensor to arrays, to load; ``places_of_array`` goes from
+an array to tensors, to save. The second needs patterns that are names with groups.
 """
 
 from __future__ import annotations
@@ -147,15 +147,9 @@ class Tensor:
         return left, right
 
     def place(self, name: str, groups: Sequence[str], shape: Sequence[int]) -> Placement:
-        """Returns the place of a tensor in an array.
+        """Returns the place of a tensor in an array of this shape; a ValueError if it has none.
 
-        Args:
-          name: the name of the tensor.
-          groups: those of the pattern that matched it.
-          shape: that of the array.
-
-        Raises:
-          ValueError: the dimensions do not fit.
+        ``groups`` are those of the pattern that matched the name of the tensor.
         """
         left, right = self.sides(len(shape))
         if len(right) != len(shape):
@@ -287,13 +281,9 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
     return Rules(pairs)
 
 
-def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors that an array is written to, and their shapes.
-
-    Raises:
-      ValueError: there are none, or no name can be made.
-    """
-    names: dict[str, tuple[int, ...]] = {}
+def places_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placement]:
+    """Returns where the tensors that an array is written to are in it; a ValueError if none are."""
+    places: list[Placement] = []
     kept: list[Placement] = []  # the first of each rule
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
@@ -301,10 +291,10 @@ def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> dict[str, t
             # If the same array can be read from several names, the first is written.
             if placements and not any(placements[0].overlaps(other) for other in kept):
                 kept.append(placements[0])
-                names |= {each.name: each.tensor_shape for each in placements}
-    if not names:
+                places += placements
+    if not places:
         raise ValueError("no rule has this path")
-    return names
+    return places
 
 
 def _written(

@@ -163,22 +163,32 @@ class Operation:
         return verdict["value"]
 
     def wait_for(self, function: Callable[[], T]) -> T:
-        """Runs what may wait for another process; if that one fails, raises its error instead."""
+        """Runs what may wait for another process; if that one fails, raises its error instead.
+
+        Then the function still waits in its thread, and so may a program on the devices: nothing
+        can interrupt it, and the processes have to be started again.
+        """
         if not self._is_shared:
             return function()
         result = concurrent.futures.Future[T]()
+        has_64_bits = jax.config.jax_enable_x64  # in this thread, which `enable_x64` may have set
 
         def run() -> None:
             try:
-                result.set_result(function())
+                with jax.enable_x64(has_64_bits):
+                    result.set_result(function())
             except BaseException as error:
                 result.set_exception(error)
 
         # Not a pool: the interpreter would wait for its threads at the end.
-        threading.Thread(target=run, daemon=True).start()
+        context = contextvars.copy_context()  # so that operations within this one know it
+        threading.Thread(target=context.run, args=(run,), daemon=True).start()
         while True:
             done, _ = concurrent.futures.wait([result], _POLL / 1000)
             if done:
+                # Where another process has ended already, its error says more than that of JAX.
+                if isinstance(result.exception(), jax.errors.JaxRuntimeError):
+                    self._raise_errors_of_others()
                 return result.result()
             self._raise_errors_of_others()
 

@@ -163,8 +163,9 @@ def _is_placed(leaf: AnyArray, sharding: Sharding | Format) -> bool:
     return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
 
 
-def _is_keys(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+def is_keys(x: object) -> bool:
+    """Whether ``x`` is an array of PRNG keys, which may be abstract."""
+    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def _has_summands(summed: Any, other: object) -> bool:
@@ -178,7 +179,7 @@ def _has_summands(summed: Any, other: object) -> bool:
 def _put(steps: _Steps, alias: bool = True) -> None:
     """Copies arrays from device to device if they are misplaced or must not be shared."""
     for move, target in steps:
-        if not (alias or move.is_ours) and _is_placed(move.array, target) and _is_keys(move.array):
+        if not (alias or move.is_ours) and _is_placed(move.array, target) and is_keys(move.array):
             move.advance(copied(move.array))  # device_put refuses keys of several processes
     pending = [
         (move, target)
@@ -300,7 +301,7 @@ def _put_from_host(moves: Sequence[_Move]) -> None:
     """
     batch: list[tuple[_Move, np.ndarray[Any, Any]]] = []
     for move in moves:
-        if _is_keys(move.array):  # which have no form in NumPy
+        if is_keys(move.array):  # which have no form in NumPy
             words = _Move(jax.random.key_data(move.array), move.target)
             _put_from_host([words])
             impl = jax.random.key_impl(move.array)

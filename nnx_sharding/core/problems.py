@@ -21,6 +21,9 @@ def show(value: object) -> str:
     """Returns a value as text: its name or its repr, shortened and without addresses."""
     if isinstance(value, Mesh | AbstractMesh):
         return f"mesh {describe_mesh(value)}"
+    if isinstance(value, set | frozenset) and value:  # in an order that each process has
+        text = f"{{{', '.join(sorted(map(show, value)))}}}"
+        return shorten(text if type(value) is set else f"{type(value).__name__}({text})")
     try:
         name = getattr(value, "__qualname__", None) if callable(value) else None
         text = name if isinstance(name, str) else repr(value)

@@ -65,6 +65,10 @@ _MOST_PLANS = 64
 # The bytes of memory that a program may always take.
 _SMALL = 2**24
 
+# The bytes of old values that may be there next to the new ones. If they are released first, the
+# allocator of CPUs returns them to the system, and touching new pages takes as long as copying.
+_MOST_KEPT = 2**28
+
 
 @_compat.api_boundary
 def transfer(
@@ -87,7 +91,8 @@ def transfer(
     structures and shardings are passed again.
 
     An error leaves the target as it was. Once all programs are compiled, and what NumPy arrays
-    become is there, its old values are released, so that each device has the new ones only.
+    become is there, its old values are released if they have more than 256 MiB, so that each device
+    has the new ones only.
 
     All processes make the same call. As in ``place``, arrays go to devices of other processes only
     if both models are on the same devices.
@@ -152,7 +157,8 @@ def transfer(
     # All that a user's mistake can make fail comes before the target loses its values.
     built = [_built_on_host(step, given.leaves) for step in steps]
     with signals_deferred():
-        flat = _released(flat, steps)  # this function holds the old values no longer
+        if sum(x.nbytes for x in flat.leaves if isinstance(x, jax.Array)) > _MOST_KEPT:
+            flat = _released(flat, steps)  # this function holds the old values no longer
         return _run(steps, built, given.leaves, flat, donate)
 
 

@@ -23,12 +23,9 @@ from ..core.declared import abstract, is_committed
 from ..core.failures import call_with_explained_errors
 from ..core.outcome import Outcome
 from ..core.plan import Plan
-from ..core.problems import show
-from ..core.static_equality import Static
 from ..core.structure import LEAF, Child, Container, RefEntry, Structure, VariableEntry, parts_of
 from ..diagnostics.differences import differences, show_child
 from ..errors import message, raise_listed
-from ..specs.paths import accessor
 from ..transforms.lifted import Lifted
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, Tree, leaves_of, meshes_of, tree_from, tree_of
@@ -105,13 +102,8 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
     refs = {slot for slot, leaf in enumerate(leaves) if _compat.is_ref(leaf)}
     refs |= plan.structure.slots_of(RefEntry)
     lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]
-    raise_listed(
-        TypeError,
-        f"{plan.fun_name} cannot be exported with these arguments, whose identity a file cannot "
-        "keep:",
-        lines,
-        "Use Variables that hold arrays.",
-    )
+    head = f"{plan.fun_name} cannot be exported with these arguments, whose identity no file keeps:"
+    raise_listed(TypeError, head, lines, "Use Variables that hold arrays.")
 
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
@@ -188,13 +180,7 @@ def _manifest(
     result = tree_of(outcome.structure, source)
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
-    names = {
-        position: accessor(name, path)
-        for name, tree in (("result", result), *updates.items())
-        for path, kind, position in leaves_of(tree)
-        if kind == "output"
-    }
-    output_names = [names.get(i, f"output {i}") for i in range(len(outputs))]
+    output_names = [f"output {i}" for i in range(len(outputs))]
     info_of = functools.partial(ArrayInfo.of, meshes=meshes)
     return Manifest(
         function=plan.fun_name,
@@ -226,11 +212,5 @@ def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
 
 def _statics(plan: Plan) -> dict[str, str]:
     """Returns the text of each static argument, the same in each process."""
-    texts = {}
-    names = plan.signature.static_names
-    for name, child in sorted(zip(names, plan.structure.statics, strict=True)):
-        value = child.value if isinstance(child, Static) else None
-        texts[name] = show_child(plan.structure, child)
-        if isinstance(value, set | frozenset):  # whose order depends on the hashes of strings
-            texts[name] = f"{type(value).__name__}({{{', '.join(sorted(map(show, value)))}}})"
-    return texts
+    pairs = sorted(zip(plan.signature.static_names, plan.structure.statics, strict=True))
+    return {name: show_child(plan.structure, child) for name, child in pairs}

@@ -62,7 +62,6 @@ class Exported(Pictured):
     Attributes:
       manifest: how it is called, and what it was made with; its ``str`` is a table.
       jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
-
     """
 
     def __init__(self, manifest: Manifest, program: jax.export.Exported, data: bytes | None = None):
@@ -148,10 +147,8 @@ class Exported(Pictured):
         inputs, outputs = _shardings_on(mesh, self.jax_exported)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
         positions = sorted({leaf.position for argument in donated for leaf in argument.leaves})
-        options: dict[str, Any] = {"donate_argnums": positions}
-        if mesh is not None:
-            options |= {"in_shardings": inputs, "out_shardings": outputs}
-        return jax.jit(self.jax_exported.call, **options), inputs
+        options: Any = {"in_shardings": inputs, "out_shardings": outputs}
+        return jax.jit(self.jax_exported.call, donate_argnums=positions, **options), inputs
 
     def _pictures(self, width: int) -> Iterable[Any]:
         return self.manifest._pictures(width)
@@ -192,15 +189,14 @@ def load(path: str | os.PathLike[str]) -> Exported:
         manifest = Manifest.from_json(data)
     except ValueError as error:
         raise ExportError(f"{path} cannot be read: {error}") from None
+    version = manifest.calling_convention
     oldest = jax.export.minimum_supported_calling_convention_version
     newest = jax.export.maximum_supported_calling_convention_version
-    version = manifest.calling_convention
-    if not oldest <= version <= newest:
-        remedy = "a newer jax" if version > newest else "an older jax, or export it again"
+    if not oldest <= version <= newest:  # JAX itself reads it, and fails in a call
         raise ExportError(
             f"{path} has version {version} of the calling convention of jax.export; jax "
-            f"{jax.__version__} supports versions {oldest} to {newest}. Use {remedy}. It was "
-            f"written by {manifest.versions}."
+            f"{jax.__version__} supports versions {oldest} to {newest}. Use one of the releases "
+            f"that wrote it, or export it again: {manifest.versions}."
         )
     try:
         program = jax.export.deserialize(bytearray(content))
@@ -282,12 +278,8 @@ def _arguments(
             lines.append(f"  {name}: unknown{suggestion(name, names)}")
         bound[name] = value
     lines += [f"  {name}: missing" for name in names if name not in bound]
-    raise_listed(
-        TypeError,
-        f"{manifest.function} was exported with the arguments ({', '.join(names)}), and cannot be "
-        "called with these:",
-        lines,
-    )
+    head = f"{manifest.function} was exported with the arguments ({', '.join(names)}), and cannot "
+    raise_listed(TypeError, f"{head}be called with these:", lines)
     return bound
 
 
@@ -333,11 +325,8 @@ def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
         actual = ArrayInfo.of(name, leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf), None)
     except (AttributeError, TypeError):
         return f"{name}: a {type(leaf).__name__}, not {info}"
-    if (
-        actual.dtype == info.dtype
-        and len(actual.shape) == len(info.shape)
-        and all(map(_fits, actual.shape, info.shape))
-    ):
+    has_shape = len(actual.shape) == len(info.shape) and all(map(_fits, actual.shape, info.shape))
+    if has_shape and actual.dtype == info.dtype:
         return None
     is_wide = info.dtype in ("float64", "int64", "uint64", "complex128")
     needs_x64 = is_wide and not jax.config.jax_enable_x64

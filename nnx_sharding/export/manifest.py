@@ -39,7 +39,7 @@ class ArrayInfo:
     """One array that a program takes or returns.
 
     Attributes:
-      name: its path in Python syntax: ``model.up.kernel``.
+      name: of an input, its path in Python syntax: ``model.up.kernel``.
       shape: its shape; a symbolic size is a string, such as ``"batch"``.
       dtype: its dtype: ``"float32"``, ``"bfloat16"``, ``"key<fry>"``.
       mesh: the position of its mesh in ``Manifest.meshes``; None if the sharding is left open, or
