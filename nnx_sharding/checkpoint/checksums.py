@@ -50,7 +50,7 @@ def _sum(x: Value) -> jax.Array | np.uint32 | None:
             return _local(device_total)
     words = _words(np.atleast_1d(x), np)
     index = np.arange(words.size, dtype=np.uint32).reshape(words.shape)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # it is a sum modulo 2**32
         host_total: np.uint32 = np.sum(_mixed(words, index), dtype=np.uint32)
     return host_total
 
@@ -83,13 +83,13 @@ def _mixed(words: Any, index: Any) -> Any:  # np.ndarray or jax.Array, of uint32
 
 def _words(x: Any, numpy: ModuleType) -> Any:  # np.ndarray or jax.Array, as numpy says
     """Returns the bits of an array as 32-bit words; numbers of fewer bits are one word each."""
-    if x.dtype == np.bool_:
+    if x.dtype == np.bool_:  # of which JAX views no bits
         return x.astype(np.uint32)
-    if x.dtype.kind == "c":
+    if x.dtype.kind == "c":  # which JAX cannot view as words
         x = numpy.stack([x.real, x.imag], axis=-1)
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     if (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits < 8:
-        x = x.astype(np.float32 if is_float else np.int32)
+        x = x.astype(np.float32 if is_float else np.int32)  # elements that share a byte
     word = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
     if numpy is np:
         return np.ascontiguousarray(x).view(word).astype(np.uint32)

@@ -90,7 +90,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
             ModelHandler().save(new, args=ModelSave(tree))
         if operation.is_first:
             (new / "commit_success.txt").write_text("")  # by which Orbax knows complete ones
-            stored.opened("save", new)
+            stored.opened("save", new)  # only what can be read is published
             if draft is not None:
                 draft.publish(Path(new))
 
@@ -204,8 +204,8 @@ def _off_loop(function: Callable[[], T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return function()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(copy_context().run, function).result()
+    with ThreadPoolExecutor(1) as pool:  # a loop cannot run within a loop
+        return pool.submit(copy_context().run, function).result()  # which knows the operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _Written:
             self.operation.wait_for(lambda: [future.result(timeout) for future in self.futures])
             self.operation.agree()
             if self.operation.is_first:
-                _off_loop(self.finalize)
+                _off_loop(self.finalize)  # joins what all have written
 
 
 @contextlib.contextmanager

@@ -73,6 +73,7 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
 def digest(arrays: Iterable[NamedArray]) -> str:
     """Returns a short text that is the same for arrays of the same names, shapes and dtypes."""
     kinds = [(x.name, np.shape(x.leaf), str(getattr(x.leaf, "dtype", ""))) for x in arrays]
+    # Eight digits are enough: it finds mistakes, not attacks.
     return f"{len(kinds)} of digest {hashlib.sha256(repr(kinds).encode()).hexdigest()[:8]}"
 
 
@@ -100,7 +101,7 @@ def filled(flat: Flat, values: Iterable[tuple[NamedArray, Any]], caller: str) ->
     leaves, references = list(flat.leaves), []
     for array, value in values:
         if is_reference(array.leaf):
-            references.append((array.leaf, value))
+            references.append((array.leaf, value))  # what holds it keeps the reference
         else:
             leaves[array.slot] = value
     tree = rebuild(flat, leaves, caller)
@@ -111,6 +112,7 @@ def filled(flat: Flat, values: Iterable[tuple[NamedArray, Any]], caller: str) ->
 
 def present_sharding(leaf: Any) -> Sharding | None:
     """Returns the sharding of an array; None if it has none or is uncommitted."""
+    # JAX moves an uncommitted array where it is needed, so its device says nothing.
     if isinstance(leaf, jax.Array) and not is_reference(leaf) and not leaf.committed:
         return None
     present: Sharding | Format | None = sharding_of(leaf)

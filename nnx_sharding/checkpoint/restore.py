@@ -57,7 +57,7 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
     """Reads and checks everything, then fills the tree of a ``ModelRestore`` and returns it."""
     with Operation("restore", folder) as operation:
         flat = flatten(given.tree)
-        if not _compat.trace_is_clean():
+        if not _compat.trace_is_clean():  # values would become its constants
             raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
         arrays = names.selected("restore", names.named_arrays(flat), given.only, names.is_storable)
         shardings = _shardings(given, flat, arrays)
@@ -65,7 +65,7 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         finder = _Finder(stored, given.rename)
         targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
-        operation.agree(arrays=names.digest(arrays))
+        operation.agree(arrays=names.digest(arrays))  # before anything is read
         values = load(stored, _wanted(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
     return names.filled(flat, converted, "restore")  # now that no process has failed
@@ -90,6 +90,7 @@ def _shardings(
             None if isinstance(leaf, _ON_HOST) else declared[slot] or names.present_sharding(leaf)
         )
         if isinstance(target, NamedSharding):
+            # A mesh without shardings replaces that of the model, whose specs stay.
             onto = target.mesh if sharding is not None or mesh is None else mesh
             fit = fit_sharding(target.spec, onto, leaf.shape)
             if isinstance(onto, AbstractMesh):
@@ -137,7 +138,7 @@ class _Finder:
             rule = next((rule for rule in rename if re.search(rule, path)), None)
             if rule is None:
                 self._names[name] = name
-                self._names.setdefault(entry.plain_name, name)
+                self._names.setdefault(entry.plain_name, name)  # as in `nnx.to_pure_dict`
             else:
                 used.add(rule)
                 path = re.sub(rule, rename[rule], path, count=1)
@@ -184,7 +185,7 @@ class _Finder:
     def _find_stack(self, name: Name, leaf: Any, levels: int) -> _Source | None:
         """Finds the stack, in the checkpoint, of which an array of the model is one layer."""
         digits = [i for i, key in enumerate(name) if key.isdecimal()]
-        for count in range(1, len(digits) + 1):
+        for count in range(1, len(digits) + 1):  # in nested stacks, several keys are indices
             for places in itertools.combinations(digits, count):
                 stack = tuple(_LAYERS if i in places else key for i, key in enumerate(name))
                 if stack in self._names:
@@ -331,7 +332,7 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
         for piece in target.source.pieces:
             uses[piece.name] -= 1
             if not uses[piece.name]:
-                del values[piece.name]
+                del values[piece.name]  # before the next one needs memory
     head = "restore: cast=True would wrap these integers (range in the checkpoint, dtype in the "
     remedy = "Use a larger dtype in the model."
     raise_listed(CheckpointError, f"{head}model):", sorted(wrapping), remedy)
@@ -353,7 +354,7 @@ def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
     return place_arrays([built], [without_reductions(target.sharding)])[0]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)  # the programs of a model, which has few shardings
 def _program(
     sharding: Sharding | None,
     stacked: tuple[int, ...] = (),

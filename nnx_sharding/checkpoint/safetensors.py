@@ -111,6 +111,7 @@ def load_safetensors(
     """
     flat = flatten(model)
     everything = names.named_arrays(flat)
+    # A process that has all shards waits for nobody, and may load something else.
     is_alone = not any(names.is_global(array.leaf) for array in everything)
     with Operation(_LOAD, os.fspath(path), alone=is_alone) as operation:
         arrays = _weights(_LOAD, everything, only)
@@ -386,7 +387,7 @@ def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> list[list[s
     for name, tensor in tensors.items():
         size = array_bytes(tensor.shape, tensor.dtype)
         if groups[-1] and total + size > max_shard_size:
-            groups.append([])
+            groups.append([])  # a tensor is in one file
             total = 0
         groups[-1].append(name)
         total += size
@@ -400,8 +401,9 @@ def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)
         return
+    # Of unreduced arrays, a file has the sums.
     summed: jax.Array = place_arrays([value], [without_reductions(value.sharding)])[0]
     for shard in summed.addressable_shards:
-        if shard.replica_id == 0:
+        if shard.replica_id == 0:  # of all copies, one is written
             bounds = zip(shard.index, summed.shape, strict=True)
             yield [index.indices(size)[:2] for index, size in bounds], np.asarray(shard.data)

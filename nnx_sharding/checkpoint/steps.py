@@ -113,7 +113,7 @@ class Checkpoints:
         with self._operation("save") as operation:
             operation.agree(step=str(step), directory=str(self.manager.directory))
             self.manager.wait_until_finished()  # as `manager.save` does
-            self.manager.reload()
+            self.manager.reload()  # other jobs may have saved steps
             newest = operation.agree(self.manager.latest_step())
             if newest != latest:
                 self._check_is_next(step, newest, " Another job has saved it since this started.")
@@ -254,7 +254,7 @@ class Checkpoints:
         before = None
         if data is not None:
             content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
-            before = data.get_state()
+            before = data.get_state()  # to go back to, if reading fails
             try:
                 state = content if isinstance(before, bytes) else json.loads(content)
             except ValueError as error:

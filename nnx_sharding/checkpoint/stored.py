@@ -132,7 +132,7 @@ class Stored(NamedTuple):
 def opened(caller: str, folder: FilePath) -> Stored:
     """Opens a checkpoint; the errors are those of :func:`contents`."""
     try:
-        before = version_of(folder)
+        before = version_of(folder)  # before anything of it is read
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
         return Stored(folder, before, metadata.tree, _entries(metadata))
     except CheckpointError as error:
@@ -144,6 +144,7 @@ def opened(caller: str, folder: FilePath) -> Stored:
 def as_folder(path: str | os.PathLike[str]) -> FilePath:
     """Returns a path as Orbax takes it: absolute, here or in a bucket, and what a link names."""
     text = os.fspath(path)
+    # Resolved, so that what is replaced later is the folder and not a link to it.
     return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 
 
@@ -198,7 +199,7 @@ def is_of_orbax(path: str) -> bool:
 def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
     """Finds the folder with the arrays: the given one, or the item of a step in it."""
     folder = as_folder(path)
-    if _UNFINISHED in folder.name:
+    if _UNFINISHED in folder.name:  # Orbax renames complete ones
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
     if not folder.exists():
         begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*")) or (
@@ -237,7 +238,7 @@ def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -
 
 def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it does not export
     """Returns the arrays of a checkpoint by name, in their order in Orbax's tree."""
-    manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})
+    manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})  # Orbax alone writes none
     if (version := manifest.get("version", _VERSION)) != _VERSION:
         raise CheckpointError(
             f"its manifest has version {version}; this release of nnx_sharding reads {_VERSION}."

@@ -122,6 +122,7 @@ def read_index(folder: FilePath) -> dict[str, str]:
     located = unique_json((folder / INDEX_FILE).read_bytes())["weight_map"]
     if type(located) is not dict:
         raise TypeError(f"weight_map is a {type(located).__name__}")
+    # Names only: a path could lead out of the folder.
     if outside := [name for name in located.values() if Path(name).name != name]:
         raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
     return located
@@ -148,7 +149,7 @@ def read_header(caller: str, path: FilePath, file: BinaryIO) -> dict[str, Stored
     try:
         start = 8 + int.from_bytes(file.read(8), "little")
         end = file.seek(0, os.SEEK_END)
-        if not 8 < start <= end:
+        if not 8 < start <= end:  # before memory is allocated for it
             raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
         file.seek(8)
         return _tensors(file, unique_json(file.read(start - 8)), start, end)
@@ -178,7 +179,7 @@ def _tensors(
         ranges.append((first, last, name))
         tensors[name] = StoredTensor(file, start + first, shape, dtype)
     begin = 0
-    for first, last, name in sorted(ranges):
+    for first, last, name in sorted(ranges):  # nothing may hide between tensors
         if first != begin:
             raise ValueError(f"{name} begins at byte {first}, not at {begin}")
         begin = last
@@ -200,7 +201,7 @@ def create(path: FilePath, tensors: Mapping[str, HasShape]) -> None:
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.truncate(8 + len(text) + end)  # which all processes can fill
 
 
 class Box(NamedTuple):
@@ -271,7 +272,7 @@ def read_box(
     for begin in begins:
         file.seek(tensor.offset + begin * size)
         end = done + run * size
-        while done < end:
+        while done < end:  # a read may return less than it should
             if not (count := _read_into(file, memory[done:end])):
                 raise CheckpointError(f"{file.name} became shorter while it was read.")
             done += count

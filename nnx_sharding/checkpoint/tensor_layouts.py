@@ -209,7 +209,7 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
         faults[f"several {noun}s"] = count > 1
     texts = []
     for what, cells_at_fault in faults.items():
-        for index in np.argwhere(cells_at_fault)[:1]:
+        for index in np.argwhere(cells_at_fault)[:1]:  # one place is enough for a message
             bounds = (f"{each[i]}:{each[i + 1]}" for each, i in zip(edges, index, strict=True))
             texts.append(f": {what} for [{', '.join(bounds)}]")
     return texts

@@ -79,7 +79,7 @@ def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
         listed = ", ".join(sorted(present))
         raise CheckpointError(f"{_CALLER}: {folder} has {listed}; overwrite=True replaces it.")
     if taken and count > 1:
-        version = secrets.token_hex(4)
+        version = secrets.token_hex(4)  # readers of the old index find the old files
         names = [name.replace("model-", f"model-{version}-", 1) for name in names]
     return names
 
@@ -104,7 +104,7 @@ def _sweep(folder: Path, draft: Path) -> None:
         return
     current = _model_files(folder)
     if INDEX_FILE in current:
-        current.discard(MODEL_FILE)
+        current.discard(MODEL_FILE)  # readers take the index first
     for name in os.listdir(draft):
         in_folder = folder / name
         if name not in current and in_folder.exists() and in_folder.samefile(draft / name):

@@ -82,7 +82,7 @@ class Tensor:
             raise ValueError(f"Tensor({path!r}, {dimensions!r}): {reason}.")
 
     def __hash__(self) -> int:
-        return hash((self.path, self.dimensions))
+        return hash((self.path, self.dimensions))  # all else is in dicts
 
     def _faults(self) -> Iterator[str]:
         """Says what is wrong; anything after the first of these may not make sense."""
@@ -93,6 +93,7 @@ class Tensor:
             return
         sides = self.dimensions.split("->")
         one = rf"(?:{_NAME}|{_INDEX})"
+        # Names, indices such as {0}, and names in parentheses.
         form = rf"\s*(?:(?:{one}|\((?:\s*{_NAME})+\s*\))\s*)*"
         if len(sides) != 2 or not all(re.fullmatch(form, side) for side in sides):
             yield "expected dimensions such as '(h d) e -> e h d'"
@@ -101,6 +102,7 @@ class Tensor:
             yield "an axis is named twice on one side"
         if re.search(_INDEX, sides[0]):
             yield "an index such as {0} belongs to the dimensions of the array, after '->'"
+        # Axes that only one side has: the other one is at an index of them.
         of_tensor = {name for name in left if isinstance(take.get(name), int)}
         of_array = {n for n in right if isinstance(put.get(n), int) or n.startswith("{")}
         if different := (set(left) - of_tensor) ^ (set(right) - of_array):
@@ -271,7 +273,7 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
             pattern = re.compile(text)
             for tensor in tensors:
                 for words in tensor.path, tensor.dimensions or "":
-                    words.format(*[""] * pattern.groups)
+                    words.format(*[""] * pattern.groups)  # only to see that it has these groups
         except (re.error, IndexError, KeyError, ValueError) as error:
             wrong.append(f"  {text!r}: {error}")
             continue

@@ -86,7 +86,7 @@ def export(
         lower = jax.export.export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
         )
-        with _compat.no_source_locations(), fun._tracing(flat):
+        with _compat.no_source_locations(), fun._tracing(flat):  # equal functions make equal files
             lowered = call_with_explained_errors(plan, types, lower)
         count = lowered.out_tree.num_leaves
         *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))

@@ -68,6 +68,7 @@ class Exported(Pictured):
         self.manifest = manifest
         self.jax_exported = program
         self._data = data  # the program as it was read; JAX would write other bytes
+        # By mesh; None for programs of one device.
         self._compiled: dict[Mesh | None, tuple[Callable[..., Any], Shardings]] = {}
 
     @property
@@ -236,7 +237,7 @@ def _bind(
         for path, array in _arrays(arguments[argument.name]):
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
-                leaf = argument.by_path.get(path_string(path))
+                leaf = argument.by_path.get(path_string(path))  # keys like "up/kernel"
                 is_flat |= leaf is not None
             if leaf is None:
                 name = accessor(argument.name, path)
@@ -364,6 +365,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
             "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
             "it again for this one."
         )
+    # Types of axes are part of the program; those of the context need not be the same.
     return mesh if like is None else Mesh(mesh.devices, like.axis_names, axis_types=like.axis_types)
 
 

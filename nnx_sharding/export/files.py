@@ -30,7 +30,7 @@ def write(path: str | os.PathLike[str], manifest: str, program: bytes) -> None:
             info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             info.create_system, info.external_attr = 3, 0o644 << 16
             archive.writestr(info, data)
-        archive.comment = b"0" * _DIGEST
+        archive.comment = b"0" * _DIGEST  # room for the digest
     sealed = buffer.getvalue()[:-_DIGEST]
     write_file(Path(path), sealed + _digest(sealed), check=read)
 

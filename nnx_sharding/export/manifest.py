@@ -118,7 +118,7 @@ class Argument:
         by_path: dict[tuple[str, ...] | str, LeafInfo] = {}
         for leaf in self.leaves:
             by_path[tuple(map(str, leaf.path))] = leaf
-            if counts[path_string(leaf.path)] == 1:
+            if counts[path_string(leaf.path)] == 1:  # keys may contain slashes
                 by_path[path_string(leaf.path)] = leaf
         return by_path
 
@@ -269,7 +269,7 @@ def check_tree(tree: Tree, counts: Mapping[str, int]) -> None:
         raise ValueError(f"expected an array or a container, got {tree!r:.100}")
     [(kind, content)] = tree.items()
     if kind in counts:
-        if type(content) is not int or not 0 <= content < counts[kind]:
+        if type(content) is not int or not 0 <= content < counts[kind]:  # True is an int, too
             raise ValueError(f"there is no {kind} {content!r:.100}")
         return
     if kind not in {*_KINDS.values(), "object"} or not isinstance(content, list):
