@@ -40,16 +40,26 @@ class CheckpointProcessesTest(absltest.TestCase):
     @pytest.mark.gate
     def test_one_process_and_two(self):
         """At the end one is killed while it trains; two others resume the run, and one."""
-        complete, killed = self.folder / "complete", self.folder / "killed"
+        killed = self.folder / "killed"
         self.exchange(2, killed, code=128 + signal.SIGKILL)
+        self.resume(killed, "Auto")
+
+    def test_killed_on_explicit_axes(self):
+        """The rows of :meth:`test_one_process_and_two` that train, on Explicit axes."""
+        killed = self.folder / "killed"
+        self.launch(2, "kill", killed, "Explicit", code=128 + signal.SIGKILL)
+        self.resume(killed, "Explicit")
+
+    def resume(self, killed, kind):
+        """Two processes, and one, go on as if no process had been killed."""
         self.assertRegex(self.err, r"process 1 failed with signal 9 \(SIGKILL\), after ")
         shutil.copytree(killed, self.folder / "copy")
-        out = self.launch(2, "train", complete, killed)
+        out = self.launch(2, "train", self.folder / "complete", kind, killed)
         (first, want), (start, losses) = map(json.loads, re.findall(r"^\[0\] (\[.*\])$", out, re.M))
         self.assertEqual((first, len(set(want))), (0, checkpoint.STEPS))
         self.assertIn(start, (3, 4))
         self.assertEqual(losses, want[start:])
-        start, losses = checkpoint.train(self.folder / "copy", is_another_number=True)
+        start, losses = checkpoint.train(self.folder / "copy", kind, is_another_number=True)
         self.assertIn(start, (3, 4))
         np.testing.assert_allclose(losses, want[start:], rtol=1e-5)
 

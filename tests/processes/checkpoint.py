@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
 from nnx_sharding.errors import CheckpointError
-from nnx_sharding.partition import abstract_init, sharded_init
+from nnx_sharding.partition import abstract_init, fsdp, sharded_init
 from nnx_sharding.training import fetched, offload
 
 KERNEL = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)  # 128 KiB
@@ -28,9 +28,9 @@ RULES = StateSharding({nnx.PathContains("kernel"): P("data", "model"), ...: P()}
 STEPS = 6
 
 
-def mesh_of(shape):
+def mesh_of(shape, kind="Auto"):
     names = ("data", "model")
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh(shape, names, axis_types=(AxisType[kind],) * 2)
 
 
 class Model(nnx.Module):
@@ -134,7 +134,6 @@ def make():
     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
 
-@jit
 def train_step(model, optimizer, x):
     def loss(model):
         return jnp.mean((model(x) - x[:, :8]) ** 2)
@@ -158,16 +157,23 @@ class Data:
         self.state = state
 
 
-def train(folder, killed_at=None, is_another_number=False):
+def train(folder, kind="Auto", killed_at=None, is_another_number=False):
     """The step at which training begins, and the losses; the optimizer's state is offloaded.
 
     Another number of processes than in the run before has no data state.
     """
-    mesh = mesh_of((2, 4))
+    mesh = mesh_of((2, 4), kind)
+    put = NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh), Checkpoints(folder) as checkpoints:
-        optimizer = nnx.eval_shape(make)[1]
-        rules = offload(RULES, optimizer, nnx.optimizer.OptState, mesh=mesh)
-        model, optimizer = sharded_init(make, rules, mesh)
+        model, optimizer = nnx.eval_shape(make)
+        rules, step_fn = RULES, jit(train_step)
+        if kind == "Explicit":  # where JAX does not say how to multiply what RULES shards
+            rules = fsdp(model, mesh=mesh, optimizer=optimizer, min_size=0)
+        offloaded = offload(rules, optimizer, nnx.optimizer.OptState, mesh=mesh)
+        if kind == "Explicit":
+            options = {"in_shardings": (rules, offloaded, put)}
+            step_fn = jit(train_step, **options, out_shardings=NamedSharding(mesh, P()))
+        model, optimizer = sharded_init(make, offloaded, mesh)
         data = Data()
         start = checkpoints.resume((model, optimizer), data=None if is_another_number else data)
         start = start or 0
@@ -176,9 +182,8 @@ def train(folder, killed_at=None, is_another_number=False):
         losses = []
         for step in range(start + 1, STEPS + 1):
             batch = np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
-            put = NamedSharding(mesh, P("data"))
             x = jax.make_array_from_callback(batch.shape, put, lambda index: batch[index])
-            losses.append(float(train_step(model, optimizer, x)))
+            losses.append(float(step_fn(model, optimizer, x)))
             data.set_state(data.state | {"step": step})
             checkpoints.save(step, (model, optimizer), data=data)
             if step == killed_at and jax.process_index() == 1:
@@ -200,15 +205,18 @@ def show(found):
 
 
 if __name__ == "__main__":
-    what, where = sys.argv[1], Path(sys.argv[2])
+    what, where, *more = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     if what == "exchange":
         written = where / str(jax.process_count())
         write(written)
         read(where / "1")
         read(written)
         refuse(where / "damaged")
-        for folder in sys.argv[3:]:
+        for folder in more:
             train(Path(folder), killed_at=4)
+    if what == "kill":
+        train(where, *more, killed_at=4)
     if what == "train":
-        for folder in where, *sys.argv[3:]:
-            show(train(folder))
+        kind, *others = more
+        for folder in where, *others:
+            show(train(folder, kind))
