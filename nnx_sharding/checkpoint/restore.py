@@ -86,9 +86,8 @@ def _shardings(
     problems = []
     for array in arrays:
         slot, leaf = array.slot, array.leaf
-        target = (
-            None if isinstance(leaf, _ON_HOST) else declared[slot] or names.present_sharding(leaf)
-        )
+        target = declared[slot] or names.present_sharding(leaf)
+        target = None if isinstance(leaf, _ON_HOST) else target
         if isinstance(target, NamedSharding):
             # A mesh without shardings replaces that of the model, whose specs stay.
             onto = target.mesh if sharding is not None or mesh is None else mesh

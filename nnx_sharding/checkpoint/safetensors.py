@@ -157,9 +157,8 @@ def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[s
         return getattr(getattr(leaf, "dtype", None), "name", None) in NAMES
 
     what, remedy = "arrays of a dtype that safetensors supports", "Leave them out by only=..."
-    arrays = {
-        x.path: x for x in names.selected(caller, everything, only, is_supported, what, remedy)
-    }
+    found = names.selected(caller, everything, only, is_supported, what, remedy)
+    arrays = {array.path: array for array in found}
     if not arrays:
         raise ValueError(f"{caller}: the model has no arrays.")
     meshes = {p: getattr(sharding_of(x.leaf), "mesh", None) for p, x in arrays.items()}
@@ -342,12 +341,17 @@ def _write_file(
     with path.open("r+b", buffering=0) as file:
         stored = tensor_files.read_header(_SAVE, path, file)
         for name, tensor in tensors.items():
-            for placement, value in tensor.parts:
-                for bounds, data in _shards(value):
-                    for box, values in _boxes(placement, bounds, data):
-                        tensor_files.write_box(stored[name], box, values)
+            _write(stored[name], tensor.parts)
             advance(name)
         os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
+
+
+def _write(tensor: StoredTensor, parts: Sequence[tuple[Placement, Array]]) -> None:
+    """Writes the parts of a tensor that this process holds."""
+    for placement, value in parts:
+        for bounds, data in _shards(value):
+            for box, values in _boxes(placement, bounds, data):
+                tensor_files.write_box(tensor, box, values)
 
 
 class NewTensor(NamedTuple):
