@@ -22,7 +22,9 @@ from zoo import WIDTH, Causal, Tied, assert_trains_alike, batch_of, cross_entrop
 # The loss is outside of the model, so what that returns is gathered on Explicit axes.
 pytestmark = pytest.mark.filterwarnings("ignore:.*operations outside of modules")
 LENGTH = 24
-WITH_ROPE = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
+FUNCTIONS = {"plain": nnx.dot_product_attention}
+if hasattr(nnx, "dot_product_attention_with_rope"):  # not in the oldest Flax
+    FUNCTIONS["rope"] = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
 BATCH = functools.partial(batch_of, cross_entropy, 4, LENGTH)
 
 
@@ -39,7 +41,7 @@ def model_of(function=nnx.dot_product_attention, blocks="stack"):
 
 
 DIMENSIONS = {
-    "function": {"plain": nnx.dot_product_attention, "rope": WITH_ROPE},
+    "function": FUNCTIONS,
     "blocks": ("list", "stack", "remat"),
     "kind": ("Auto", "Explicit", "mixed"),
     "base": ("", "fsdp", "tensor", "sequence", "tensor and fsdp", "pipeline"),
