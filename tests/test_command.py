@@ -147,6 +147,45 @@ PLAN = textwrap.dedent("""\
     """)
 
 
+# `wrong` divides by the largest element of a shard, instead of that of the batch.
+SAME = """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import PartitionSpec as P
+    from nnx_sharding import jit
+
+
+    class MLP(nnx.Module):
+        def __init__(self, width, wrong, rngs):
+            self.linear = nnx.Linear(width, width, rngs=rngs)
+            self.wrong = wrong
+
+        def __call__(self, x):
+            return self.scaled(self.linear(x))
+
+        def scaled(self, x):
+            if not self.wrong:
+                return x
+            scale = lambda x: x / jnp.abs(x).max(0)
+            return jax.shard_map(scale, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+    def forward(model, x):
+        return model(x).sum()
+
+
+    def right(mesh, config={"width": 64}, wrong=False):
+        x = jax.random.normal(jax.random.key(1), (64, config["width"]))
+        step = jit(forward, in_shardings=(None, P("data")), mesh=mesh)
+        return step, MLP(config["width"], wrong, nnx.Rngs(0)), x
+
+
+    def wrong(mesh):
+        return right(mesh, {"width": 8}, wrong=True)
+"""
+
+
 class CommandTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -472,3 +511,26 @@ class CommandTest(parameterized.TestCase):
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert ProgramReport.from_json(done.stdout).num_devices == 64
+
+    @pytest.mark.slow
+    @pytest.mark.gate
+    def test_same(self):
+        """Compares a smaller step, in a process of its own, and names the first wrong module."""
+        program = Path(self.folder, "same_steps.py")
+        program.write_text(textwrap.dedent(SAME))
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        environment["PYTHONPATH"] = str(ROOT)
+        results = {}
+        for name in ("right", "wrong"):
+            words = ["same", f"{program}:{name}", "--mesh", "data=4", "--axis-types", "auto"]
+            results[name] = subprocess.run(
+                [sys.executable, "-m", "nnx_sharding", *words],
+                cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+        right, wrong = results["right"], results["wrong"]
+        assert (right.returncode, wrong.returncode) == (0, 1), (right.stderr, wrong.stderr)
+        assert "shrunk: width 64 → " in right.stdout
+        assert "the same numbers on 4 devices" in right.stdout
+        text = wrong.stdout + wrong.stderr
+        assert "model.scaled (MLP) is the first module whose output differs" in text
+        assert "Traceback" not in text

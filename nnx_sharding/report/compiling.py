@@ -87,8 +87,7 @@ def compile_all(
     reports: dict[str, ProgramReport | Failure] = {}
     seconds: dict[str, float] = {}
     started: dict[str, str] = {}  # names by the digest of the program
-    counted, again = set[str](), 0  # what has taken one of ``most``; failures for a known reason
-    failed = set[str]()
+    slots = _Slots(most)
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
     total = len(programs) if most is None else most
@@ -98,7 +97,7 @@ def compile_all(
     ):
         while (left := end - time.monotonic()) > 0:
             name = None
-            if workers.is_free and (most is None or len(counted) < most):
+            if workers.is_free and slots.is_free:
                 name = pick(reports) if pick else next(iter(programs), None)
             if name is not None:
                 lowered_in, program = _timed(partial(attempt, programs.pop(name)))
@@ -108,7 +107,7 @@ def compile_all(
                     ruled_out[name] = f"compiles to the program of {same}"
                     continue
                 if not isinstance(program, Failure):
-                    counted.add(name)
+                    slots.taken.add(name)
                 workers.start(name, program, lowered_in)
                 continue
             if not workers.running:
@@ -116,23 +115,48 @@ def compile_all(
             for name, report, duration in workers.finished(left):
                 if hardware is not None and isinstance(report, ProgramReport):
                     report = report.with_roofline(hardware)
-                if isinstance(report, Failure) and again < (most or 0):
-                    # What fails as another did says nothing new, so that a further one may be
-                    # compiled in its place; but not without end.
-                    reason = _NUMBER.sub("#", report.error)
-                    again += reason in failed and name in counted
-                    counted -= {name} if reason in failed else set()
-                    failed.add(reason)
+                if isinstance(report, Failure):
+                    slots.note_failure(name, report)
                 reports[name], seconds[name] = report, round(duration, 3)
                 advance(name)
     in_order = {name: reports[name] for name in started.values() if name in reports}
-    late = [] if reports else [*started.values(), *programs]
+    late = () if reports else (*started.values(), *programs)
     why_not = dict.fromkeys(late, "not compiled within the time limit")
-    comparison = Comparison(in_order, None, seconds, why_not)
-    return comparison.judged(memory_limit=memory_limit, hardware=hardware)
+    return Comparison(in_order, None, seconds, why_not).judged(
+        memory_limit=memory_limit, hardware=hardware
+    )
 
 
 _NUMBER = re.compile(r"\d+")
+
+
+class _Slots:
+    """The ``most`` programs that may be compiled.
+
+    A program that fails as another one did says nothing new, so a further one may be compiled in
+    its place; but no more than ``most``, so that it ends if all fail.
+    """
+
+    def __init__(self, most: int | None):
+        self.taken: set[str] = set()  # by the names of programs
+        self._most, self._num_returned = most, 0
+        self._reasons: set[str] = set()  # why programs failed, without numbers
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another program may be compiled."""
+        return self._most is None or len(self.taken) < self._most
+
+    def note_failure(self, name: str, failure: Failure) -> None:
+        """Returns the slot of a program that failed for a known reason."""
+        if self._most is None or self._num_returned >= self._most:
+            return
+        reason = _NUMBER.sub("#", failure.error)
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+        elif name in self.taken:
+            self.taken.remove(name)
+            self._num_returned += 1
 
 
 class _Workers:

@@ -68,9 +68,8 @@ def assert_same(
     first one whose gradient does.
 
     Arrays may differ by the rounding error of their type and of the longest sum in the step, and by
-    what such errors in every input and module change on one device. In a ``shard_map``, where each
-    device draws its own random numbers, ``nnx.Dropout`` returns its input, and it is an error if it
-    drops the same elements of different shards.
+    what such errors in inputs and modules change on one device. In a ``shard_map``, ``nnx.Dropout``
+    returns its input, and it is an error if it drops the same elements of different shards.
 
     Args:
       step: a function that is not jitted, such as a training step, or the call of a model. It takes
@@ -113,10 +112,7 @@ def assert_same(
             devices, assert_same, step, *args, shardings=shardings, mesh=mesh, **options
         )
         return
-    if not isinstance(mesh, Mesh):
-        types = mesh.axis_types if isinstance(mesh, AbstractMesh) else None
-        sizes = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
-        mesh = make_mesh(dict(sizes), types)
+    mesh = _with_devices(mesh)
     device = np.array(mesh.devices.flat[:1]).reshape([1] * mesh.devices.ndim)
     device_mesh = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
     options["in_shardings"] = shardings
@@ -154,6 +150,15 @@ def assert_same(
             if lines := comparison.shared_masks() or comparison.differences():
                 head = f"{place} is not the same on {mesh.size} devices:"
                 raise AssertionError(message(head, lines))
+
+
+def _with_devices(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
+    """Makes a mesh of the devices at hand, if it has none."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return make_mesh(dict(mesh.shape), mesh.axis_types)
+    return make_mesh(dict(mesh))
 
 
 def _sized(
