@@ -124,6 +124,7 @@ class Structure:
     shares: bool = dataclasses.field(default=True, init=False, compare=False)
     _hash: int | None = dataclasses.field(default=None, init=False, compare=False)
     _unique: tuple[Static, ...] | None = dataclasses.field(default=None, init=False, compare=False)
+    _found: tuple[Location, ...] | None = dataclasses.field(default=None, init=False, compare=False)
 
     @property
     def num_leaves(self) -> int:
@@ -133,9 +134,7 @@ class Structure:
     def slots_of(self, kind: type) -> frozenset[int]:
         """Returns the slots of the arrays that belong to entries of one kind."""
         pairs = zip(self.entries, self.slots, strict=True)
-        return frozenset(
-            slot for entry, slots in pairs if isinstance(entry, kind) for slot in slots
-        )
+        return frozenset(chain(*(slots for entry, slots in pairs if isinstance(entry, kind))))
 
     def static_indices(self) -> list[int]:
         """Returns the indices of static objects."""
@@ -187,12 +186,8 @@ class Structure:
                     variable, parts = child, [((), entry.value)]
                 elif isinstance(entry, (VariableEntry, RefEntry)):
                     yield Location(path, child, self.slots[child])
-            below = [
-                (path + key, part, slots, variable)
-                for key, part in parts
-                if not isinstance(part, Static)
-            ]
-            stack += reversed(below)
+            below = [(key, part) for key, part in parts if not isinstance(part, Static)]
+            stack += [(path + key, part, slots, variable) for key, part in reversed(below)]
 
     def paths(self) -> tuple[Path, ...]:
         """Returns the path to each array, by slot: the first one from the root to the Variable."""
@@ -343,3 +338,10 @@ def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
     if isinstance(x, NodeEntry):
         return {(key,): child for key, child in zip(x.keys, x.children, strict=True)}
     return {}
+
+
+def locations_in(structure: Structure) -> tuple[Location, ...]:
+    """Returns all places of arrays in a structure, in the order of `Structure.walk`."""
+    if structure._found is None:  # kept, since `merge` asks at each call
+        structure._found = (*structure.walk(structure.root, iter(structure.root_slots)),)
+    return structure._found

@@ -16,7 +16,14 @@ from flax import nnx
 from .. import _compat
 from ..core.flatten import flatten
 from ..core.rebuild import node_changes, rebuild, update_operations
-from ..core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
+from ..core.structure import (
+    Container,
+    NodeEntry,
+    Structure,
+    VariableEntry,
+    locations_in,
+    parts_of,
+)
 from ..core.unflatten import perform, pytree_of, unflatten, value_at
 from ..errors import by_kind, raise_listed
 from ..specs.filters import subject_text, to_predicate
@@ -63,7 +70,7 @@ def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
     flat = flatten(graph)
     groups: list[dict[Path, Any]] = [{} for _ in predicates]
     unmatched = []
-    for location in _locations(flat.structure):
+    for location in locations_in(flat.structure):
         value = value_at(flat.structure, location, flat.leaves)
         subject = value if location.entry is None else flat.objects[location.entry]
         # An array goes to the group of the first filter that matches.
@@ -179,11 +186,6 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     return pairs
 
 
-def _locations(structure: Structure) -> Iterator[Location]:
-    """Yields all places of arrays in a structure."""
-    return structure.walk(structure.root, iter(structure.root_slots))
-
-
 _ARRAYS = (_compat.ArrayImpl, jax.core.Tracer, jax.ShapeDtypeStruct)
 
 
@@ -194,7 +196,7 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
       ValueError: there are other arrays than the structure has.
     """
     leaves: list[Any] = [None] * structure.num_leaves
-    locations = {location.path: location for location in _locations(structure)}
+    locations = {location.path: location for location in locations_in(structure)}
     values = {path: part for group in groups for path, part in _values(group, locations)}
     missing: list[str] = []
     different: list[str] = []
