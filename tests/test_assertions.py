@@ -282,6 +282,11 @@ def test_assert_peak_below():
 def test_assert_sharded():
     testing.assert_sharded(MODEL, sharding=replicated(MODEL), mesh=MESH)
 
+def test_assert_unchanged(tmp_path):
+    testing.assert_unchanged(COMPILED, tmp_path / "step.lock", update=True)
+    changed = LOOP.lower(LAYERS, jnp.ones((8, 64))).compile()
+    testing.assert_unchanged(changed, tmp_path / "step.lock")
+
 def test_unknown_axis():
     testing.assert_no_collective(COMPILED, axes="modle")
 """

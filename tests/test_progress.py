@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,8 @@ def test_notebooks_need_ipywidgets(name, open_terminal, monkeypatch):
     """Without them, rich prints a warning in place of the bar."""
     terminal = open_terminal()
     monkeypatch.setattr(terminal, "isatty", lambda: name is None)
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    shell = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=shell))
     monkeypatch.setattr(progress.importlib.util, "find_spec", {"ipywidgets": name}.get)
     assert progress._is_shown() is (name is not None)
 

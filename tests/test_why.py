@@ -224,6 +224,7 @@ def test_inferred_activations():
     assert compiled(None, whole).activations()[0].spec in (None, P("data", None))
 
 
+@pytest.mark.usefixtures("uncached")  # a program from the cache brings no remarks
 def test_remarks_of_the_compiler_in_the_users_names(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
     file = tmp_path / "moved_for_why.py"

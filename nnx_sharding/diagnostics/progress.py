@@ -59,7 +59,14 @@ def _is_shown() -> bool:
     """Whether stderr is shown to a user who wants to see progress."""
     if os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0:
         return False
-    if "ipykernel" in sys.modules:  # no terminal; rich draws by ipywidgets, and warns without
+    if _is_notebook():  # no terminal; rich draws by ipywidgets, and warns without
         return importlib.util.find_spec("ipywidgets") is not None
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return is_terminal and os.environ.get("TERM") not in _WITHOUT_CURSOR
+
+
+def _is_notebook() -> bool:
+    """Whether the program runs in a kernel. A program that starts kernels only imports theirs."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return type(shell).__name__ == "ZMQInteractiveShell"  # as rich tells it
