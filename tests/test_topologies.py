@@ -168,7 +168,7 @@ def test_memory_and_flops_by_module_sum_to_the_total():
     memory = program.memory()
     # Constants are no allocations of the call.
     assert 0 <= memory.peak - memory.generated_code - allocated < 2**16
-    assert table.peak <= allocated
+    assert table.peak == memory.peak  # one figure, with the code
     cost, roofline = program.cost(), program.roofline("TPU v5e")
     assert table.total().flops == pytest.approx(cost.flops, rel=0.01)
     assert table.total("model").flops >= 0.95 * cost.flops
@@ -335,7 +335,7 @@ def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, u
 
 class Listed(nnx.Module):
     def __init__(self):
-        self.blocks = nnx.List(Block(rngs=nnx.Rngs(i)) for i in range(8))
+        self.blocks = nnx.List(Block(nnx.Rngs(i), width=512) for i in range(8))
 
     def __call__(self, x):
         for block in self.blocks:
