@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 from absl.testing import parameterized
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit
+from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, override, tensor_parallel
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.report import check_sharding
@@ -368,3 +369,22 @@ def test_fewer_heads_than_devices_in_flat_layers(rules, gathers):
     x = jax.ShapeDtypeStruct((4, 16, 64), jnp.float32)
     found = apply.lower(model, x).compile().collectives()
     assert len(found.of("all-gather")) == gathers
+
+
+class Unnamed(nnx.Module):
+    """A kernel that nothing tells what it is for, and a layer."""
+
+    def __init__(self, size):
+        self.table = nnx.Param(jnp.zeros((size, size)))
+        self.up = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+
+
+def test_a_large_replicated_parameter_is_named():
+    mesh = AbstractMesh((4,), ("model",))
+    with pytest.warns(UnshardedWarning, match="over 'model':\n  table, 94% of all: of no layer"):
+        sharding = tensor_parallel(nnx.eval_shape(lambda: Unnamed(512)), mesh=mesh)
+    # Warnings are errors here: a spec of the user's, one device, or a small model bring none.
+    base = override(sharding, {"^table$": P("model")})
+    tensor_parallel(nnx.eval_shape(lambda: Unnamed(512)), mesh=mesh, base=base)
+    tensor_parallel(nnx.eval_shape(lambda: Unnamed(512)), mesh=AbstractMesh((1,), ("model",)))
+    tensor_parallel(nnx.eval_shape(lambda: Unnamed(128)), mesh=mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -10,6 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
+from ..errors import UnshardedWarning, message, warn_or_raise
 from ..specs.filters import Paths
 from ..specs.fitting import axes_of
 from ..specs.paths import Path, path_string
@@ -28,6 +30,10 @@ from .variables import NamedVariable, SpecsByPath, paths_in, variables
 
 # Keys between a layer and the attribute that says what it is for.
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
+
+# A replicated parameter is named in a warning if it has this share of the parameters, and so many
+# elements: on small models, which one tries first, nothing is saved by sharding it.
+_LARGE_SHARE, _LARGE_SIZE = 0.05, 2**16
 
 
 @_compat.api_boundary
@@ -64,9 +70,9 @@ def tensor_parallel(
 
     All else is replicated, such as tables of positions, and matrices of your own modules of which
     neither name nor shape says what they are for; subclasses of a layer follow its rule. Where the
-    inputs of a layer are
-    sharded, its output is a sum over the axis, which the compiler adds on Auto axes and the layer
-    on Explicit ones. On Explicit axes, what the model returns is not sharded over the axis.
+    inputs of a layer are sharded, its output is a sum over the axis, which the compiler adds on
+    Auto axes and the layer on Explicit ones. On Explicit axes, what the model returns is not
+    sharded over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -84,7 +90,8 @@ def tensor_parallel(
 
     Returns:
       The spec of each path. All of them divide the shapes. Why others are replicated is noted by
-      :func:`~nnx_sharding.report.check_sharding`.
+      :func:`~nnx_sharding.report.check_sharding`. Of what has more than 5 % of the parameters, and
+      65,536 elements, an :class:`~nnx_sharding.errors.UnshardedWarning` says it.
 
     Example:
       >>> from flax import nnx
@@ -134,6 +141,8 @@ def tensor_parallel(
         # The outputs: (batch, positions, features).
         activations = activations.extended({Paths(row_layers): PartitionSpec(rest, entry, rest)})
     notes = _notes(known.values(), specs, covered, axes)
+    if math.prod(mesh.shape[each] for each in axes) > 1:
+        _warn_of_large(known.values(), notes, axes)
     return with_optimizer(specs, every, optimizer, activations, notes)
 
 
@@ -167,6 +176,40 @@ def _notes(
                 remedy = "Give it a spec by override(...)."
                 notes[x.path] = f"of no layer that tensor_parallel knows. {remedy}"
     return notes
+
+
+def _warn_of_large(
+    parameters: Iterable[NamedVariable], notes: Mapping[Path, str], axes: Sequence[AxisName]
+) -> None:
+    """Warns of replicated parameters that are a large part of the model.
+
+    Args:
+      parameters: all parameters of the model.
+      notes: why parameters are replicated.
+      axes: the axes of the strategy.
+    """
+    sizes = {x.path: sum(map(math.prod, x.shapes)) for x in parameters if _is_parameter(x)}
+    total = sum(sizes.values())
+    large = {
+        path: size
+        for path, size in sizes.items()
+        if path in notes and size >= _LARGE_SIZE and size > _LARGE_SHARE * total
+    }
+    if not large:
+        return
+    by_size = sorted(large, key=lambda path: -large[path])
+    lines = [
+        f"  {path_string(path)}, {large[path] / total:.0%} of all: {notes[path].split('. ')[0]}"
+        for path in by_size
+    ]
+    head = f"tensor_parallel: these parameters stay replicated over {', '.join(map(repr, axes))}:"
+    text = message(head, lines, "To shard one, give it a spec: override(sharding, {path: spec}).")
+    warn_or_raise(UnshardedWarning, text, strict=False)
+
+
+def _is_parameter(x: NamedVariable) -> bool:
+    """Whether it is trained, or an array of a model without Variables; caches are neither."""
+    return not isinstance(x.variable, nnx.Variable) or isinstance(x.variable, nnx.Param)
 
 
 def _identity(path: Path, subject: object) -> int | Path:
