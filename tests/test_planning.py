@@ -26,6 +26,7 @@ from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strateg
 from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.report import Comparison, Strategy, compare
+from nnx_sharding.report.comparison import Failure
 from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, fingerprint
 from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients, fetched, offload
@@ -167,6 +168,7 @@ def test_equals_brute_force(name, tmp_path):
         strategies[full_name] = way
     options = OPTIONS | {"cache_dir": tmp_path}
     every = compare(strategies, train_step, *args, **options)
+    assert {name: x.error for name, x in every.reports.items() if isinstance(x, Failure)} == {}
     figures = every.figures
     limit = sorted(each["peak"] for each in figures.values())[len(figures) // 2]
     compiled = set(tmp_path.iterdir())
