@@ -75,9 +75,9 @@ def context_parallel(
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
       optimizer: as for :func:`fsdp`.
-      base: shardings to start from, which are kept, such as those of :func:`tensor_parallel`, whose
-        axes for heads are those of attention. Its
-        option ``sequence`` shards the same dimension, between which and this axis arrays then move.
+      base: shardings to start from, which are kept, as from :func:`tensor_parallel`: attention
+        then has the heads on the axes that shard them there. With its option ``sequence``, arrays
+        move between that sharding of positions and this one.
         ``fsdp(model, axis=("data", "context"), base=...)`` shards parameters over both axes.
       axis: the mesh axis. For ``all_to_all``, also two of them, ``("inner", "outer")``: sequences
         are sharded as ``P(..., ("outer", "inner"))``, heads are exchanged within ``inner``, and
