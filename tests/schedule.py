@@ -324,7 +324,7 @@ DRAWN = {
     "context.py::test_dropout_of_weights": 1,
     "context.py::test_two_axes": 1,
     "context_methods.py::test_equals_attention_in_one_matrix[": 4,
-    "context_methods.py::test_memory_does_not_grow": 1,
+    "context_methods.py::test_memory_does_not_grow_with_the_square_of_the_length": 1,
     "context_methods.py::test_what_is_sent": 2,
     "crashes.py::test_at_drawn_calls": 1,
     "custom_derivatives.py::AsJaxTest::test_sharded": 1,

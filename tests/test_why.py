@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import StateSharding, jit, tensor_parallel, value_and_grad
+from nnx_sharding import StateSharding, _compat, jit, tensor_parallel, value_and_grad
 from nnx_sharding.analysis.compiler_shardings import read_sharding
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
@@ -225,11 +225,18 @@ def test_inferred_activations():
 
 
 @pytest.mark.usefixtures("uncached")  # a program from the cache brings no remarks
-def test_remarks_of_the_compiler_in_the_users_names(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
-    file = tmp_path / "moved_for_why.py"
+@pytest.mark.parametrize("level", ["1", "3"])  # warnings; nothing
+def test_remarks_of_the_compiler_in_the_users_names(level, tmp_path, monkeypatch, capfd):
+    file = tmp_path / f"moved_for_why_{level}.py"
     file.write_text("import test_why\n\ndef step():\n    return test_why.moved()\n")
-    assert main(["inspect", f"{file}:step"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
+        patch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+        with _compat.without_compiler_warnings():
+            pass  # then the level is that of the variable
+        assert main(["inspect", f"{file}:step"]) == 0
+    with _compat.without_compiler_warnings():
+        pass  # and here what it was before
     error = capfd.readouterr().err
     assert "[SPMD]" not in error
     expected = "P('model', None, 'data') → P(None, ('model', 'data'), None)"

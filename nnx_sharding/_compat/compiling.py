@@ -52,13 +52,20 @@ def without_compiler_warnings() -> Iterator[None]:
     try:
         yield
     finally:
-        # XLA has no function that returns the level: that of the user's option, or of the variable
-        # of the environment, to which JAX gives the default.
-        option = jax.config.jax_logging_level
-        variable = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1")
-        default = int(variable) if variable.isdigit() else 1
-        levels = {"DEBUG": 0, "INFO": 0, "WARN": 1, "WARNING": 1, "ERROR": 2}
-        _set_log_level(default if option is None else levels.get(str(option).upper(), 3))
+        _reset_log_level()
+
+
+def _reset_log_level() -> None:
+    """Gives XLA's log the level that the user chose.
+
+    XLA has no function that returns the level: it is that of the user's option, or of the variable
+    of the environment, to which JAX gives the default.
+    """
+    option = jax.config.jax_logging_level
+    variable = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1")
+    default = int(variable) if variable.isdigit() else 1
+    levels = {"DEBUG": 0, "INFO": 0, "WARN": 1, "WARNING": 1, "ERROR": 2, "CRITICAL": 3}
+    _set_log_level(levels.get(str(option).upper(), default))  # None and "NOTSET": no choice
 
 
 @contextlib.contextmanager
@@ -76,9 +83,13 @@ def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]
         return
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
+        if _set_log_level is not None:
+            _set_log_level(1)  # warnings, which the user may have switched off
         try:
             yield found
         finally:
+            if _set_log_level is not None:
+                _reset_log_level()
             sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
