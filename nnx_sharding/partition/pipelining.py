@@ -96,7 +96,7 @@ def pipeline(
     A loss that layers compute from a whole batch, such as the balance loss of
     :func:`dispatch_to_experts`, is that of each microbatch, and their mean is not that of the
     batch: the product of two means over tokens is none of all tokens. So is it in
-    :func:`~nnx_sharding.accumulate_gradients`.
+    :func:`~nnx_sharding.training.accumulate_gradients`.
 
     All arrays that a layer gets from the previous one are split along their first dimension, the
     rows. Further arguments are the same for all rows, unless ``rows`` names them: then they are
