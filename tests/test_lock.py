@@ -228,3 +228,21 @@ def test_option_of_pytest(tmp_path):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert run.returncode == code, run.stdout
+
+
+def test_what_is_unknown_is_not_zero(tmp_path):
+    """A report that lost its figures does not pass for one that sends and holds nothing."""
+    report = compiled().report("step")
+    lost = dataclasses.replace(report, memory=None, cost=None, collectives=None)
+    text = lock_text(lost)
+    for line in ("peak | unknown", "flops | unknown", "all | unknown"):
+        assert line in text.splitlines(), text
+    path = tmp_path / "step.lock"
+    assert_unchanged(report, path, update=True)
+    with pytest.raises(AssertionError, match=r"flops: .* → unknown"):
+        assert_unchanged(lost, path)
+    nothing = dataclasses.replace(report, collectives=())
+    assert_unchanged(lost, path, update=True)
+    with pytest.raises(AssertionError, match="all: unknown → "):
+        assert_unchanged(dataclasses.replace(lost, collectives=()), path)
+    assert "unknown" not in lock_text(nothing)

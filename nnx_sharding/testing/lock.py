@@ -41,6 +41,7 @@ Figures: TypeAlias = dict[str, Value]
 Lock: TypeAlias = dict[str, dict[str, Figures]]  # by section and name
 
 TOLERANCE = 0.02
+_UNKNOWN = "unknown"
 # What an option of pytest sets: write all lock files anew.
 update_all = False
 
@@ -185,8 +186,10 @@ def locked(report: ProgramReport) -> Lock:
         x: {"": v} for x, v in report.made_with.items() if x != "python"
     }
     sizes = {name: getattr(report.memory, name, None) for name in _MEMORY}
-    cost = report.cost
-    known = {} if cost is None else {"flops": cost.flops, "bytes accessed": cost.bytes_accessed}
+    cost = {
+        "flops": getattr(report.cost, "flops", None),
+        "bytes accessed": getattr(report.cost, "bytes_accessed", None),
+    }
     mesh = "none" if report.mesh is None else str(report.mesh)
     lock: Lock = {
         _VERSIONS: versions,
@@ -194,13 +197,10 @@ def locked(report: ProgramReport) -> Lock:
             "devices": {"": f"{report.num_devices} × {report.device_kind}"},
             "mesh": {"": mesh},
         },
-        "memory": {n: {"bytes": size} for n, size in sizes.items() if size},
-        "cost": {
-            name: {name.split()[0]: round(figure)}
-            for name, figure in known.items()
-            if figure is not None
-        },
-        "collectives": _of_collectives(report.collectives or ()),
+        # What is zero needs no line; what is unknown has one, or it would pass for zero.
+        "memory": {n: _figure_of("bytes", size) for n, size in sizes.items() if size != 0},
+        "cost": {name: _figure_of(name.split()[0], figure) for name, figure in cost.items()},
+        "collectives": _of_collectives(report.collectives),
         "arguments": _of_arguments(report.parameters),
     }
     if report.by_module is not None:
@@ -234,7 +234,13 @@ def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str,
     return {name: dict(total) for name, total in sums.items() if total}
 
 
-def _of_collectives(collectives: Iterable[Collective]) -> dict[str, Figures]:
+def _figure_of(unit: str, figure: float | None) -> Figures:
+    return {"": _UNKNOWN} if figure is None else {unit: round(figure)}
+
+
+def _of_collectives(collectives: Iterable[Collective] | None) -> dict[str, Figures]:
+    if collectives is None:
+        return {"all": {"": _UNKNOWN}}
     groups: defaultdict[str, list[Collective]] = defaultdict(list)
     for collective in collectives:
         groups[_collective_name(collective)].append(collective)
@@ -242,7 +248,8 @@ def _of_collectives(collectives: Iterable[Collective]) -> dict[str, Figures]:
     for name, group in groups.items():
         sent = sum(collective.total_bytes_sent for collective in group)
         times = [collective.times for collective in group if collective.times is not None]
-        runs = {"runs": sum(times)} if len(times) == len(group) else {}
+        is_known = len(times) == len(group)
+        runs: Figures = {"runs": sum(times)} if is_known else {"": "in a loop of unknown length"}
         figures[name] = {"bytes": sent, **runs, "instructions": len(group)}
     return figures
 
@@ -332,6 +339,9 @@ def _compared(
             missing: Value = None if isinstance(value, str) else 0
             pair = (value, missing) if after is None else (missing, value)
             yield Change(part, f"{name}: {unit}" if unit else name, *pair)
+            continue
+        if _UNKNOWN in (before.get(""), after.get("")) and before != after:
+            yield Change(part, name, *(next(iter(x.values())) for x in (before, after)))
             continue
         for unit in {**before, **after}:
             missing = None if unit == "" else 0
