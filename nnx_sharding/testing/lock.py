@@ -341,7 +341,7 @@ def _compared(
             yield Change(part, f"{name}: {unit}" if unit else name, *pair)
             continue
         if _UNKNOWN in (before.get(""), after.get("")) and before != after:
-            yield Change(part, name, *(next(iter(x.values())) for x in (before, after)))
+            yield Change(part, name, next(iter(before.values())), next(iter(after.values())))
             continue
         for unit in {**before, **after}:
             missing = None if unit == "" else 0

@@ -48,6 +48,7 @@ def replay(
     Raises:
       AssertionError: the runs differ, or their result is not the recorded one; it lists what.
       NoCheckpointError: there is no checkpoint.
+      ValueError: there are no runs.
 
     Example:
       >>> import tempfile
