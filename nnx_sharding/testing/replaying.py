@@ -18,7 +18,7 @@ import numpy as np
 
 from ..checkpoint import restore
 from ..errors import message
-from .same import arrays_of, unequal_arrays
+from .arrays import arrays_of, unequal_arrays
 
 
 def replay(

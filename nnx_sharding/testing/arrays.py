@@ -1,0 +1,113 @@
+"""The arrays of arguments and results: by name, as copies, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.flatten import flatten
+from ..core.unflatten import unflatten
+from ..specs.paths import accessor
+from .rounding import Rounding, is_inexact
+
+Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
+
+
+def arrays_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arrays in named values by expressions for them; of random keys, their words."""
+    flat = flatten(dict(named))
+    structure, arrays = flat.structure, {}
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        for i, slot in enumerate(location.slots):
+            leaf, (name, *path) = flat.leaves[slot], location.path
+            if len(location.slots) > 1:  # a Variable that holds a pytree
+                path.append(i)
+            if isinstance(leaf, jax.Array):
+                arrays[accessor(str(name), tuple(path))] = raw(leaf)
+    return arrays
+
+
+def raw(x: jax.Array | np.ndarray[Any, Any]) -> Any:
+    """Returns an array; of PRNG keys, their words."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def copied(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
+    """Copies arguments to new arrays on no particular device, changed by rounding errors or not."""
+    flat, random = flatten(args), np.random.default_rng(seed)
+
+    def copy_leaf(x: Any) -> Any:
+        if not isinstance(x, jax.Array | np.ndarray):
+            return x
+        array = np.asarray(raw(x))
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(x))
+        if rounding is not None and is_inexact(x):
+            array = array * (1 + random.choice([-1, 1], x.shape) * rounding.relative(x.dtype))
+        # First in NumPy: JAX warns if it is asked for a dtype that it narrows, such as int64.
+        return jnp.array(np.asarray(array, x.dtype))
+
+    return unflatten(flat.structure, [*map(copy_leaf, flat.leaves)]).root
+
+
+def numbers(x: Array) -> np.ndarray[Any, Any]:
+    """Returns an array in the largest type, in which differences are exact enough."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def largest_difference(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
+    """Returns the largest difference; 0 where both are the same infinity or NaN."""
+    with np.errstate(invalid="ignore"):
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        return float(np.where(same, 0, np.abs(x - y)).max(initial=0))
+
+
+def distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) -> float | None:
+    """Returns the largest difference between an array and its shards, put together at best.
+
+    How they are laid out is not known where they are recorded. So all layouts are tried, and the
+    best one counts: a wrong layout of right values differs much more.
+
+    Args:
+      x: the array.
+      shards: of shape (size of each mesh axis…, shape of a shard…).
+
+    Returns:
+      None if no layout has the shape of the array.
+    """
+    num_axes, distances = shards.ndim - x.ndim, []
+    # Along a mesh axis shards are replicas (-1), or slices of a dimension of the array.
+    for layout in itertools.product(range(-1, x.ndim), repeat=num_axes):
+        whole = shards
+        for mesh_axis, dimension in reversed([*enumerate(layout)]):  # the last varies fastest
+            if dimension >= 0:
+                # (…, n, …, size, …) → (…, 1, …, n · size, …)
+                position = num_axes - 1 + dimension
+                whole = np.moveaxis(whole, mesh_axis, position)
+                merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
+                whole = np.expand_dims(whole.reshape(merged), mesh_axis)
+        if whole.shape[num_axes:] == x.shape:
+            distances.append(largest_difference(whole, x))
+    return min(distances, default=None)
+
+
+def unequal_arrays(first: Mapping[str, Array], second: Mapping[str, Array]) -> list[str]:
+    """Lists the arrays that are not equal bit for bit."""
+    lines = []
+    for name, array in first.items():
+        if not all_equal([array], [second[name]]):
+            distance = largest_difference(numbers(array), numbers(second[name]))
+            lines.append(f"  {name}: largest difference {distance:.2g}")
+    return lines
+
+
+def all_equal(arrays: Sequence[Array], others: Sequence[Array]) -> bool:
+    """Whether arrays have the same bytes, so that NaN equals itself and 0.0 is not -0.0."""
+    pairs = itertools.zip_longest(map(np.asarray, arrays), map(np.asarray, others))
+    return all(x is not None and y is not None and x.tobytes() == y.tobytes() for x, y in pairs)

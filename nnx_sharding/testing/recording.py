@@ -1,0 +1,203 @@
+"""A step whose modules' inputs, outputs and gradients are recorded on each device.
+
+Callbacks in the program keep what a module takes and returns, and a ``custom_vjp`` keeps the
+gradients. `comparison` compares the records of one device with those of a mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from .. import _compat
+from ..activations.axis_types import arrays_in
+from ..activations.calls import FRAME, RECORD, Calls
+from ..activations.intercept import current_handler, with_handler
+from ..activations.variables import own_variables
+from ..analysis.parameters import spec_text
+from ..core.constrain import type_spec
+from ..specs.fitting import axes_of_type
+from ..specs.paths import path_string
+from ..transforms.jit import jit
+from .arrays import arrays_of
+from .rounding import Rounding, is_inexact
+
+RESULT = "the result"  # the name of what a step returns, next to those of its arguments
+
+# The values of a site on each device, in the order of the calls. Keys are the number of the site
+# and whether it is the gradient; a device is named by its indices along the site's Manual axes.
+Values: TypeAlias = "dict[tuple[int, bool], dict[tuple[int, ...], list[np.ndarray[Any, Any]]]]"
+
+
+class Site(NamedTuple):
+    """An array that a call of a module takes or returns."""
+
+    module: str  # such as ``model.blocks[0].up (Linear)``
+    side: str  # "input", "output", or "mask" of a dropout
+    axes: tuple[Any, ...]  # the Manual ones, along which each device has its own value
+    start: int  # the first site of the call
+    inputs: list[str]  # of the call, with their specs
+
+
+class Outcome(NamedTuple):
+    """What one call of a step computed."""
+
+    arrays: dict[str, Any]  # those returned and those in the arguments, by expressions for them
+    sites: list[Site]
+    values: Values
+
+
+class RecordedStep:
+    """A step compiled for one mesh, with records of what its modules take and return.
+
+    A *site* is one array that one call of a module takes or returns. Sites are numbered while the
+    step is traced, so a number means the same on all meshes.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh,
+        options: dict[str, Any],
+        rounding: Rounding | None = None,  # None to change nothing
+    ):
+        @functools.wraps(step)
+        def recorded_step(*args: Any) -> Any:
+            handler_of_jit: Any = current_handler()
+            handler = functools.partial(self._record_call, handler_of_jit)
+            return with_handler(handler, (), step, *args)
+
+        self._parameters, self._mesh, self._rounding = inspect.signature(step), mesh, rounding
+        self._fun = jit(recorded_step, mesh=mesh, **options)
+        self._calls = Calls()  # where calls are recorded, `jit` names all modules
+        self._sites: list[Site] = []  # filled by the first call, which traces the step
+        self._values: Values = {}  # filled by the callbacks of each call
+
+    def __call__(self, args: Any) -> Outcome:
+        """Runs the step, and returns what it computed."""
+        self._values = defaultdict(lambda: defaultdict(list))
+        with RECORD(self._calls):
+            out = self._fun(*args)
+        arrays = self.arrays(args, {RESULT: out})
+        # Both, because a callback may run after the arrays are ready.
+        jax.block_until_ready(arrays)
+        jax.effects_barrier()
+        return Outcome(arrays, self._sites, self._values)
+
+    def arrays(
+        self, args: tuple[Any, ...], more: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns all arrays in the arguments, and in ``more``, by expressions for them."""
+        return arrays_of({**(more or {}), **self._parameters.bind(*args).arguments})
+
+    def _record_call(
+        self,
+        outer: Callable[..., Any],
+        module: Any,
+        method: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Handles the call of a method in the trace: makes ``outer`` record it.
+
+        Args:
+          outer: what handles calls in `jit`, such as by constraining activations.
+          module: a module, or an optimizer, whose calls are not recorded.
+          method: the name of the method.
+          call: the method, bound to the module.
+          args: its arguments.
+          kwargs: its keyword arguments.
+        """
+        if not isinstance(module, nnx.Module):
+            return outer(module, method, call, args, kwargs)
+
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
+            manual = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
+            axes = tuple(axis for axis in self._mesh.axis_names if axis in manual)
+            frame: Any = FRAME.get()  # of this call, since it is within the handler of `jit`
+            name = frame.tag.accessor
+            if method != "__call__":
+                name += f".{method}"
+            site = Site(f"{name} ({type(module).__name__})", "input", axes, len(self._sites), [])
+            for x in arrays_in((args, kwargs)):
+                _add_input(site, "", x)
+            for path, variable in own_variables(module):
+                _add_input(site, f"{path_string(path)}: ", _compat.get_value(variable))
+            args, kwargs = self._record_arrays(site, (args, kwargs))
+            out = call(*args, **kwargs)
+            if isinstance(module, nnx.Dropout) and axes:
+                # Each device draws its own mask, so the result cannot be that of one device. The
+                # mask is recorded, and the input returned instead.
+                [x] = arrays_in(args[:1] or kwargs["inputs"])
+                if out is not x:
+                    self._record_arrays(site._replace(side="mask"), out != 0)
+                    out = x
+            return self._record_arrays(site._replace(side="output"), out)
+
+        return outer(module, method, recorded_call, args, kwargs)
+
+    def _record_arrays(self, site: Site, tree: Any) -> Any:
+        """Returns the same tree, whose arrays and their gradients the program records.
+
+        Each array becomes a site of its own. The gradient of the result is the one that is
+        recorded, so the caller has to go on with what is returned.
+        """
+
+        def record_array(x: Any) -> Any:
+            if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return x
+            number = len(self._sites)
+            self._sites.append(site)
+
+            def record(x: jax.Array, backward: bool) -> None:
+                def keep(x: Any, *indices: Any) -> None:
+                    device = tuple(map(int, indices))
+                    self._values[number, backward][device].append(np.array(x))
+
+                jax.debug.callback(keep, x, *map(jax.lax.axis_index, site.axes))
+
+            def record_value(x: jax.Array) -> jax.Array:
+                x = x if self._rounding is None else self._rounding.rounded(x)
+                record(x, backward=False)
+                return x
+
+            def record_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+                gradient = gradient if self._rounding is None else self._rounding.rounded(gradient)
+                record(gradient, backward=True)
+                return (gradient,)
+
+            if not is_inexact(x):
+                record(x, backward=False)
+                return x
+            identity = jax.custom_vjp(record_value)
+            identity.defvjp(lambda x: (record_value(x), None), record_gradient)
+            return identity(x)
+
+        return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)
+
+
+def _add_input(site: Site, label: str, x: Any) -> None:
+    """Adds the type of an array to ``site.inputs``; anything else is left out.
+
+    On Auto axes, the compiler decides the spec: it is added when the program is compiled.
+    """
+    if not isinstance(x, jax.Array):
+        return
+    text, index = label + jax.typeof(x).str_short(short_dtypes=True), len(site.inputs)
+    site.inputs.append(text)
+
+    def add_spec(sharding: Any) -> None:
+        site.inputs[index] = f"{text} {spec_text(getattr(sharding, 'spec', None))}"
+
+    if not site.axes and type_spec(x) is None:
+        jax.debug.inspect_array_sharding(x, callback=add_spec)
