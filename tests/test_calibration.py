@@ -11,10 +11,11 @@ import pytest
 
 from nnx_sharding.analysis import HARDWARE, Cost, Hardware, collectives_of, roofline_of
 from nnx_sharding.analysis.hardware import hardware_of
+from nnx_sharding.analysis.units import UNKNOWN
 from nnx_sharding.planning import calibrate, calibration
 
 
-def seconds(fun, *args):
+def seconds(clock, fun, *args):
     """A time that grows with the arguments, however busy this machine is."""
     jax.block_until_ready(fun(*args))
     return 1e-3 + 1e-9 * sum(x.nbytes for x in jax.tree.leaves(args))
@@ -22,7 +23,7 @@ def seconds(fun, *args):
 
 @pytest.fixture
 def measured(monkeypatch):
-    monkeypatch.setattr(calibration, "_seconds", seconds)
+    monkeypatch.setattr(calibration._Clock, "seconds", seconds)
     return calibrate(dtype=jnp.float32, side=256)
 
 
@@ -39,6 +40,28 @@ def test_one_device(tmp_path):
     alone = calibrate(jax.devices()[:1], dtype=jnp.float32, side=64)
     assert (alone.interconnect_bandwidth, alone.latency) == (math.inf, None)
     assert Hardware.from_json(alone.to_json()) == alone
+
+
+@pytest.mark.parametrize("rate, side", [(1e9, 256), (2e11, 1024), (7e14, 4096)])
+def test_slow_devices_multiply_small_matrices(monkeypatch, rate, side):
+    monkeypatch.setattr(calibration, "_flops", lambda *_: rate)
+    clock, mesh = calibration._Clock(40.0), jax.make_mesh((8,), ("device",))
+    assert calibration._side_in_time(clock, mesh, jnp.float32) == side
+
+
+def test_without_time_each_rate_is_measured_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        calibration, "_seconds_of", lambda calls_, fun, args: calls.append(calls_) or 1e-3
+    )
+    rough = calibrate(dtype=jnp.float32, time_limit=0.0)
+    # Of two products, memory and one all-gather, each once to see how long it takes.
+    assert calls == [1, 1] * 4
+    assert (rough.latency, rough.spread) == (None, None)
+    assert "1 of 7 sizes" in rough.sources["latency"]
+    assert "0 of 3 training steps" in rough.sources["spread"]
+    unknown = {row.split()[0] for row in str(rough).splitlines() if f" {UNKNOWN} " in row}
+    assert unknown == {"latency", "spread"}
 
 
 def test_devices_that_cannot_be_measured():

@@ -10,7 +10,7 @@ from typing import Any
 
 from .json_codec import JsonForm
 from .tables import table, text
-from .units import bytes_text, count_text, time_text
+from .units import UNKNOWN, bytes_text, count_text, time_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +81,12 @@ class Hardware(JsonForm):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self.name, "bold")
-        known = {name: getattr(self, name) for name in _FIGURES if getattr(self, name) is not None}
-        rows = [
-            (name, _SHOWN.get(name.rpartition("_")[2], str)(x), self.sources.get(name, ""))
-            for name, x in known.items()
-        ]
+        rows = []
+        for name in _FIGURES:
+            figure, source = getattr(self, name), self.sources.get(name, "")
+            if figure is not None or source:  # what was to be measured, but was not, says so
+                shown = _SHOWN.get(name.rpartition("_")[2], str)
+                rows.append((name, UNKNOWN if figure is None else shown(figure), source))
         yield table(("figure", "value", "source"), rows)
 
     def _parts(self) -> dict[str, Any]:

@@ -1,4 +1,10 @@
-"""Measures the figures of the devices at hand, for estimates of the time of a step."""
+"""Measures the figures of the devices at hand, for estimates of the time of a step.
+
+The fastest device does 10,000 times as many products per second as a virtual device of a CPU that
+shares its cores with seven others, so no size suits both. A first product of small matrices says
+how large the others may be, and each measurement repeats its calls as often as its share of the
+time limit allows.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +25,22 @@ from jax.sharding import PartitionSpec as P
 from ..analysis.hardware import HARDWARE, Hardware
 from ..transforms.jit import jit
 
-_REPEATS = 7
+_ROUNDS = 7  # at most, of one measurement; the median counts
 _CALLS = 8  # in flight, as in training: waiting for each takes a GPU longer than a small program
 _CHAIN = 8  # matrix products in one program
+_SIDES = 256, 4096  # of the matrices: of the first product, and the largest
+_SIZES = 7  # of all-gathers
+_SHARES = 16  # of the time limit; each of the 13 measurements may repeat its calls for one
+_STEPS = 3  # training steps, whose estimates are compared with their times
+_STEP_FLOPS = 20  # of a training step, times side ** 3
 
 
 def calibrate(
-    devices: Sequence[jax.Device] | None = None, *, dtype: Any = jnp.bfloat16, side: int = 4096
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    dtype: Any = jnp.bfloat16,
+    side: int | None = None,
+    time_limit: float = 40.0,
 ) -> Hardware:
     """Measures what the devices at hand reach, while all of them work.
 
@@ -42,7 +57,11 @@ def calibrate(
     Args:
       devices: the devices to measure, all of one kind; None for all. They should be idle.
       dtype: of the products; for programs in float32, that.
-      side: of the matrices; the memory that is needed on a device is about 160 ``side ** 2`` bytes.
+      side: of the matrices; None for as large as the time allows, up to 4096. The memory that is
+        needed on a device is about 160 ``side ** 2`` bytes.
+      time_limit: seconds after which no other measurement starts. The flops and the bandwidths are
+        measured in any case, if only once. The latency and the spread are None if there was no time
+        for them, and ``sources`` says of how many sizes and training steps they are.
 
     Returns:
       The figures, with the name of the kind of device and the date. Those that cannot be measured
@@ -68,39 +87,78 @@ def calibrate(
             f"{', '.join(sorted(kinds)) or 'none'}."
         )
     [kind] = kinds
-    mesh = Mesh(np.array(devices), ("device",))
+    mesh, clock = Mesh(np.array(devices), ("device",)), _Clock(time_limit)
     known = HARDWARE.get(kind)
+    side = side or _side_in_time(clock, mesh, dtype)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    made_with = f"calibrate, jax {jax.__version__}, {len(devices)} devices"
+    sources = dict.fromkeys(("flops", "memory_bandwidth"), made_with)
+    flops = _flops(clock, mesh, side, dtype)
+    large = _on_all(mesh, (max(4 * side**2, 2**22),), jnp.float32)  # larger than any cache
+    memory_bandwidth = 2 * large.nbytes / mesh.size / clock.seconds(jax.jit(lambda x: x + 1), large)
     latency, interconnect = None, math.inf if known is None else known.interconnect_bandwidth
     if len(devices) > 1:
-        latency, interconnect = _interconnect(mesh, side)
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-    of_device = host if known is None else known.memory_bytes
-    made_with = f"calibrate, jax {jax.__version__}, {len(devices)} devices"
-    large = _on_all(mesh, (4 * side, side), jnp.float32)  # larger than any cache
+        latency, interconnect, count = _interconnect(clock, mesh, side)
+        fitted = f"{made_with}, {count} of {_SIZES} sizes"
+        sources |= dict.fromkeys(("interconnect_bandwidth", "latency"), fitted)
     measured = Hardware(
         f"{kind if known is None else known.name}, measured {datetime.date.today()}",
-        _flops(mesh, side, dtype),
-        (devices[0].memory_stats() or {}).get("bytes_limit", of_device),
-        2 * large.nbytes / mesh.size / _seconds(jax.jit(lambda x: x + 1), large),
+        flops,
+        (devices[0].memory_stats() or {}).get(
+            "bytes_limit", host if known is None else known.memory_bytes
+        ),
+        memory_bandwidth,
         interconnect,
-        sources=dict.fromkeys(("flops", "memory_bandwidth", "latency"), made_with),
+        sources=sources,
         latency=latency,
     )
-    errors = [abs(real / estimate - 1) for real, estimate in _steps(mesh, side, dtype, measured)]
+    times = [*_steps(clock, mesh, side, dtype, measured)]
+    errors = [abs(real / estimate - 1) for real, estimate in times]
+    sources["spread"] = f"{made_with}, {len(times)} of {_STEPS} training steps"
     return dataclasses.replace(measured, spread=max(errors, default=None))
 
 
-def _seconds(fun: Callable[..., Any], *args: Any) -> float:
-    """Returns the median seconds of a call among others in flight, after one that compiles."""
-    jax.block_until_ready(fun(*args))
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            result = fun(*args)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / _CALLS)
-    return float(np.median(times))  # others may use the machine now and then
+class _Clock:
+    """Times calls until a limit."""
+
+    def __init__(self, time_limit: float):
+        self._end = time.monotonic() + time_limit
+        self.share = time_limit / _SHARES
+
+    @property
+    def has_time(self) -> bool:
+        """Whether another measurement may start."""
+        return time.monotonic() < self._end
+
+    def seconds(self, fun: Callable[..., Any], *args: Any) -> float:
+        """Returns the median seconds of a call among others in flight, after one that compiles."""
+        jax.block_until_ready(fun(*args))
+        share = min(self.share, self._end - time.monotonic())
+        end = time.monotonic() + share
+        # Three rounds or more, so that the median leaves out what others do now and then.
+        calls = min(_CALLS, max(1, int(share / 3 / _seconds_of(1, fun, args))))
+        times = [_seconds_of(calls, fun, args)]
+        while len(times) < _ROUNDS and time.monotonic() < end:
+            times.append(_seconds_of(calls, fun, args))
+        return float(np.median(times))
+
+
+def _seconds_of(calls: int, fun: Callable[..., Any], args: Sequence[Any]) -> float:
+    """Returns the mean seconds of calls that are in flight together."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = fun(*args)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def _side_in_time(clock: _Clock, mesh: Mesh, dtype: Any) -> int:
+    """Returns the largest side with which a training step takes an eighth of a share."""
+    smallest, side = _SIDES
+    per_cube = _STEP_FLOPS / _flops(clock, mesh, smallest, dtype)
+    while side > smallest and per_cube * side**3 > clock.share / 8:
+        side //= 2
+    return side
 
 
 def _on_all(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -108,7 +166,7 @@ def _on_all(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.ones((mesh.size, *shape), dtype, device=NamedSharding(mesh, P("device")))
 
 
-def _flops(mesh: Mesh, side: int, dtype: Any) -> float:
+def _flops(clock: _Clock, mesh: Mesh, side: int, dtype: Any) -> float:
     """Returns the flops per second that each device reaches in products of square matrices."""
 
     def chain(x: jax.Array) -> jax.Array:
@@ -117,34 +175,42 @@ def _flops(mesh: Mesh, side: int, dtype: Any) -> float:
             y = jnp.einsum("dij,djk->dik", x, y)
         return y
 
-    return _CHAIN * 2 * side**3 / _seconds(jax.jit(chain), _on_all(mesh, (side, side), dtype))
+    return _CHAIN * 2 * side**3 / clock.seconds(jax.jit(chain), _on_all(mesh, (side, side), dtype))
 
 
-def _interconnect(mesh: Mesh, side: int) -> tuple[float | None, float]:
-    """Fits ``seconds = latency + bytes / bandwidth`` to all-gathers of seven sizes.
+def _interconnect(clock: _Clock, mesh: Mesh, side: int) -> tuple[float | None, float, int]:
+    """Fits ``seconds = latency + bytes / bandwidth`` to all-gathers of several sizes.
 
-    The largest gathers 4 ``side`` ** 2 numbers on each device.
+    The largest gathers 4 ``side`` ** 2 numbers on each device, or a MiB.
 
     Returns:
-      The latency in seconds, None if noise hides it, and the bytes per second that a device sends.
+      The latency in seconds, None if noise hides it, or there was time for one size only; the bytes
+      per second that a device sends; and the number of sizes.
     """
     all_gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))  # nothing else
-    rows = []
-    for length in np.geomspace(64, 4 * side**2 // mesh.size, 7).astype(int).tolist():
-        seconds = _seconds(all_gather, _on_all(mesh, (length,), jnp.float32))
-        sent = (mesh.size - 1) * length * 4  # bytes: each device sends its part to all others
-        # Both sides divided by the seconds: so relative errors count, and small sizes too.
-        rows.append((1 / seconds, sent / seconds))
+    largest = max(4 * side**2, 2**18) // mesh.size
+    *others, last = np.geomspace(64, largest, _SIZES).astype(int).tolist()
+    rows = list[tuple[float, float]]()
+    for length in (last, *others):  # the largest and the smallest say most
+        if not rows or clock.has_time:
+            seconds = clock.seconds(all_gather, _on_all(mesh, (length,), jnp.float32))
+            sent = (mesh.size - 1) * length * 4  # bytes: each device sends its part to all others
+            # Both sides divided by the seconds: so relative errors count, and small sizes too.
+            rows.append((1 / seconds, sent / seconds))
+    if len(rows) == 1:
+        return None, rows[0][1], 1
     latency, per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)))[0].tolist()
     if per_byte <= 0:
         raise ValueError(
             f"calibrate: side={side} is too small: larger all-gathers take no more time than small."
         )
-    return latency if latency > 0 else None, 1 / per_byte
+    return latency if latency > 0 else None, 1 / per_byte, len(rows)
 
 
-def _steps(mesh: Mesh, side: int, dtype: Any, measured: Hardware) -> Iterator[tuple[float, float]]:
-    """Yields the measured and the estimated seconds of training steps, replicated and sharded."""
+def _steps(
+    clock: _Clock, mesh: Mesh, side: int, dtype: Any, measured: Hardware
+) -> Iterator[tuple[float, float]]:
+    """Yields the measured and the estimated seconds of training steps, while there is time."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         return jnp.square(jax.nn.relu(x @ weights[0]) @ weights[1]).mean(dtype=jnp.float32)
@@ -155,6 +221,8 @@ def _steps(mesh: Mesh, side: int, dtype: Any, measured: Hardware) -> Iterator[tu
 
     # Compute and each kind of collective.
     for width, spec in ((side, P()), (side, P("device")), (side // 2, P())):
+        if not clock.has_time:
+            return
         shardings = NamedSharding(mesh, spec), NamedSharding(mesh, P("device"))
         compiled = jit(step, in_shardings=shardings, out_shardings=shardings[0])
         weights = [jnp.ones(shape, dtype) for shape in ((width, 2 * width), (2 * width, width))]
@@ -162,4 +230,4 @@ def _steps(mesh: Mesh, side: int, dtype: Any, measured: Hardware) -> Iterator[tu
         program = compiled.lower(*args).compile()
         estimate = program.roofline(measured).estimate
         if estimate:  # None if the compiler does not say what the program costs
-            yield _seconds(program, *args), estimate
+            yield clock.seconds(program, *args), estimate
