@@ -143,7 +143,7 @@ def report(layers=3, **more):
     cost |= {"operations": [], "why": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 9,
+        "version": 10,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -213,8 +213,17 @@ def report(layers=3, **more):
             "why": None,
             "why_types": "specs on Auto axes are those of the compiled program",
         },
+        "reasons": {
+            "x": reason("in_shardings has P(('data', 'model')) for x.", instead="P('data')"),
+            "all-reduce.3": reason("Made by dot_general.", "Used by add."),
+        },
         **more,
     }
+
+
+def reason(*facts, instead=""):
+    """Why something is as it is."""
+    return {"subject": "it", "facts": [*facts], "instead": instead}
 
 
 def line_row(file=None, line=None):
@@ -257,7 +266,7 @@ def empty(**more):
     """A report in which everything optional is unknown."""
     parts = ("mesh", "memory", "roofline", "hlo", "collectives", "by_module", "by_line")
     lists = {"parameters": [], "activations": []}
-    return report(**dict.fromkeys(parts), **lists, cost=None, **more)
+    return report(**dict.fromkeys(parts), **lists, cost=None, reasons={}, **more)
 
 
 def nasty():
@@ -310,6 +319,7 @@ def nasty():
             ],
             "sources": {text: text for text in NASTY},
         },
+        "reasons": {text: reason(text, instead=text) for text in (*NASTY, "constructor")},
         "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),
     }
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import math
+import re
 import sys
 import textwrap
 
@@ -256,6 +258,16 @@ def test_seconds_are_of_the_hardware(auto):
     rows = auto.by_line(hardware=HARDWARE["TPU v5e"]).rows
     assert all(row.seconds is not None for row in rows) and sum(x.seconds for x in rows) > 0
     assert all(row.seconds is None for row in auto.by_line().rows)  # of CPUs nothing is known
+
+
+def test_the_hottest_lines_stand_out_in_notebooks(auto):
+    """Each of the products has a fifth of the flops or more, what adds up the loss next to none."""
+    page = auto.by_line()._repr_html_()
+    styles = {}
+    for style, words in re.findall(r'<span style="([^"]*)">([^<]*)</span>', page):
+        styles[html.unescape(words).strip()] = style
+    assert "color: #d32f2f" in styles["hidden = self.up(x)"]
+    assert "return (model(x) ** 2).mean()" not in styles
 
 
 def test_measured_times_by_line(tmp_path):

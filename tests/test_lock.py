@@ -246,3 +246,17 @@ def test_what_is_unknown_is_not_zero(tmp_path):
     with pytest.raises(AssertionError, match="all: unknown → "):
         assert_unchanged(dataclasses.replace(lost, collectives=()), path)
     assert "unknown" not in lock_text(nothing)
+
+
+def test_a_module_whose_figures_are_unknown(report, lock):
+    """Unknown flops of a module are written, and are not the zero of another module."""
+    module, *others = report.by_module.rows
+    lost = dataclasses.replace(module, flops=None)
+    table = dataclasses.replace(report.by_module, rows=(lost, *others))
+    lost_report = dataclasses.replace(report, by_module=table)
+    [line] = {*lock_text(lost_report).splitlines()} - {*lock_text(report).splitlines()}
+    assert " | unknown flops" in line
+    with pytest.raises(AssertionError, match="unknown flops"):
+        assert_unchanged(lost_report, lock)
+    assert_unchanged(lost_report, lock, update=True)
+    assert_unchanged(lost_report, lock)

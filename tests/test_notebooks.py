@@ -33,6 +33,7 @@ from nnx_sharding.report import check_activations, check_sharding, compare, diff
 # Their texts are one line each, as parts of other texts, or their repr is the text.
 ONE_LINE = {
     "_Error",
+    "_Side",
     "ArrayInfo",
     "Change",
     "Collective",

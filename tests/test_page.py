@@ -126,7 +126,7 @@ def test_title():
         ([], TypeError, "expected a ProgramReport"),
         ({}, ValueError, "it has no format"),
         ({"format": "nnx_sharding.report", "version": 1}, ValueError, "the version 1"),
-        ({"format": "nnx_sharding.report", "version": 9}, ValueError, "name, "),
+        ({"format": "nnx_sharding.report", "version": 10}, ValueError, "name, "),
         ({**reports.comparison(), "reports": {}}, ValueError, "nothing to compare"),
         ({"format": "other", "version": 1}, ValueError, "'other'"),
     ],
@@ -269,6 +269,10 @@ def test_parameters(browser, tmp_path):
         assert [text.split() for text in held if text] == [
             [str(i), f"[{i}:{i + 1},", ":]"] for i in range(8)
         ]
+        assert tab.locator("#parameters .reason li").all_inner_texts() == [
+            "in_shardings has P(('data', 'model')) for x.",
+            "instead: P('data')",
+        ]
 
 
 def test_modules(browser, tmp_path):
@@ -297,11 +301,15 @@ def test_collectives_program_and_colours(browser, tmp_path):
         assert sums == [1024, 3 * 2048, 50, 1024 + 3 * 2048 + 50]
         header = tab.locator("#collectives thead").get_by_role("button", name="Bytes sent")
         header.click()
-        assert page.tab.locator("#collectives .link").all_inner_texts() == [
+        assert page.tab.locator("#collectives tbody th + td .link").all_inner_texts() == [
             "all-gather.7",
             "all-reduce.3",
             "all-gather.8",
         ]
+        [why] = tab.locator("#collectives").get_by_text("why?").all()  # one has a reason
+        why.click()
+        reason = tab.locator("#collectives .reason li")
+        assert reason.all_inner_texts() == ["Made by dot_general.", "Used by add."]
         # The program is folded at first; the entry comes first.
         heads = tab.locator("#program summary .path").all_inner_texts()
         assert heads == ["%main.9 entry", "Header", "%add.1", "%body"]

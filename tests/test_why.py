@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, _compat, jit, tensor_parallel, value_and_grad
 from nnx_sharding.analysis.compiler_shardings import read_sharding
+from nnx_sharding.analysis.units import bytes_text
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
 
@@ -181,6 +182,27 @@ def test_two_shardings_that_meet():
     assert "model.up (test_why.py:" in made
     assert used.startswith("Used as P(None, ('model', 'data'), None), (16,2,16) on each device, by")
     assert 'activation_shardings={r"up": …}' in reason.instead
+
+
+def test_a_module():
+    reason = compiled(by_fsdp).why("model.block.up")
+    size, whole = (32 * 128 // 2 + 128 // 2) * 4, (32 * 128 + 128) * 4
+    assert reason.subject == (
+        f"model.block.up: 2 arrays, {bytes_text(size)} of {bytes_text(whole)} on each device"
+    )
+    bias, kernel = reason.facts
+    assert bias.startswith("model.block.up.bias: P('data'), (64) of (128)")
+    assert kernel.startswith("model.block.up.kernel: P(None, 'data')")
+    assert kernel.endswith("The strategy, which lists this path, decides: P(None, 'data').")
+
+
+def test_report_has_the_reasons():
+    program = compiled(by_fsdp)
+    report = program.report(by_module=True)
+    used = [row.path for row in program.parameters() if row.used]
+    assert {*report.reasons} == {*used, *(x.name for x in program.collectives())}
+    assert all(reason == program.why(name) for name, reason in report.reasons.items())
+    assert program.report().reasons == {}
 
 
 def test_names_that_are_not_there():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from .collectives import CollectiveKind, MeshAxes, axes_text
 from .json_codec import as_data
 from .parameters import spec_text
-from .tables import Pictured, drawn, table, text
+from .tables import Cell, Pictured, drawn, table, text
 from .units import bytes_text, count_text, time_text
 
 NO_LINE = "no line of yours"
@@ -108,6 +108,10 @@ class LineRow:
 class LineTable(Pictured):
     """Types and cost by line: what ``by_line`` of stages returns. ``print`` shows a table.
 
+    In terminals with colours and in notebooks, the code of lines that take a fifth of the time (at
+    least; or of the flops, if the peak rates of the device are not known) is red, from a twentieth
+    yellow.
+
     Rows are exclusive: flops, bytes and collectives add up to the totals of the program.
 
     Attributes:
@@ -134,13 +138,20 @@ class LineTable(Pictured):
 
     def _tables(self, most: int | None) -> Iterator[Any]:
         """Makes a table for each file; of a line ``most`` types and collectives, None for all."""
+        # Seconds are known of devices whose peak rates are.
+        heated_by = "seconds" if any(row.seconds for row in self.rows) else "flops"
+        total = sum(getattr(row, heated_by) or 0 for row in self.rows) or 1
         for file in dict.fromkeys(row.file for row in self.rows):
             rows = [row for row in self.rows if row.file == file]
             yield text(file or NO_LINE)
             is_measured = any(row.measured is not None for row in self.rows)
             header = (*_HEADER, "measured") if is_measured else _HEADER
-            cells = (x[: len(header)] for row in rows for x in _cells(row, most))
-            yield table(header, [*cells], numbers=len(header) - 4)
+            lines = [
+                line[: len(header)]
+                for row in rows
+                for line in _cells(row, most, _heat((getattr(row, heated_by) or 0) / total))
+            ]
+            yield table(header, lines, numbers=len(header) - 4)
             yield text("")
         if self.why is not None:
             yield text(f"unknown: {self.why}")
@@ -151,8 +162,16 @@ class LineTable(Pictured):
 _HEADER = "line", "code", "types", "collectives", "flops", "bytes", "at least", "at the peak"
 
 
-def _cells(row: LineRow, most: int | None) -> Iterator[tuple[str, ...]]:
-    """Makes the lines of a row, whose figures are in the first; each shows ``most`` texts."""
+def _heat(share: float) -> str:
+    """Returns the style of the code of a line that causes this share of the cost."""
+    return "bold red" if share >= 0.2 else "yellow" if share >= 0.05 else ""
+
+
+def _cells(row: LineRow, most: int | None, style: str) -> Iterator[tuple[Cell, ...]]:
+    """Makes the lines of a row, whose figures are in the first; each shows ``most`` texts.
+
+    The code has the style.
+    """
     sent = ["?"] if row.collectives is None else [*map(str, row.collectives)]
     texts = [row.code[:60], *(f"  in {path}" for path in row.modules)]
     columns = [texts[:most], _folded([*map(str, row.types)], most), _folded(sent, most)]
@@ -160,7 +179,11 @@ def _cells(row: LineRow, most: int | None) -> Iterator[tuple[str, ...]]:
     figures = count_text(row.flops), bytes_text(row.bytes), *sizes, time_text(row.measured)
     number = "" if row.line is None else str(row.line)
     for index, middle in enumerate(itertools.zip_longest(*columns, fillvalue="")):
-        yield (number, *middle, *figures) if index == 0 else ("", *middle, *[""] * 5)
+        if index == 0:
+            code, *others = middle
+            yield (number, text(code, style), *others, *figures)
+        else:
+            yield ("", *middle, *[""] * 5)
 
 
 def _folded(texts: list[str], most: int | None) -> list[str]:

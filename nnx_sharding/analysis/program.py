@@ -22,6 +22,7 @@ from .json_codec import JsonForm
 from .memory import Memory
 from .meshes import MeshDescription
 from .parameters import ActivationRow, ParameterRow, activations_table, mesh_of, rows_table
+from .reasons import Reason
 from .roofline import Roofline, roofline_of
 from .tables import axis_styles, table, text
 from .units import bytes_text, time_text
@@ -49,6 +50,8 @@ class ProgramReport(JsonForm):
       hlo: the text of the compiled program; None if the backend has none.
       by_module: memory and cost by module; None unless it was asked for.
       by_line: types, cost and memory by line, with ``by_module``.
+      reasons: what ``Compiled.why`` says, by the path of an argument or the name of a collective,
+        with ``by_module``.
 
     Example:
       >>> import jax
@@ -77,9 +80,10 @@ class ProgramReport(JsonForm):
     hlo: str | None
     by_module: ModuleTable | None = None
     by_line: LineTable | None = None
+    reasons: Mapping[str, Reason] = dataclasses.field(default_factory=dict)
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 9
+    _VERSION = 10
     _NOUN = "report of a program"
 
     def save(self, path: str | os.PathLike[str], *, hlo: bool = True) -> None:

@@ -210,7 +210,7 @@ def locked(report: ProgramReport) -> Lock:
                 {
                     "flops": row.flops,
                     "bytes": row.bytes_accessed,
-                    "at the peak": sum((row.at_peak or {}).values()),
+                    "at the peak": None if row.at_peak is None else sum(row.at_peak.values()),
                 },
             )
             for row in report.by_module.rows
@@ -227,11 +227,18 @@ def locked(report: ProgramReport) -> Lock:
 
 
 def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str, Figures]:
-    """Sums the figures of rows of one name; leaves out zeros and what is not known."""
+    """Sums the figures of rows of one name; leaves out zeros, and says which are not known."""
     sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for name, figures in rows:
         sums[name].update({unit: round(x) for unit, x in figures.items() if x})
-    return {name: dict(total) for name, total in sums.items() if total}
+        unknown[name].update({unit: None for unit, x in figures.items() if x is None})
+    summed: dict[str, Figures] = {}
+    for name, total in sums.items():
+        known: Figures = {unit: x for unit, x in total.items() if unit not in unknown[name]}
+        words = f"{_UNKNOWN} {' and '.join(unknown[name])}"
+        summed[name] = {**({"": words} if unknown[name] else {}), **known}
+    return {name: figures for name, figures in summed.items() if figures}
 
 
 def _figure_of(unit: str, figure: float | None) -> Figures:
@@ -344,8 +351,15 @@ def _compared(
             yield Change(part, name, next(iter(before.values())), next(iter(after.values())))
             continue
         for unit in {**before, **after}:
-            missing = None if unit == "" else 0
-            pair = before.get(unit, missing), after.get(unit, missing)
+            pair = _figure_in(before, unit), _figure_in(after, unit)
             is_total = part in ("memory", "cost")
             if pair[0] != pair[1]:
                 yield Change(part, f"{name}: {unit}" if unit and not is_total else name, *pair)
+
+
+def _figure_in(figures: Figures, unit: str) -> Value:
+    """Returns a figure of a line; one that is not there is zero, or unknown if the line says so."""
+    if unit in figures:
+        return figures[unit]
+    is_zero = unit != "" and not str(figures.get("", "")).startswith(_UNKNOWN)
+    return 0 if is_zero else None

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
+from ..analysis.argument_reasons import ArgumentReasons
 from ..analysis.by_line import LineTable
 from ..analysis.by_module import ModuleTable
+from ..analysis.collective_reasons import CollectiveReasons, Shape
 from ..analysis.collectives import Collective, Collectives, collectives_of, file_title
 from ..analysis.cost import COMPILED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
@@ -32,11 +34,12 @@ from ..analysis.line_attribution import (
 from ..analysis.measured import Profile
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ActivationTable, ParameterTable, mesh_of
+from ..analysis.parameters import ActivationTable, ParameterRow, ParameterTable, mesh_of
 from ..analysis.program import ProgramReport, describe
 from ..analysis.purposes import inputs_of
+from ..analysis.reasons import Reason
 from ..analysis.roofline import Roofline, roofline_of
-from ..analysis.why import Reason, argument_reason, collective_reason
+from ..analysis.units import bytes_text
 from ..analysis.work import with_loops
 from ..core.outcome import Outcome
 from ..specs.fitting import suggestion
@@ -44,6 +47,9 @@ from .module_memory import DumpedProgram, argument_rows, dump_program
 
 if TYPE_CHECKING:
     from .stages import Compiled
+
+# Arrays that `why` lists of a module; more do not fit on a screen.
+_MOST_OF_A_MODULE = 12
 
 
 class Figures:
@@ -130,32 +136,73 @@ class Figures:
 
     def why(self, subject: str | Collective) -> Reason:
         """See :meth:`Compiled.why`."""
-        if isinstance(subject, str) and subject in self._plan.names:
-            return self._why_argument(subject)
+        if isinstance(subject, str):
+            if subject in self._rows_by_path:
+                return self._why_argument(subject)
+            if below := self._arguments_of(subject):
+                return self._why_module(subject, below)
         collectives = self.collectives or ()
         name = subject if isinstance(subject, str) else subject.name
         collective = next((x for x in collectives if x.name == name), None)
         if collective is None:
             known = [*self._plan.names, *(x.name for x in collectives)]
             raise ValueError(
-                f"{self._plan.fun_name} has no argument or collective that is called "
+                f"{self._plan.fun_name} has no argument, module or collective that is called "
                 f"{name!r}{suggestion(name, known)}"
             )
-        calls, traced = self._compiled._recorder.calls, self._compiled._recorder.traced
-        paths = {call.path for call in calls}
-        shapes = defaultdict[tuple[str, str], set[tuple[int, ...]]](set)
-        for value in made_values(traced, paths):
-            if value.line is not None:
-                place = f"{file_title(value.line[0])}:{value.line[1]}", value.operation
-                shapes[place].add(value.shape)
-        sizes = {} if self._mesh is None else {str(x): n for x, n in self._mesh.shape.items()}
-        return collective_reason(collective, self.module, paths, sizes, shapes, self._why_argument)
+        return self._collective_reasons.reason(collective)
+
+    def reasons(self) -> dict[str, Reason]:
+        """Says of all arguments that are used, and of all collectives, why they are as they are."""
+        used = {row.path: self._why_argument(row.path) for row in self._arguments if row.used}
+        collectives = self.collectives or ()
+        return used | {x.name: self._collective_reasons.reason(x) for x in collectives}
+
+    @functools.cached_property
+    def _rows_by_path(self) -> dict[str, ParameterRow]:
+        return {row.path: row for row in self._arguments}
 
     def _why_argument(self, path: str) -> Reason:
         """Says why an argument is sharded as it is."""
-        row = self._arguments[self._plan.names.index(path)]
+        return self._argument_reasons.reason(self._rows_by_path[path])
+
+    def _arguments_of(self, module_path: str) -> list[str]:
+        """Lists the paths of the arguments that a module holds."""
+        prefixes = f"{module_path}.", f"{module_path}["
+        return [path for path in self._rows_by_path if path.startswith(prefixes)]
+
+    def _why_module(self, module_path: str, paths: list[str]) -> Reason:
+        """Says how the arrays of a module are sharded, each with the first of its reasons."""
+        facts = []
+        for path in paths[:_MOST_OF_A_MODULE]:
+            reason = self._why_argument(path)
+            facts.append(f"{reason.subject}. {' '.join(reason.facts[:1])}")
+        if more := len(paths) - len(facts):
+            facts.append(f"And {more} more: ask for one of its modules.")
+        rows = [self._rows_by_path[path] for path in paths]
+        size = bytes_text(sum(row.bytes_per_device for row in rows))
+        whole = bytes_text(sum(row.bytes_total for row in rows))
+        subject = f"{module_path}: {len(paths)} arrays, {size} of {whole} on each device"
+        return Reason(subject, tuple(facts))
+
+    @functools.cached_property
+    def _argument_reasons(self) -> ArgumentReasons:
         recorder = self._compiled._recorder
-        return argument_reason(self._plan, row, recorder.objects, recorder.leaves)
+        return ArgumentReasons(self._plan, recorder.objects, recorder.leaves)
+
+    @functools.cached_property
+    def _collective_reasons(self) -> CollectiveReasons:
+        recorder = self._compiled._recorder
+        module_paths = {call.path for call in recorder.calls}
+        whole_shapes = defaultdict[tuple[str, str], set[Shape]](set)
+        for value in made_values(recorder.traced, module_paths):
+            if value.line is not None:
+                file, line = value.line
+                whole_shapes[f"{file_title(file)}:{line}", value.operation].add(value.shape)
+        axis_sizes = {} if self._mesh is None else MeshDescription.of(self._mesh).axes
+        return CollectiveReasons(
+            self.module, module_paths, axis_sizes, whole_shapes, self._why_argument
+        )
 
     def _hardware(self, hardware: Hardware | str | None) -> Hardware | None:
         """Returns the figures of the named hardware; for None, of the devices of the mesh."""

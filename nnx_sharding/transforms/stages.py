@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to 
     from ..analysis.memory import Memory
     from ..analysis.parameters import ActivationTable, ParameterTable
     from ..analysis.program import ProgramReport
+    from ..analysis.reasons import Reason
     from ..analysis.roofline import Roofline
-    from ..analysis.why import Reason
     from .figures import Figures
     from .lifted import Lifted
 
@@ -576,14 +576,15 @@ class Compiled(Stage):
 
         Args:
           subject: the path of an argument, as :meth:`parameters` has it, such as
-            ``model.layers[3].attn.q.kernel``; or one of :meth:`collectives`, or its name.
+            ``model.layers[3].attn.q.kernel``, or of a module with arguments, such as
+            ``model.layers[3].attn``; or one of :meth:`collectives`, or its name.
 
         Returns:
           The reason, for ``print``: the rule that decides, what is overridden and what divides; or
           the two shardings that meet, each with its line and module; and what to write instead.
 
         Raises:
-          ValueError: the program has no such argument or collective.
+          ValueError: the program has no such argument, module or collective.
 
         Example:
           >>> import jax
@@ -638,7 +639,7 @@ class Compiled(Stage):
           hardware: as for :meth:`roofline`; None for the devices that it was compiled for; if the
             table does not have these, the roofline is None.
           by_module: whether it has the tables of :meth:`by_module` and :meth:`by_line`, for which
-            the program is compiled once more.
+            the program is compiled once more, and the reasons of :meth:`why`.
 
         Returns:
           The report.
@@ -650,7 +651,11 @@ class Compiled(Stage):
             tables = self.by_module(hardware=hardware), self.by_line(hardware=hardware)
             rows = self._figures.activations(super().activations(), exactly=True)
             report = dataclasses.replace(
-                report, by_module=tables[0], by_line=tables[1], activations=tuple(rows)
+                report,
+                by_module=tables[0],
+                by_line=tables[1],
+                activations=tuple(rows),
+                reasons=self._figures.reasons(),
             )
         return report if name is None else dataclasses.replace(report, name=name)
 

@@ -58,7 +58,15 @@ function notesOf({ donated, used, memory_kind }) {
   return [donated && "donated", used === false && "unused", kind].filter(Boolean).join(", ");
 }
 
-function parametersSection({ mesh, parameters: rows }) {
+/** Why an argument is sharded as it is, or a collective is there; nothing if that is unknown. */
+function reasonNode(reasons, name) {
+  if (!Object.hasOwn(reasons, name)) return null; // a path may be `constructor`
+  const reason = reasons[name];
+  const instead = reason.instead && [el("span.muted", "instead: "), el("code", reason.instead)];
+  return el("ul.reason", [...reason.facts, instead].filter(Boolean).map((fact) => el("li", fact)));
+}
+
+function parametersSection({ mesh, parameters: rows, reasons }) {
   const title = "Parameters and other arguments";
   if (!rows.length) return section("parameters", title, note("The program has no array arguments."));
   const columns = [
@@ -71,7 +79,10 @@ function parametersSection({ mesh, parameters: rows }) {
   ];
   const chosen = new Set();
   const accept = (row) => !chosen.size || chosen.has(axesKey(row));
-  const detail = (row) => heldSlices(row, mesh);
+  const detail = (row) => {
+    const parts = [reasonNode(reasons, row.path), heldSlices(row, mesh)].filter(Boolean);
+    return parts.length ? el("div", parts) : null;
+  };
   const table = tableOf({ name: title, noun: "array", columns, rows, accept, detail });
 
   // A bar of the bytes by mesh axes, and buttons that show only arrays sharded over some axes.

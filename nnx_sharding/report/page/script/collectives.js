@@ -29,12 +29,14 @@ function origin({ source, operation }, hasLines) {
   return [source && [link, " "], words];
 }
 
-/** What a collective is for, with the parameters, or else the module that it is in. */
-function purposeOf({ purpose, parameters, module }) {
+/** What a collective is for, with the parameters, or else the module that it is in; and why. */
+function purposeOf({ name, purpose, parameters, module }, reasons) {
+  const reason = reasonNode(reasons, name);
   const [first, ...rest] = parameters;
   const words = first ? first + (rest.length ? ` and ${rest.length} more` : "") : module;
   const all = { title: parameters.join("\n") };
-  return [purpose, words && [el("br"), el("small.muted.path", all, words)]];
+  const why = reason && el("details", el("summary", el("small", "why?")), reason);
+  return [purpose, words && [el("br"), el("small.muted.path", all, words)], why];
 }
 
 function runs({ times, in_loop, conditional }) {
@@ -43,7 +45,7 @@ function runs({ times, in_loop, conditional }) {
   return el("span", { title: "in a loop of unknown length" }, "loop");
 }
 
-function collectivesSection({ collectives, hlo, by_line }) {
+function collectivesSection({ collectives, hlo, by_line, reasons }) {
   const [id, name] = ["collectives", "Collectives"];
   if (!collectives) return section(id, name, note(NOT_READ));
   if (!collectives.length) return section(id, name, note("The devices exchange nothing."));
@@ -59,7 +61,7 @@ function collectivesSection({ collectives, hlo, by_line }) {
     {
       label: "Purpose",
       value: (c) => [c.purpose, ...c.parameters, c.module].join(" "),
-      cell: purposeOf,
+      cell: (c) => purposeOf(c, reasons),
     },
     { label: "Origin", value: (c) => [c.source, c.operation].join(" "), cell: (c) => origin(c, isSet(by_line)) },
     { label: "Runs", value: (c) => c.times ?? Infinity, number: integer, cell: runs },

@@ -55,7 +55,7 @@ function linesSection({ by_line }) {
     const line = (row) => {
       const figure = value(row);
       const share = isNumber(figure) ? `${show(figure)} (${((100 * figure) / total).toFixed(1)}%)` : UNKNOWN;
-      const heat = `${Math.round(60 * Math.sqrt((figure ?? 0) / most))}%`;
+      const heat = `${Math.round(45 * Math.sqrt((figure ?? 0) / most))}%`;
       const id = row.file && lineId(row.file, row.line);
       const code = row.code || (row.file ? "" : "no line of yours");
       const head = el("summary", { style: { "--heat": heat } },

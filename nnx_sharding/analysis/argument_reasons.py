@@ -1,0 +1,158 @@
+"""Why an argument of a program is sharded as it is.
+
+An argument has the spec of the first rule that matches it, as far as its shape allows. So the
+reason is that rule, which later rules it overrides, and which mesh axes divide which dimensions:
+
+    model.up.bias: replicated, 64 B on each device
+      Rule 1, 'bias', decides: P('model').
+      Of P('model'), not all fits: dimension 0 has size 16, not divisible by 'model' (12).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from ..core.plan import Plan
+from ..core.resolve import NamedLocation, locate
+from ..specs.filters import Paths, to_predicate
+from ..specs.fitting import OnIndivisible, describe, fit_sharding
+from ..specs.paths import accessor
+from ..specs.state_sharding import StateSharding
+from .parameters import ParameterRow, axes_in, shape_text, spec_text
+from .reasons import Reason
+from .units import bytes_text
+
+_MOST_OVERRIDDEN = 3  # rules that are named
+
+
+class ArgumentReasons:
+    """Says for each argument of one program why it is sharded as it is.
+
+    Args:
+      plan: how the function was called: the names of its array arguments, their structure, the
+        specs that the user gave.
+      objects: the Variables of the call, which hold abstract arrays.
+      leaves: its arrays, abstract, in the order of ``plan.names``.
+    """
+
+    def __init__(self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any]):
+        self._plan, self._objects, self._leaves = plan, objects, leaves
+        self._indices = {name: index for index, name in enumerate(plan.names)}
+        # One Variable may be in several arguments; the first has its name.
+        self._locations: defaultdict[int, list[NamedLocation]] = defaultdict(list)
+        for location in locate(plan.structure, plan.arguments):
+            for index in location.location.slots:
+                self._locations[index].append(location)
+
+    def reason(self, row: ParameterRow) -> Reason:
+        """Says why one array, as the program has it, is sharded as it is."""
+        index, mesh = self._indices[row.path], self._plan.transform.context
+        location, *others = self._locations[index]
+        declared, facts = self._declared(location)
+        if others:
+            names = ", ".join(other.name for other in others)
+            facts.append(f"It is the same Variable as {names}, so all of them have one sharding.")
+        default: OnIndivisible = getattr(self._plan.transform, "on_indivisible", "error")
+        action = self._plan.on_indivisible.get(index, default)
+        # A program that compiled has no errors; its reasons are those for which axes are dropped.
+        shown: OnIndivisible = "drop" if action == "error" else action
+        fit = fit_sharding(declared, mesh, row.shape, on_indivisible=shown)
+        if fit.reasons:
+            facts.append(f"Of {_spec_text(declared)}, not all fits: {fit.reasons}.")
+        sizes = {str(axis): size for axis, size in getattr(mesh, "shape", {}).items() if size > 1}
+        unused = {axis: size for axis, size in sizes.items() if axis not in axes_in(row.spec)}
+        facts += _dividing(row, unused)
+        return Reason(_subject(row), tuple(facts), _override(location, row, unused))
+
+    def _declared(self, location: NamedLocation) -> tuple[Any, list[str]]:
+        """Returns the spec that the user or a strategy declared, and the sentences that say so."""
+        rules, option = location.part.spec, self._plan.transform.in_name
+        name = accessor(location.argument.name, location.part.keys)
+        if rules is None:
+            return None, [
+                f"{option} has nothing for {name}: it keeps the sharding of the array that was "
+                "passed, or else the compiler chooses."
+            ]
+        if not isinstance(rules, StateSharding):
+            return rules, [f"{option} has {_spec_text(rules)} for {name}."]
+        subject = location.subject(self._objects, self._leaves)
+        path, first, declared = rules.find_below(location.part.below, location.paths[0], subject)
+        if first is None:
+            return None, [f"No rule of {option} for {name} matches."]
+        facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]
+        if note := getattr(rules.filters[first], "note", ""):
+            facts = [f"The strategy leaves it replicated: {note}."]
+        overridden = [
+            number
+            for number in range(first + 1, len(rules.filters))
+            # A rule for the rest says nothing about this array.
+            if rules.filters[number] not in (..., True)
+            and to_predicate(rules.filters[number])(path, subject)
+        ]
+        for number in overridden[:_MOST_OVERRIDDEN]:
+            says = _spec_text(rules.shardings[number])
+            facts.append(f"{_rule_text(rules, number)} says {says}, and is overridden.")
+        return declared, facts
+
+
+def _subject(row: ParameterRow) -> str:
+    if not axes_in(row.spec):
+        return f"{row.path}: replicated, {bytes_text(row.bytes_per_device)} on each device"
+    whole, part = shape_text(row.shape), shape_text(row.shard_shape)
+    return f"{row.path}: {spec_text(row.spec)}, {part} of {whole} on each device"
+
+
+def _spec_text(declared: Any) -> str:
+    spec = getattr(declared, "spec", declared)
+    return spec_text(spec) if isinstance(spec, PartitionSpec) else describe(declared)
+
+
+def _rule_text(rules: StateSharding, index: int) -> str:
+    if isinstance(rules.filters[index], Paths):
+        return "The strategy, which lists this path,"
+    return f"Rule {index}, {rules.names[index]},"
+
+
+def _dividing(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:
+    """Says which dimensions could be divided by the axes that do not shard an array.
+
+    Args:
+      row: the array.
+      unused: the sizes of these axes.
+    """
+    for axis, size in unused.items():
+        dimensions = [str(d) for d, n in enumerate(row.shape) if n % size == 0 and n > 0]
+        if not dimensions:
+            shape = shape_text(row.shape)
+            yield f"{axis!r} ({size}) divides no dimension of {shape}, so it cannot shard it."
+        elif not axes_in(row.spec):
+            number = "dimension" if len(dimensions) == 1 else "each of the dimensions"
+            yield f"{axis!r} ({size}) would divide {number} {', '.join(dimensions)}."
+
+
+def _override(location: NamedLocation, row: ParameterRow, unused: Mapping[str, int]) -> str:
+    """Writes a call that shards a replicated array, or replicates a sharded one."""
+    if not isinstance(location.part.spec, StateSharding):
+        return ""
+    spec = "P()"
+    if not axes_in(row.spec):
+        # The largest dimension that an axis divides.
+        dimensions = sorted(range(len(row.shape)), key=lambda d: (-row.shape[d], -d))
+        fitting = [
+            (axis, dimension)
+            for axis, size in unused.items()
+            for dimension in dimensions
+            if row.shape[dimension] % size == 0
+        ]
+        if not fitting:
+            return ""
+        axis, dimension = fitting[0]
+        spec = f"P({', '.join([*['None'] * dimension, repr(axis)])})"
+    keys = [re.escape(str(key)) for key in location.paths[0]]
+    pattern = "/".join(r"\d+" if key.isdecimal() else key for key in keys)
+    return f'nnx_sharding.partition.override(sharding, {{r"{pattern}$": {spec}}})'

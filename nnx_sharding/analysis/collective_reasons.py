@@ -1,0 +1,244 @@
+"""Why a collective is in a compiled program.
+
+A collective is where two shardings meet: how a value is made, and how it is used. Both are found in
+the program, past what only moves the value: from the operand of the collective back to the
+instruction that computes it, and from its result on to the first one that computes with it.
+
+    sine (model.up)  f32[4,16,8]  →  all-gather, all-gather  →  f32[16,16,16]  multiply (model)
+
+The shapes there are of one device. With the shape of the whole value, which the trace has at the
+same line, they say the spec.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, TypeAlias
+
+from .collectives import Collective, axes_text, file_title, users_frame
+from .hlo import Module
+from .instructions import Instruction
+from .line_attribution import spec_of_shard
+from .names import module_of, operations
+from .parameters import shape_text, spec_text
+from .purposes import Purpose
+from .reasons import Reason
+from .units import bytes_text
+from .values import Value
+
+Shape: TypeAlias = tuple[int, ...]
+
+# These pass on the elements of their first operand, or some of them.
+_MOVING = {"copy", "bitcast", "convert", "reshape", "transpose", "dynamic-slice", "slice"}
+# Values that are followed at most: what is further away than this explains nothing to a reader.
+_MOST_STEPS = 200
+
+# What to write so that a collective is not needed, by its purpose.
+_INSTEAD: dict[Purpose | None, str] = {
+    "parameter": "nothing, if parameters are to be sharded over the axis of the batch (FSDP); to "
+    "keep them whole or to compute with parts, use replicated or tensor_parallel",
+    "state": "shard it as its module uses it, or write it inside of shard_map",
+    "gradient": "nothing, if the batch is sharded over this axis; accumulate_gradients sends once "
+    "for several microbatches",
+    "sum": "shard the kernel over its columns instead of its rows, or leave this axis out: a "
+    "product over a sharded dimension is a sum over devices",
+    "result": "give out_shardings the spec with which it is computed",
+}
+
+
+class _Side(NamedTuple):
+    """Where the value that a collective moves is computed, or used."""
+
+    operation: str  # such as dot_general, or the path of an argument
+    module: str | None
+    line: str | None  # as model.py:12
+    shape: Shape  # on one device
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.operation}{where}" + (f" ({self.line})" if self.line else "")
+
+
+class CollectiveReasons:
+    """Says for each collective of one program why it is there.
+
+    Args:
+      module: the compiled program.
+      module_paths: the paths of the user's modules that it calls, such as ``model.up``.
+      axis_sizes: the sizes of the mesh axes.
+      whole_shapes: the shapes that the trace has, by line (``model.py:12``) and operation.
+      why_argument: says why an argument is sharded as it is.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        module_paths: Collection[str],
+        axis_sizes: Mapping[str, int],
+        whole_shapes: Mapping[tuple[str, str], set[Shape]],
+        why_argument: Callable[[str], Reason],
+    ):
+        self._module, self._module_paths = module, module_paths
+        self._axis_sizes, self._whole_shapes = axis_sizes, whole_shapes
+        self._why_argument = why_argument
+        # The instructions that use each value, by computation and name, and as which operand.
+        self._users: defaultdict[tuple[str, str], list[tuple[Instruction, int]]] = defaultdict(list)
+        for computation in module.computations:
+            for instruction in computation.instructions:
+                for number, name in enumerate(instruction.operand_names):
+                    self._users[computation.name, name].append((instruction, number))
+
+    def reason(self, collective: Collective) -> Reason:
+        """Says why one collective is there."""
+        axes, sent = axes_text(collective.axes), bytes_text(collective.bytes_sent)
+        use = f"{collective.name}, for {collective.purpose or 'an unknown purpose'}"
+        subject = f"{collective.kind} over {axes}, sends {sent} ({use})"
+        value = Value(collective.computation, collective.name)
+        made, used = self._maker(value), self._user(value)
+        instead = _instead(collective, made)
+        facts = []
+        if collective.purpose in ("parameter", "state") and collective.parameters:
+            reasons = [self._why_argument(path) for path in collective.parameters[:2]]
+            facts += [f"It gathers {reason.subject}." for reason in reasons]
+            facts += reasons[0].facts[:1]
+            made = None
+        elif collective.purpose == "gradient" and collective.parameters:
+            facts.append(
+                f"It adds up the parts of the gradient of {_listed(collective.parameters)}: each "
+                f"device computes that of its part of the batch, which is sharded over {axes}."
+            )
+            made = used = None  # one that sums several gradients has many makers
+        elif collective.purpose == "sum" and made is not None:
+            facts.append(
+                f"Each device has a part of the sum that {made} computes, because a dimension over "
+                f"which that sums is sharded over {axes}."
+            )
+            made = None
+        facts += self._two_sides(made, used)
+        if used is None and collective.purpose != "gradient":
+            facts.append(
+                "The function returns it, with the sharding of out_shardings or of a Variable."
+            )
+        return Reason(subject, tuple(facts), instead)
+
+    def _two_sides(self, made: _Side | None, used: _Side | None) -> list[str]:
+        """Says how the value is sharded where it is made and where it is used."""
+        sides = [side for side in (made, used) if side is not None]
+        # The whole value is the same on both sides, so either line may know its shape.
+        whole_shapes: set[Shape] = set()
+        for side in sides:
+            whole_shapes |= self._whole_shapes.get((side.line or "", side.operation), set())
+        return [
+            f"{verb}{self._sharded_text(side.shape, whole_shapes)} by {side}."
+            for verb, side in (("Made", made), ("Used", used))
+            if side is not None
+        ]
+
+    def _sharded_text(self, shape: Shape, whole_shapes: Collection[Shape]) -> str:
+        """Writes a shape on one device, with the spec if only one cuts the whole value so."""
+        specs = {
+            spec_of_shard(whole, shape, self._axis_sizes, any_order=True)
+            for whole in whole_shapes
+            if len(whole) == len(shape)
+        } - {None}
+        as_spec = f" as {spec_text(specs.pop())}" if len(specs) == 1 else ""
+        return f"{as_spec}, {shape_text(shape)} on each device,"
+
+    def _maker(self, value: Value) -> _Side | None:
+        """Follows a value back to the instruction that computes it, or to an argument."""
+        shape: Shape | None = None
+        for _ in range(_MOST_STEPS):
+            instruction = self._module.maker(value)
+            if instruction is None:
+                return None
+            dims = _dims(instruction, value)
+            # XLA computes products in two dimensions; the value gets its own by a reshape.
+            shape = dims if shape is None or len(shape) == len(dims) else shape
+            before = self._module.passed(value)
+            if not before and (_moves(instruction) or instruction.opcode == "tuple"):
+                before = self._module.operands(value)
+            if not before:
+                return self._side(instruction, shape)
+            value = before[0]
+        return None
+
+    def _user(self, value: Value) -> _Side | None:
+        """Follows a value to the first instruction that computes with it, also into fusions."""
+        pending, seen = [value], {value}
+        while pending and len(seen) < _MOST_STEPS:
+            value = pending.pop()
+            maker, following = self._module.maker(value), self._callers_of_root(value)
+            for instruction, number in self._users[value.computation, value.name]:
+                if instruction.opcode in ("fusion", "call"):
+                    following += self._inside(instruction, number)
+                elif _moves(instruction) or instruction.opcode == "get-tuple-element":
+                    following.append(Value(value.computation, instruction.name))
+                elif instruction.opcode not in ("tuple", "while") and maker is not None:
+                    return self._side(instruction, _dims(maker, value))
+                # A tuple or a loop carries it on; what becomes of it there is not followed.
+            pending += [new for new in following if new not in seen]
+            seen.update(following)
+        return None
+
+    def _inside(self, call: Instruction, number: int) -> list[Value]:
+        """Returns the parameter of a fusion or a called computation that is operand ``number``."""
+        [callee, *_] = call.callees
+        inside = self._module.within[callee].values()
+        return [Value(callee, parameter.name) for parameter in inside if parameter.number == number]
+
+    def _callers_of_root(self, value: Value) -> list[Value]:
+        """Returns what a fusion or a call results in, if a value is the root of what it calls."""
+        root = self._module.roots.get(value.computation)
+        if root is None or root.name != value.name:
+            return []
+        return [
+            Value(computation.name, caller.name)
+            for computation, caller in self._module.callers.get(value.computation, ())
+            if caller.opcode in ("fusion", "call")
+        ]
+
+    def _side(self, instruction: Instruction, shape: Shape) -> _Side:
+        name = next(iter(operations(instruction.operation or "")), "")
+        frame = users_frame(self._module.source(instruction))
+        line = None if frame is None else f"{file_title(frame[0])}:{frame[1]}"
+        operation = name.rpartition("/")[2] or instruction.opcode
+        return _Side(operation, module_of(name, self._module_paths), line, shape)
+
+
+def _listed(paths: tuple[str, ...]) -> str:
+    more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+    return f"{', '.join(paths[:2])}{more}"
+
+
+def _moves(instruction: Instruction) -> bool:
+    """Tells whether an instruction only moves the elements of its first operand."""
+    if instruction.opcode in _MOVING or instruction.opcode.endswith(("-start", "-done")):
+        return True
+    return bool(instruction.collective) and instruction.collective not in (
+        "all-reduce",
+        "reduce-scatter",
+    )
+
+
+def _dims(instruction: Instruction, value: Value) -> Shape:
+    """Returns the dimensions of a value that an instruction makes; of a tuple, of one part."""
+    results = instruction.results
+    number = value.index[0] if value.index and value.index[0] < len(results) else 0
+    return results[number].dims if results else ()
+
+
+def _instead(collective: Collective, made: _Side | None) -> str:
+    """Says what to write to avoid a collective."""
+    if collective.purpose in _INSTEAD:
+        return _INSTEAD[collective.purpose]
+    module = None if made is None else made.module
+    if module is None or "." not in module:
+        return "with_sharding_constraint where it is made, with the spec with which it is used"
+    path = module.partition(".")[2]
+    pattern = re.sub(r"\[\d+\]", r"/\\d+", path).replace(".", "/")
+    return (
+        f'jit(activation_shardings={{r"{pattern}": …}}), with the spec with which it is used, or '
+        "with_sharding_constraint there"
+    )
