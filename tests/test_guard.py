@@ -1,5 +1,6 @@
 """The guard: it holds only where splitting again would give the same, and both walks agree."""
 
+import gc
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 import nnx_sharding
 from graphs import NODES, OPERATIONS, VALUES, Graph, Node, assign, build, graphs, reachable
 from nnx_sharding import _compat
-from nnx_sharding.core.flatten import Flat
-from nnx_sharding.core.guard import native, store
+from nnx_sharding.core.flatten import Flat, flatten
+from nnx_sharding.core.guard import known, native, store
 from nnx_sharding.core.guard.guard import check, match
 from nnx_sharding.core.guard.recipe import Opcode
 from nnx_sharding.core.guard.recorder import WalkRecorder
@@ -567,6 +568,68 @@ def test_many_dicts_change(count):
 
 
 @pytest.mark.skipif(not HAS_C_WALK, reason="built without a compiler")
+class TestKnownModels:
+    """``flatten_known`` returns what ``flatten`` does, for any model that comes again."""
+
+    @staticmethod
+    def assert_flat(tree: Any) -> Flat:
+        flat, plain = known.flatten_known(tree), flatten(tree)
+        assert flat.structure == plain.structure
+        assert_same_objects(flat.leaves, plain.leaves)
+        assert_same_objects(flat.objects, plain.objects)
+        return flat
+
+    def test_all_changes(self):
+        model = nnx.List([linear(), linear()])
+        changes: list[Callable[[], Any]] = [
+            lambda: setattr(model[0].kernel, "value", jnp.ones((2, 2))),
+            lambda: setattr(model[0], "label", "a"),
+            lambda: model[0].kernel.set_metadata(label="a"),
+            lambda: setattr(model[1], "kernel", model[0].kernel),
+            lambda: model.append(linear()),
+        ]
+        for change in changes:
+            flats = [self.assert_flat(model) for _ in range(3)]
+            assert flats[2].updatable  # known
+            assert flats[2].structure is flats[1].structure
+            change()
+            self.assert_flat(model)
+
+    def test_values_do_not_count(self):
+        model = linear()
+        flats = [self.assert_flat(model) for _ in range(2)]
+        model.kernel[...] += 1
+        assert self.assert_flat(model).structure is flats[1].structure
+
+    def test_models_are_forgotten(self):
+        for _ in range(3):
+            model = linear()
+            for _ in range(3):
+                self.assert_flat(model)
+            key = id(model)
+            del model
+            gc.collect()
+            assert key not in known._MODELS
+
+    def test_within_a_trace(self):
+        model = linear()
+        for _ in range(3):
+            self.assert_flat(model)
+
+        @jax.jit
+        def traced(x: jax.Array) -> jax.Array:
+            assert not self.assert_flat(model).updatable
+            self.assert_flat({"x": x})
+            return x
+
+        traced(jnp.ones(()))
+
+    def test_what_is_no_module(self):
+        for _ in range(3):
+            assert not self.assert_flat([jnp.ones(2), linear()]).updatable
+            assert not self.assert_flat(nnx.Param(jnp.ones(2))).updatable
+
+
 class TestCWalk:
     def test_is_used(self):
         import os

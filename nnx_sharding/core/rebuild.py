@@ -168,8 +168,10 @@ def rebuild(
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
     changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
-    stale = {type(objects[i]).__name__ for i in changed if not _compat.can_update(objects[i])}
-    if stale and not foreign:
+    stale = set[str]()
+    if not (foreign or flat.updatable):
+        stale = {type(objects[i]).__name__ for i in changed if not _compat.can_update(objects[i])}
+    if stale:
         raise _compat.TraceContextError(
             f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
             "Pass the module as an argument of the function that is traced."

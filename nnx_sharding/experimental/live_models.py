@@ -46,7 +46,8 @@ from ..checkpoint.tensor_matching import match_tensors
 from ..checkpoint.tensor_rules import Rule, read_rules
 from ..core.bounded import make_room
 from ..core.constrain import is_shardable, sharding_of
-from ..core.flatten import Flat, flatten
+from ..core.flatten import Flat
+from ..core.guard.known import flatten_known
 from ..core.interrupts import signals_deferred
 from ..core.memory import main_memory
 from ..core.place import finish_on_cpu, obstacle, place_arrays
@@ -140,7 +141,7 @@ def transfer(
       >>> server[0].kernel.sharding.spec
       P('model',)
     """
-    given, flat = flatten(source), flatten(target)
+    given, flat = flatten_known(source), flatten_known(target)
     table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (rules or {}).items())
     signatures = [tuple(map(_signature, each.leaves)) for each in (given, flat)]
     options = reverse, cast, only, donate

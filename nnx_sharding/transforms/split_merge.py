@@ -15,6 +15,7 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import flatten
+from ..core.guard.known import flatten_known
 from ..core.rebuild import node_changes, rebuild, update_operations
 from ..core.structure import (
     Container,
@@ -120,9 +121,10 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     leaves = _leaves_by_slot(structure, groups)
     if into is None:
         return unflatten(structure, leaves, share=True).root
-    old = flatten(into)
+    old = flatten_known(into)
     if old.structure == structure and all(isinstance(x, _UPDATED) for x in structure.entries):
-        _refuse_other_traces(old.objects)
+        if not old.updatable:
+            _refuse_other_traces(old.objects)
         return rebuild(old, leaves)  # only arrays differ
     pairs = _pair_objects(old.structure, structure)
     existing = {index: old.objects[before] for index, before in pairs.items()}
