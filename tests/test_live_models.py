@@ -126,10 +126,8 @@ class TransferTest(parameterized.TestCase):
         self.enter_context(mock.patch.object(live_models, "_MOST_KEPT", 0))
         rules = {"x": Tensor("x", "a b -> b a")}
         for _ in range(2):
-            with mock.patch.object(
-                live_models, "_on_auto_axes", wraps=live_models._on_auto_axes
-            ) as at:
-                at.side_effect = lambda x: (built(), mock.DEFAULT)[1]
+            with mock.patch.object(live_models, "_arguments", wraps=live_models._arguments) as at:
+                at.side_effect = lambda *_: (built(), mock.DEFAULT)[1]
                 transfer(source, target, rules)
         assert held[-1] == 0, held
 

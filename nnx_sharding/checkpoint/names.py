@@ -96,15 +96,23 @@ def selected(
     return found
 
 
-def filled(flat: Flat, values: Iterable[tuple[NamedArray, Any]], caller: str) -> Any:
-    """Returns the tree with new arrays; references get them as values."""
+def filled(
+    flat: Flat,
+    values: Iterable[tuple[NamedArray, Any]],
+    caller: str,
+    finish: Callable[[], object] = lambda: None,
+) -> Any:
+    """Returns the tree with new arrays; references get them as values.
+
+    ``finish`` is called before anything changes, while devices may still compute the values.
+    """
     leaves, references = list(flat.leaves), []
     for array, value in values:
         if is_reference(array.leaf):
             references.append((array.leaf, value))  # what holds it keeps the reference
         else:
             leaves[array.slot] = value
-    tree = rebuild(flat, leaves, caller)
+    tree = rebuild(flat, leaves, caller, finish=finish)
     for reference, value in references:
         reference[...] = value
     return tree

@@ -9,7 +9,7 @@ table, a *slot* the position of an array, and a *child* describes what an object
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from .. import _compat
@@ -160,10 +160,12 @@ def rebuild(
     caller: str = "with_sharding_constraint",
     *,
     foreign: bool = False,
+    finish: Callable[[], object] = lambda: None,
 ) -> Any:
     """Returns the tree with other arrays: changes modules and Variables, makes new containers.
 
     It is an error of the ``caller`` if objects of another trace would change, unless ``foreign``.
+    ``finish`` is called when all is made, before anything changes.
     """
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
@@ -180,5 +182,7 @@ def rebuild(
     variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
     nodes = [node_changes(i, e, structure, fresh) for i, e in entries if isinstance(e, NodeEntry)]
     changes = [change for change in nodes if change is not None]
-    perform(update_operations(structure, leaves, objects, variables, nodes=changes))
+    operations = update_operations(structure, leaves, objects, variables, nodes=changes)
+    finish()
+    perform(operations)
     return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)

@@ -14,6 +14,7 @@ it is used again for each pair of such models. Steps are as large as the memory 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -157,14 +158,16 @@ def transfer(
         make_room(_PLANS, _MOST_PLANS)
     # All that a user's mistake can make fail comes before the target loses its values.
     built = [_built_on_host(step, given.leaves) for step in steps]
-    with signals_deferred():
-        if sum(x.nbytes for x in flat.leaves if isinstance(x, jax.Array)) > _MOST_KEPT:
+    releases = sum(goal.nbytes for step in steps for goal in step.goals) > _MOST_KEPT
+    # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted.
+    with signals_deferred() if donate or releases else contextlib.nullcontext():
+        if releases:
             flat = _released(flat, steps)  # this function holds the old values no longer
         return _run(steps, built, given.leaves, flat, donate)
 
 
 # What decides how an array is moved.
-_NAMES = "shape", "dtype", "weak_type", "sharding"
+_NAMES = "shape", "dtype", "weak_type", "sharding", "committed"
 _of_array = operator.attrgetter(*_NAMES)
 
 
@@ -206,6 +209,8 @@ class _Step(NamedTuple):
     goals: Sequence[_Goal]
     slots: Sequence[int] = ()  # the arguments of the program
     program: Callable[..., list[jax.Array]] | None = None  # compiled; None for what is on the host
+    is_final: bool = False  # whether the program puts all arrays where they belong
+    is_direct: bool = False  # whether the program takes the sources as they are
 
 
 def _built_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
@@ -233,34 +238,41 @@ def _run(
     donate: bool,
 ) -> Any:
     """Moves the arrays of the source into the target, and returns it."""
-    sources = [source[slot] for step in steps for goal in step.goals for slot in goal.sources]
-    total = Counter(map(id, sources))  # of uses: two targets of one source get two arrays
+    total = Counter[int]()  # the uses of donated arrays: two targets of one source get two arrays
+    if donate:
+        slots = (slot for step in steps for goal in step.goals for slot in goal.sources)
+        total.update(id(source[slot]) for slot in slots)
     left, values = total.copy(), list[tuple[NamedArray, Any]]()
     for step, arrays in zip(steps, built, strict=True):
-        taken = [source[slot] for goal in step.goals for slot in goal.sources]
+        taken = [source[x] for goal in step.goals for x in goal.sources] if donate else []
         shardings = [goal.sharding for goal in step.goals]
         if step.program is not None:
-            made = finish_on_cpu(step.program(*_arguments(step, source)))
-            if not all(goal.is_final for goal in step.goals):
-                made = place_arrays(made, shardings)
+            made: list[Any] = step.program(*_arguments(step, source))
+            if not step.is_final:
+                made = place_arrays(finish_on_cpu(made), shardings)
         else:
-            given_up = {id(x) for x in taken if donate and total[id(x)] == 1}
+            given_up = {id(x) for x in taken if total[id(x)] == 1}
             made = _copied(arrays, shardings, given_up)
-        # Before the next program takes memory, and what is freed here is no longer read.
-        jax.block_until_ready(made)
+        if donate or len(steps) > 1:
+            # Before the next program takes memory, and what is freed here is no longer read.
+            jax.block_until_ready(made)
         made = [np.array(x) if y is None else x for x, y in zip(made, shardings, strict=True)]
         values += [(goal.array, x) for goal, x in zip(step.goals, made, strict=True)]
         left.subtract(map(id, taken))
-        kept = set(map(id, made))
-        for x in taken if donate else ():
+        kept = set(map(id, made)) if donate else set()
+        for x in taken:
             if isinstance(x, jax.Array) and not left[id(x)] and id(x) not in kept:
                 x.delete()
-    return filled(flat, values, "transfer")
+    # Only then does the target change: what fails on a device fails while one waits for it.
+    finish = functools.partial(jax.block_until_ready, [x for _, x in values])
+    return filled(flat, values, "transfer", finish)
 
 
 def _arguments(step: _Step, source: Sequence[Any]) -> list[jax.Array]:
     """Returns the arguments of a program: in main memory, where it computes, on Auto axes."""
     arrays = [source[slot] for slot in step.slots]
+    if step.is_direct:
+        return arrays
     fetched = place_arrays(arrays, [main_memory(x.sharding) for x in arrays])
     return list(map(_on_auto_axes, fetched))
 
@@ -474,7 +486,15 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> li
     if len(goals) > 1 and memory and memory.temp_size_in_bytes > max(largest, _SMALL):
         halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
         return [step for half in halves for step in _programs(half, leaves, largest)]
-    return [_Step(goals, slots, compiled)]
+    is_direct = all(map(_is_direct, (leaves[slot] for slot in slots)))
+    return [_Step(goals, slots, compiled, all(goal.is_final for goal in goals), is_direct)]
+
+
+def _is_direct(x: jax.Array) -> bool:
+    """Whether a program takes an array as it is; the signature of a plan says so, too."""
+    sharding = main_memory(x.sharding)
+    is_there = getattr(x, "committed", False) and sharding is x.sharding
+    return is_there and _on_auto_axes(x) is x
 
 
 def _abstract_argument(x: jax.Array) -> Any:
