@@ -14,15 +14,19 @@ from .files import ModelRestore, ModelSave, restore, save
 from .safetensors import load_safetensors, save_safetensors
 from .steps import Checkpoints
 from .stored import contents
+from .tensor_inference import match_tensors
 from .tensor_rules import Tensor
+from .tensor_table import TensorRules
 
 __all__ = [
     "Checkpoints",
     "ModelRestore",
     "ModelSave",
     "Tensor",
+    "TensorRules",
     "contents",
     "load_safetensors",
+    "match_tensors",
     "restore",
     "save",
     "save_safetensors",

@@ -38,7 +38,7 @@ from .names import NamedArray
 from .stored import as_folder, is_in_bucket
 from .tensor_files import NAMES, Box, Region, StoredTensor
 from .tensor_layouts import Placement
-from .tensor_matching import match_tensors
+from .tensor_matching import fill_by_rules
 from .tensor_release import Release, new_release
 from .tensor_rules import Rule, Rules, places_of_array, read_rules
 
@@ -114,13 +114,13 @@ def load_safetensors(
     # A process that has all shards waits for nobody, and may load something else.
     is_alone = not any(names.is_global(array.leaf) for array in everything)
     with Operation(_LOAD, os.fspath(path), alone=is_alone) as operation:
-        arrays = _weights(_LOAD, everything, only)
+        arrays = weights(_LOAD, everything, only)
         patterns = read_rules(_LOAD, rules)
         leaves = {array_path: array.leaf for array_path, array in arrays.items()}
         paths = {array.path for array in everything}
         head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
         with tensor_files.open_tensors(_LOAD, path) as tensors:
-            filled_by = match_tensors(head, patterns, tensors, leaves, paths, cast=cast)
+            filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
             operation.agree(path=str(as_folder(path)), arrays=names.digest(arrays.values()))
             parts = {
                 array_path: [(placement, tensors[name]) for placement, name in pairs]
@@ -150,7 +150,7 @@ def _loaded_arrays(arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts])
     return values
 
 
-def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[str, NamedArray]:
+def weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[str, NamedArray]:
     """Returns the arrays that a filter selects, by path."""
 
     def is_supported(leaf: object) -> bool:
@@ -291,7 +291,7 @@ def save_safetensors(
             "processes share, and upload the files."
         )
     with Operation(_SAVE, folder) as operation:
-        arrays = _weights(_SAVE, names.named_arrays(flatten(model)), only)
+        arrays = weights(_SAVE, names.named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors = _tensors(arrays, read_rules(_SAVE, rules))
@@ -380,7 +380,7 @@ def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTen
     raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
     head = f"{_SAVE}: the arrays do not fit the tensors of the rules."
     nouns = ("array", "tensor")
-    match_tensors(head, rules, tensors, values, values, reverse=True, nouns=nouns)
+    fill_by_rules(head, rules, tensors, values, values, reverse=True, nouns=nouns)
     return tensors
 
 

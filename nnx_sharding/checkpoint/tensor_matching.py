@@ -21,7 +21,7 @@ from .tensor_rules import Rules, Target
 Filled: TypeAlias = dict[str, list[tuple[Placement, str]]]
 
 
-def match_tensors(
+def fill_by_rules(
     head: str,
     rules: Rules,
     tensors: Mapping[str, HasShape],

@@ -43,7 +43,7 @@ from ..checkpoint.names import (
 from ..checkpoint.safetensors import WEIGHTS
 from ..checkpoint.tensor_files import Region
 from ..checkpoint.tensor_layouts import Placement, boxes
-from ..checkpoint.tensor_matching import match_tensors
+from ..checkpoint.tensor_matching import fill_by_rules
 from ..checkpoint.tensor_rules import Rule, read_rules
 from ..core.bounded import make_room
 from ..core.constrain import is_shardable, sharding_of
@@ -317,7 +317,7 @@ def _plan(
     paths = {x.path for x in named_arrays(given if reverse else flat)}
     head, nouns = "transfer: the source does not fit the target.", ("source", "array")
     options: Any = {"cast": cast, "reverse": reverse, "nouns": nouns}
-    parts = match_tensors(head, read_rules("transfer", rules), named, placed, paths, **options)
+    parts = fill_by_rules(head, read_rules("transfer", rules), named, placed, paths, **options)
     goals, obstacles = [], []
     for path, pairs in parts.items():
         used = [sources[name] for _, name in pairs]

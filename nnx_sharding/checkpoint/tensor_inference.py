@@ -1,0 +1,460 @@
+r"""``match_tensors``: rules for a file that nobody has described, or an error that says why not.
+
+    names of tensors ─┐ tensor_names: which mean     ┌─ shapes, tensor_candidates:
+    paths of arrays ──┘ the same                ────►│  in which ways they fit      ────► rules
+
+Names alone decide what belongs together, and shapes alone how. Nothing is chosen among several
+that are possible, with three exceptions, each of which the rules mention:
+
+- A square matrix fits in two ways. An array that is called ``kernel`` is (in, out), as all of Flax
+  are, and ``embedding`` is as PyTorch has it.
+- All arrays of stacked layers have these in the same dimension.
+- A file without a tensor for the head has a model whose head is its embedding.
+
+What a file cannot show is not seen here: the order of rotary dimensions within heads, a norm that
+adds 1 to its scale, or which of two halves an activation is applied to. The model has to be as the
+file's, or the rules have to be edited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from flax import nnx
+
+from .. import _compat
+from ..core.flatten import flatten
+from ..errors import CheckpointError, by_kind, raise_listed
+from . import names, tensor_files
+from .safetensors import WEIGHTS, weights
+from .tensor_candidates import Candidate, Convention, Shape, Share, candidates
+from .tensor_files import Box, StoredTensor, read_box
+from .tensor_matching import fill_by_rules
+from .tensor_names import FUSED, Template, pair, read_name, settled
+from .tensor_rules import Rule, Tensor, read_rules
+from .tensor_table import Match, TensorRules
+
+_MATCH = "match_tensors"
+
+_CHUNK = 2**22  # numbers that are compared at a time
+
+Numbers: TypeAlias = tuple[int, ...]
+
+# Tensors that PyTorch stores, but computes again.
+_BUFFERS = re.compile(r"(.*\.)?(inv_freq|position_ids|masked_bias|num_batches_tracked)")
+
+
+class Group(NamedTuple):
+    """The names of one template, with the shape of each, by their numbers."""
+
+    template: Template
+    names: dict[Numbers, str]
+    shapes: dict[Numbers, Shape]
+
+
+@dataclasses.dataclass
+class Link:
+    """Tensors of one template that fill arrays of one template."""
+
+    tensors: Group
+    arrays: Group
+    fused: Sequence[Group] = ()  # the tensors that share an array, or the arrays that share one
+    index: int = 0  # which of these it is
+    of_tensor: bool = False  # whether arrays share one tensor
+    note: str = ""
+
+    @property
+    def stacked(self) -> list[str]:
+        """What is counted by names of tensors, but by dimensions of arrays."""
+        counted = self.arrays.template.numbers
+        return [x for x in self.tensors.template.numbers if x not in counted]
+
+    @property
+    def path(self) -> str:
+        """The path in a rule, where {0} is the first number in the name of the tensor."""
+        counted = self.tensors.template.numbers
+        places = (counted.index(x) for x in self.arrays.template.numbers)
+        return re.sub("{}", lambda _: f"{{{next(places)}}}", self.arrays.template.text)
+
+    def sources(self, numbers: Numbers) -> list[Numbers]:
+        """Returns the numbers of the tensors that fill an array."""
+        wanted = dict(zip(self.arrays.template.numbers, numbers, strict=True))
+        counted = self.tensors.template.numbers
+        return [
+            each
+            for each in self.tensors.names
+            if wanted.items() <= dict(zip(counted, each, strict=True)).items()
+        ]
+
+    def share(self, numbers: Numbers, source: Numbers) -> Share | None:
+        """Returns which part of what is fused an array, or its tensor, is."""
+        if not self.fused:
+            return None
+        key = numbers if self.of_tensor else source
+        shapes = [group.shapes.get(key) for group in self.fused]
+        return Share(self.index, shapes, self.of_tensor)
+
+
+@dataclasses.dataclass
+class Fit:
+    """One array of a link, the tensors that fill it, and the ways in which they may."""
+
+    link: Link
+    numbers: Numbers
+    sources: list[Numbers]
+    ways: list[Candidate]
+
+
+@_compat.api_boundary
+def match_tensors(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    rules: Mapping[str, Rule] | None = None,
+    only: Any = WEIGHTS,
+) -> TensorRules:
+    r"""Infers the rules by which the tensors of a file fill a model, from names and shapes.
+
+    It knows the names of Hugging Face, of Meta, and the usual ones in Flax. Weights may be
+    transposed, split into heads, fused (``qkv``, ``gate_up``) on either side, stacked in any
+    dimension, and the embedding may be the head, too. Among several possibilities it never
+    chooses. Only headers are read.
+
+    Rules say where numbers go, not what they mean. If the model orders rotary dimensions in
+    another way than the file, or adds 1 to the scale of a norm, rules must be edited, or the model.
+
+    Args:
+      model: what is to be filled, with arrays or abstract.
+      path: a file or a folder, as for :func:`load_safetensors`.
+      rules: those that are known already. They come first.
+      only: an NNX filter for what is to be filled. The default is all but the state of random
+        streams.
+
+    Returns:
+      Rules for :func:`load_safetensors` and :func:`save_safetensors`.
+
+    Raises:
+      NoCheckpointError: the file does not exist.
+      CheckpointError: a file is damaged; or arrays without tensors, tensors without arrays, shapes
+        that do not fit, and what is ambiguous, with the candidates, all in one message.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from nnx_sharding.checkpoint import Tensor, match_tensors, save_safetensors
+      >>> torch = {
+      ...     r"layers\.(\d+)\.self_attn\.q_proj\.weight": Tensor("{0}/q/kernel", "o i -> i o"),
+      ... }
+      >>> layer = lambda: nnx.Dict(q=nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0)))
+      >>> folder = tempfile.mkdtemp()
+      >>> save_safetensors(folder, nnx.List([layer(), layer()]), torch)
+      >>> print(match_tensors(nnx.Dict(blocks=nnx.List([layer(), layer()])), folder))
+      {
+          # (out, in) to (in, out)
+          r"layers\.(\d+)\.self_attn\.q_proj\.weight": Tensor("blocks/{0}/q/kernel", "out in -> in out"),
+      }
+    """
+    flat = flatten(model)
+    everything = names.named_arrays(flat)
+    arrays = weights(_MATCH, everything, only)
+    known = read_rules(_MATCH, rules or {})
+    head = f"{_MATCH}: {os.fspath(path)} does not fit the model."
+    with tensor_files.open_tensors(_MATCH, path) as tensors:
+        taken = {t.path for name in tensors for t in known.targets(name) or ()}
+        # Tensors of arrays that `only` leaves out have rules, too.
+        others = weights(_MATCH, everything, WEIGHTS) | arrays
+        matching = _Matching(
+            {name: x.shape for name, x in tensors.items() if known.targets(name) is None},
+            {name: x.leaf.shape for name, x in others.items() if name not in taken},
+        )
+        matching.link_names()
+        matching.ignore(tensors)
+        # An Einsum has text for the order of its dimensions, so its kernel may have any.
+        einsums = {id(x.kernel) for x in flat.objects if isinstance(x, nnx.Einsum)}
+        of_einsum = {name for name, x in others.items() if id(x.variable) in einsums}
+        matching.choose_ways(of_einsum)
+        problems = by_kind(matching.problems({*arrays}))
+        remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
+        raise_listed(CheckpointError, head, problems, remedy)
+        result = TensorRules({**(rules or {}), **matching.rules()}, matching.matches)
+        # Rules are believed only if they fill each array completely, and once.
+        leaves = {name: array.leaf for name, array in arrays.items()}
+        paths = {array.path for array in everything}
+        fill_by_rules(head, read_rules(_MATCH, result), tensors, leaves, paths, cast=True)
+    return result
+
+
+def _grouped(shapes: Mapping[str, Shape]) -> list[Group]:
+    """Groups names by their templates."""
+    groups: dict[str, Group] = {}
+    for name, shape in shapes.items():
+        template, numbers = read_name(name)
+        group = groups.setdefault(template.text, Group(template, {}, {}))
+        group.names[numbers], group.shapes[numbers] = name, tuple(shape)
+    templates = settled([group.template for group in groups.values()])
+    return [g._replace(template=t) for g, t in zip(groups.values(), templates, strict=True)]
+
+
+class _Matching:
+    """What belongs together by names, then how by shapes, and what of both failed."""
+
+    def __init__(self, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]):
+        self._tensors, self._arrays = _grouped(tensors), _grouped(arrays)
+        self._links = list[Link]()
+        self._ignored = dict[str, str]()  # templates of tensors that no array needs, and why
+        self._rules = dict[str, dict[Numbers, list[Tensor]]]()  # by template and numbers
+        self._ambiguous, self._misfits = list[str](), list[str]()
+        self._settled = set[str]()  # names and paths that have a rule, or another problem
+        self.matches = list[Match]()
+
+    def link_names(self) -> None:
+        """Links tensors and arrays that mean the same by their names."""
+        for part in dict.fromkeys(group.template.part for group in self._arrays):
+            pairs, unclear = self._pairs(part, part)
+            self._links += [Link(tensors, arrays) for tensors, arrays in pairs]
+            for array in {arrays.template.text: arrays for _, arrays in unclear}.values():
+                rivals = [tensors for tensors, other in unclear if other is array]
+                for numbers, path in array.names.items():
+                    several = " or ".join(x.names.get(numbers, _first(x)) for x in rivals)
+                    self._ambiguous.append(f"  {path}: {several}")
+                self._settled |= {*array.names.values()}
+                self._settled |= {name for x in rivals for name in x.names.values()}
+        for fused, members in FUSED.items():
+            self._link_fused(fused, members, of_tensor=False)
+            self._link_fused(fused, members, of_tensor=True)
+        if not any(group.template.part == "head" for group in self._tensors):
+            pairs, _ = self._pairs("embed", "head", again=True)
+            note = "tied: the file has no head, so it is the embedding"
+            self._links += [Link(*each, note=note) for each in pairs]
+
+    def _link_fused(self, fused: str, members: Sequence[str], *, of_tensor: bool) -> None:
+        """Links one tensor with several arrays, or several tensors with one array."""
+        pairs = [self._pairs(*((fused, x) if of_tensor else (x, fused)))[0] for x in members]
+        wholes = {x[not of_tensor].template.text for member_pairs in pairs for x in member_pairs}
+        for text in sorted(wholes):
+            own = [x for each in pairs for x in each if x[not of_tensor].template.text == text]
+            if len(own) == len(members):
+                parts = [x[of_tensor] for x in own]
+                for i, (tensors, arrays) in enumerate(own):
+                    self._links.append(Link(tensors, arrays, parts, i, of_tensor))
+
+    def _pairs(
+        self, part: str, target: str, *, again: bool = False
+    ) -> tuple[list[tuple[Group, Group]], list[tuple[Group, Group]]]:
+        """Pairs tensors and arrays of these parts that have no link; also those that may be pairs.
+
+        With ``again``, tensors may have a link.
+        """
+        linked = {id(x) for link in self._links for x in (link.tensors, link.arrays)}
+        tensors = [x for x in self._tensors if x.template.part == part]
+        tensors = [x for x in tensors if again or id(x) not in linked]
+        arrays = [x for x in self._arrays if x.template.part == target and id(x) not in linked]
+        clear, unclear = list[tuple[Group, Group]](), list[tuple[Group, Group]]()
+        for place in dict.fromkeys(x.template.place for x in arrays):
+            left = {x.template: x for x in tensors if x.template.place == place}
+            right = {x.template: x for x in arrays if x.template.place == place}
+            pairs, possible = pair([*left], [*right])
+            clear += [(left[x], right[y]) for x, y in pairs]
+            unclear += [(left[x], right[y]) for x, y in possible]
+        return clear, unclear
+
+    def ignore(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Finds tensors that no array needs: buffers, and a head that is the embedding again."""
+        linked = {id(link.tensors) for link in self._links}
+        embeddings = [x for x in self._tensors if x.template.part == "embed"]
+        has_head = any(group.template.part == "head" for group in self._arrays)
+        for group in self._tensors:
+            if id(group) in linked:
+                continue
+            text = group.template.text
+            if _BUFFERS.fullmatch(text):
+                self._ignored[text] = "computed by the model"
+            elif group.template.part == "head" and len(embeddings) == 1 and not has_head:
+                if _are_equal(stored[_first(group)], stored[_first(embeddings[0])]):
+                    self._ignored[text] = "equal to the embedding, number by number"
+
+    def choose_ways(self, unusual: Collection[str]) -> None:
+        """Decides how tensors fill arrays; by convention, unless a path is among ``unusual``."""
+        fits = [fit for link in self._links for fit in self._fits(link, unusual)]
+        _agree_on_stacks(fits)
+        for fit in fits:
+            link = fit.link
+            path, source = link.arrays.names[fit.numbers], link.tensors.names[fit.sources[0]]
+            self._settled |= {path, *(link.tensors.names[x] for x in fit.sources)}
+            usual = [way for way in fit.ways if way.is_usual]
+            if not fit.ways:
+                shapes = link.tensors.shapes[fit.sources[0]], link.arrays.shapes[fit.numbers]
+                several = f" of {len(fit.sources)}" if link.stacked else ""
+                self._misfits.append(
+                    f"  {source}, shape {shapes[0]}{several}: {path}, shape {shapes[1]}"
+                )
+            elif len(fit.ways) > 1 and len(usual) != 1:
+                several = " or ".join(repr(way.dimensions) for way in fit.ways)
+                self._ambiguous.append(f"  {path}: {source} as {several}")
+            else:
+                self._choose(fit, (usual or fit.ways)[0])
+
+    def _choose(self, fit: Fit, way: Candidate) -> None:
+        """Notes the rule of an array, and a row of the table for the first of each template."""
+        link = fit.link
+        template, tensor = link.tensors.template.text, way.tensor(link.path)
+        by_numbers = self._rules.setdefault(template, {})
+        is_new = not any(tensor in others for others in by_numbers.values())
+        for numbers in fit.sources:
+            by_numbers.setdefault(numbers, []).append(tensor)
+        if is_new:
+            notes = [way.described(), link.note]
+            if len(fit.ways) > 1:
+                notes.insert(1, f"by convention, as {len(fit.ways)} ways fit")
+            shapes = link.tensors.shapes[fit.sources[0]], link.arrays.shapes[fit.numbers]
+            self.matches.append(
+                Match(template, link.path, *shapes, "; ".join(note for note in notes if note))
+            )
+
+    def _fits(self, link: Link, unusual: Collection[str]) -> Iterator[Fit]:
+        """Yields the arrays of a link that have tensors, and all ways in which these fit."""
+        counted = link.tensors.template.numbers
+        for numbers, path in link.arrays.names.items():
+            if not (sources := link.sources(numbers)):
+                continue
+            shapes = {link.tensors.shapes[source] for source in sources}
+            stack = [
+                (f"{{{i}}}", len({source[i] for source in sources}))
+                for i in map(counted.index, link.stacked)
+            ]
+            share = link.share(numbers, sources[0])
+            ways = list[Candidate]()
+            if len(shapes) == 1 and (share is None or None not in share.shapes):
+                convention = _convention(link, is_unusual=path in unusual)
+                target = link.arrays.shapes[numbers]
+                ways = candidates(*shapes, target, convention, stack, share)
+            yield Fit(link, numbers, sources, ways)
+
+    def problems(self, wanted: Collection[str]) -> dict[str, list[str]]:
+        """Returns what has no rule, of arrays only those that are wanted."""
+        spare = {
+            name: group
+            for group in self._tensors
+            if group.template.text not in self._ignored
+            for name in group.names.values()
+            if name not in self._settled
+        }
+        missing = list[str]()
+        for group in self._arrays:
+            for numbers, path in group.names.items():
+                if path in self._settled or path not in wanted:
+                    continue
+                shape = group.shapes[numbers]
+                sizes = {name: math.prod(_shape_of(x, name)) for name, x in spare.items()}
+                alike = [name for name, size in sizes.items() if size == math.prod(shape)][:3]
+                hint = f"; of this size: {' or '.join(alike)}" if alike else ""
+                missing.append(f"  {path}, shape {shape}{hint}")
+        return {
+            "Arrays without a tensor": missing,
+            "Tensors without an array": [self._spare(name, x) for name, x in spare.items()],
+            "Ambiguous": self._ambiguous,
+            "Of another shape": self._misfits,
+        }
+
+    def _spare(self, name: str, group: Group) -> str:
+        """Describes a tensor without an array, with the one that took the array, if any."""
+        numbers = next(n for n, x in group.names.items() if x == name)
+        for link in self._links:
+            if link.arrays.template.role == group.template.role:
+                if (path := link.arrays.names.get(numbers)) and link.sources(numbers):
+                    first = link.tensors.names[link.sources(numbers)[0]]
+                    return f"  {name}: {path} has {first}"
+        return f"  {name}, shape {group.shapes[numbers]}"
+
+    def rules(self) -> dict[str, Rule]:
+        """Returns the rules of all tensors, in the order of the file."""
+        rules: dict[str, Rule] = {}
+        for group in self._tensors:
+            text = group.template.text
+            if text in self._ignored:
+                rules[_pattern(text)] = None
+                self.matches.append(
+                    Match(text, "", [*group.shapes.values()][0], (), self._ignored[text])
+                )
+                continue
+            alike: dict[tuple[Tensor, ...], list[Numbers]] = {}
+            for numbers, tensors in self._rules[text].items():
+                alike.setdefault(tuple(tensors), []).append(numbers)
+            for tensors, members in alike.items():
+                rule = [_shortest(x) for x in tensors]
+                for pattern in [_pattern(text)] if len(alike) == 1 else _patterns(text, members):
+                    rules[pattern] = rule[0] if len(rule) == 1 else rule
+        return rules
+
+
+def _first(group: Group) -> str:
+    """Returns the first name of a group."""
+    return next(iter(group.names.values()))
+
+
+def _shape_of(group: Group, name: str) -> Shape:
+    """Returns the shape of what has this name."""
+    return next(group.shapes[numbers] for numbers, x in group.names.items() if x == name)
+
+
+def _convention(link: Link, *, is_unusual: bool) -> Convention:
+    """Returns in which order the dimensions of an array are, by its name."""
+    leaf = link.arrays.template.text.rpartition("/")[2]
+    if leaf == "embedding" or link.arrays.template.part in {"embed", "pos", "cls"}:
+        return "as the tensor"
+    # Matrices that are called c_attn may be (in, out) in the file, as in GPT-2.
+    if leaf != "kernel" or is_unusual or link.tensors.template.words[-1].startswith("c_"):
+        return None
+    return "in, out"
+
+
+def _agree_on_stacks(fits: Sequence[Fit]) -> None:
+    """Removes ways in which an array has its layers in another dimension than all others."""
+    for counted in dict.fromkeys(x for fit in fits for x in fit.link.stacked):
+        own = [fit for fit in fits if counted in fit.link.stacked and fit.ways]
+
+        def place(fit: Fit, way: Candidate, counted: str = counted) -> int:
+            return way.stacked_at[fit.link.stacked.index(counted)]
+
+        possible = [{place(fit, way) for way in fit.ways} for fit in own]
+        common = set.intersection(*possible) if possible else set()
+        for fit in own if common else ():
+            fit.ways = [way for way in fit.ways if place(fit, way) in common]
+
+
+def _are_equal(tensor: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have the same bytes, which are read a few rows at a time."""
+    if (tensor.shape, tensor.dtype) != (other.shape, other.dtype) or isinstance(tensor.dtype, str):
+        return False
+    rows, *sizes = tensor.shape
+    step = max(1, _CHUNK // max(1, math.prod(sizes)))
+    for first in range(0, rows, step):
+        box = Box(tensor.shape, [(first, min(rows, first + step)), *((0, size) for size in sizes)])
+        if read_box(tensor, box).tobytes() != read_box(other, box).tobytes():
+            return False
+    return True
+
+
+def _pattern(text: str, groups: Sequence[str] | None = None) -> str:
+    """Returns the pattern of a template, with a group for each number: any, if none are given."""
+    first, *parts = map(re.escape, text.split("{}"))
+    numbers = groups or [r"(\d+)"] * len(parts)
+    return first + "".join(a + b for a, b in zip(numbers, parts, strict=True))
+
+
+def _patterns(text: str, members: Sequence[Numbers]) -> list[str]:
+    """Returns the patterns of some names of a template: one, if their numbers vary freely."""
+    values = [sorted(set(column)) for column in zip(*members, strict=True)]
+    if math.prod(map(len, values)) == len(members):
+        return [_pattern(text, [f"({'|'.join(map(str, column))})" for column in values])]
+    return [_pattern(text, [f"({number})" for number in each]) for each in members]
+
+
+def _shortest(tensor: Tensor) -> str | Tensor:
+    """Returns a tensor that stays as it is as the path that it becomes."""
+    return tensor.path if tensor.dimensions is None else tensor

@@ -1,0 +1,203 @@
+r"""What the names of weights mean, so that those of a file and of a model can be compared.
+
+    model.layers.3.self_attn.q_proj.weight  ┐  the "q" of layer 3, a weight
+    blocks/3/attention/query/kernel         ┘
+
+A name is read from its end: its *kind* (weight, bias), its *part* (``q``, by a table of synonyms,
+otherwise the last word), its numbers (which layer, which expert), and the words around it. Names
+that differ only in their numbers are one *template*, ``model.layers.{}.self_attn.q_proj.weight``.
+
+``pair`` finds which templates of two sides mean the same: equal parts and kinds. If several do,
+equal words decide, then equal surroundings. Where this does not decide, nothing is paired.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+# The words of one concept, one way of writing them each, before the tables below are used.
+_SPELLINGS = (
+    (r"(?<=[a-z0-9])(?=[A-Z])", "_"),  # LayerNorm as layer_norm; what follows is in lower case
+    (r"layer_?norm|rms_?norm|(?<![a-z])ln(?![a-z])", "norm"),
+    (r"feed_?forward|ffn|ffw", "mlp"),
+    (r"self_attention|self_attn|attention", "attn"),
+    (r"encoder_attn|crossattn", "cross_attn"),
+    (r"(?<![a-z])query(?![a-z])", "q"),
+    (r"(?<![a-z])key(?![a-z])", "k"),
+    (r"(?<![a-z])value(?![a-z])", "v"),
+    (r"projection", "proj"),
+    (r"embedd?ings?|embeds|embedder", "embed"),
+    (r"_(?=\d+$)|^_+", ""),  # norm_1 as norm1
+)
+_KINDS = {
+    **dict.fromkeys(("weight", "kernel", "scale", "embedding", "w", "gamma"), "weight"),
+    **dict.fromkeys(("bias", "b", "beta"), "bias"),
+    **{"running_mean": "mean", "mean": "mean", "running_var": "var", "var": "var"},
+}
+_LAYERS = {"layer", "layers", "block", "blocks", "h", "resblocks"}
+# A number that counts layers or the like: a segment of its own, or at the end of `layers_3`.
+_NUMBER = re.compile(r"((?:^|[./])(?:(?:layers?|blocks?|experts?)_)?)(\d+)(?=[./]|$)")
+_WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "params", "backbone"}
+# What tells apart the halves of a model that have parts of the same names.
+_TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
+
+# How parts are called, the words of a name joined by dots. `proj`, `einsum` and the like may follow.
+# The first that matches applies, so what depends on the surroundings is first.
+_IN_LAYERS = (
+    ("q_norm", "q_norm|norm_q"),
+    ("k_norm", "k_norm|norm_k"),
+    ("norm_attn_after", r"post_attn_norm|attn\.output\.norm"),
+    ("norm_mlp_after", r"post_mlp_norm|output\.norm"),
+    ("norm_attn", r"(input|pre_attn|pre_self_attn|attn|self_attn)_norm|norm1|norm_before"),
+    ("norm_mlp", r"(pre_)?mlp_norm|norm2|norm_after|final_norm"),
+    ("qkv", r"w?qkv|c_attn|attn\.in"),
+    ("kv", "w?kv"),
+    ("q", "w?q"),
+    ("k", "w?k"),
+    ("v", "w?v"),
+    ("down", r"mlp\.(wo|c_proj|proj|out|output)|down|w2|fc2|linear2|dense_4h_to_h"),
+    ("o", r"\w*attn\.(output\.dense|output|c_proj|proj)|w?o|out|attn_vec"),
+    ("down", r"output\.dense"),
+    ("gate_up", "gate_up|gating"),
+    ("gate", "gate(?=_)|w1|wi_?0"),
+    ("gate or router", "gate"),
+    ("up", r"up|w3|wi_?1|c_fc|fc1|linear1|intermediate\.dense|dense_h_to_4h"),
+    ("router", "router"),
+)
+_ELSEWHERE = (
+    ("patch", r"patch_embed(\.proj)?|conv_proj|\w*embed\.proj"),
+    ("cls", "cls(_token)?|class_(token|embed)"),
+    ("pos", "wpe|embed_positions?|pos(ition(al)?)?_embed"),
+    ("embed", "embed(_tokens)?|tok(en)?_embed|word_embed|input_embed|wte"),
+    ("norm", "((final|out|output|post|decoder|encoder)_)?norm|norm_f|f_norm"),
+    ("head", "(lm_)?head|classifier|logits|unembed|output"),
+)
+FUSED = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
+
+
+class Template(NamedTuple):
+    """Names that differ only in their numbers."""
+
+    text: str  # with {} for each number
+    words: tuple[str, ...]  # in one spelling, without wrappers, numbers and the kind
+    numbers: tuple[str, ...]  # what each number counts, such as ("layer", "expert")
+    in_layer: bool
+    part: str
+    kind: str
+
+    @property
+    def place(self) -> tuple[bool, str]:
+        """What names of two sides must have in common, besides the part."""
+        return self.in_layer, self.kind
+
+    @property
+    def role(self) -> tuple[bool, str, str]:
+        """What it is, as far as the name says; a few templates of one side may have the same."""
+        return self.in_layer, self.kind, self.part
+
+    @property
+    def context(self) -> frozenset[str]:
+        """The words around the part, as far as they may tell it from others."""
+        return frozenset(self.words[:-1]) - _LAYERS - {"attn", "mlp"}
+
+    @property
+    def towers(self) -> frozenset[str]:
+        """The half of a model that it belongs to."""
+        return frozenset(word for word in self.words if _TOWERS.fullmatch(word))
+
+
+def read_name(name: str) -> tuple[Template, tuple[int, ...]]:
+    """Returns the template of a name and its numbers."""
+    text = _NUMBER.sub(r"\1{}", name)
+    numbers = tuple(int(number) for _, number in _NUMBER.findall(name))
+    words, counted = list[str](), list[str]()
+    for segment in re.split(r"[./]|_(?={})", text):
+        if segment != "{}":
+            words.append(segment)
+            continue
+        container = words[-1] if words else ""
+        counted.append("layer" if container in _LAYERS else container.removesuffix("s"))
+    kind = _take_kind(words)
+    words = [spelled for word in words if (spelled := _spelled(word)) not in _WRAPPERS]
+    in_layer = not _LAYERS.isdisjoint(words)
+    part = _part(words, _IN_LAYERS if in_layer else _ELSEWHERE)
+    return Template(text, tuple(words), tuple(counted), in_layer, part, kind), numbers
+
+
+def _take_kind(words: list[str]) -> str:
+    """Removes the words at the end that only say what kind of array it is."""
+    kind = "weight"
+    if joined := re.fullmatch(r"(\w+)_(weight|bias)", words[-1]):  # in_proj_bias
+        words[-1:] = joined.groups()
+    while len(words) > 1 and words[-1] in _KINDS:
+        kind = _KINDS[words.pop()]
+    return kind
+
+
+def _spelled(word: str) -> str:
+    for pattern, spelling in _SPELLINGS:
+        word = re.sub(pattern, spelling, word)
+        word = word.lower()
+    return word
+
+
+def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
+    text = ".".join(words)
+    for part, pattern in table:
+        if re.fullmatch(rf"(.*\.)?({pattern})(_proj|_einsum|_dense|_layer)?", text):
+            return part
+    return words[-1] if words else ""
+
+
+def settled(templates: Sequence[Template]) -> list[Template]:
+    """Returns the templates of one side, with parts whose meaning depends on what else it has."""
+    parts = {(t.towers, t.part) for t in templates if t.in_layer}
+
+    def has(template: Template, *others: str) -> bool:
+        return any((template.towers, part) in parts for part in others)
+
+    result = []
+    for template in templates:
+        part = template.part
+        if part == "gate or router":  # `mlp.gate` chooses experts next to `experts.0.gate_proj`
+            part = "router" if has(template, "gate", "gate_up") else "gate"
+        elif template.words[-1] == "w1" and not has(template, "up"):  # two matrices, w1 and w2
+            part = "up"
+        elif part == "norm_attn_after" and not has(template, "norm_mlp"):
+            part = "norm_mlp"  # it is before the MLP, as in Llama; Gemma has both
+        result.append(template._replace(part=part))
+    return result
+
+
+Pairs: TypeAlias = list[tuple[Template, Template]]
+
+
+def pair(tensors: Sequence[Template], arrays: Sequence[Template]) -> tuple[Pairs, Pairs]:
+    """Returns the pairs of tensors and arrays of one role, and the pairs that are possible, but
+    not the only ones.
+    """
+    left, right = [*tensors], [*arrays]
+    pairs: Pairs = []
+
+    def take(key: Callable[[Template], object]) -> None:
+        for value in dict.fromkeys(map(key, left)):
+            ours, others = ([x for x in side if key(x) == value] for side in (left, right))
+            if len(ours) == len(others) == 1:
+                pairs.append((ours[0], others[0]))
+                left.remove(ours[0])
+                right.remove(others[0])
+
+    take(lambda x: x.words)
+    take(lambda x: x.context)
+    if len(left) == len(right) == 1 and _are_compatible(left[0], right[0]):
+        return [*pairs, (left[0], right[0])], []
+    possible = [x for x in itertools.product(left, right) if _are_compatible(*x)]
+    return pairs, possible
+
+
+def _are_compatible(tensor: Template, array: Template) -> bool:
+    """Whether one may be of the other's half: a model alone often does not name its half."""
+    return tensor.towers <= array.towers or array.towers <= tensor.towers
