@@ -45,7 +45,7 @@ def silu(x):
 
 
 def rotary(x, theta, *, in_pairs=False):
-    """Rotates (length, heads, d): feature i with i + d / 2, as Hugging Face; Meta: 2i with 2i + 1."""
+    """Rotates (length, heads, d): feature i with i + d / 2, or as Meta, 2 i with 2 i + 1."""
     length, _, d = x.shape
     angles = np.arange(length)[:, None] * theta ** (-np.arange(0, d, 2) / d)  # (length, d / 2)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
@@ -68,7 +68,7 @@ def causal(length):
 
 
 # The configuration of the language models. All sizes differ, unless a test wants otherwise.
-LAYERS, EMBED, HEADS, KV, HEAD_DIM, HIDDEN, VOCAB = 3, 24, 6, 2, 8, 40, 50
+LAYERS, EMBED, HEADS, KV, HEAD_DIM, HIDDEN, VOCAB = 2, 24, 6, 3, 8, 40, 50
 THETA = 10_000.0
 
 

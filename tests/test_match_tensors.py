@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +21,7 @@ from nnx_sharding.checkpoint import (
     load_safetensors,
     match_tensors,
     save_safetensors,
+    tensor_files,
 )
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init
@@ -161,12 +166,353 @@ MODELS = {
 }
 
 
+@nnx.jit
+def logits(model):
+    return model(TOKENS)
+
+
+def assert_logits(model, expected):
+    np.testing.assert_allclose(logits(model), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_llama(tmp_path, name):
     tensors = published.decoder_tensors()
     folder = written(tmp_path, tensors)
-    model = MODELS[name]()
     rules = match_tensors(nnx.eval_shape(MODELS[name]), folder)
+    model = load_safetensors(folder, MODELS[name](), rules)
+    assert_logits(model, published.llama(tensors, TOKENS))
+    # Rules are text, which becomes the same rules again, and leads back to the same file.
+    rules.save(tmp_path / "rules")
+    assert TensorRules.load(tmp_path / "rules") == rules
+    save_safetensors(tmp_path / "again", model, rules)
+    again = safetensors.load_file(tmp_path / "again" / "model.safetensors")
+    assert {*again} == {*tensors}
+    assert all((again[name] == tensors[name]).all() for name in tensors)
+
+
+LAYER = r"model\.layers\.(\d+)\."
+WRONG = {
+    "rotary in pairs": {
+        rf"{LAYER}self_attn\.q_proj\.weight": Tensor(
+            "blocks/{0}/attn/query/kernel", "(h d two) e -> e h (two d)", h=HEADS, two=2
+        )
+    },
+    "queries in another order": {
+        rf"{LAYER}self_attn\.q_proj\.weight": Tensor(
+            "blocks/{0}/attn/query/kernel", "(d h) e -> e h d", h=HEADS
+        )
+    },
+    "gate and up": {
+        rf"{LAYER}mlp\.gate_proj\.weight": Tensor("blocks/{0}/mlp/up/kernel", "o i -> i o"),
+        rf"{LAYER}mlp\.up_proj\.weight": Tensor("blocks/{0}/mlp/gate/kernel", "o i -> i o"),
+    },
+    "keys and values": {
+        rf"{LAYER}self_attn\.k_proj\.weight": Tensor(
+            "blocks/{0}/attn/value/kernel", "(h d) e -> e h d", h=KV
+        ),
+        rf"{LAYER}self_attn\.v_proj\.weight": Tensor(
+            "blocks/{0}/attn/key/kernel", "(h d) e -> e h d", h=KV
+        ),
+    },
+    "norms": {
+        rf"{LAYER}input_layernorm\.weight": "blocks/{0}/ln_2/scale",
+        rf"{LAYER}post_attention_layernorm\.weight": "blocks/{0}/ln_1/scale",
+    },
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_rules_that_fit_but_are_wrong_fail_the_proof(tmp_path, mistake):
+    tensors = published.decoder_tensors()
+    folder = written(tmp_path, tensors)
+    rules = match_tensors(nnx.eval_shape(Llama), folder, rules=WRONG[mistake])
+    model = load_safetensors(folder, Llama(), rules)
+    with pytest.raises(AssertionError):
+        assert_logits(model, published.llama(tensors, TOKENS))
+
+
+def linear(rows, columns, seed=0):
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+
+
+def shaped(**shapes):
+    """An abstract model of parameters of these names and shapes; ``__`` leads into modules."""
+    tree: dict = {}
+    for name, shape in shapes.items():
+        *outer, last = name.split("__")
+        inner = tree
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    def as_module(x):
+        return nnx.Dict({k: as_module(v) for k, v in x.items()}) if type(x) is dict else x
+
+    return as_module(tree)
+
+
+def numbered(name, count, *shape):
+    """Tensors whose numbers are all different."""
+    size = int(np.prod(shape))
+    return {
+        name.format(i): (i * size + np.arange(size, dtype=np.float32)).reshape(shape)
+        for i in range(count)
+    }
+
+
+def loaded(folder, model, **options):
+    rules = match_tensors(model, folder, **options)
+    return load_safetensors(folder, model, rules), rules
+
+
+def test_square_matrices_go_by_convention_and_the_rule_says_so(tmp_path):
+    w = linear(16, 16)
+    folder = written(tmp_path, {"up_proj.weight": w})
+    model, rules = loaded(
+        folder, nnx.eval_shape(lambda: nnx.Dict(up_proj=bare(nnx.Linear, 16, 16)))
+    )
+    np.testing.assert_array_equal(model.up_proj.kernel, w.T)
+    assert "by convention" in repr(rules)
+
+
+@pytest.mark.parametrize("model", [shaped(up_proj__w=(16, 16)), None], ids=["own", "einsum"])
+def test_square_matrices_without_a_convention_are_ambiguous(tmp_path, model):
+    folder = written(tmp_path, {"up_proj.weight": linear(16, 16)})
+
+    def einsum():
+        return nnx.Dict(up_proj=nnx.Einsum("ti,oi->to", (16, 16), rngs=nnx.Rngs(0)))
+
+    with pytest.raises(
+        CheckpointError, match=r"up_proj.weight as '.* -> out in' or '.* -> in out'"
+    ):
+        match_tensors(nnx.eval_shape(einsum) if model is None else model, folder)
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_layers_in_any_dimension(tmp_path, place):
+    name = "model.layers.{}.mlp.up_proj.weight"
+    tensors = numbered(name, 3, 5, 4) | numbered("model.layers.{}.input_layernorm.weight", 3, 4)
+    shape, norm = [4, 5], [4]
+    for each in shape, norm:
+        each.insert(place if place >= 0 else len(each), 3)
+    model = shaped(layers__mlp__up__kernel=tuple(shape), layers__norm1__scale=tuple(norm))
+    model, _ = loaded(written(tmp_path, tensors), model)
+    expected = np.stack([tensors[name.format(i)].T for i in range(3)], place)
+    np.testing.assert_array_equal(model["layers"]["mlp"]["up"]["kernel"], expected)
+
+
+def test_layers_are_in_the_dimension_that_all_arrays_allow(tmp_path):
+    """Alone, (2, 2, 8) has two dimensions that may count the layers."""
+    name = "layers.{}.self_attn.q_proj.bias"
+    tensors = numbered(name, 2, 16) | numbered("layers.{}.input_layernorm.weight", 2, 16)
+    bias = shaped(layers__attn__q__bias=(2, 2, 8))
+    folder = written(tmp_path, tensors)
+    rest = {r".*norm\.weight": None}
+    with pytest.raises(CheckpointError, match="Ambiguous"):
+        match_tensors(bias, folder, rules=rest)
+    model, _ = loaded(folder, shaped(layers__attn__q__bias=(2, 2, 8), layers__ln1__scale=(2, 16)))
+    expected = np.stack([tensors[name.format(i)].reshape(2, 8) for i in range(2)])
+    np.testing.assert_array_equal(model["layers"]["attn"]["q"]["bias"], expected)
+
+
+def test_fused_tensors_fill_several_arrays(tmp_path):
+    qkv, gate_up = linear(8 * 3 + 2 * 2 * 3, 20), linear(14, 20)
+    names = "layers.0.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight"
+    folder = written(tmp_path, dict(zip(names, (qkv, gate_up), strict=True)))
+    block = shaped(
+        attn__q__kernel=(20, 8, 3), attn__k__kernel=(20, 2, 3), attn__v__kernel=(20, 2, 3),
+        mlp__gate__kernel=(20, 7), mlp__up__kernel=(20, 7),
+    )  # fmt: skip
+    model, _ = loaded(folder, nnx.Dict(blocks=nnx.List([block])))
+    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
+    np.testing.assert_array_equal(attn.q.kernel, qkv[:24].T.reshape(20, 8, 3))
+    np.testing.assert_array_equal(attn.k.kernel, qkv[24:30].T.reshape(20, 2, 3))
+    np.testing.assert_array_equal(attn.v.kernel, qkv[30:].T.reshape(20, 2, 3))
+    np.testing.assert_array_equal(mlp.gate.kernel, gate_up[:7].T)
+    np.testing.assert_array_equal(mlp.up.kernel, gate_up[7:].T)
+
+
+def test_layers_of_different_kinds(tmp_path):
+    """Layers 0 and 2 have other sizes than layer 1: only these are split into heads."""
+    sizes = {0: (12, 8), 1: (6, 8), 2: (12, 8)}
+    tensors = {f"layers.{i}.attn.wq.weight": linear(*size, i) for i, size in sizes.items()}
+    shapes = {0: (8, 4, 3), 1: (8, 6), 2: (8, 4, 3)}
+    layers = [shaped(q__kernel=shape) for shape in shapes.values()]
+    model, rules = loaded(written(tmp_path, tensors), nnx.Dict(layers=nnx.List(layers)))
+    assert [*rules] == [r"layers\.(0|2)\.attn\.wq\.weight", r"layers\.(1)\.attn\.wq\.weight"]
+    for i, layer in enumerate(model["layers"]):
+        w = tensors[f"layers.{i}.attn.wq.weight"]
+        np.testing.assert_array_equal(layer.q.kernel, w.T.reshape(shapes[i]))
+
+
+class TestTiedEmbedding:
+    def test_in_the_file(self, tmp_path):
+        tensors = published.decoder_tensors(tied=True)
+        model, rules = loaded(written(tmp_path, tensors), Llama())
+        assert "tied" in repr(rules)
+        assert_logits(model, published.llama(tensors, TOKENS))
+
+    def test_in_both(self, tmp_path):
+        tensors = published.decoder_tensors(tied=True)
+        model, _ = loaded(written(tmp_path, tensors), Llama(tied=True))
+        assert_logits(model, published.llama(tensors, TOKENS))
+
+    def test_in_the_model_and_the_file_has_it_twice(self, tmp_path):
+        tensors = published.decoder_tensors(tied=True)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        model, rules = loaded(written(tmp_path, tensors), Llama(tied=True))
+        assert rules[r"lm_head\.weight"] is None
+        assert_logits(model, published.llama(tensors, TOKENS))
+
+    def test_in_the_model_but_not_in_the_file(self, tmp_path):
+        folder = written(tmp_path, published.decoder_tensors())
+        with pytest.raises(CheckpointError, match=r"Tensors without an array:\n  lm_head.weight"):
+            match_tensors(nnx.eval_shape(lambda: Llama(tied=True)), folder)
+
+
+def llama_with(**changes):
+    """Tensors of Llama with some replaced, added, or, if None, taken away."""
+    tensors = dict(published.decoder_tensors())
+    for name, x in changes.items():
+        tensors.pop(name, None)
+        if x is not None:
+            tensors[name] = x
+    return tensors
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+REFUSED = {
+    "a tensor is missing": ({Q: None}, r"without a tensor:\n  blocks/1/attn/query/kernel"),
+    "one of its size has another name": (
+        {Q: None, "model.layers.1.attn.queries": linear(48, EMBED)},
+        "blocks/1/attn/query/kernel, shape .*; of this size: model.layers.1.attn.queries",
+    ),
+    "a tensor is left over": (
+        {"model.extra.weight": linear(3, 3)},
+        r"without an array:\n  model.extra.weight, shape \(3, 3\)",
+    ),
+    "a model with fewer layers": (
+        published.decoder_tensors() and {Q.replace(".1.", ".2."): linear(48, EMBED)},
+        f"without an array:\n  {Q.replace('.1.', '.2.')}",
+    ),
+    "two tensors for one parameter": (
+        {Q.replace("q_proj", "wq"): linear(48, EMBED)},
+        f"{Q.replace('q_proj', 'wq')}|blocks/1/attn/query/kernel: {Q}",
+    ),
+    "a model of another size": (
+        {Q: linear(40, EMBED)},
+        rf"another shape:\n  {Q}, shape \(40, 24\): blocks/1/attn/query/kernel, shape \(24, 6, 8\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refuses(tmp_path, reason):
+    changes, message = REFUSED[reason]
+    folder = written(tmp_path, llama_with(**changes))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        match_tensors(nnx.eval_shape(Llama), folder)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_one_error_has_all_problems(tmp_path):
+    changes = {Q: linear(40, EMBED), "extra": linear(2, 2), "model.norm.weight": None}
+    folder = written(tmp_path, llama_with(**changes))
+    with pytest.raises(CheckpointError) as caught:
+        match_tensors(nnx.eval_shape(Llama), folder)
+    for text in ("final_norm/scale", "extra", Q, "Say what is not inferred by rules="):
+        assert text in str(caught.value)
+
+
+def test_rules_that_are_given_come_first(tmp_path):
+    own = linear(EMBED, 48).reshape(EMBED, HEADS, HEAD_DIM)
+    folder = written(tmp_path, llama_with(**{Q: None, "own.queries": own}))
+    rules = {r"own\.queries": "blocks/1/attn/query/kernel"}
+    model, found = loaded(folder, Llama(), rules=rules)
+    assert [*found][:1] == [*rules]
+    np.testing.assert_array_equal(model.blocks[1].attn.query.kernel, own)
+
+
+def test_a_folder_that_is_none(tmp_path):
+    with pytest.raises(NoCheckpointError, match=str(tmp_path / "none")):
+        match_tensors(nnx.eval_shape(Llama), tmp_path / "none")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 0.5, 0.999])
+def test_a_file_that_is_downloaded_in_part(tmp_path, kept):
+    path = written(tmp_path, published.decoder_tensors()) / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept if kept > 1 else kept * len(data))])
+    with pytest.raises(CheckpointError, match=str(path)):
+        match_tensors(nnx.eval_shape(Llama), tmp_path)
+
+
+def test_an_index_that_names_a_file_that_is_not_there(tmp_path):
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    safetensors.save_file({"a": linear(2, 2)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(NoCheckpointError, match=str(tmp_path / "model-2.safetensors")):
+        match_tensors(shaped(a=(2, 2), b=(2, 2)), tmp_path)
+
+
+def test_only_a_part_of_the_model(tmp_path):
+    """A cache has no tensor, and what is not wanted needs none."""
+
+    class Cached(Llama):
+        def __init__(self):
+            super().__init__()
+            self.cache = nnx.Cache(jnp.zeros((4, 4)))
+
+    tensors = published.decoder_tensors()
+    folder = written(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match="without a tensor:\n  cache"):
+        match_tensors(nnx.eval_shape(Cached), folder)
+    rules = match_tensors(nnx.eval_shape(Cached), folder, only=nnx.Param)
+    model = load_safetensors(folder, Cached(), rules, only=nnx.Param)
+    assert_logits(model, published.llama(tensors, TOKENS))
+
+
+def test_onto_a_mesh(tmp_path):
+    """Only headers are read to match, and each device gets its slices."""
+    tensors = published.decoder_tensors()
+    folder = written(tmp_path, tensors)
+    columns = StateSharding({nnx.PathContains("query"): P(None, None, "model"), ...: P()})
+    model = abstract_init(Llama, columns, MESH)
+    with mock.patch.object(tensor_files, "read_box", side_effect=AssertionError):
+        rules = match_tensors(model, folder)
     load_safetensors(folder, model, rules)
-    expected = published.llama(tensors, TOKENS)
-    np.testing.assert_allclose(model(TOKENS), expected, atol=1e-4)
+    assert model.blocks[0].attn.query.kernel.sharding.spec == P(None, None, "model")
+    assert_logits(model, published.llama(tensors, TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{'a': print(1)}", "line 1: print"),
+        ("{'a': Tensor('b', 'c -> d')}", "on one side only"),
+        ("{'a':\n __import__('os')}", "line 2: __import__"),
+        ("{'a'", "has no rules"),
+        ("'a'", "has no rules, but 'a'"),
+        ("{'a': 1}", "expected paths"),
+        ("{'(': 'a'}", "cannot be understood"),
+    ],
+)
+def test_files_that_have_no_rules(tmp_path, text, message):
+    (tmp_path / "rules").write_text(text)
+    with pytest.raises((CheckpointError, TypeError, ValueError), match=re.escape(message)):
+        TensorRules.load(tmp_path / "rules")
+
+
+def test_rules_of_all_kinds_are_saved(tmp_path):
+    rules = TensorRules(
+        {
+            r'a"b\.(\d+)': Tensor("x/{0}", "(h d) e -> e h d", h=8, take={"h": slice(0, 4)}),
+            "b": ["x", Tensor("y", "one a -> a", one=1, take={"one": 0})],
+            "c": None,
+            "d": Tensor("z", "a -> part a", put={"part": 3}),
+        }
+    )
+    rules.save(tmp_path / "rules")
+    assert TensorRules.load(tmp_path / "rules") == rules

@@ -24,7 +24,7 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.json_codec import JsonForm
 from nnx_sharding.analysis.parameters import parameter_table
 from nnx_sharding.analysis.tables import Pictured
-from nnx_sharding.checkpoint import contents, save
+from nnx_sharding.checkpoint import contents, match_tensors, save, save_safetensors
 from nnx_sharding.export import export
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning import plan
@@ -74,8 +74,10 @@ def objects_with_tables(folder):
     comparison = compare({"fsdp": lambda *_: (sharding, P("data"))}, step, model, x, mesh=mesh)
     exported = export(jit(step))(model, x)
     save(folder / "model", model)
+    save_safetensors(folder / "tensors", model, {"(.*)": "{0}"})
     return [
         contents(folder / "model"),
+        match_tensors(model, folder / "tensors").table,
         compiled.roofline("TPU v5e"),
         compiled.collectives(),
         compiled.memory(),

@@ -24,8 +24,13 @@ from .tensor_rules import Tensor
 
 Shape: TypeAlias = tuple[int, ...]
 
-# Which order of dimensions arrays of one kind usually have: (in, out), or that of the tensor.
-Convention: TypeAlias = Literal["in, out", "as the tensor"] | None
+
+class Convention(NamedTuple):
+    """What is known of dimensions without their sizes."""
+
+    order: Literal["in, out", "as the tensor"] | None  # the usual one of such an array
+    heads: Literal["rows", "columns"] | None  # of the tensor, which an array may split
+
 
 # The axes of rows and of columns that are split into so many dimensions.
 _ROWS = {1: ("out",), 2: ("h", "d"), 3: ("k", "g", "d")}
@@ -36,7 +41,7 @@ _SPATIAL = ("z", "y", "x")
 class Share(NamedTuple):
     """Which of several tensors, or arrays, that the other side has in one."""
 
-    index: int
+    part: int
     shapes: Sequence[Shape]  # of all of them
     of_tensor: bool  # whether the tensor is the fused one
 
@@ -67,7 +72,9 @@ class Candidate(NamedTuple):
         """Says in a few words what it does."""
         texts = list[str]()
         if len(self.left) > 1:
-            places = [self.right.index((side[0],)) for side in self.left if (side[0],) in self.right]
+            places = [
+                self.right.index((side[0],)) for side in self.left if (side[0],) in self.right
+            ]
             if places != sorted(places):
                 texts.append("(out, in) to (in, out)")
         if any(len(names) > 1 for names in self.left):
@@ -75,7 +82,7 @@ class Candidate(NamedTuple):
         if self.stacked_at:
             texts.append(f"stacked in dimension {', '.join(map(str, self.stacked_at))}")
         if self.take or self.put:
-            texts.append("a part of a fused " + ("tensor" if self.take else "array"))
+            texts.append(f"a part of a fused {'tensor' if self.take else 'array'}, by its name")
         return ", ".join(texts)
 
 
@@ -119,21 +126,19 @@ def _shared(
         yield from _put(shape, target, convention, share)
 
 
-def _put(
-    shape: Shape, target: Shape, convention: Convention, share: Share
-) -> Iterator[Candidate]:
+def _put(shape: Shape, target: Shape, convention: Convention, share: Share) -> Iterator[Candidate]:
     """Yields the ways of a tensor into its part of an array."""
     count, rows = len(share.shapes), [shape[0] for shape in share.shapes]
     for i, size in enumerate(target):
         if size == count and len(set(share.shapes)) == 1:  # a dimension for the parts
             for found in _plain(shape, (*target[:i], *target[i + 1 :]), convention):
                 right = (*found.right[:i], ("part",), *found.right[i:])
-                yield found._replace(right=right, put={"part": share.index})
+                yield found._replace(right=right, put={"part": share.part})
             continue
         starts = [0, *itertools.accumulate(size * n for n in rows)]  # times all rows
         if any(start % sum(rows) for start in starts):
             continue
-        start, stop = (starts[share.index + k] // sum(rows) for k in range(2))
+        start, stop = (starts[share.part + k] // sum(rows) for k in range(2))
         for found in _plain(shape, (*target[:i], stop - start, *target[i + 1 :]), convention):
             [axis], first = found.right[i], found.left[0][0]
             if axis == first:  # parts follow each other in rows, so in the outermost axis of these
@@ -148,11 +153,11 @@ def _taken(
     rows = [math.prod(each) // columns for each in share.shapes]
     if sum(rows) != shape[0]:
         return
-    start = sum(rows[: share.index])
-    for found in _plain((rows[share.index], *shape[1:]), target, convention):
+    start = sum(rows[: share.part])
+    for found in _plain((rows[share.part], *shape[1:]), target, convention):
         axis = found.left[0][0]
         [size] = [n for names, n in zip(found.right, target, strict=True) if names == (axis,)]
-        unit = rows[share.index] // size
+        unit = rows[share.part] // size
         if shape[0] % unit == start % unit == 0:
             begin = start // unit
             taken = {axis: slice(begin, begin + size)}
@@ -169,8 +174,8 @@ def _plain(shape: Shape, target: Shape, convention: Convention) -> Iterator[Cand
         yield from _same_rank(shape, target, convention)
     elif shape == (1, *target):
         names = [f"axis{i}" for i in range(len(target))]
-        one = {"take": {"one": 0}, "sizes": {"one": 1}}
-        yield _candidate([["one"], *([x] for x in names)], names, is_usual=True)._replace(**one)
+        found = _candidate([["one"], *([x] for x in names)], names, is_usual=True)
+        yield found._replace(take={"one": 0}, sizes={"one": 1})
     elif len(shape) == 4 and len(target) == 2:  # a convolution as a matrix of its patches
         for patch in (("in", "y", "x"), ("y", "x", "in")):
             if target == (math.prod(shape[1:]), shape[0]):
@@ -187,11 +192,17 @@ def _matrices(shape: Shape, target: Shape, convention: Convention) -> Iterator[C
             others = [i for i in range(rank) if i not in places]
             if shape != tuple(math.prod(target[i] for i in group) for group in (places, others)):
                 continue
+            split = "rows" if count > 1 else "columns"
+            if rank > 2 and convention.heads not in (None, split):
+                continue
             rows, columns = _ROWS[count], _COLUMNS[rank - count]
-            named = {**dict(zip(places, rows, strict=True)), **dict(zip(others, columns, strict=True))}
-            usual = (*columns, *rows) if convention == "in, out" else (*rows, *columns)
+            named = {
+                **dict(zip(places, rows, strict=True)),
+                **dict(zip(others, columns, strict=True)),
+            }
+            usual = (*columns, *rows) if convention.order == "in, out" else (*rows, *columns)
             right = tuple(named[i] for i in range(rank))
-            is_usual = convention is not None and right == usual
+            is_usual = convention.order is not None and right == usual
             yield _candidate([rows, columns], right, is_usual=is_usual)
 
 
@@ -208,11 +219,9 @@ def _same_rank(shape: Shape, target: Shape, convention: Convention) -> Iterator[
         sizes = dict(zip(left, shape, strict=True))
         if tuple(sizes[axis] for axis in right) == target:
             kind = "as the tensor" if left == right else "in, out"
-            yield _candidate([[x] for x in left], right, is_usual=convention == kind)
+            yield _candidate([[x] for x in left], right, is_usual=convention.order == kind)
 
 
-def _candidate(
-    left: Sequence[Sequence[str]], right: Sequence[str], *, is_usual: bool
-) -> Candidate:
+def _candidate(left: Sequence[Sequence[str]], right: Sequence[str], *, is_usual: bool) -> Candidate:
     """Returns the candidate for an array with one axis in each dimension."""
     return Candidate(tuple(map(tuple, left)), tuple((x,) for x in right), is_usual)

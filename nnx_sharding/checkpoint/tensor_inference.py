@@ -23,7 +23,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flax import nnx
 
@@ -96,7 +96,7 @@ class Link:
         if not self.fused:
             return None
         key = numbers if self.of_tensor else source
-        shapes = [group.shapes.get(key) for group in self.fused]
+        shapes = [group.shapes.get(key, (0,)) for group in self.fused]  # without one, none fits
         return Share(self.index, shapes, self.of_tensor)
 
 
@@ -147,16 +147,14 @@ def match_tensors(
       >>> import tempfile
       >>> from flax import nnx
       >>> from nnx_sharding.checkpoint import Tensor, match_tensors, save_safetensors
-      >>> torch = {
-      ...     r"layers\.(\d+)\.self_attn\.q_proj\.weight": Tensor("{0}/q/kernel", "o i -> i o"),
-      ... }
-      >>> layer = lambda: nnx.Dict(q=nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0)))
+      >>> layer = lambda: nnx.Dict(up=nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0)))
       >>> folder = tempfile.mkdtemp()
+      >>> torch = {r"h\.(\d+)\.up_proj\.weight": Tensor("{0}/up/kernel", "o i -> i o")}
       >>> save_safetensors(folder, nnx.List([layer(), layer()]), torch)
       >>> print(match_tensors(nnx.Dict(blocks=nnx.List([layer(), layer()])), folder))
       {
           # (out, in) to (in, out)
-          r"layers\.(\d+)\.self_attn\.q_proj\.weight": Tensor("blocks/{0}/q/kernel", "out in -> in out"),
+          r"h\.(\d+)\.up_proj\.weight": Tensor("blocks/{0}/up/kernel", "out in -> in out"),
       }
     """
     flat = flatten(model)
@@ -274,9 +272,10 @@ class _Matching:
             text = group.template.text
             if _BUFFERS.fullmatch(text):
                 self._ignored[text] = "computed by the model"
-            elif group.template.part == "head" and len(embeddings) == 1 and not has_head:
-                if _are_equal(stored[_first(group)], stored[_first(embeddings[0])]):
-                    self._ignored[text] = "equal to the embedding, number by number"
+                continue
+            may_be_tied = group.template.part == "head" and len(embeddings) == 1 and not has_head
+            if may_be_tied and _are_equal(stored[_first(group)], stored[_first(embeddings[0])]):
+                self._ignored[text] = "equal to the embedding, number by number"
 
     def choose_ways(self, unusual: Collection[str]) -> None:
         """Decides how tensors fill arrays; by convention, unless a path is among ``unusual``."""
@@ -297,7 +296,7 @@ class _Matching:
                 several = " or ".join(repr(way.dimensions) for way in fit.ways)
                 self._ambiguous.append(f"  {path}: {source} as {several}")
             else:
-                self._choose(fit, (usual or fit.ways)[0])
+                self._choose(fit, (usual if len(usual) == 1 else fit.ways)[0])
 
     def _choose(self, fit: Fit, way: Candidate) -> None:
         """Notes the rule of an array, and a row of the table for the first of each template."""
@@ -322,17 +321,16 @@ class _Matching:
         for numbers, path in link.arrays.names.items():
             if not (sources := link.sources(numbers)):
                 continue
-            shapes = {link.tensors.shapes[source] for source in sources}
+            shapes = [*{link.tensors.shapes[source] for source in sources}]
             stack = [
                 (f"{{{i}}}", len({source[i] for source in sources}))
                 for i in map(counted.index, link.stacked)
             ]
-            share = link.share(numbers, sources[0])
             ways = list[Candidate]()
-            if len(shapes) == 1 and (share is None or None not in share.shapes):
+            if len(shapes) == 1:  # tensors of different shapes cannot be stacked
                 convention = _convention(link, is_unusual=path in unusual)
-                target = link.arrays.shapes[numbers]
-                ways = candidates(*shapes, target, convention, stack, share)
+                share = link.share(numbers, sources[0])
+                ways = candidates(shapes[0], link.arrays.shapes[numbers], convention, stack, share)
             yield Fit(link, numbers, sources, ways)
 
     def problems(self, wanted: Collection[str]) -> dict[str, list[str]]:
@@ -365,30 +363,32 @@ class _Matching:
         """Describes a tensor without an array, with the one that took the array, if any."""
         numbers = next(n for n, x in group.names.items() if x == name)
         for link in self._links:
-            if link.arrays.template.role == group.template.role:
-                if (path := link.arrays.names.get(numbers)) and link.sources(numbers):
-                    first = link.tensors.names[link.sources(numbers)[0]]
-                    return f"  {name}: {path} has {first}"
+            path = link.arrays.names.get(numbers)
+            if link.arrays.template.role == group.template.role and path and link.sources(numbers):
+                first = link.tensors.names[link.sources(numbers)[0]]
+                return f"  {name}: {path} has {first}"
         return f"  {name}, shape {group.shapes[numbers]}"
 
     def rules(self) -> dict[str, Rule]:
         """Returns the rules of all tensors, in the order of the file."""
         rules: dict[str, Rule] = {}
+        order = {group.template.text: i for i, group in enumerate(self._tensors)}
         for group in self._tensors:
             text = group.template.text
             if text in self._ignored:
                 rules[_pattern(text)] = None
                 self.matches.append(
-                    Match(text, "", [*group.shapes.values()][0], (), self._ignored[text])
+                    Match(text, "", next(iter(group.shapes.values())), (), self._ignored[text])
                 )
                 continue
             alike: dict[tuple[Tensor, ...], list[Numbers]] = {}
-            for numbers, tensors in self._rules[text].items():
-                alike.setdefault(tuple(tensors), []).append(numbers)
+            for numbers, targets in self._rules[text].items():
+                alike.setdefault(tuple(targets), []).append(numbers)
             for tensors, members in alike.items():
                 rule = [_shortest(x) for x in tensors]
                 for pattern in [_pattern(text)] if len(alike) == 1 else _patterns(text, members):
                     rules[pattern] = rule[0] if len(rule) == 1 else rule
+        self.matches.sort(key=lambda match: order[match.tensor])
         return rules
 
 
@@ -403,14 +403,17 @@ def _shape_of(group: Group, name: str) -> Shape:
 
 
 def _convention(link: Link, *, is_unusual: bool) -> Convention:
-    """Returns in which order the dimensions of an array are, by its name."""
-    leaf = link.arrays.template.text.rpartition("/")[2]
+    """Returns what the names say of dimensions."""
+    leaf, tensor = link.arrays.template.text.rpartition("/")[2], link.tensors.template
+    order: Literal["in, out", "as the tensor"] | None = None
     if leaf == "embedding" or link.arrays.template.part in {"embed", "pos", "cls"}:
-        return "as the tensor"
+        order = "as the tensor"
     # Matrices that are called c_attn may be (in, out) in the file, as in GPT-2.
-    if leaf != "kernel" or is_unusual or link.tensors.template.words[-1].startswith("c_"):
-        return None
-    return "in, out"
+    elif leaf == "kernel" and not is_unusual and not tensor.words[-1].startswith("c_"):
+        order = "in, out"
+    if tensor.part in {"q", "k", "v", "qkv", "kv"}:
+        return Convention(order, "rows")
+    return Convention(order, "columns" if tensor.part == "o" else None)
 
 
 def _agree_on_stacks(fits: Sequence[Fit]) -> None:

@@ -44,7 +44,7 @@ _WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "
 # What tells apart the halves of a model that have parts of the same names.
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
 
-# How parts are called, the words of a name joined by dots. `proj`, `einsum` and the like may follow.
+# How parts are called, the words of a name joined by dots. `proj` and the like may follow.
 # The first that matches applies, so what depends on the surroundings is first.
 _IN_LAYERS = (
     ("q_norm", "q_norm|norm_q"),
@@ -176,9 +176,7 @@ Pairs: TypeAlias = list[tuple[Template, Template]]
 
 
 def pair(tensors: Sequence[Template], arrays: Sequence[Template]) -> tuple[Pairs, Pairs]:
-    """Returns the pairs of tensors and arrays of one role, and the pairs that are possible, but
-    not the only ones.
-    """
+    """Pairs tensors and arrays of one role; also returns pairs that are possible among others."""
     left, right = [*tensors], [*arrays]
     pairs: Pairs = []
 

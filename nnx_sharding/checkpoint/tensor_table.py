@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,9 @@ class TensorRules(dict[str, Rule]):
     def __repr__(self) -> str:
         notes: dict[str, str] = {}
         for match in self.table:
-            notes.setdefault(match.tensor, match.note)
+            if match.note:
+                before = f"{notes[match.tensor]}; " if match.tensor in notes else ""
+                notes[match.tensor] = before + match.note
         lines = ["{"]
         last = ""
         for pattern, rule in self.items():
