@@ -17,12 +17,12 @@ import published
 from nnx_sharding import StateSharding, stack
 from nnx_sharding.checkpoint import (
     Tensor,
-    TensorRules,
     load_safetensors,
     match_tensors,
     save_safetensors,
     tensor_files,
 )
+from nnx_sharding.checkpoint.tensor_table import TensorRules
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init
 from published import EMBED, HEAD_DIM, HEADS, HIDDEN, KV, LAYERS, THETA, VOCAB
@@ -185,7 +185,7 @@ def test_llama(tmp_path, name):
     # Rules are text, which becomes the same rules again, and leads back to the same file.
     rules.save(tmp_path / "rules")
     assert TensorRules.load(tmp_path / "rules") == rules
-    save_safetensors(tmp_path / "again", model, rules)
+    save_safetensors(tmp_path / "again", model, tmp_path / "rules")
     again = safetensors.load_file(tmp_path / "again" / "model.safetensors")
     assert {*again} == {*tensors}
     assert all((again[name] == tensors[name]).all() for name in tensors)

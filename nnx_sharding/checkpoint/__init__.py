@@ -18,14 +18,12 @@ from .steps import Checkpoints
 from .stored import contents
 from .tensor_inference import match_tensors
 from .tensor_rules import Tensor
-from .tensor_table import TensorRules
 
 __all__ = [
     "Checkpoints",
     "ModelRestore",
     "ModelSave",
     "Tensor",
-    "TensorRules",
     "contents",
     "load_safetensors",
     "match_tensors",

@@ -41,6 +41,7 @@ from .tensor_layouts import Placement
 from .tensor_matching import fill_by_rules
 from .tensor_release import Release, new_release
 from .tensor_rules import Rule, Rules, places_of_array, read_rules
+from .tensor_table import loaded_rules
 
 _LOAD, _SAVE = "load_safetensors", "save_safetensors"
 
@@ -59,7 +60,7 @@ Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 def load_safetensors(
     path: str | os.PathLike[str],
     model: Any,
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, Rule] | str | os.PathLike[str],
     *,
     cast: bool = False,
     only: Any = WEIGHTS,
@@ -76,7 +77,8 @@ def load_safetensors(
         Modules and Variables are changed in place: all of them or, after an error, none.
       rules: where each tensor belongs: regular expressions for complete names of tensors, each with
         the path of an array, a :class:`Tensor`, a list of these, or None for tensors to ignore. The
-        first that matches applies. Every tensor needs a rule.
+        first that matches applies. Every tensor needs a rule. Or the path of a file with rules
+        that :func:`match_tensors` inferred.
       cast: whether to convert tensors of another dtype to that of the model, among floating-point
         types, also those of 8 bits, and among integers.
       only: an NNX filter for what to load. The rest of the model is not changed, and tensors
@@ -115,7 +117,7 @@ def load_safetensors(
     is_alone = not any(names.is_global(array.leaf) for array in everything)
     with Operation(_LOAD, os.fspath(path), alone=is_alone) as operation:
         arrays = weights(_LOAD, everything, only)
-        patterns = read_rules(_LOAD, rules)
+        patterns = read_rules(_LOAD, loaded_rules(rules))
         leaves = {array_path: array.leaf for array_path, array in arrays.items()}
         paths = {array.path for array in everything}
         head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
@@ -254,7 +256,7 @@ def _chunks(
 def save_safetensors(
     path: str | os.PathLike[str],
     model: Any,
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, Rule] | str | os.PathLike[str],
     *,
     max_shard_size: int = 5 * 10**9,
     only: Any = WEIGHTS,
@@ -294,7 +296,7 @@ def save_safetensors(
         arrays = weights(_SAVE, names.named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
-        tensors = _tensors(arrays, read_rules(_SAVE, rules))
+        tensors = _tensors(arrays, read_rules(_SAVE, loaded_rules(rules)))
         operation.agree(path=str(folder), arrays=names.digest(arrays.values()))
         groups = _split(tensors, max_shard_size)
         release, sent = None, None

@@ -37,7 +37,7 @@ from .tensor_files import Box, StoredTensor, read_box
 from .tensor_matching import fill_by_rules
 from .tensor_names import FUSED, Template, pair, read_name, settled
 from .tensor_rules import Rule, Tensor, read_rules
-from .tensor_table import Match, TensorRules
+from .tensor_table import Match, TensorRules, loaded_rules
 
 _MATCH = "match_tensors"
 
@@ -115,7 +115,7 @@ def match_tensors(
     model: Any,
     path: str | os.PathLike[str],
     *,
-    rules: Mapping[str, Rule] | None = None,
+    rules: Mapping[str, Rule] | str | os.PathLike[str] | None = None,
     only: Any = WEIGHTS,
 ) -> TensorRules:
     r"""Infers the rules by which the tensors of a file fill a model, from names and shapes.
@@ -131,12 +131,14 @@ def match_tensors(
     Args:
       model: what is to be filled, with arrays or abstract.
       path: a file or a folder, as for :func:`load_safetensors`.
-      rules: those that are known already. They come first.
+      rules: those that are known already, as for :func:`load_safetensors`. They come first.
       only: an NNX filter for what is to be filled. The default is all but the state of random
         streams.
 
     Returns:
-      Rules for :func:`load_safetensors` and :func:`save_safetensors`.
+      Rules for :func:`load_safetensors` and :func:`save_safetensors`: a dict, printed as text to
+      edit. ``rules.save(path)`` writes it to a file, which ``rules.load(path)`` and these
+      functions read. ``rules.table`` has a row for each kind of tensor: what becomes what, and how.
 
     Raises:
       NoCheckpointError: the file does not exist.
@@ -160,14 +162,15 @@ def match_tensors(
     flat = flatten(model)
     everything = names.named_arrays(flat)
     arrays = weights(_MATCH, everything, only)
-    known = read_rules(_MATCH, rules or {})
+    given = loaded_rules(rules or {})
+    known = read_rules(_MATCH, given)
     head = f"{_MATCH}: {os.fspath(path)} does not fit the model."
     with tensor_files.open_tensors(_MATCH, path) as tensors:
         taken = {t.path for name in tensors for t in known.targets(name) or ()}
         # Tensors of arrays that `only` leaves out have rules, too.
         others = weights(_MATCH, everything, WEIGHTS) | arrays
         matching = _Matching(
-            {name: x.shape for name, x in tensors.items() if known.targets(name) is None},
+            {name: tensors[name].shape for name in sorted(tensors) if known.targets(name) is None},
             {name: x.leaf.shape for name, x in others.items() if name not in taken},
         )
         matching.link_names()
@@ -179,7 +182,7 @@ def match_tensors(
         problems = by_kind(matching.problems({*arrays}))
         remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
         raise_listed(CheckpointError, head, problems, remedy)
-        result = TensorRules({**(rules or {}), **matching.rules()}, matching.matches)
+        result = TensorRules({**given, **matching.rules()}, matching.matches)
         # Rules are believed only if they fill each array completely, and once.
         leaves = {name: array.leaf for name, array in arrays.items()}
         paths = {array.path for array in everything}

@@ -100,6 +100,11 @@ class TensorRules(dict[str, Rule]):
         return cls(rules)
 
 
+def loaded_rules(rules: Mapping[str, Rule] | str | os.PathLike[str]) -> Mapping[str, Rule]:
+    """Returns rules, from a file if they are the path of one."""
+    return TensorRules.load(rules) if isinstance(rules, str | os.PathLike) else rules
+
+
 def _text(rule: Rule) -> str:
     """Returns the text of a rule, in double quotes."""
     if rule is None:
