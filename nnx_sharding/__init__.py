@@ -9,7 +9,7 @@ has assertions and a launcher of processes, and ``compat`` has the names of othe
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import errors, filters, stages
 from ._version import __version__
@@ -149,7 +149,7 @@ _MODULES = frozenset(
 _ELSEWHERE = {"accumulate_gradients": "training", "place": "placement"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in __all__:
@@ -159,4 +159,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *__all__})
+    # What this file imports for itself is not offered.
+    return sorted({*_MODULES, *__all__, *(name for name in globals() if name.startswith("__"))})
