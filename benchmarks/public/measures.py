@@ -1,0 +1,241 @@
+"""What is measured of a model: each function is a column of the page, or some of them.
+
+Each returns what JSON can hold. What does not work raises an error, whose text is the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import jit, value_and_grad
+from nnx_sharding.experimental import context_parallel, expert_parallel
+from nnx_sharding.partition import fsdp, make_mesh, pipeline, planning_mesh, tensor_parallel
+from nnx_sharding.report import check_sharding
+from nnx_sharding.specs.state_sharding import StateSharding
+from nnx_sharding.testing import assert_same
+
+from .registry import Program, PublicModel, Size
+
+# Rows of a batch: for numbers on eight devices, and for figures.
+_SMALL_ROWS, _ROWS = 8, 16
+
+# A topology of each pod, and its mesh. A v5p-8 has eight cores, in four chips.
+PODS = {
+    "v5e-16": ("v5e:4x4", {"data": 4, "model": 4}),
+    "v5p-8": ("v5p:2x2x1", {"data": 2, "model": 2}),
+}
+
+
+def shares(model: PublicModel) -> Mapping[str, Any]:
+    """Returns the number of parameters, and which parts the strategies shard over four devices."""
+    abstract = _abstract(model.program(Size.REAL))
+    result: dict[str, Any] = {}
+    for name, axis, strategy in (
+        ("tensor_parallel", "model", tensor_parallel),
+        ("fsdp", "data", fsdp),
+    ):
+        mesh = AbstractMesh((4,), (axis,))
+        rows = check_sharding(abstract, strategy(abstract, mesh=mesh), mesh).rows
+        sizes = {row.path: math.prod(row.shape) for row in rows}
+        whole = [row for row in rows if row.shape == row.shard_shape]
+        total = sum(sizes.values())
+        result["parameters"] = total
+        result[name] = 1 - sum(sizes[row.path] for row in whole) / total
+        largest = max(whole, key=lambda row: sizes[row.path], default=None)
+        if largest is not None and result[name] < 0.97:
+            result[f"{name} reason"] = f"{largest.path} {largest.shape}: {largest.note}"
+    return result
+
+
+def same_auto(model: PublicModel) -> str:
+    """Compares training by fsdp × tensor on 2 × 4 Auto devices with one device."""
+    return _same_as_one_device(model, AxisType.Auto)
+
+
+def same_explicit(model: PublicModel) -> str:
+    """Compares it on Explicit axes."""
+    return _same_as_one_device(model, AxisType.Explicit)
+
+
+def _same_as_one_device(model: PublicModel, kind: AxisType) -> str:
+    mesh = make_mesh({"data": 2, "model": 4}, kind)
+    return _compare(model.program(Size.SMALL), mesh, _fsdp_and_tensor, P("data"))
+
+
+def with_pipeline(model: PublicModel) -> str:
+    """Compares training in a pipeline of two stages, with fsdp over two devices."""
+    mesh = make_mesh({"data": 2, "stage": 2}, AxisType.Auto, devices=jax.devices()[:4])
+
+    def strategy(model: Any, **options: Any) -> StateSharding:
+        base = pipeline(model, microbatches=2, **options)
+        return fsdp(model, base=base, min_size=0, **options)
+
+    return _compare(model.program(Size.SMALL), mesh, strategy, P("data"))
+
+
+def with_context(model: PublicModel) -> str:
+    """Compares training with sequences sharded over four devices."""
+    if not model.sequences:
+        return "no sequences of tokens"
+    mesh = make_mesh({"data": 2, "context": 4}, AxisType.Auto)
+
+    def strategy(model: Any, **options: Any) -> StateSharding:
+        return context_parallel(model, base=fsdp(model, min_size=0, **options), **options)
+
+    _compare(model.program(Size.SMALL), mesh, strategy, P("data", "context"))
+    abstract = _abstract(model.program(Size.SMALL))
+    attends = any(
+        hasattr(node, "attention_fn") for _, node in nnx.iter_graph(abstract) if node is not None
+    )
+    return "works" if attends else "works; keys and values are gathered"
+
+
+def with_experts(model: PublicModel) -> str:
+    """Compares training with experts over four devices."""
+    mesh = make_mesh({"data": 2, "expert": 4}, AxisType.Auto)
+
+    def strategy(model: Any, **options: Any) -> StateSharding:
+        return fsdp(model, base=expert_parallel(model, **options), min_size=0, **options)
+
+    return _compare(model.program(Size.SMALL), mesh, strategy, P(("data", "expert")))
+
+
+def bytes_sent(model: PublicModel) -> Mapping[str, int]:
+    """Returns the bytes that a device sends in a step of two layers of the real widths.
+
+    Once with fsdp × tensor on 2 × 4, and with the shardings that the authors wrote, if any.
+    """
+    program = model.program(Size.WIDE)
+    mesh = make_mesh({"fsdp": 2, "tp": 4}, AxisType.Auto)
+
+    def ours(model: Any, **options: Any) -> StateSharding:
+        base = tensor_parallel(model, axis="tp", **options)
+        return fsdp(model, axis="fsdp", base=base, **options)
+
+    result = {"ours": _bytes_of(program.make, program, mesh, ours)}
+    if program.annotated is not None:
+        result["authors"] = _bytes_of(program.annotated, program, mesh, _declared)
+    return result
+
+
+def _bytes_of(
+    make: Callable[[nnx.Rngs], Any],
+    program: Program,
+    mesh: Any,
+    strategy: Callable[..., Any],
+) -> int:
+    compiled = _compile(make, program, mesh, strategy, P("fsdp"))
+    return compiled.collectives().bytes_sent
+
+
+def memory(model: PublicModel) -> Mapping[str, Any]:
+    """Returns the bytes that a step needs on each chip of the pods, from the TPU compiler."""
+    program = model.program(Size.REAL)
+    result: dict[str, Any] = {}
+    for name, (topology, sizes) in PODS.items():
+        kinds = (AxisType.Auto,) * len(sizes)
+        axes = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+        mesh = planning_mesh(topology, axes)
+        try:
+            compiled = _compile(program.make, program, mesh, _fsdp_and_tensor, P("data"))
+            result[name] = compiled.memory().total
+        except Exception as error:
+            result[name] = reason(error)
+    return result
+
+
+def reason(error: BaseException) -> str:
+    """Returns the first sentence of an error."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:200]
+
+
+MEASURES: Mapping[str, Callable[[PublicModel], Any]] = {
+    "shares": shares,
+    "Auto": same_auto,
+    "Explicit": same_explicit,
+    "pipeline": with_pipeline,
+    "context": with_context,
+    "experts": with_experts,
+    "bytes": bytes_sent,
+    "memory": memory,
+}
+
+
+def _abstract(program: Program) -> Any:
+    return nnx.eval_shape(lambda: program.make(nnx.Rngs(0)))
+
+
+def _fsdp_and_tensor(model: Any, **options: Any) -> StateSharding:
+    return fsdp(model, base=tensor_parallel(model, **options), min_size=0, **options)
+
+
+def _declared(model: Any, *, mesh: Any, optimizer: Any = None) -> Any:
+    """Leaves all to the metadata of the Variables, which the authors wrote."""
+    return None
+
+
+def _step(program: Program) -> Callable[[Any, Any, jax.Array], jax.Array]:
+    gradient = value_and_grad(program.loss)
+
+    def train(model: Any, optimizer: Any, batch: jax.Array) -> jax.Array:
+        loss, grads = gradient(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return train
+
+
+def _batch(program: Program) -> jax.Array:
+    """Returns a batch of random rows, or tokens."""
+    shape, dtype = (_SMALL_ROWS, *program.example.shape), program.example.dtype
+    random = np.random.default_rng(0)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(random.integers(1, 64, shape), dtype)
+    return jnp.asarray(random.normal(size=shape), dtype)
+
+
+def _compare(program: Program, mesh: Any, strategy: Callable[..., Any], spec: P) -> str:
+    """Trains two steps on a mesh and on one device; fails if numbers differ."""
+    model = program.make(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9), wrt=nnx.Param)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parameters that are small here only
+        sharding = strategy(model, mesh=mesh, optimizer=optimizer)
+    arguments = model, optimizer, _batch(program)
+    shardings = (sharding, sharding, spec)
+    assert_same(_step(program), *arguments, shardings=shardings, mesh=mesh, steps=2)
+    return "works"
+
+
+def _compile(
+    make: Callable[[nnx.Rngs], Any],
+    program: Program,
+    mesh: Any,
+    strategy: Callable[..., Any],
+    spec: P,
+) -> Any:
+    """Compiles a step with AdamW ahead of time, of abstract arrays."""
+
+    def both() -> tuple[Any, Any]:
+        model = make(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    model, optimizer = nnx.eval_shape(both)
+    sharding = strategy(model, mesh=mesh, optimizer=optimizer)
+    batch = jax.ShapeDtypeStruct((_ROWS, *program.example.shape), program.example.dtype)
+    step = jit(
+        _step(program), in_shardings=(sharding, sharding, spec), mesh=mesh, donate_argnums=(0, 1)
+    )
+    return step.lower(model, optimizer, batch).compile()
