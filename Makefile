@@ -25,7 +25,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help install demo test coverage test-python test-guard test-modes test-oldest test-matrix
-.PHONY: install-oldest test-debian test-tpu asan lint types docs links package wheels check nightly release-check bench clean
+.PHONY: install-oldest test-debian test-tpu asan lint types docs links package wheels check nightly release-check
+.PHONY: bench models clean
 
 LIST = awk -F ':.*\#\# ' '/^[a-z-]+:.*\#\# / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 help:  ## show this list
@@ -151,8 +152,16 @@ release-check: nightly links  ## run all gates, and check that all places name o
 bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
+# Public packages, in an environment of their own. Others are read from folders with their sources:
+# make models MODELS_ARGS="--path FOLDER"
+MODELS_VENV := $(VENV)-models
+MODELS_ARGS ?=
+models:  ## measure public models, and write docs/models.md
+	$(MAKE) VENV=$(MODELS_VENV) $(MODELS_VENV)/.installed-bench,models,tpu
+	$(MODELS_VENV)/bin/python -m benchmarks.public $(MODELS_ARGS)
+
 clean:  ## delete everything that the other targets made, the environment included
-	rm -rf $(VENV) $(TPU_VENV) .nox .cache build dist docs/_build *.egg-info nnx_sharding/core/guard/_native.*.so
+	rm -rf $(VENV) $(TPU_VENV) $(MODELS_VENV) .nox .cache build dist docs/_build *.egg-info nnx_sharding/core/guard/_native.*.so
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage*
 	find nnx_sharding tests docs benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 

@@ -388,3 +388,12 @@ def test_a_large_replicated_parameter_is_named():
     tensor_parallel(nnx.eval_shape(lambda: Unnamed(512)), mesh=mesh, base=base)
     tensor_parallel(nnx.eval_shape(lambda: Unnamed(512)), mesh=AbstractMesh((1,), ("model",)))
     tensor_parallel(nnx.eval_shape(lambda: Unnamed(128)), mesh=mesh)
+
+
+def test_heads_that_the_axis_does_not_divide_are_the_reason():
+    mesh = AbstractMesh((4,), ("model",))
+    model = nnx.eval_shape(lambda: nnx.MultiHeadAttention(6, 96, decode=False, rngs=nnx.Rngs(0)))
+    report = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh)
+    reasons = {row.path: row.reason for row in report.rows}
+    for layer in ("query", "key", "value", "out"):
+        assert "'model' (4) divides no dimension to shard: 6" in reasons[f"{layer}/kernel"]

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 from . import page
 
@@ -52,12 +54,16 @@ def main() -> None:
                 result = _in_process(key, measure, options.path, options.limit)
                 print(f"{key}, {measure}: {result}", flush=True)
                 results = page.load()  # other runs may have written it
-                results.setdefault(key, {})[measure] = result
+                known = results.setdefault(key, {})
+                # Without its package, here or tonight, a model keeps what was measured before.
+                if "not run" not in result or measure not in known:
+                    known[measure] = result
                 page.save(results)
+                page.write(results)
     page.write(results)
 
 
-def _in_process(key: str, measure: str, folders: list[str], limit: float) -> object:
+def _in_process(key: str, measure: str, folders: list[str], limit: float) -> dict[str, Any]:
     """Runs one measure of one model; returns its result, or why there is none."""
     environment = {
         **os.environ,
@@ -84,8 +90,6 @@ def _in_process(key: str, measure: str, folders: list[str], limit: float) -> obj
 
 def _measure(key: str, name: str, file: str) -> None:
     """Runs one measure of one model in this process, and writes the result into a file."""
-    import traceback
-
     from .measures import MEASURES, reason
     from .registry import MODELS
 

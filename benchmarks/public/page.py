@@ -1,25 +1,119 @@
-"""The page docs/models.md, written from the results."""
+"""The page docs/models.md, written from the results.
+
+A result is a dict with one of ``result``, ``failed`` or ``not run``; a measure without one has not
+been run. Reasons are notes below the table, each once.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "public_models.json"
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- written by benchmarks/public -->\n", "<!-- end -->\n"
+
+Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+_NUMBERS = ("Auto", "Explicit", "pipeline", "context", "experts")
+_PODS = ("v5e-16", "v5p-8")
 
 
 def load() -> dict[str, dict[str, Any]]:
     """Returns the results by model and measure."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
 
 
-def save(results: Mapping[str, Mapping[str, Any]]) -> None:
+def save(results: Results) -> None:
     """Writes the results."""
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(results, indent=1, sort_keys=True)
+    RESULTS.write_text(text + "\n", encoding="utf-8")
 
 
-def write(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes the page."""
+def write(results: Results) -> None:
+    """Replaces the tables in the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}{tables(results)}{END}{after}", encoding="utf-8")
+
+
+def tables(results: Results) -> str:
+    """Returns the tables and the notes, as Markdown."""
+    notes: list[str] = []
+    figures = [["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent", "authors", *_PODS]]
+    numbers = [["model", *_NUMBERS]]
+    for model, measures in sorted(results.items()):
+        name = f"{model.partition(' ')[2]} ({model.partition(' ')[0]})"
+        figures.append([name, *_figures(measures, notes)])
+        cells = [_verdict(measures.get(measure), notes) for measure in _NUMBERS]
+        numbers.append([name, *cells])
+    listed = "".join(f"{i}. {note}\n" for i, note in enumerate(notes, 1))
+    return (
+        f"## Shardings of real sizes\n\n{_table(figures)}\n"
+        f"## Numbers of small sizes\n\n{_table(numbers)}\n## Notes\n\n{listed}"
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    ruled = [head, ["---", *["--:"] * (len(head) - 1)], *body]
+    return "".join(f"| {' | '.join(row)} |\n" for row in ruled)
+
+
+def _figures(measures: Mapping[str, Mapping[str, Any]], notes: list[str]) -> list[str]:
+    """Returns the cells of a model that are no verdicts."""
+    shares = measures.get("shares", {})
+    if "result" not in shares:
+        cells = [_verdict(shares, notes)] * 3
+    else:
+        values = shares["result"]
+        cells = [_count(values["parameters"])]
+        for strategy in ("tensor_parallel", "fsdp"):
+            reason = values.get(f"{strategy} reason")
+            mark = f" [{_note(reason, notes)}]" if reason else ""
+            cells.append(f"{100 * values[strategy]:.1f} %{mark}")
+    sent = measures.get("bytes")
+    if sent and "result" in sent:
+        ours, authors = sent["result"]["ours"], sent["result"].get("authors")
+        cells += [_bytes(ours), "none" if authors is None else f"{ours / authors:.2f} ×"]
+    else:
+        cells += [_verdict(sent, notes)] * 2
+    memory = measures.get("memory")
+    for pod in _PODS:
+        value = memory["result"].get(pod) if memory and "result" in memory else None
+        if isinstance(value, int):
+            cells.append(_bytes(value))
+        else:
+            cells.append(_verdict({"failed": value} if value else memory, notes))
+    return cells
+
+
+def _verdict(result: Mapping[str, Any] | None, notes: list[str]) -> str:
+    """Returns ✓, or ✗ and the number of a note."""
+    if not result:
+        return "not run"
+    if result.get("result") == "works":
+        return "✓"
+    if "result" in result:
+        return f"[{_note(str(result['result']), notes)}]"
+    if "failed" in result:
+        return f"✗ [{_note(result['failed'], notes)}]"
+    return f"not run [{_note(result['not run'], notes)}]"
+
+
+def _note(text: str, notes: list[str]) -> int:
+    """Returns the number of a note, which is added if it is new."""
+    text = text.replace("|", "\\|").replace("<", "&lt;")
+    if text not in notes:
+        notes.append(text)
+    return notes.index(text) + 1
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

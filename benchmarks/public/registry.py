@@ -115,7 +115,7 @@ def _tunix(folder: str, cls: str, config: str, small: Mapping[str, Any]) -> Call
             layers["attention_types"] = tuple(authors.attention_types)[:2]
         authors = dataclasses.replace(authors, **layers, **(small if size is Size.SMALL else {}))
         if getattr(authors, "vision_config", None) is not None:
-            authors = dataclasses.replace(authors, vision_config=None)
+            authors = dataclasses.replace(authors, vision_config=None)  # text alone
         bare = dataclasses.replace(authors.shd_config, **_without_specs(authors.shd_config))
         ours = dataclasses.replace(authors, shd_config=bare)
         build = getattr(module, cls)
@@ -143,7 +143,7 @@ def _without_specs(config: Any) -> dict[str, Any]:
     return {
         field.name: (None,) * len(value)
         for field in dataclasses.fields(config)
-        if (value := getattr(config, field.name)) is not None
+        if isinstance(value := getattr(config, field.name), tuple | jax.sharding.PartitionSpec)
     }
 
 
@@ -153,8 +153,10 @@ def _constrain(x: jax.Array, spec: tuple[Any, ...]) -> jax.Array:
 
 _SMALL_QWEN = {"vocab_size": 256, "embed_dim": 32, "hidden_dim": 64, "num_heads": 8, "head_dim": 8}
 _SMALL_QWEN |= {"num_kv_heads": 4}
-_SMALL_GEMMA = {**_SMALL_QWEN, "num_embed": 256}
+_SMALL_GEMMA = {"num_embed": 256, **_SMALL_QWEN}
 del _SMALL_GEMMA["vocab_size"]
+_SMALL_GEMMA3 = {**_SMALL_GEMMA, "param_dtype": jnp.float32}
+_SMALL_MOE = {**_SMALL_QWEN, "num_experts": 8, "num_experts_per_tok": 2}
 
 # --- Bonsai --------------------------------------------------------------------------------------
 
@@ -311,15 +313,15 @@ def _jimmy(size: Size) -> Program:
 
 _LANGUAGE = [
     ("Qwen3 8B", "qwen3", "Qwen3", "qwen3_8b", _SMALL_QWEN),
-    (
-        "Qwen3 30B-A3B",
-        "qwen3",
-        "Qwen3",
-        "qwen3_30b_a3b",
-        {**_SMALL_QWEN, "num_experts": 8, "num_experts_per_tok": 2},
-    ),
+    ("Qwen3 30B-A3B", "qwen3", "Qwen3", "qwen3_30b_a3b", _SMALL_MOE),
     ("Llama 3.1 8B", "llama3", "Llama3", "llama3p1_8b", _SMALL_QWEN),
-    ("Gemma 3 4B", "gemma3", "Gemma3", "gemma3_4b_it", {**_SMALL_GEMMA, "param_dtype": jnp.float32}),
+    (
+        "Gemma 3 4B",
+        "gemma3",
+        "Gemma3",
+        "gemma3_4b_it",
+        {**_SMALL_GEMMA, "param_dtype": jnp.float32},
+    ),
     ("Gemma 2 2B", "gemma", "Gemma", "gemma2_2b", _SMALL_GEMMA),
     ("Qwen2.5 7B", "qwen2", "Qwen2", "qwen2p5_7b", _SMALL_QWEN),
 ]
@@ -447,7 +449,11 @@ _BONSAI = {
         _regress,
     ),
     "EfficientNet B0": _bonsai(
-        "efficientnet", "EfficientNet", _sized("b0", {}, {"num_classes": 16}), _images(32), _classify
+        "efficientnet",
+        "EfficientNet",
+        _sized("b0", {}, {"num_classes": 16}),
+        _images(32),
+        _classify,
     ),
 }
 _TOKENS = ("Qwen3 8B", "Gemma 3 4B", "Mamba 2 130M", "UMT5")

@@ -112,6 +112,8 @@ def tensor_parallel(
     specs = dict(before)
     row_layers = list[Path]()  # whose outputs are sums over the axes
     covered = set[Path]()  # the parameters of all layers that have a rule
+    size = math.prod(mesh.shape[each] for each in axes)
+    undivided = dict[Path, set[int]]()  # by parameter: sizes that the axes do not divide
     # From the inside, so that the rule of attention replaces those of its linear layers.
     for path, layer, name, rule, attributes in _layers(model, known):
         named = ((path_string(inner), inner, subject) for inner, subject in paths_in(layer))
@@ -124,6 +126,9 @@ def tensor_parallel(
         styles = rule(layer, name) if callable(rule) else rule
         styled, style = _apply_first_style(styles, parameters, before, axes, mesh)
         specs.update(styled)
+        if not style:
+            sizes = {x for x in _sizes_tried(styles, parameters) if x % size}
+            undivided.update({x.path: sizes for x in parameters.values() if sizes})
         # A rule for a user's class is only for the parameters in its styles.
         covered.update(
             variable.path
@@ -140,8 +145,8 @@ def tensor_parallel(
         entry, rest = axes if len(axes) > 1 else axes[0], PartitionSpec.UNCONSTRAINED
         # The outputs: (batch, positions, features).
         activations = activations.extended({Paths(row_layers): PartitionSpec(rest, entry, rest)})
-    notes = _notes(known.values(), specs, covered, axes)
-    if math.prod(mesh.shape[each] for each in axes) > 1:
+    notes = _notes(known.values(), specs, covered, undivided, axes, size)
+    if size > 1:
         _warn_of_large(known.values(), notes, axes)
     return with_optimizer(specs, every, optimizer, activations, notes)
 
@@ -150,7 +155,9 @@ def _notes(
     parameters: Iterable[NamedVariable],
     specs: SpecsByPath,
     covered: Set[Path],
+    undivided: Mapping[Path, Set[int]],
     axes: Sequence[AxisName],
+    size: int,
 ) -> dict[Path, str]:
     """Says why parameters stay replicated, by path, for ``check_sharding``.
 
@@ -158,7 +165,9 @@ def _notes(
       parameters: all parameters of the model.
       specs: their specs.
       covered: the paths of those in layers that have a rule.
+      undivided: in layers where no style fits, the sizes of dimensions that would be sharded.
       axes: the axes of the strategy.
+      size: the number of devices along them.
     """
     notes = {}
     for x in parameters:
@@ -170,8 +179,13 @@ def _notes(
                 notes[x.path] = ambiguous_layers(x)
             elif x.is_norm:
                 notes[x.path] = "of a normalization layer"
+            elif x.path in undivided:
+                sizes = " or ".join(map(str, sorted(undivided[x.path])))
+                notes[x.path] = (
+                    f"its layer is sharded along {sizes}, not divisible by {names} ({size})"
+                )
             elif x.path in covered:
-                notes[x.path] = f"added to sums over {names}, or not divided by it in its layer"
+                notes[x.path] = f"added to sums over {names}, or not divided by it"
             else:
                 remedy = "Give it a spec by override(...)."
                 notes[x.path] = f"of no layer that tensor_parallel knows. {remedy}"
@@ -263,7 +277,7 @@ def _apply_first_style(
             return None
         return shard_dimension(before[x.path], x.shape, dimension, axes, mesh)
 
-    usable = [style for style in styles if next(iter(style)) in parameters]
+    usable = _usable(styles, parameters)
     for count, style in itertools.product(range(len(axes), 0, -1), usable):
         styled = {name: x for name, x in parameters.items() if name in style}
         specs = {name: shard(x, style[name], axes[:count]) for name, x in styled.items()}
@@ -271,3 +285,20 @@ def _apply_first_style(
             return {x.path: specs[name] or before[x.path] for name, x in styled.items()}, style
     names = {name for style in usable for name in style} & parameters.keys()
     return {parameters[name].path: before[parameters[name].path] for name in names}, {}
+
+
+def _usable(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> list[Style]:
+    """Returns the styles whose first parameter, which decides, is in the layer."""
+    return [style for style in styles if next(iter(style)) in parameters]
+
+
+def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> set[int]:
+    """Returns the sizes of the dimensions that the styles of a layer shard."""
+    sizes = set()
+    for style in _usable(styles, parameters):
+        name, index = next(iter(style.items()))
+        x = parameters[name]
+        dimension = None if index is None else x.dimension(index)
+        if dimension is not None and x.shape is not None:
+            sizes.add(x.shape[dimension])
+    return sizes
