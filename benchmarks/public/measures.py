@@ -161,7 +161,7 @@ def memory(model: PublicModel) -> Mapping[str, Any]:
         mesh = planning_mesh(topology, axes)
         try:
             compiled = _compile(program.make, program, mesh, _fsdp_and_tensor, P("data"))
-            result[name] = compiled.memory().total
+            result[name] = compiled.memory().peak
         except Exception as error:
             result[name] = reason(error)
     return result

@@ -181,9 +181,7 @@ def _notes(
                 notes[x.path] = "of a normalization layer"
             elif x.path in undivided:
                 sizes = " or ".join(map(str, sorted(undivided[x.path])))
-                notes[x.path] = (
-                    f"its layer is sharded along {sizes}, not divisible by {names} ({size})"
-                )
+                notes[x.path] = f"{names} ({size}) divides no dimension to shard: {sizes}"
             elif x.path in covered:
                 notes[x.path] = f"added to sums over {names}, or not divided by it"
             else:
