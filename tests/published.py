@@ -131,3 +131,168 @@ def llama(tensors: Tensors, tokens, *, norm=None) -> np.ndarray:
 
 def qwen3(tensors: Tensors, tokens) -> np.ndarray:
     return llama(tensors, tokens, norm=rms_norm)
+
+
+def gelu(x):
+    """The approximation by tanh."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+# Gemma 3: each sixth layer sees everything, the others only so many tokens.
+WINDOW, LOCAL_THETA, GLOBAL_THETA = 4, 10_000.0, 1_000_000.0
+GEMMA_LAYERS = 6
+QUERY_SCALE = 12.0  # `query_pre_attn_scalar`, which is not the size of a head
+
+
+def gemma3_tensors(seed=0) -> Made:
+    """Scales of norms are stored as what is added to 1."""
+    made = Made(seed)
+    made.matrix("model.embed_tokens.weight", VOCAB, EMBED)
+    for i in range(GEMMA_LAYERS):
+        layer = f"model.layers.{i}."
+        for name, heads in ("q", HEADS), ("k", KV), ("v", KV):
+            made.matrix(f"{layer}self_attn.{name}_proj.weight", heads * HEAD_DIM, EMBED)
+        made.matrix(f"{layer}self_attn.o_proj.weight", EMBED, HEADS * HEAD_DIM)
+        for name in "qk":
+            made.vector(f"{layer}self_attn.{name}_norm.weight", HEAD_DIM)
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            made.vector(f"{layer}{name}_layernorm.weight", EMBED)
+        for name in ("gate", "up"):
+            made.matrix(f"{layer}mlp.{name}_proj.weight", HIDDEN, EMBED)
+        made.matrix(f"{layer}mlp.down_proj.weight", EMBED, HIDDEN)
+    made.vector("model.norm.weight", EMBED)
+    return made
+
+
+def gemma3(tensors: Tensors, tokens, *, query_scale=QUERY_SCALE) -> np.ndarray:
+    w = wide(tensors)
+
+    def norm(x, weight):
+        return rms_norm(x, 1 + weight)
+
+    x = w["model.embed_tokens.weight"][tokens] * math.sqrt(EMBED)
+    full = causal(len(tokens))
+    local = full & ~np.tril(full, -WINDOW)  # itself and the WINDOW - 1 tokens before
+    for i in range(GEMMA_LAYERS):
+        layer = f"model.layers.{i}."
+        is_global = i % 6 == 5
+        y = self_attention(
+            w,
+            layer,
+            norm(x, w[layer + "input_layernorm.weight"]),
+            theta=GLOBAL_THETA if is_global else LOCAL_THETA,
+            mask=full if is_global else local,
+            scale=query_scale**-0.5,
+            norm=norm,
+        )
+        x = x + norm(y, w[layer + "post_attention_layernorm.weight"])
+        y = gated_mlp(w, layer, norm(x, w[layer + "pre_feedforward_layernorm.weight"]), gelu)
+        x = x + norm(y, w[layer + "post_feedforward_layernorm.weight"])
+    return norm(x, w["model.norm.weight"]) @ w["model.embed_tokens.weight"].T
+
+
+EXPERTS, CHOSEN = 4, 2
+MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2"))
+QWEN3_MOE = ("mlp.gate", "mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj"))
+
+
+def experts_tensors(names=MIXTRAL, seed=0, *, qk_norm=False) -> Made:
+    router, expert, matrices = names
+    made = decoder_tensors(seed, mlp=False, qk_norm=qk_norm)
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}."
+        made.matrix(f"{layer}{router}.weight", EXPERTS, EMBED)
+        for e in range(EXPERTS):
+            shapes = (HIDDEN, EMBED), (HIDDEN, EMBED), (EMBED, HIDDEN)
+            for name, shape in zip(matrices, shapes, strict=True):
+                made.matrix(f"{layer}{expert.format(e, name)}.weight", *shape)
+    return made
+
+
+def mixtral(tensors: Tensors, tokens, names=MIXTRAL, *, norm=None) -> np.ndarray:
+    """Each token goes to its two best experts, whose weights sum to 1."""
+    router, expert, matrices = names
+    w = wide(tensors)
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}."
+        y = rms_norm(x, w[layer + "input_layernorm.weight"])
+        x = x + self_attention(w, layer, y, norm=norm)
+        y = rms_norm(x, w[layer + "post_attention_layernorm.weight"])
+        scores = softmax(y @ w[f"{layer}{router}.weight"].T)  # (length, experts)
+        added = np.zeros_like(x)
+        for t, row in enumerate(scores):
+            chosen = np.argsort(-row)[:CHOSEN]
+            for e in chosen:
+                gate, up, down = (w[f"{layer}{expert.format(e, m)}.weight"] for m in matrices)
+                hidden = silu(gate @ y[t]) * (up @ y[t])
+                added[t] += row[e] / row[chosen].sum() * (down @ hidden)
+        x = x + added
+    return rms_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+IMAGE, PATCH, CHANNELS, CLASSES = 8, 4, 3, 7
+
+
+def vit_tensors(seed=0) -> Made:
+    made = Made(seed)
+    width, heads = EMBED, "vit.encoder.layer.{}.attention.attention.{}"
+    made.matrix("vit.embeddings.cls_token", 1, 1, width)
+    made.matrix("vit.embeddings.position_embeddings", 1, (IMAGE // PATCH) ** 2 + 1, width)
+
+    def linear(name, *shape):
+        made.matrix(f"{name}.weight", *shape)
+        made.vector(f"{name}.bias", shape[0])
+
+    def norm(name):
+        made.vector(f"{name}.weight", width, 1)
+        made.vector(f"{name}.bias", width)
+
+    linear("vit.embeddings.patch_embeddings.projection", width, CHANNELS, PATCH, PATCH)
+    for i in range(LAYERS):
+        layer = f"vit.encoder.layer.{i}."
+        for name in ("query", "key", "value"):
+            linear(heads.format(i, name), width, width)
+        linear(layer + "attention.output.dense", width, width)
+        linear(layer + "intermediate.dense", HIDDEN, width)
+        linear(layer + "output.dense", width, HIDDEN)
+        norm(layer + "layernorm_before")
+        norm(layer + "layernorm_after")
+    norm("vit.layernorm")
+    linear("classifier", CLASSES, width)
+    return made
+
+
+def vit(tensors: Tensors, image, *, activation=None) -> np.ndarray:
+    """Logits of an image (height, width, channels), by default with GELU as it is defined."""
+    w = wide(tensors)
+    activation = activation or (lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2)
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(name, x, eps=1e-12):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    side = IMAGE // PATCH
+    patches = image.reshape(side, PATCH, side, PATCH, CHANNELS)
+    kernel = w["vit.embeddings.patch_embeddings.projection.weight"]  # (width, channels, y, x)
+    x = np.einsum("aybxc,wcyx->abw", patches, kernel).reshape(side * side, -1)
+    x = x + w["vit.embeddings.patch_embeddings.projection.bias"]
+    x = np.concatenate([w["vit.embeddings.cls_token"][0], x])
+    x = x + w["vit.embeddings.position_embeddings"][0]
+    for i in range(LAYERS):
+        layer = f"vit.encoder.layer.{i}."
+        y = norm(layer + "layernorm_before", x)
+        q, k, v = (
+            linear(f"{layer}attention.attention.{name}", y).reshape(len(y), HEADS, -1)
+            for name in ("query", "key", "value")
+        )
+        everything = np.ones((len(y), len(y)), bool)
+        y = attention(q, k, v, scale=(EMBED // HEADS) ** -0.5, mask=everything)
+        x = x + linear(layer + "attention.output.dense", y)
+        y = activation(linear(layer + "intermediate.dense", norm(layer + "layernorm_after", x)))
+        x = x + linear(layer + "output.dense", y)
+    return linear("classifier", norm("vit.layernorm", x)[0])

@@ -68,15 +68,16 @@ class Candidate(NamedTuple):
             return Tensor(path)
         return Tensor(path, self.dimensions, take=self.take, put=self.put, **self.sizes)
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the dimensions of the tensor are in another order in the array."""
+        firsts = [(names[0],) for names in self.left]
+        places = [self.right.index(name) for name in firsts if name in self.right]
+        return places != sorted(places)
+
     def described(self) -> str:
         """Says in a few words what it does."""
-        texts = list[str]()
-        if len(self.left) > 1:
-            places = [
-                self.right.index((side[0],)) for side in self.left if (side[0],) in self.right
-            ]
-            if places != sorted(places):
-                texts.append("(out, in) to (in, out)")
+        texts = ["(out, in) to (in, out)"] if self.is_transposed else []
         if any(len(names) > 1 for names in self.left):
             texts.append("split into heads")
         if self.stacked_at:

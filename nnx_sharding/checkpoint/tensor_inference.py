@@ -312,7 +312,8 @@ class _Matching:
         if is_new:
             notes = [way.described(), link.note]
             if len(fit.ways) > 1:
-                notes.insert(1, f"by convention, as {len(fit.ways)} ways fit")
+                usual = "a kernel is (in, out)" if way.is_transposed else "it stays as it is"
+                notes.insert(1, f"by convention, as {len(fit.ways)} ways fit: {usual}")
             shapes = link.tensors.shapes[fit.sources[0]], link.arrays.shapes[fit.numbers]
             self.matches.append(
                 Match(template, link.path, *shapes, "; ".join(note for note in notes if note))

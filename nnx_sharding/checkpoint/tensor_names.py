@@ -104,6 +104,11 @@ class Template(NamedTuple):
         return frozenset(self.words[:-1]) - _LAYERS - {"attn", "mlp"}
 
     @property
+    def is_in_expert(self) -> bool:
+        """Whether it belongs to one of several experts."""
+        return any(word.startswith("expert") for word in self.words)
+
+    @property
     def towers(self) -> frozenset[str]:
         """The half of a model that it belongs to."""
         return frozenset(word for word in self.words if _TOWERS.fullmatch(word))
@@ -163,7 +168,8 @@ def settled(templates: Sequence[Template]) -> list[Template]:
     for template in templates:
         part = template.part
         if part == "gate or router":  # `mlp.gate` chooses experts next to `experts.0.gate_proj`
-            part = "router" if has(template, "gate", "gate_up") else "gate"
+            has_others = has(template, "gate", "gate_up") or any(t.is_in_expert for t in templates)
+            part = "router" if has_others and not template.is_in_expert else "gate"
         elif template.words[-1] == "w1" and not has(template, "up"):  # two matrices, w1 and w2
             part = "up"
         elif part == "norm_attn_after" and not has(template, "norm_mlp"):

@@ -1,0 +1,221 @@
+"""``match_tensors`` for published architectures, and for models of other libraries if installed.
+
+The truth are logits in NumPy (`published.py`); rules that fit, but are wrong, must not reach them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import published
+from nnx_sharding.checkpoint import Tensor, load_safetensors, match_tensors
+from published import (
+    CHOSEN,
+    EMBED,
+    EXPERTS,
+    GEMMA_LAYERS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV,
+    LAYERS,
+    QUERY_SCALE,
+    VOCAB,
+)
+from test_match_tensors import TOKENS, Llama, bare, rotary, written, zeros
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+LAYER = r"model\.layers\.(\d+)\."
+
+
+@nnx.jit
+def called(model, *args):
+    return model(*args)
+
+
+def filled(folder, tensors, model, rules=None):
+    """The model with the tensors of a file, by the rules that are inferred, and some of ours."""
+    written(folder, tensors)
+    rules = match_tensors(model, folder, rules=rules)
+    return load_safetensors(folder, model, rules)
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(np.squeeze(actual), expected, atol=1e-4)
+
+
+class Qwen3Attention(nnx.Module):
+    def __init__(self):
+        self.wq = bare(nnx.LinearGeneral, EMBED, (HEADS, HEAD_DIM))
+        self.wk = bare(nnx.LinearGeneral, EMBED, (KV, HEAD_DIM))
+        self.wv = bare(nnx.LinearGeneral, EMBED, (KV, HEAD_DIM))
+        self.wo = bare(nnx.LinearGeneral, (HEADS, HEAD_DIM), EMBED, axis=(-2, -1))
+        self.query_norm = nnx.RMSNorm(HEAD_DIM, rngs=nnx.Rngs(0))
+        self.key_norm = nnx.RMSNorm(HEAD_DIM, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        q, k = self.query_norm(self.wq(x)), self.key_norm(self.wk(x))
+        q, k, v = rotary(q)[None], rotary(k)[None], self.wv(x)[None]
+        return self.wo(jax.nn.dot_product_attention(q, k, v, is_causal=True)[0])
+
+
+def test_qwen3(tmp_path):
+    tensors = published.decoder_tensors(qk_norm=True)
+    model = filled(tmp_path, tensors, Llama(Qwen3Attention))
+    assert_close(called(model, TOKENS), published.qwen3(tensors, TOKENS))
+
+
+def test_qwen3_with_norms_of_queries_and_keys_exchanged(tmp_path):
+    tensors = published.decoder_tensors(qk_norm=True)
+    names = [("q", "key"), ("k", "query")]
+    rules = {
+        rf"{LAYER}self_attn\.{name}_norm\.weight": f"blocks/{{0}}/attn/{other}_norm/scale"
+        for name, other in names
+    }
+    model = filled(tmp_path, tensors, Llama(Qwen3Attention), rules)
+    with pytest.raises(AssertionError):
+        assert_close(called(model, TOKENS), published.qwen3(tensors, TOKENS))
+
+
+class Experts(nnx.Module):
+    """All experts in one array of each kind, which all see all tokens."""
+
+    def __init__(self):
+        self.gate = zeros(EXPERTS, EMBED, HIDDEN)
+        self.up = zeros(EXPERTS, EMBED, HIDDEN)
+        self.down = zeros(EXPERTS, HIDDEN, EMBED)
+
+    def __call__(self, x):
+        hidden = jax.nn.silu(jnp.einsum("te,xeh->txh", x, self.gate[...]))
+        hidden *= jnp.einsum("te,xeh->txh", x, self.up[...])
+        return jnp.einsum("txh,xhe->txe", hidden, self.down[...])
+
+
+class Expert(nnx.Module):
+    def __init__(self):
+        self.w1, self.w3 = bare(nnx.Linear, EMBED, HIDDEN), bare(nnx.Linear, EMBED, HIDDEN)
+        self.w2 = bare(nnx.Linear, HIDDEN, EMBED)
+
+    def __call__(self, x):
+        return self.w2(jax.nn.silu(self.w1(x)) * self.w3(x))
+
+
+class Mixture(nnx.Module):
+    def __init__(self, *, stacked):
+        self.gate = bare(nnx.Linear, EMBED, EXPERTS)  # which chooses experts
+        self.experts = Experts() if stacked else nnx.List(Expert() for _ in range(EXPERTS))
+
+    def __call__(self, x):
+        scores, chosen = jax.lax.top_k(jax.nn.softmax(self.gate(x)), CHOSEN)
+        scores = jnp.put_along_axis(
+            jnp.zeros((len(x), EXPERTS)),
+            chosen,
+            scores / scores.sum(-1, keepdims=True),
+            1,
+            inplace=False,
+        )
+        if isinstance(self.experts, Experts):
+            outputs = self.experts(x)
+        else:
+            outputs = jnp.stack([expert(x) for expert in self.experts], 1)
+        return jnp.einsum("tx,txe->te", scores, outputs)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("layers_stacked", [True, False])
+def test_mixtral(tmp_path, stacked, layers_stacked):
+    tensors = published.experts_tensors()
+    model = Llama(mlp=lambda: Mixture(stacked=stacked), stacked=layers_stacked)
+    model = filled(tmp_path, tensors, model)
+    assert_close(called(model, TOKENS), published.mixtral(tensors, TOKENS))
+
+
+@pytest.mark.parametrize("mistake", ["gate and up", "order of experts"])
+def test_mixtral_with_a_wrong_rule(tmp_path, mistake):
+    expert = LAYER + r"block_sparse_moe\.experts\.(\d+)\."
+    rules = {
+        rf"{expert}{name}\.weight": Tensor(
+            f"blocks/{{0}}/mlp/experts/{array}", "out in -> {1} in out"
+        )
+        for name, array in (("w1", "up"), ("w3", "gate"))
+    }
+    if mistake == "order of experts":
+        rules = {
+            rf"{LAYER}block_sparse_moe\.experts\.{e}\.w1\.weight": Tensor(
+                "blocks/{0}/mlp/experts/gate", "out in -> x in out", put={"x": EXPERTS - 1 - e}
+            )
+            for e in range(EXPERTS)
+        }
+    tensors = published.experts_tensors()
+    model = filled(tmp_path, tensors, Llama(mlp=lambda: Mixture(stacked=True)), rules)
+    with pytest.raises(AssertionError):
+        assert_close(called(model, TOKENS), published.mixtral(tensors, TOKENS))
+
+
+class AddedNorm(nnx.Module):
+    """As Gemma has it: the scale is added to 1."""
+
+    def __init__(self, size):
+        self.scale = zeros(size)
+
+    def __call__(self, x):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (1 + self.scale[...])
+
+
+class GemmaBlock(nnx.Module):
+    def __init__(self, index):
+        self.is_global = index % 6 == 5
+        self.q_einsum = zeros(HEADS, EMBED, HEAD_DIM)
+        self.kv_einsum = zeros(2, KV, EMBED, HEAD_DIM)
+        self.attn_vec_einsum = zeros(HEADS, HEAD_DIM, EMBED)
+        self.q_norm, self.k_norm = AddedNorm(HEAD_DIM), AddedNorm(HEAD_DIM)
+        self.gating_einsum = zeros(2, EMBED, HIDDEN)
+        self.down_proj = zeros(HIDDEN, EMBED)
+        self.pre_attention_norm, self.post_attention_norm = AddedNorm(EMBED), AddedNorm(EMBED)
+        self.pre_ffw_norm, self.post_ffw_norm = AddedNorm(EMBED), AddedNorm(EMBED)
+
+    def attention(self, x):
+        q = self.q_norm(jnp.einsum("te,hed->thd", x, self.q_einsum[...]))
+        k, v = jnp.einsum("te,khed->kthd", x, self.kv_einsum[...])
+        theta = published.GLOBAL_THETA if self.is_global else published.LOCAL_THETA
+        q, k = rotary(q, theta), rotary(self.k_norm(k), theta)
+        window = None if self.is_global else (published.WINDOW - 1, 0)
+        y = jax.nn.dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=QUERY_SCALE**-0.5,
+            local_window_size=window,
+        )[0]  # fmt: skip
+        return jnp.einsum("thd,hde->te", y, self.attn_vec_einsum[...])
+
+    def mlp(self, x):
+        gate, up = jnp.einsum("te,keh->kth", x, self.gating_einsum[...])
+        return (jax.nn.gelu(gate) * up) @ self.down_proj[...]
+
+    def __call__(self, x):
+        x = x + self.post_attention_norm(self.attention(self.pre_attention_norm(x)))
+        return x + self.post_ffw_norm(self.mlp(self.pre_ffw_norm(x)))
+
+
+class Gemma3(nnx.Module):
+    def __init__(self):
+        self.embedder = nnx.Embed(VOCAB, EMBED, rngs=nnx.Rngs(0))
+        self.layers = nnx.List(GemmaBlock(i) for i in range(GEMMA_LAYERS))
+        self.final_norm = AddedNorm(EMBED)
+
+    def __call__(self, tokens):
+        x = self.embedder(tokens) * math.sqrt(EMBED)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embedder.attend(self.final_norm(x))
+
+
+def test_gemma3(tmp_path):
+    tensors = published.gemma3_tensors()
+    model = filled(tmp_path, tensors, Gemma3())
+    assert_close(called(model, TOKENS), published.gemma3(tensors, TOKENS))
