@@ -24,7 +24,6 @@ from published import (
     HEADS,
     HIDDEN,
     KV,
-    LAYERS,
     QUERY_SCALE,
     VOCAB,
 )
