@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +71,15 @@ class Spread:
         return float(self._squares.get(key, 0.0) ** 0.5)
 
 
+class _MaskPair(NamedTuple):
+    """What one dropout keeps on two devices."""
+
+    module: str
+    axes: list[str]  # along which the devices differ
+    masks: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+    has_equal_inputs: bool
+
+
 class Comparison:
     """One call of a step on one device, there with rounding errors, and on the mesh."""
 
@@ -131,12 +140,22 @@ class Comparison:
         for backward, with_manual in ((False, not is_result_right), (True, True), (False, True)):
             if text := self._first_wrong_site(backward, with_manual):
                 return text
-        # All that modules took and returned is right: it was a module that changed its own state.
+        # All that modules took and returned is right. So a module changed its own state wrongly, or
+        # computed the wrong gradient of its parameters; if several did, it was the update.
+        text = "is the first module with an array that differs"
+        names = {line.split(": ")[0].strip() for line in lines}
+        for site in self._on_mesh.sites:
+            if names.intersection(site.states):
+                return f"  {site.module} {text}"
         modules = {site.module: site.module.split(" ")[0] for site in self._on_mesh.sites}
-        for line in lines:
-            owners = [site for site, path in modules.items() if line.startswith(f"  {path}.")]
-            if owners:
-                return f"  {max(owners, key=len)} is the first module with an array that differs"
+        owners = set()
+        for name in names:
+            if enclosing := [
+                label for label, path in modules.items() if name.startswith(f"{path}.")
+            ]:
+                owners.add(max(enclosing, key=len))
+        if len(owners) == 1:
+            return f"  {owners.pop()} {text}"
         return "  outside of modules: their outputs and gradients are the same"
 
     def _first_wrong_site(self, backward: bool, with_manual: bool) -> str:
@@ -200,28 +219,64 @@ class Comparison:
             errors.append(_Error(distance, self._limit(x, (number, backward, index))))
         return max(errors, key=lambda error: error.is_wrong, default=None)
 
+    def has_masks(self) -> bool:
+        """Whether a dropout drew a mask on each device."""
+        return any(site.side == "mask" for site in self._on_mesh.sites)
+
     def shared_masks(self) -> list[str]:
         """Lists each dropout that drops the same elements of shards with different inputs."""
         axes_by_module = {}
-        for (number, backward), masks in self._on_mesh.values.items():
-            module, side, axes, *_ = self._on_mesh.sites[number]
-            if backward or side != "mask":
-                continue
-            inputs = self._on_mesh.values[number - 1, False]
-            for device, other in itertools.combinations(masks, 2):
-                kept = np.mean(masks[device])
-                # Masks with different keys are equal with this probability.
-                by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(masks[device])
-                is_shared = np.array_equal(masks[device], masks[other]) and by_chance <= _CHANCE
-                if is_shared and not np.array_equal(inputs[device], inputs[other]):
-                    indices = zip(axes, device, other, strict=True)
-                    axes_by_module[module] = [axis for axis, i, j in indices if i != j]
+        for pair in self._mask_pairs():
+            kept = np.mean(pair.masks[0])
+            # Masks with different keys are equal with this probability.
+            by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(pair.masks[0])
+            if np.array_equal(*pair.masks) and by_chance <= _CHANCE and not pair.has_equal_inputs:
+                axes_by_module[pair.module] = pair.axes
         text = "drops the same elements of shards with different inputs, over"
         remedy = "Give each its own key: jax.random.fold_in(key, jax.lax.axis_index(...))."
         return [
             f"  {module} {text} {' and '.join(map(repr, axes))}.\n    {remedy}"
             for module, axes in axes_by_module.items()
         ]
+
+    def masks_of_replicas(self, dropping: Outcome) -> list[str]:
+        """Lists what is declared replicated and is not, after the dropouts that made it differ.
+
+        Masks may differ for equal inputs, if what follows is not declared replicated, or is
+        averaged. So the step runs once more, with its dropouts.
+
+        Args:
+          dropping: what the mesh computes if elements are dropped.
+        """
+        differing = []
+        for name, array in dropping.arrays.items():
+            shards = [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
+            if text := _unequal_replicas(array, shards, self._rounding.of_array(array)):
+                differing.append(f"  {name}{text.replace(';', ':')}")
+        pairs = [pair for pair in self._mask_pairs() if pair.has_equal_inputs]
+        pairs = [pair for pair in pairs if not np.array_equal(*pair.masks)]
+        if not differing or not pairs:
+            return []
+        axes = " and ".join(map(repr, pairs[0].axes))
+        text = f"  {pairs[0].module} drops other elements of replicas, over {axes}."
+        remedy = "Give replicas the same key: fold in only the axes over which inputs differ."
+        return [f"{text}\n    {remedy}", *differing]
+
+    def _mask_pairs(self) -> Iterator[_MaskPair]:
+        """Yields the masks of each dropout on each two devices, in the order of execution."""
+        for (number, backward), masks in sorted(self._on_mesh.values.items()):
+            site = self._on_mesh.sites[number]
+            if backward or site.side != "mask":
+                continue
+            inputs = self._on_mesh.values[number - 1, False]
+            for device, other in itertools.combinations(masks, 2):
+                indices = zip(site.axes, device, other, strict=True)
+                yield _MaskPair(
+                    site.module,
+                    [axis for axis, i, j in indices if i != j],
+                    (np.array(masks[device]), np.array(masks[other])),
+                    np.array_equal(inputs[device], inputs[other]),
+                )
 
 
 def _unequal_replicas(

@@ -22,14 +22,14 @@ from .. import _compat
 from ..activations.axis_types import arrays_in
 from ..activations.calls import FRAME, RECORD, Calls
 from ..activations.intercept import current_handler, with_handler
-from ..activations.variables import own_variables
+from ..activations.variables import is_parameter, own_variables
 from ..analysis.parameters import spec_text
 from ..core.constrain import type_spec
 from ..specs.fitting import axes_of_type
-from ..specs.paths import path_string
+from ..specs.paths import accessor, path_string
 from ..transforms.jit import jit
 from .arrays import arrays_of
-from .rounding import Rounding, is_inexact
+from .rounding import Rounding, is_inexact, rounded
 
 RESULT = "the result"  # the name of what a step returns, next to those of its arguments
 
@@ -46,6 +46,7 @@ class Site(NamedTuple):
     axes: tuple[Any, ...]  # the Manual ones, along which each device has its own value
     start: int  # the first site of the call
     inputs: list[str]  # of the call, with their specs
+    states: list[str]  # expressions for the module's Variables that are no parameters
 
 
 class Outcome(NamedTuple):
@@ -68,7 +69,7 @@ class RecordedStep:
         step: Callable[..., Any],
         mesh: Mesh,
         options: dict[str, Any],
-        rounding: Rounding | None = None,  # None to change nothing
+        is_dropping: bool = False,  # also where devices draw masks of their own
     ):
         @functools.wraps(step)
         def recorded_step(*args: Any) -> Any:
@@ -76,15 +77,23 @@ class RecordedStep:
             handler = functools.partial(self._record_call, handler_of_jit)
             return with_handler(handler, (), step, *args)
 
-        self._parameters, self._mesh, self._rounding = inspect.signature(step), mesh, rounding
+        self._parameters, self._mesh = inspect.signature(step), mesh
+        self._is_dropping = is_dropping
+        # While the mesh has one device, what every record is changed by.
+        self._rounding: Rounding | None = None
         self._fun = jit(recorded_step, mesh=mesh, **options)
         self._calls = Calls()  # where calls are recorded, `jit` names all modules
         self._sites: list[Site] = []  # filled by the first call, which traces the step
         self._values: Values = {}  # filled by the callbacks of each call
 
-    def __call__(self, args: Any) -> Outcome:
-        """Runs the step, and returns what it computed."""
-        self._values = defaultdict(lambda: defaultdict(list))
+    def __call__(self, args: Any, rounding: Rounding | None = None) -> Outcome:
+        """Runs the step, and returns what it computed.
+
+        Args:
+          args: the arguments of the step.
+          rounding: what to change every record by; None to change nothing.
+        """
+        self._rounding, self._values = rounding, defaultdict(lambda: defaultdict(list))
         with RECORD(self._calls):
             out = self._fun(*args)
         arrays = self.arrays(args, {RESULT: out})
@@ -128,11 +137,14 @@ class RecordedStep:
             name = frame.tag.accessor
             if method != "__call__":
                 name += f".{method}"
-            site = Site(f"{name} ({type(module).__name__})", "input", axes, len(self._sites), [])
+            label = f"{name} ({type(module).__name__})"
+            site = Site(label, "input", axes, len(self._sites), [], [])
             for x in arrays_in((args, kwargs)):
                 _add_input(site, "", x)
             for path, variable in own_variables(module):
                 _add_input(site, f"{path_string(path)}: ", _compat.get_value(variable))
+                if not is_parameter(variable):
+                    site.states.append(accessor(frame.tag.accessor, path))
             args, kwargs = self._record_arrays(site, (args, kwargs))
             out = call(*args, **kwargs)
             if isinstance(module, nnx.Dropout) and axes:
@@ -141,7 +153,7 @@ class RecordedStep:
                 [x] = arrays_in(args[:1] or kwargs["inputs"])
                 if out is not x:
                     self._record_arrays(site._replace(side="mask"), out != 0)
-                    out = x
+                    out = out if self._is_dropping else x
             return self._record_arrays(site._replace(side="output"), out)
 
         return outer(module, method, recorded_call, args, kwargs)
@@ -167,12 +179,12 @@ class RecordedStep:
                 jax.debug.callback(keep, x, *map(jax.lax.axis_index, site.axes))
 
             def record_value(x: jax.Array) -> jax.Array:
-                x = x if self._rounding is None else self._rounding.rounded(x)
+                x = self._rounded(x)
                 record(x, backward=False)
                 return x
 
             def record_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-                gradient = gradient if self._rounding is None else self._rounding.rounded(gradient)
+                gradient = self._rounded(gradient)
                 record(gradient, backward=True)
                 return (gradient,)
 
@@ -184,6 +196,18 @@ class RecordedStep:
             return identity(x)
 
         return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)
+
+    def _rounded(self, x: jax.Array) -> jax.Array:
+        """Returns an array with the rounding error of this run, if the mesh has one device."""
+        if self._mesh.size > 1:
+            return x
+
+        def error() -> np.ndarray[Any, Any]:
+            relative = 0.0 if self._rounding is None else self._rounding.relative(x.dtype)
+            return np.asarray(relative, np.float32)
+
+        # The program asks in each run, so that one serves for runs with and without errors.
+        return rounded(x, jax.pure_callback(error, jax.ShapeDtypeStruct((), jnp.float32)))
 
 
 def _add_input(site: Site, label: str, x: Any) -> None:

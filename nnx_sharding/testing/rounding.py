@@ -71,20 +71,21 @@ class Rounding:
         wide = np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
         return float(relative * np.abs(wide).max(initial=0))
 
-    def rounded(self, x: jax.Array) -> jax.Array:
-        """Returns an array whose elements are changed by ±error of their size.
 
-        A small element may be what is left of large terms, so the size is at least the mean. Zeros
-        stay, as they are masked or padded more often than computed. The signs follow from the bits
-        of the elements, which differ in each run since its inputs do; no state has to be passed.
-        """
-        size = jnp.abs(x)
-        scale = jnp.where((x != 0) & jnp.isfinite(size), jnp.maximum(size, size.mean()), 0)
-        bits = jax.lax.bitcast_convert_type(jnp.real(x).astype(jnp.float32), jnp.uint32)
-        # Multiplicative hashing (Knuth): the highest bit depends on all others.
-        mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x9E3779B1)
-        signs = jnp.where(mixed >> 31 == 0, 1.0, -1.0)
-        return (x + self.relative(x.dtype) * signs * scale).astype(x.dtype)
+def rounded(x: jax.Array, error: jax.Array) -> jax.Array:
+    """Returns an array whose elements are changed by ±error of their size; as it is if that is 0.
+
+    A small element may be what is left of large terms, so the size is at least the mean. Zeros
+    stay, as they are masked or padded more often than computed. The signs follow from the bits of
+    the elements, which differ in each run since its inputs do; no state has to be passed.
+    """
+    size = jnp.abs(x)
+    scale = jnp.where((x != 0) & jnp.isfinite(size), jnp.maximum(size, size.mean()), 0)
+    bits = jax.lax.bitcast_convert_type(jnp.real(x).astype(jnp.float32), jnp.uint32)
+    # Multiplicative hashing (Knuth): the highest bit depends on all others.
+    mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x9E3779B1)
+    signs = jnp.where(mixed >> 31 == 0, 1.0, -1.0)
+    return jnp.where(error == 0, x, (x + error * signs * scale).astype(x.dtype))
 
 
 def is_inexact(x: Any) -> bool:

@@ -53,7 +53,8 @@ def assert_same(
 
     Arrays may differ by the rounding error of their type and of the longest sum in the step, and by
     what such errors in inputs and modules change on one device. In a ``shard_map``, ``nnx.Dropout``
-    returns its input, and it is an error if it drops the same elements of different shards.
+    returns its input, and it is an error if it drops the same elements of different shards, or
+    other elements of replicas so that what is declared replicated is not.
 
     Args:
       step: a function that is not jitted, such as a training step, or the call of a model. It takes
@@ -101,16 +102,17 @@ def assert_same(
     device_mesh = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
     options["in_shardings"] = shardings
     run_on_mesh = RecordedStep(step, mesh, options)
+    run_dropping = RecordedStep(step, mesh, options, is_dropping=True)
     for name in {"in_shardings", "out_shardings"} & options.keys():
         options[name] = jax.tree.map(lambda x: _on_device(x, device.flat[0]), options[name])
     # Each run changes its own copy, which is its input in the next step.
     device_args, mesh_args = copied(args), [copied(args) for _ in range(runs)]
+    dropping_args = copied(args)
     traced = jit(step, mesh=device_mesh, **options).trace(*device_args)
     rounding = Rounding.of(traced.jaxpr, mesh.size)
     if tolerance is not None:
         rounding = rounding.with_tolerance(tolerance)
     run_on_device = RecordedStep(step, device_mesh, options)
-    run_rounded = RecordedStep(step, device_mesh, options, rounding)
     rounded_args = [copied(args, rounding, seed) for seed in range(SAMPLES)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
@@ -121,7 +123,7 @@ def assert_same(
                 before = {name: numbers(array) for name, array in arrays.items()}
                 on_device = run_on_device(device_args)
                 advance("one device")
-                spread = Spread(on_device, (run_rounded(args) for args in rounded_args))
+                spread = Spread(on_device, (run_on_device(args, rounding) for args in rounded_args))
                 advance("rounding errors")
                 on_mesh, *others = map(run_on_mesh, mesh_args)
                 advance("the mesh")
@@ -131,7 +133,11 @@ def assert_same(
                     head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
                     raise AssertionError(message(head, lines))
             comparison = Comparison(before, on_device, spread, on_mesh, rounding, mesh)
-            if lines := comparison.shared_masks() or comparison.differences():
+            lines = comparison.shared_masks() or comparison.differences()
+            if not lines and comparison.has_masks():
+                with _compat.without_compiler_warnings():
+                    lines = comparison.masks_of_replicas(run_dropping(dropping_args))
+            if lines:
                 head = f"{place} is not the same on {mesh.size} devices:"
                 raise AssertionError(message(head, lines))
 

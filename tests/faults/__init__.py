@@ -1,6 +1,6 @@
 """Programs with one fault each, and right programs that look alike."""
 
-from . import experts, layers, losses, modules, sequences, updates  # noqa: F401: they add faults
+from . import experts, layers, losses, modules, others, sequences, updates  # noqa: F401
 from .harness import FAULTS, SURROUNDINGS, Verdict, check
 
 __all__ = ["FAULTS", "SURROUNDINGS", "Verdict", "check"]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,18 +75,35 @@ class Fault(NamedTuple):
 
     name: str
     kind: str  # of the table on the page
-    build: Callable[[bool, Surroundings], Program]  # of the faulty program, or of the right one
-    where: str  # what the line on the first difference begins with: a regular expression
+    complaint: Callable[[bool, Surroundings], str]  # about the faulty program, or the right one
+    where: str  # what the complaint begins with, after its head: a regular expression
+    tool: str
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def add_fault(function, kind, build, where):
+def add_fault(function, kind, complaint, where, tool="assert_same"):
     name = function.__name__.replace("_", " ")
     assert name not in FAULTS, name
-    FAULTS[name] = Fault(name, kind, build, where)
+    FAULTS[name] = Fault(name, kind, complaint, where, tool)
     return function
+
+
+def add_program(function, kind, build, where):
+    """Adds a fault that `assert_same` finds in a program."""
+
+    def complaint(is_wrong, around):
+        step, args, shardings, steps = build(is_wrong, around)
+        options = {"shardings": shardings, "mesh": around.mesh, "steps": steps}
+        try:
+            assert_same(step, *args, **options)
+        except AssertionError as error:
+            _, *lines = str(error).split("\n  ", 1)  # without the head
+            return lines[0] if lines else str(error)
+        return ""
+
+    return add_fault(function, kind, complaint, where)
 
 
 def on_shards(function, specs, out):
@@ -171,13 +187,20 @@ def training(step, around, model, *batch, steps=1):
     return Program(step, (model, optimizer, *batch), shardings, steps)
 
 
-def layer(kind, *shapes, words=False, where=LAYER):
+def evaluation(loss, around, model, *batch, steps=1):
+    """The program that evaluates a model, which compiles in a third of the time."""
+    sharding = around.strategy(model, mesh=around.mesh)
+    return Program(loss, (model, *batch), (sharding, *(P("data") for _ in batch)), steps)
+
+
+def layer(kind, *shapes, words=False, is_trained=False, where=LAYER):
     """Adds a fault in a layer: a function that returns that of the layer.
 
     Args:
       kind: the kind of fault.
       *shapes: of the layer's weights.
       words: whether the layer takes words, or numbers.
+      is_trained: whether the fault is in gradients.
       where: what the checker has to name.
     """
 
@@ -185,9 +208,11 @@ def layer(kind, *shapes, words=False, where=LAYER):
         def build(is_wrong, around):
             mid = Layer(function(is_wrong), shapes)
             model, batch = (WordNet(mid), WORD_IDS) if words else (Net(mid), NUMBERS)
-            return training(train_with(square_error), around, model, batch)
+            if is_trained:
+                return training(train_with(square_error), around, model, batch)
+            return evaluation(square_error, around, model, batch)
 
-        return add_fault(function, kind, build, where)
+        return add_program(function, kind, build, where)
 
     return add
 
@@ -228,10 +253,10 @@ def loss_on_shards(kind, outputs, batch, *, with_words=False):
     def add(function):
         def build(is_wrong, around):
             local = on_shards(functools.partial(function, is_wrong), (outputs, batch), P())
-            step = train_with(lambda model, x, batch: local(model(x), batch))
-            return training(step, around, Net(), NUMBERS, WORD_IDS if with_words else MASK)
+            loss = lambda model, x, batch: local(model(x), batch)  # noqa: E731
+            return evaluation(loss, around, Net(), NUMBERS, WORD_IDS if with_words else MASK)
 
-        return add_fault(function, kind, build, OUTSIDE)
+        return add_program(function, kind, build, OUTSIDE)
 
     return add
 
@@ -250,39 +275,25 @@ def step_on_shards(kind, where=OUTSIDE, steps=1):
             sharding = strategy(model := Net(), mesh=around.mesh)
             return Program(descend, (model, NUMBERS), (sharding, P("data")), steps)
 
-        return add_fault(function, kind, build, where)
+        return add_program(function, kind, build, where)
 
     return add
 
 
 def step(kind, where=OUTSIDE):
     """Adds any other fault: a function that returns the program."""
-    return lambda build: add_fault(build, kind, build, where)
+    return lambda build: add_program(build, kind, build, where)
 
 
 class Verdict(NamedTuple):
-    """What the checker says of one program."""
+    """What a tool says of one program."""
 
-    text: str  # of the error, or empty
-    seconds: float
-
-    def names(self, where):
-        first = self.text.split("\n")[1].strip() if "\n" in self.text else self.text
-        return bool(re.match(where, first))
+    text: str  # empty if it has nothing to say
+    is_named: bool  # whether it begins with the place of the fault
 
 
-def check(fault, around, is_wrong):
-    """Compares a program with one device."""
-    program, start = fault.build(is_wrong, around), time.perf_counter()
-    text = ""
-    try:
-        assert_same(
-            program.step,
-            *program.args,
-            shardings=program.shardings,
-            mesh=around.mesh,
-            steps=program.steps,
-        )
-    except AssertionError as error:
-        text = str(error)
-    return Verdict(text, time.perf_counter() - start)
+def check(name, around, is_wrong):
+    """Asks the tool about a faulty program, or about its right twin."""
+    fault = FAULTS[name]
+    text = fault.complaint(is_wrong, SURROUNDINGS[around])
+    return Verdict(text, bool(re.match(fault.where, text)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import all_gather, all_to_all, axis_index, axis_size, pmean, psum
 
-from .harness import LAYER, LENGTH, ROWS, WIDTH, WORDS, P, layer, layer_on_shards, on_shards
+from .harness import LAYER, LENGTH, WIDTH, WORDS, P, layer, layer_on_shards, on_shards
 
 FEATURES = P("data", None, "model")
 ROW = FEATURES, P("data")  # a matrix product over sharded features
@@ -56,7 +56,10 @@ def with_gradient(forward, backward):
     return product
 
 
-@layer("missing sum", (WIDTH, WIDTH), where=LAYER + " is the first module whose gradient")
+GRADIENT = LAYER + " is the first module whose gradient"
+
+
+@layer("missing sum", (WIDTH, WIDTH), is_trained=True, where=GRADIENT)
 def gradient_of_a_column_parallel_input_not_summed(wrong):
     column = P(None, "model")
     forward = on_shards(jnp.matmul, (P("data"), column), FEATURES)
@@ -71,7 +74,7 @@ def gradient_of_a_column_parallel_input_not_summed(wrong):
     return with_gradient(forward, backward)
 
 
-@layer("missing sum", (WIDTH, WIDTH))
+@layer("missing sum", (WIDTH, WIDTH), is_trained=True)
 def gradient_of_a_kernel_not_summed_over_the_batch(wrong):
     forward = on_shards(jnp.matmul, (P("data"), P()), P("data"))
 
@@ -86,13 +89,6 @@ def gradient_of_a_kernel_not_summed_over_the_batch(wrong):
 @layer_on_shards("order of axes", P(("data", "model")), P())
 def rows_gathered_with_the_axes_in_the_wrong_order(wrong, x):
     return all_gather(x, ("model", "data") if wrong else ("data", "model"), tiled=True)
-
-
-@layer_on_shards("order of axes", P(), P(("data", "model")))
-def rows_sliced_with_the_axes_in_the_wrong_order(wrong, x):
-    index = axis_index(("model", "data") if wrong else ("data", "model"))
-    size = ROWS // axis_size(("data", "model"))
-    return jax.lax.dynamic_slice_in_dim(x, index * size, size)
 
 
 @layer_on_shards("order of shards", P("data", "model"), FEATURES)

@@ -113,7 +113,7 @@ def load_balance_of_each_shard(wrong, y, mask):
 def weight_decay_scaled_by_the_number_of_shards(wrong, around):
     def loss(model, x):
         shards = jax.sharding.get_abstract_mesh().shape["data"]
-        decay = (model.up.kernel[...] ** 2).sum()
+        decay = (model.up.kernel[...] ** 2).sum() + (model.out.kernel[...] ** 2).sum()
         return square_error(model, x) + 0.01 * (shards if wrong else 1) * decay
 
     return training(train_with(loss), around, Net(), NUMBERS)

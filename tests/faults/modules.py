@@ -15,25 +15,24 @@ from .harness import (
     WIDTH,
     Net,
     P,
+    evaluation,
     layer_on_shards,
     on_shards,
     square_error,
     step,
-    train_with,
-    training,
 )
 
 DATA = P("data")
 
 
 def module(kind, where):
-    """Adds a fault in a module: a class whose instances are made with a flag."""
+    """Adds a fault in a module: a function that makes it."""
 
-    def add(cls):
+    def add(make):
         def build(is_wrong, around):
-            return training(train_with(square_error), around, Net(cls(is_wrong)), NUMBERS, steps=2)
+            return evaluation(square_error, around, Net(make(is_wrong)), NUMBERS, steps=2)
 
-        build.__name__ = cls.__name__
+        build.__name__ = make.__name__
         return step(kind, where)(build)
 
     return add
@@ -75,16 +74,16 @@ def the_same_noise_on_all_shards(wrong, x):
 
 @step("random counter", where="outside of modules")
 def random_counter_advanced_once_for_each_shard(wrong, around):
-    def train(model, optimizer, x):
+    def loss(model, x):
         shards = jax.sharding.get_abstract_mesh().shape["data"]
         for _ in range(shards if wrong else 1):
             key = model.rngs()
         x = x + jax.random.normal(key, x.shape) * 0
-        return train_with(square_error)(model, optimizer, x)
+        return square_error(model, x)
 
     model = Net()
     model.rngs = nnx.Rngs(0)
-    return training(train, around, model, NUMBERS)
+    return evaluation(loss, around, model, NUMBERS)
 
 
 class Statistics(nnx.Module):

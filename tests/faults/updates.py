@@ -155,16 +155,6 @@ def accumulated_gradients_divided_by_all_shards(wrong, model, x):
     return sum(values) / len(halves)
 
 
-@step_on_shards("missing sum")
-def gradients_of_the_last_microbatch_only(wrong, model, x):
-    """On one device, there is one microbatch."""
-    parts = jnp.split(x, 2 if axis_size("data") > 1 else 1)
-    values, gradients = zip(*(gradients_of(model, part) for part in parts), strict=True)
-    total = jax.tree.map(lambda *g: sum(g) / len(parts), *gradients)
-    descend(model, pmean(gradients[-1] if wrong else total, "data"))
-    return sum(values) / len(parts)
-
-
 @step("scaled rate")
 def rate_scaled_by_the_number_of_shards(wrong, around):
     def scaled(model, optimizer, x):
@@ -175,17 +165,3 @@ def rate_scaled_by_the_number_of_shards(wrong, around):
         return value
 
     return training(scaled, around, Net(), NUMBERS)
-
-
-@step("wrong divisor")
-def accumulation_divided_by_the_microbatches_of_all_shards(wrong, around):
-    def accumulate(model, optimizer, x):
-        shards = jax.sharding.get_abstract_mesh().shape["data"]
-        halves = x[0::2], x[1::2]
-        results = [nnx.value_and_grad(square_error)(model, half) for half in halves]
-        count = len(halves) * (shards if wrong else 1)
-        values, gradients = zip(*results, strict=True)
-        optimizer.update(model, jax.tree.map(lambda *g: sum(g) / count, *gradients))
-        return sum(values) / len(halves)
-
-    return training(accumulate, around, Net(), NUMBERS)
