@@ -95,8 +95,8 @@ def rows_gathered_with_the_axes_in_the_wrong_order(wrong, x):
 def sequence_interleaved_by_an_all_to_all(wrong, x):
     rows, length, _ = x.shape
     parts = x.reshape(rows, length, axis_size("model"), -1)
-    # (rows, n, length / n, features / n), or the middle two exchanged
-    parts = all_to_all(parts[:, None], "model", 3, 2 if wrong else 1)
+    # (rows, n, length / n, features / n), or (rows, length / n, n, features / n)
+    parts = all_to_all(parts, "model", 2, 2 if wrong else 1)
     return jnp.cumsum(parts.reshape(rows, LENGTH, -1), 1)
 
 
