@@ -1,15 +1,17 @@
 """``auto_axes`` and ``explicit_axes`` for functions that take and return NNX objects.
 
-Both flatten the arguments, give the arrays the types that they have on the other mesh, call the
-function, and give the results the types of the mesh outside:
+Over an Explicit mesh axis, the sharding of an array is a part of its type in a trace; over an
+Auto axis, the compiler chooses it. Around the function there is the *outer* mesh, inside of it the
+*inner* mesh: the same devices with other axis types (``AxisTypeChange``). To *retype* an array is
+to give it the same values with a sharding on the other mesh in its type. Both transforms retype the
+arrays of the arguments, call the function, and retype what it returns:
 
     auto_axes       in: the sharding is kept, but not in the type    out: ``out_sharding``
     explicit_axes   in: ``in_sharding``                              out: the compiler chooses
 
 Variables of the arguments have the types after the call that they had before, or their old values,
-if the function raises an error. To *retype* an array is to give it the same values with another
-sharding in its type, on the inner or the outer mesh: these have the same devices and other axis
-types (``AxisTypeChange``).
+if the function raises an error. Modules are flattened for this (``Flat``) into their arrays, the
+*leaves*, and a ``structure`` that describes the rest; a *slot* is the index of a leaf.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -34,7 +36,7 @@ from ..core.tree_shardings import fit_shardings
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_listed
 from ..specs.fitting import axes_of
-from ..specs.types import Objects
+from ..specs.types import Arrays, Objects
 from ..transforms.lifted import unbind
 
 
@@ -119,36 +121,50 @@ def explicit_axes(
 
 
 def _decorate(
-    kind: AxisType, fun: Callable[..., object], option: str, specs: object, axes: object
+    kind: AxisType,
+    fun: Callable[..., object],
+    option: str,
+    specs: object,
+    axes: str | tuple[str, ...] | None,
 ) -> Callable[..., Any]:
-    """Returns a function that runs with mesh axes of another type.
+    """Wraps a function so that each call runs with mesh axes of type ``kind``.
 
     Args:
       kind: the type of the axes while the function runs.
       fun: the user's function, method or callable module.
-      option: the name of the option with the specs, for messages.
-      specs: the user's specs; None if they are given at each call.
+      option: the keyword with the specs, ``in_sharding`` or ``out_sharding``, which each call may
+        also pass.
+      specs: the user's specs; None if they are passed at each call.
       axes: the axes that change their type; None for all.
     """
     name = f"{kind.name.lower()}_axes"
-    is_object = _compat.is_graph_object(fun)
-    # A callable module and the object of a method are arguments: their Variables are converted.
-    function, bound = (type(fun).__call__, (fun,)) if is_object else unbind(fun)
+    is_module = _compat.is_graph_object(fun)
+    # A callable module and the object of a method are arguments: their Variables are retyped.
+    function, bound = (type(fun).__call__, (fun,)) if is_module else unbind(fun)
     parameters = Parameters(function, Roles(), len(bound))
-    mode = _AxisMode(
-        kind, name, option, function, parameters, None if axes is None else axes_of(axes)
-    )
+    axis_names = None if axes is None else axes_of(axes)
+    mode = _AxisMode(kind, name, option, function, parameters, axis_names)
     declared = None if specs is None else mode.check(specs)
 
-    @functools.wraps(fun, updated=() if is_object else functools.WRAPPER_UPDATES)
+    # The attributes of a module are not copied to the function that wraps it.
+    @functools.wraps(fun, updated=() if is_module else functools.WRAPPER_UPDATES)
     @_compat.api_boundary
     def call(*args: object, **kwargs: object) -> Any:
-        if declared is None and option not in kwargs:
-            raise TypeError(f"{name}: {option} is missing.")
-        specs = mode.check(kwargs.pop(option)) if declared is None else declared
+        specs = declared
+        if specs is None:
+            if option not in kwargs:
+                raise TypeError(f"{name}: {option} is missing.")
+            specs = mode.check(kwargs.pop(option))
         return mode.call((*bound, *args), kwargs, specs)
 
     return call
+
+
+class _CallResult(NamedTuple):
+    """The graph of arguments and result after a call, still with the types of the inner mesh."""
+
+    after: Flat
+    outer: Sequence[Any]  # the arrays to put in place of its leaves: typed on the outer mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,88 +188,115 @@ class _AxisMode:
     axes: tuple[str, ...] | None
 
     def check(self, specs: object) -> Specs:
-        """Returns specs in the form of the library; an error for what is none."""
+        """Returns the user's specs as ``Specs``; raises a TypeError for what is not a spec."""
         checked = Specs(specs)
         check_specs(self.name, (PartitionSpec, NamedSharding), **{self.option: checked})
         return checked
 
     def call(self, args: tuple[object, ...], kwargs: dict[str, object], specs: Specs) -> Any:
-        """Calls the function; if it raises an error, the arguments are as they were."""
+        """Calls the function on the inner mesh; an exception leaves the arguments as they were."""
         flat = flatten((args, kwargs))
-        # Arrays that were never placed have no mesh in their types; then a spec may name it.
-        named = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
-        mesh = mesh_of_types(flat.leaves, next(named, None))
-        change = None
-        if mesh is not None:
-            change = AxisTypeChange.of(mesh, self.axes, self.kind, name=self.name)
-        if change is None and self.kind is AxisType.Auto:
-            return self.function(*args, **kwargs)
-        if mesh is None:
-            raise NoMeshError(f"{self.name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
+        change = self._change(flat, specs)
         if change is None:
-            # All axes are Explicit already; arguments are still sharded as in_sharding says.
-            abstract = getattr(mesh, "abstract_mesh", mesh)
-            change = AxisTypeChange(abstract, abstract)
+            return self.function(*args, **kwargs)
         call = self._call_auto if self.kind is AxisType.Auto else self._call_explicit
         undo = _undo(flat.objects)
         try:
-            after, arrays = call((args, kwargs), flat, specs, change)
-            return rebuild(after, arrays, foreign=True)
+            after, outer = call((args, kwargs), flat, specs, change)
+            return rebuild(after, outer, foreign=True)
         except BaseException:  # also KeyboardInterrupt: Variables must not keep the inner types
             undo()
             restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
 
+    def _change(self, flat: Flat, specs: Specs) -> AxisTypeChange | None:
+        """Returns the outer and the inner mesh; None if the function can be called as it is.
+
+        Raises:
+          NoMeshError: ``explicit_axes`` has no mesh.
+        """
+        # Arrays that were never placed have no mesh in their types; then a spec may name it.
+        meshes = (spec.mesh for spec in specs.written if isinstance(spec, NamedSharding))
+        mesh = mesh_of_types(flat.leaves, next(meshes, None))
+        change = None
+        if mesh is not None:
+            change = AxisTypeChange.of(mesh, self.axes, self.kind, name=self.name)
+        if change is not None or self.kind is AxisType.Auto:
+            return change
+        if mesh is None:
+            raise NoMeshError(f"{self.name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
+        # All axes are Explicit already; arguments are still sharded as in_sharding says.
+        abstract = getattr(mesh, "abstract_mesh", mesh)
+        return AxisTypeChange(abstract, abstract)
+
     def _call_auto(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
-    ) -> tuple[Flat, Sequence[Any]]:
-        """Calls the function; returns arguments and result after it, and the arrays in them.
+    ) -> _CallResult:
+        """Calls the function with Auto axes, and types its results as ``out_sharding`` says.
 
-        The arrays have types of the outer mesh: of Variables as before, else as the specs say.
+        Arrays in Variables of the arguments get the types that these had before the call.
+
+        Args:
+          tree: the arguments of the call, ``(args, kwargs)``.
+          flat: the same, flattened.
+          specs: the user's ``out_sharding``.
+          change: the outer and the inner mesh.
         """
         arrays = RetypedArrays.of(change, flat.leaves)
         after = self._call_retyped(flat, arrays)
-        arguments = [x.objects_only() for x in self._arguments(tree, flat, None)]
+        # Errors name a Variable of an argument by that argument, not as a part of the result.
+        arguments = [argument.objects_only() for argument in self._arguments(tree, flat, None)]
         caller = f"{self.name}: {self.option}"
         output = split_argument("output", specs.tree, None, after.structure.root, caller)
         locations = locate(after.structure, [*arguments, output])
         names, declared = self._fit(locations, after, change.outer)
-        options = {"name": self.name, "option": self.option}
-        outer = arrays.leave_with_specs(flat.structure, after, declared, names, **options).leaves
-        return after, outer
+        typed = arrays.leave_with_specs(
+            flat.structure, after, declared, names, name=self.name, option=self.option
+        )
+        return _CallResult(after, typed.leaves)
 
     def _call_explicit(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
-    ) -> tuple[Flat, Sequence[Any]]:
-        """Does the same as :meth:`_call_auto`, with arguments of the types that the specs say."""
+    ) -> _CallResult:
+        """Types the arguments as ``in_sharding`` says, and calls the function with Explicit axes.
+
+        The arguments of this method are those of :meth:`_call_auto`, but for ``in_sharding``.
+        """
         locations = locate(flat.structure, self._arguments(tree, flat, specs.tree))
         names, declared = self._fit(locations, flat, change.inner)
-        raise_listed(
-            ValueError,
-            f"{self.name}: no spec says how these arguments are sharded on the axes that become "
-            "Explicit:",
-            [
-                array_line(name, x)
-                for name, x, spec in zip(names, flat.leaves, declared, strict=True)
-                if spec is None and type_mesh(x) is not None and x.ndim
-            ],
-            "Declare them in in_sharding; P() replicates.",
-        )
+        self._check_all_declared(names, flat.leaves, declared)
         pairs = zip(flat.leaves, declared, strict=True)
-        inside = [retype(x, change.inner, spec) for x, spec in pairs]
+        inside = [retype(leaf, change.inner, spec) for leaf, spec in pairs]
         arrays = RetypedArrays(change, flat.leaves, inside)
         after = self._call_retyped(flat, arrays)
         outer, untyped = arrays.leave(flat.structure, after)
-        for slot, x in untyped.items():  # on Auto axes, types name no sharding
-            outer[slot] = retype(x, change.outer)
-        return after, outer
+        # What is new has no spec, and needs none: over Auto axes, a type names no sharding.
+        for slot, array in untyped.items():
+            outer[slot] = retype(array, change.outer)
+        return _CallResult(after, outer)
+
+    def _check_all_declared(
+        self, names: Sequence[str], leaves: Arrays, declared: Sequence[PartitionSpec | None]
+    ) -> None:
+        """Raises a ValueError that lists the arrays, not scalars, for which there is no spec.
+
+        ``names`` are the expressions for the arrays in the error, such as ``model.kernel``.
+        """
+        lines = [
+            array_line(name, leaf)
+            for name, leaf, spec in zip(names, leaves, declared, strict=True)
+            if spec is None and type_mesh(leaf) is not None and leaf.ndim
+        ]
+        head = "no spec says how these arguments are sharded on the axes that become Explicit:"
+        remedy = "Declare them in in_sharding; P() replicates."
+        raise_listed(ValueError, f"{self.name}: {head}", lines, remedy)
 
     def _call_retyped(self, flat: Flat, arrays: RetypedArrays) -> Flat:
         """Calls the function with arrays of inner types; returns arguments and result after it."""
         return call_retyped(flat, arrays, lambda tree: self.function(*tree[0], **tree[1]))
 
     def _arguments(self, tree: ArgTree, flat: Flat, prefix: object) -> list[Argument]:
-        """Returns the arguments, each with its part of a prefix of specs."""
+        """Splits ``(args, kwargs)`` into named arguments, each with its part of a spec prefix."""
         args, kwargs = tree
         signature = self.parameters.signature(len(args), tuple(kwargs))
         prefixes = align_specs(prefix, self.parameters, signature, self.option)
@@ -263,11 +306,11 @@ class _AxisMode:
     def _fit(
         self, locations: list[NamedLocation], flat: Flat, mesh: AbstractMesh
     ) -> tuple[Sequence[str], list[PartitionSpec | None]]:
-        """Returns the name of each array, and its spec on a mesh, or None."""
+        """Returns the name of each array (``model.kernel``), and its spec on a mesh, or None."""
         names = slot_names(len(flat.leaves), locations)
         resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
         fitted = fit_shardings(self.name, names, flat.leaves, resolved, mesh, explicit=True)
-        return names, [_as_spec(x) for x in fitted]
+        return names, [_as_spec(sharding) for sharding in fitted]
 
 
 def _as_spec(spec: object) -> Any:
@@ -275,19 +318,22 @@ def _as_spec(spec: object) -> Any:
 
 
 def _undo(objects: Objects) -> Callable[[], None]:
-    """Returns a function that gives modules and Variables their present content back."""
+    """Records what modules and Variables hold; returns a function that gives it back to them."""
     # Nodes of other libraries may keep their content elsewhere.
-    nodes = [x for x in objects if _compat.is_node(x) and hasattr(x, "__dict__")]
-    attributes = [(vars(x), dict(vars(x))) for x in nodes]
-    variables = [x for x in objects if _compat.is_variable(x)]
-    # With a copy of the metadata, which the function may change in place.
-    values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
+    nodes = [node for node in objects if _compat.is_node(node) and hasattr(node, "__dict__")]
+    attributes = [(vars(node), dict(vars(node))) for node in nodes]
+    # The metadata is copied, since the function may change it in place.
+    variables = [
+        (variable, _compat.get_value(variable), dict(_compat.get_metadata(variable)))
+        for variable in objects
+        if _compat.is_variable(variable)
+    ]
 
     def undo() -> None:
         for present, before in attributes:
             present.clear()
             present.update(before)
-        for variable, value, metadata in values:
+        for variable, value, metadata in variables:
             _compat.set_value(variable, value)
             _compat.set_metadata(variable, metadata)
 

@@ -52,16 +52,20 @@ class Stacked(NamedTuple):
 class _Axes(NamedTuple):
     """Axes that transforms may have given to all Variables of a class, from the front or back."""
 
-    axes: tuple[int, ...]
-    sizes: tuple[int, ...]
+    axes: tuple[int, ...]  # as in `vmap(out_axes=…)`: negative if counted from the back
+    sizes: tuple[int, ...]  # the number of layers along each
 
     def dimensions(self, shape: Shape) -> tuple[int, ...] | None:
         """Returns the dimensions of a shape along these axes; None if other sizes are there."""
-        places = tuple(axis if axis >= 0 else axis + len(shape) for axis in self.axes)
-        exist = all(0 <= d < len(shape) for d in places) and len({*places}) == len(places)
-        if not exist or tuple(shape[d] for d in places) != self.sizes:
+        rank = len(shape)
+        dimensions = [axis if axis >= 0 else axis + rank for axis in self.axes]
+        are_in_range = all(0 <= d < rank for d in dimensions)
+        are_different = len(set(dimensions)) == len(dimensions)
+        if not are_in_range or not are_different:
             return None
-        return tuple(sorted(places))
+        if tuple(shape[d] for d in dimensions) != self.sizes:
+            return None
+        return tuple(sorted(dimensions))
 
 
 class _KnownVariable(NamedTuple):
@@ -70,47 +74,56 @@ class _KnownVariable(NamedTuple):
     path: Path
     variable: nnx.Variable[Any]
     shape: Shape
-    candidates: Set[tuple[int, ...]]
+    candidates: Set[tuple[int, ...]]  # the dimensions that may be stacked layers, by shape
 
     def axes(self, count: int) -> set[_Axes]:
-        """Returns the axes that ``count`` nested transforms may have given to the Variable."""
-        chosen = {c for x in self.candidates for c in itertools.combinations(x, count)}
-        # One transform may count from the front, and another one from the back.
-        ends = (0, len(self.shape))
+        """Returns the axes that ``count`` nested transforms may have given to the Variable.
+
+        Of the kernel (256, 8, 1024) of a ``Linear(256, 1024)``, one transform gave the axis 1 or,
+        counted from the back, -2.
+        """
+        choices = {
+            dimensions
+            for candidate in self.candidates
+            for dimensions in itertools.combinations(candidate, count)
+        }
+        rank = len(self.shape)
         result: set[_Axes] = set()
-        for dimensions in chosen:
-            sizes = tuple(self.shape[dimension] for dimension in dimensions)
-            # Each dimension may be counted from any of the ends.
-            counted = ([dimension - end for end in ends] for dimension in dimensions)
-            result |= {_Axes(axes, sizes) for axes in itertools.product(*counted)}
+        for dimensions in choices:
+            sizes = tuple(self.shape[d] for d in dimensions)
+            # One transform may count from the front, and another one from the back.
+            both_ways = ((d, d - rank) for d in dimensions)
+            result.update(_Axes(axes, sizes) for axes in itertools.product(*both_ways))
         return result
 
 
 class LayerDimensions:
-    """The dimensions of layers in all arrays of a flattened model."""
+    """Finds the dimensions of stacked layers of each array in a model.
+
+    The constructor looks at the whole model: it compares the layers of Flax, which know their
+    shapes, and what transforms may have done to them. :meth:`find` then answers for one array.
+    """
 
     def __init__(self, flat: Flat):
-        """Finds the layer dimensions of all Variables in a flattened model."""
-        self._stack_counts = count_layer_dimensions(flat)
+        """Compares the shapes of all layers of Flax in a flattened model."""
+        self._stack_counts = count_layer_dimensions(flat)  # by slot
         self._slots = {
-            id(x): flat.structure.slots[i]
-            for i, x in enumerate(flat.objects)
-            if isinstance(x, nnx.Variable)
+            id(variable): flat.structure.slots[index]
+            for index, variable in enumerate(flat.objects)
+            if isinstance(variable, nnx.Variable)
         }
         self._norms: set[int] = set()  # by id, the Variables of normalization layers
-        known = [*self._known_variables(flat)]
         # By the path of a module and a class of Variables: the axes that all known ones of this
         # class below the module may have.
         self._common_axes: dict[Path, dict[type, set[_Axes]]] = {}
         self._names = {_COMMON_NAME}  # what names in the metadata call a dimension of layers
         self._resolved: dict[int, Stacked] = {}  # by id, the known Variables
-        if any(candidate for x in known for candidate in x.candidates):
+        known = list(self._known_variables(flat))
+        is_any_stacked = any(candidate for x in known for candidate in x.candidates)
+        if is_any_stacked:  # most models have no layers stacked by a transform
             self._find_common_axes(known)
-            for x in known:
-                self._resolved[id(x.variable)] = stacked = self._resolve(x)
-                if not stacked.is_ambiguous:
-                    names = _names(x.variable, len(x.shape))
-                    self._names.update(names[d] for d in stacked.dimensions if names)
+            for variable in known:
+                self._resolve(variable)
         self._names.discard(None)
 
     def is_norm(self, subject: object) -> bool:
@@ -129,108 +142,137 @@ class LayerDimensions:
           slots: the slots of its arrays.
           shape: their shape.
         """
-        stack = Stacked(tuple(range(self._stack_counts.get(slots[0], 0))))
+        in_stack = Stacked(tuple(range(self._stack_counts.get(slots[0], 0))))
         names = _names(subject, len(shape))
-        named = tuple(d for d, name in enumerate(names) if name in self._names)
+        named = {d for d, name in enumerate(names) if name in self._names}
         if named:
-            return Stacked(tuple(sorted({*named, *stack.dimensions})))
+            return Stacked(tuple(sorted(named.union(in_stack.dimensions))))
         if id(subject) in self._resolved:
             return self._resolved[id(subject)]
-        for length in reversed(range(len(path))):
-            if path[:length] in self._common_axes:
-                neighbors = self._follow_neighbors(self._common_axes[path[:length]], subject, shape)
-                # A `vmap` around the stack adds to its dimensions; less than these is not an
-                # answer.
-                return neighbors if len(neighbors.dimensions) > len(stack.dimensions) else stack
-        return stack
+        modules = (path[:length] for length in reversed(range(len(path))))  # the closest one first
+        known_axes = next((self._common_axes[m] for m in modules if m in self._common_axes), None)
+        if known_axes is None:
+            return in_stack
+        like_others = self._follow_neighbors(known_axes, subject, shape)
+        # A `vmap` around the stack adds to its dimensions; less than these is not an answer.
+        is_more = len(like_others.dimensions) > len(in_stack.dimensions)
+        return like_others if is_more else in_stack
 
     def _known_variables(self, flat: Flat) -> Iterator[_KnownVariable]:
         """Yields the parameters of Flax's layers; records which belong to normalization layers."""
-        layers = {i: x for i, x in enumerate(flat.objects) if _shapes(x)}
+        layers = {index: x for index, x in enumerate(flat.objects) if _shapes(x)}
         paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if layers else {}
         for index, layer in layers.items():
             path = tuple(map(plain_key, paths[index][0]))
             for name, layer_shape in _shapes(layer).items():
                 variable = getattr(layer, name, None)
-                value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
-                shape = getattr(value, "shape", None)
                 if isinstance(layer, _NORMS):
                     self._norms.add(id(variable))
-                if isinstance(variable, nnx.Variable) and shape is not None:
-                    slots = self._slots.get(id(variable), ())
-                    stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
-                    candidates = _candidates(shape, layer_shape, stack_count)
-                    yield _KnownVariable((*path, name), variable, shape, candidates)
+                if not isinstance(variable, nnx.Variable):
+                    continue
+                shape = getattr(variable.get_raw_value(), "shape", None)
+                if shape is None:  # a Variable of None or of a pytree
+                    continue
+                slots = self._slots.get(id(variable), ())
+                stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
+                candidates = _candidates(shape, layer_shape, stack_count)
+                yield _KnownVariable((*path, name), variable, shape, candidates)
 
     def _find_common_axes(self, known: Sequence[_KnownVariable]) -> None:
-        """Fills ``_common_axes``."""
+        """Fills ``_common_axes``: which axes may all Variables of a class in a module have?"""
         groups: dict[tuple[Path, type], list[_KnownVariable]] = {}
         for x in known:
-            for length in range(len(x.path)):
+            for length in range(len(x.path)):  # each module around the Variable
                 groups.setdefault((x.path[:length], type(x.variable)), []).append(x)
-        for (prefix, cls), members in groups.items():
+        for (module_path, cls), members in groups.items():
             # Below the outer one of nested stacks, some have more dimensions of layers.
             count = min(len(candidate) for x in members for candidate in x.candidates)
             common = set.intersection(*(x.axes(count) for x in members))
-            self._common_axes.setdefault(prefix, {})[cls] = common
+            self._common_axes.setdefault(module_path, {})[cls] = common
 
-    def _resolve(self, x: _KnownVariable) -> Stacked:
-        """Returns the candidates that agree with other Variables, or with names."""
-        remaining = x.candidates
-        for length in range(len(x.path)):
-            common = self._common_axes[x.path[:length]][type(x.variable)]
-            allowed = [axes.dimensions(x.shape) for axes in common]
+    def _resolve(self, known: _KnownVariable) -> None:
+        """Decides which dimensions of a parameter of Flax's layers are stacked layers.
+
+        Its candidates, which are possible by shape, are reduced to those that agree with the other
+        Variables of its class, and then to those that the metadata name. What the metadata call
+        the dimensions that are found is a name for layers from then on.
+        """
+        remaining = known.candidates
+        for length in range(len(known.path)):  # from the whole model to the layer itself
+            common = self._common_axes[known.path[:length]][type(known.variable)]
+            allowed = [axes.dimensions(known.shape) for axes in common]
             agreeing = {
                 candidate
                 for candidate in remaining
-                if any(dims is not None and {*dims} <= {*candidate} for dims in allowed)
+                if any(
+                    dimensions is not None and set(candidate).issuperset(dimensions)
+                    for dimensions in allowed
+                )
             }
             # None agrees in a module that was put together from layers stacked in different ways.
             remaining = agreeing or remaining
-        names = _names(x.variable, len(x.shape))
-        named: set[Any] = set()  # the candidates whose dimensions all have the name of layers
-        for candidate in remaining if names else ():
-            if candidate and all(names[dimension] in self._names for dimension in candidate):
-                named.add(candidate)
-        return Stacked.from_candidates(named or remaining)
+        names = _names(known.variable, len(known.shape))
+        if names:
+            named = {
+                candidate
+                for candidate in remaining
+                if candidate and all(names[d] in self._names for d in candidate)
+            }
+            remaining = named or remaining
+        stacked = Stacked.from_candidates(remaining)
+        self._resolved[id(known.variable)] = stacked
+        if names and not stacked.is_ambiguous:
+            self._names.update(names[d] for d in stacked.dimensions)
 
     def _follow_neighbors(
         self, common_axes: Mapping[type, Set[_Axes]], subject: object, shape: Shape
     ) -> Stacked:
-        """Returns the dimensions of a Variable at the axes of known ones in the same module."""
+        """Finds the stacked dimensions of a user's Variable by those of Flax's layers beside it.
+
+        Args:
+          common_axes: by class of Variables, the axes that transforms may have given to all known
+            Variables in the module around this one.
+          subject: the Variable or bare array.
+          shape: its shape.
+        """
         cls = type(subject)
-        axes = common_axes[cls] if cls in common_axes else set().union(*common_axes.values())
-        candidates = {d for x in axes if (d := x.dimensions(shape)) is not None}
-        if cls not in common_axes:
+        is_known_class = cls in common_axes
+        axes = common_axes[cls] if is_known_class else set().union(*common_axes.values())
+        found = {x.dimensions(shape) for x in axes}
+        candidates = {dimensions for dimensions in found if dimensions is not None}
+        if not is_known_class:
             # A transform may have other axes for other classes: mostly the first.
-            sizes = {x.sizes for x in axes}
-            candidates |= {tuple(range(len(size))) for size in sizes if shape[: len(size)] == size}
+            for sizes in {x.sizes for x in axes}:
+                if shape[: len(sizes)] == sizes:
+                    candidates.add(tuple(range(len(sizes))))
         return Stacked.from_candidates(candidates)
 
 
 def _candidates(
     shape: Shape, layer_shape: Sequence[int | None], stack_count: int
 ) -> Set[tuple[int, ...]]:
-    """Returns the dimensions that may be stacked layers: without them, the layer's shape remains.
+    """Returns the choices of dimensions that may be stacked layers, by shape alone.
+
+    Without the dimensions of a choice, the shape for one layer remains. For the shape (8, 8, 4) and
+    the layer's (8, 4), these are ``{(0,), (1,)}``.
 
     Args:
       shape: the shape of a parameter.
       layer_shape: that for one layer, in which None is any size.
-      stack_count: how many first dimensions are those of a `Stack`.
+      stack_count: how many first dimensions are those of a `Stack`, which every choice has.
     """
     extra = len(shape) - len(layer_shape)
     if extra <= 0:
         return {()}
-
-    def leaves_layer_shape(removed: tuple[int, ...]) -> bool:
-        rest = (size for d, size in enumerate(shape) if d not in removed)
+    in_stack = set(range(stack_count))
+    candidates = set()
+    for removed in itertools.combinations(range(len(shape)), extra):
+        rest = [size for d, size in enumerate(shape) if d not in removed]
         pairs = zip(rest, layer_shape, strict=True)
-        fits = all(expected in (None, size) for size, expected in pairs)
-        return fits and {*range(stack_count)} <= {*removed}
-
-    candidates = itertools.combinations(range(len(shape)), extra)
+        if in_stack.issubset(removed) and all(want in (None, size) for size, want in pairs):
+            candidates.add(removed)
     # None fits in a subclass whose parameters have another shape; then the first ones are meant.
-    return set(filter(leaves_layer_shape, candidates)) or {tuple(range(extra))}
+    return candidates or {tuple(range(extra))}
 
 
 def _names(subject: object, rank: int) -> tuple[Any, ...]:
