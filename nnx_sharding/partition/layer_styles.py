@@ -112,41 +112,46 @@ def _einsum(layer: Any, name: str) -> list[Style]:
 
 
 def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: str) -> list[Style]:
-    """Returns the styles of an einsum of inputs and a kernel, as in ``btd,dnh->btnh``.
+    """Lists the ways to shard an einsum of inputs and a kernel, best first.
 
-    Columns are the letters of the kernel in the result (n, h), rows those summed over (d).
+    In ``btd,dnh->btnh``, the letters n and h of the kernel are outputs, since the result has them:
+    to shard one is a column style. The letter d is summed over: to shard it is a row style.
 
     Args:
       subscripts: those of the einsum.
       parameter: the name of the kernel.
       shape: its shape.
-      name: the name of the layer.
+      name: the name of the layer, such as ``q_proj``.
     """
     operands, _, result = subscripts.replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     rank = len(shape)
-    if len(kernel) != rank or "." in kernel:  # nothing is known of the dimensions
+    if len(kernel) != rank or "." in kernel:  # which dimension is for what is not known
         return [{parameter: d, "bias": None} for d in range(-1, -rank - 1, -1)]
-    dimensions = {letter: d - rank for d, letter in enumerate(kernel)}
+    dimensions = {letter: d - rank for d, letter in enumerate(kernel)}  # counted from the end
     summed = [letter for letter in kernel if letter not in result]
-    kept = [letter for letter in result if letter in dimensions]  # in the bias, too
-    # Letters that only the kernel has come first: others are batches of the inputs. Of those, what
-    # the result has in front of the inputs, such as the 3 of a fused q, k and v, comes last.
+    kept = [letter for letter in result if letter in dimensions]  # the dimensions of the bias
     first_input = min((i for i, letter in enumerate(result) if letter in inputs), default=0)
+
+    def preference(letter: str) -> tuple[bool, bool]:
+        # A letter that the inputs have too is a batch, not a feature: such letters come last. One
+        # in front of the inputs, as the 3 of a fused q, k and v, comes after other features.
+        return letter in inputs, result.index(letter) < first_input
+
     columns: list[Style] = [
         {parameter: dimensions[letter], "bias": kept.index(letter) - len(kept)}
-        for letter in sorted(kept, key=lambda x: (x in inputs, result.index(x) < first_input))
+        for letter in sorted(kept, key=preference)
     ]
     if len(columns) > 1 and _TO_HEADS.fullmatch(name):
         return columns[:1]
     rows: list[Style] = [{parameter: dimensions[letter], "bias": None} for letter in summed]
-    added = [letter for letter in kept if letter not in inputs]
+    features = [letter for letter in kept if letter not in inputs]
 
     def size(letters: Sequence[str]) -> int:
         return math.prod(shape[dimensions[letter]] for letter in letters)
 
-    # More letters count before more features: heads to features are rows.
-    inner, outer = (len(summed), size(summed)), (len(added), size(added))
+    # The number of letters counts before their sizes: heads to features are rows.
+    inner, outer = (len(summed), size(summed)), (len(features), size(features))
     return _order_styles(name, inner, outer, columns, rows)
 
 
@@ -178,15 +183,15 @@ RULES: dict[type, Rule] = {
 def rules_of_layer(
     layer: object, known: Mapping[int | Path, NamedVariable]
 ) -> tuple[Sequence[Rule], Sequence[str] | None]:
-    """Finds the rules for a module.
+    """Finds the sharding rules for a module: by its class, or by the names in a user's class.
 
     Args:
-      layer: the module, or anything else that a model holds, which has none.
+      layer: the module. Anything else that a model holds, such as a list, has no rules.
       known: the parameters of the model, by ``id``.
 
     Returns:
-      The rules, and the attributes that they are for: None for all parameters in a layer of Flax,
-      also those of the layers in it.
+      The rules, and the attributes whose parameters they are for; None for all parameters in the
+      module, also those of the layers in it, as for a layer of Flax.
     """
     for kind in type(layer).__mro__:  # the closest base class decides
         if kind in RULES:
@@ -205,12 +210,12 @@ def rules_of_layer(
 def _rules_of_user_class(
     class_name: str, attributes: Mapping[str, object], shapes: Mapping[str, Shape]
 ) -> Iterator[Rule]:
-    """Yields the rules for a module of a user's class, in the order of the module's docstring.
+    """Yields the rules for a module of a user's class: the five of the docstring at the top.
 
     Args:
       class_name: the name of the class.
       attributes: those of the module.
-      shapes: the shapes of its own parameters.
+      shapes: the shapes of its own parameters, for one layer, by attribute.
     """
     subscripts = [x for x in attributes.values() if isinstance(x, str) and _SUBSCRIPTS.fullmatch(x)]
     if len(subscripts) == 1 and (rule := _rule_of_einsum(subscripts[0], attributes, shapes)):
@@ -233,48 +238,64 @@ def _rules_of_user_class(
     has_modules = any(isinstance(x, nnx.Module) for x in attributes.values())
     for name, shape in matrices.items():
         if len(shape) == 2 and _is_table(name, class_name if is_alone else ""):
-            rows_first = shape[0] >= shape[1]  # more words than features
-            yield [{name: -2}, {name: -1}] if rows_first else [{name: -1}, {name: -2}]
-        elif is_alone and not has_modules and not _POSITIONS.search(name):
-            biases = {k: x for k, x in shapes.items() if k != name and x}
+            # (words, features) or (features, words): the words are more, and are sharded first.
+            words_first = shape[0] >= shape[1]
+            yield [{name: -2}, {name: -1}] if words_first else [{name: -1}, {name: -2}]
+            continue
+        if is_alone and not has_modules and not _POSITIONS.search(name):
+            biases = {other: size for other, size in shapes.items() if other != name and size}
+            # The name of the module is not known yet: it is the last argument.
             yield functools.partial(_kernel_styles, name, shape, biases)
-        elif (role := _AFFIXES.sub("", name.lower())) in _COLUMNS | _ROWS:
-            # Next to the kernels of experts, a gate is their router.
-            is_router = role == "gate" and any(len(x) > len(shape) for x in shapes.values())
-            if not is_router:
-                yield _kernel_styles(name, shape, {}, None, role)
+            continue
+        role = _AFFIXES.sub("", name.lower())  # `w_up` → `up`
+        # Next to the kernels of experts, a gate is their router, which stays whole.
+        is_router = role == "gate" and any(len(other) > len(shape) for other in shapes.values())
+        if role in _COLUMNS | _ROWS and not is_router:
+            yield _kernel_styles(name, shape, {}, None, role)
 
 
 def _rule_of_einsum(
     subscripts: str, attributes: Mapping[str, object], shapes: Mapping[str, Shape]
 ) -> Rule | None:
-    """Returns the rule for a class with these subscripts, if it has one kernel for them."""
+    """Returns the rule of an einsum for a user's class; None without exactly one kernel for it.
+
+    Args:
+      subscripts: those of the einsum, such as ``btd,dnh->btnh``.
+      attributes: the attributes of the module.
+      shapes: the shapes of its parameters.
+    """
     match = _SUBSCRIPTS.fullmatch(subscripts)
     rank = len(match["kernel"]) if match else 0
     kernels = [
-        (name, shape)
+        name
         for name, shape in shapes.items()
         if len(shape) >= rank and not isinstance(attributes[name], nnx.LoRAParam)
     ]
     if len(kernels) != 1:
         return None
-    [(parameter, shape)] = kernels
+    parameter = kernels[0]
+    shape = shapes[parameter]
     # A stack of layers that is not known to be one has them in front.
     inner_shape = shape[len(shape) - rank :]
     return lambda _, name: _einsum_styles(subscripts, parameter, inner_shape, name)
 
 
 def _style_of_pairs(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
-    """Returns a style for matrices into hidden features and back: (a, b) and (b, a)."""
+    """Returns a style for the two matrices of an MLP, (a, b) and (b, a): both shard the same size.
+
+    It is empty if no two matrices have such shapes; dimensions in front of them are equal.
+    """
     style: dict[str, int | None] = {}
     for name, shape in shapes.items():
         if len(shape) < 2:
             continue
-        *stack, rows, columns = shape
+        *experts, num_inputs, num_outputs = shape
         # A square matrix has no larger side, by which its role could be known.
-        if rows != columns and (*stack, columns, rows) in shapes.values():
-            is_row = name in _ROWS or (rows > columns and name not in _COLUMNS)
-            style[name] = -2 if is_row else -1
+        if num_inputs == num_outputs or (*experts, num_outputs, num_inputs) not in shapes.values():
+            continue
+        # The second matrix, from the hidden features back, is a row: the hidden ones are more.
+        is_row = name in _ROWS or (num_inputs > num_outputs and name not in _COLUMNS)
+        style[name] = -2 if is_row else -1
     return style
 
 
@@ -292,25 +313,28 @@ def _is_table(parameter: str, class_name: str) -> bool:
 def _kernel_styles(
     parameter: str, shape: Shape, biases: Mapping[str, Shape], _: Any, name: str
 ) -> Sequence[Style]:
-    """Returns the styles of a kernel of a user's class, as those of a linear layer.
+    """Lists the ways to shard a kernel of a user's class as that of a linear layer, best first.
 
     Args:
       parameter: the name of the kernel.
       shape: (…, in, out); (in, heads, features) and (heads, features, out) if the name says so; or
         (out, in) if a bias has the size of its first dimension only.
       biases: the shapes of other parameters, of which one may be added to the outputs.
+      _: the module; a rule gets it, and this one does not need it.
       name: the name of the layer.
     """
     if len(shape) == 3 and _TO_HEADS.fullmatch(name):
-        return [{parameter: -2, **{bias: -2 for bias, x in biases.items() if x == shape[1:]}}]
+        head_biases = [bias for bias, size in biases.items() if size == shape[1:]]
+        return [{parameter: -2, **dict.fromkeys(head_biases, -2)}]
     if len(shape) == 3 and _FROM_HEADS.fullmatch(name):
         return [{parameter: -3}, {parameter: -2}]
-    vectors = {bias: x[0] for bias, x in biases.items() if len(x) == 1}
+    vectors = {bias: size[0] for bias, size in biases.items() if len(size) == 1}
+    # The size of a bias is the number of outputs, which tells (out, in) from (in, out).
     is_transposed = shape[-2] in vectors.values() and shape[-1] not in vectors.values()
     inputs, outputs = (-1, -2) if is_transposed else (-2, -1)
     added = [bias for bias, size in vectors.items() if size == shape[outputs] and "bias" in bias]
     column: Style = {parameter: outputs, **dict.fromkeys(added, -1)}
-    row: Style = {parameter: inputs, **dict.fromkeys(added)}
+    row: Style = {parameter: inputs, **dict.fromkeys(added, None)}
     return _order_styles(name, shape[inputs], shape[outputs], [column], [row])
 
 

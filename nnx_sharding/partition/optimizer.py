@@ -1,8 +1,12 @@
 """The state of an optimizer, sharded like the parameters that it belongs to.
 
-Optax keeps copies of the ``nnx.State`` of the parameters (moments, averages, …). A Variable of the
-optimizer *follows* the parameter that it belongs to, its *owner*: found by path, and by shape it is
-known which dimensions of the owner it has.
+Optax keeps copies of the ``nnx.State`` of the parameters (moments, averages, …). Each array of such
+a copy belongs to one parameter, its *owner*, which its path tells: ``opt_state/0/mu/up/kernel`` is
+the state of ``up/kernel``. It *follows* the owner: its shape tells which of the owner's dimensions
+it has, and these get the same entries of a spec:
+
+    owner     kernel (256, 1024)   P("data", "model")
+    moments   mu     (256, 1024)   P("data", "model")    factor   v_row (256,)   P("data")
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ def optimizer_sharding(
 def optimizer_specs(
     optimizer: object, sharding: StateSharding, parameters: Sequence[NamedVariable] | None
 ) -> SpecsByPath:
-    """Returns the sharding of each path of an optimizer, as :func:`optimizer_sharding` does.
+    """Returns the sharding of each path of an optimizer: that of the parameter it belongs to.
 
     Args:
       optimizer: the optimizer, which may be abstract.
@@ -101,18 +105,25 @@ def optimizer_specs(
                 "which may be abstract."
             )
         parameters = variables(optimizer.model)
-    specs: SpecsByPath = {}
+    parameter_specs: SpecsByPath = {}
     for parameter in parameters:
-        index, spec = sharding.find(parameter.path, parameter.variable)
-        specs[parameter.path] = PartitionSpec() if index is None else spec
-    # State without an owner is replicated: on the mesh of the parameters, if all name the same.
-    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs.values()}
+        filter_index, spec = sharding.find(parameter.path, parameter.variable)
+        parameter_specs[parameter.path] = PartitionSpec() if filter_index is None else spec
+    ownerless = _replicated(parameter_specs.values())
+    state_specs: SpecsByPath = {}
+    for state, owner in _with_owners(optimizer, states, parameters):
+        if owner is None:
+            state_specs[state.path] = ownerless
+        else:
+            state_specs[state.path] = _follow(state, owner, parameter_specs[owner.path])
+    return state_specs
+
+
+def _replicated(specs: Iterable[Spec]) -> PartitionSpec | NamedSharding:
+    """Returns a replicated sharding, on the mesh of other shardings if all name the same one."""
+    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs}
     mesh = meshes.pop() if len(meshes) == 1 else None
-    replicated = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return {
-        state.path: replicated if owner is None else _follow(state, owner, specs[owner.path])
-        for state, owner in _with_owners(optimizer, states, parameters)
-    }
+    return PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def optimizer_variables(
@@ -129,18 +140,22 @@ def _with_owners(
     optimizer: object, states: Iterable[NamedVariable], parameters: Iterable[NamedVariable]
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
-    # Optax keeps copies as pytrees of its own, so their places are found by type.
+    # Optax keeps copies of the parameters' State in pytrees of its own, so they are found by type.
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
-    copies = {tuple(plain_key(path_key(key)) for key in keys) for keys, x in leaves if _is_state(x)}
+    copy_paths = {
+        tuple(plain_key(path_key(key)) for key in keys) for keys, leaf in leaves if _is_state(leaf)
+    }
     owners = {parameter.path: parameter for parameter in parameters}
     for state in states:
         path = state.path
-        start = next((n for n in range(len(path) + 1) if path[:n] in copies), None)
-        if start is None:  # the longest path that its own ends with
-            candidates = (path[n:] for n in range(len(path) + 1))
-        else:  # in a copy, the longest one that its own starts with there
-            candidates = (path[start:end] for end in range(len(path), start - 1, -1))
-        yield state, next((owners[x] for x in candidates if x in owners), None)
+        length = len(path)
+        copy_length = next((n for n in range(length + 1) if path[:n] in copy_paths), None)
+        if copy_length is None:  # outside of a copy: any end of its path, the longest first
+            candidates = [path[n:] for n in range(length + 1)]
+        else:  # in a copy: its path from there on, without the last keys if need be
+            candidates = [path[copy_length:end] for end in range(length, copy_length - 1, -1)]
+        owner_path = next((candidate for candidate in candidates if candidate in owners), None)
+        yield state, None if owner_path is None else owners[owner_path]
 
 
 def _is_state(x: object) -> bool:
@@ -157,7 +172,13 @@ def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
 
 
 def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
-    """Returns the sharding of state, from its owner's."""
+    """Returns the sharding of a Variable of an optimizer, from that of its owner.
+
+    Args:
+      state: the Variable of the optimizer.
+      owner: the parameter that it belongs to.
+      sharding: the sharding of the parameter.
+    """
     # An `nnx.ModelAndOptimizer` holds the parameters themselves.
     if sharding is None or state.variable is owner.variable:
         return sharding
@@ -169,19 +190,22 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
     if not isinstance(spec, PartitionSpec) or owner.shape is None or len(spec) > len(owner.shape):
         return PartitionSpec()
     entries = pad_entries(spec, len(owner.shape))
-    choices = {_follow_entries(x, owner.shape, entries, state.path) for x in state.shapes}
-    common = choices.pop() if len(choices) == 1 else ()  # of several arrays in one Variable
-    return replace_spec(sharding, PartitionSpec(*(common if any(common) else ())))
+    choices = {_follow_entries(shape, owner.shape, entries, state.path) for shape in state.shapes}
+    if len(choices) > 1:  # several arrays in one Variable, which has only one spec
+        return replace_spec(sharding, PartitionSpec())
+    followed = choices.pop() if choices else ()
+    is_sharded = any(followed)
+    return replace_spec(sharding, PartitionSpec(*followed) if is_sharded else PartitionSpec())
 
 
 def _follow_entries(
     shape: Shape, owner_shape: Shape, entries: Sequence[object], path: Path
 ) -> tuple[Any, ...]:
-    """Returns entries for the dimensions of state, from the entries for its owner's dimensions.
+    """Gives each dimension of an optimizer's array the entry of the owner's dimension that it is.
 
     Args:
       shape: the shape of the state.
-      owner_shape: that of its owner.
+      owner_shape: that of the parameter that owns it.
       entries: something for each dimension of the owner, such as an entry of a spec.
       path: the path of the state.
 
@@ -189,32 +213,43 @@ def _follow_entries(
       One entry for each dimension of ``shape``, None for dimensions that the owner lacks; ``()``
       if several choices of dimensions are possible.
     """
-    new_count = len(shape) - len(owner_shape)
-    if owner_shape and new_count >= 0 and shape[new_count:] == owner_shape:  # memory of lbfgs
-        return (*[None] * new_count, *entries)
-    if not new_count and all(x in (1, size) for x, size in zip(shape, owner_shape, strict=True)):
+    num_new = len(shape) - len(owner_shape)
+    if owner_shape and num_new >= 0 and shape[num_new:] == owner_shape:
+        # The memory of lbfgs has the last steps in front: (steps, *owner_shape).
+        return (*[None] * num_new, *entries)
+    if num_new == 0:
+        are_same = [size == owner for size, owner in zip(shape, owner_shape, strict=True)]
         # Dimensions of size 1 are those over which the optimizer has reduced.
-        triples = zip(shape, owner_shape, entries, strict=True)
-        return tuple(entry if size == owner_size else None for size, owner_size, entry in triples)
-    # Some dimensions of the owner are left out: any choice with the right sizes may be meant.
+        if all(is_same or size == 1 for is_same, size in zip(are_same, shape, strict=True)):
+            pairs = zip(are_same, entries, strict=True)
+            return tuple(entry if is_same else None for is_same, entry in pairs)
+    remaining = {
+        tuple(entries[d] for d in dimensions)
+        for dimensions in _remaining_dimensions(shape, owner_shape, path)
+    }
+    return remaining.pop() if len(remaining) == 1 else ()
+
+
+def _remaining_dimensions(
+    shape: Shape, owner_shape: Shape, path: Path
+) -> Sequence[tuple[int, ...]]:
+    """Lists which dimensions of a parameter state may have, if the optimizer left out others.
+
+    Of the owner (8, 8, 4), the state (8, 4) may have the dimensions (0, 2) or (1, 2).
+    """
     choices = [
-        kept
-        for kept in itertools.combinations(range(len(owner_shape)), len(shape))
-        if shape == tuple(owner_shape[d] for d in kept)
+        dimensions
+        for dimensions in itertools.combinations(range(len(owner_shape)), len(shape))
+        if shape == tuple(owner_shape[d] for d in dimensions)
     ]
     # The shape of a factor of Adafactor may be ambiguous; its name is not: all dimensions but the
     # largest in `v_row`, all but the second largest in `v_col` (`optax.scale_by_factored_rms`).
-    rank_from_end = 0  # among the sizes in ascending order, of the dimension that is left out
-    if "v_row" in path:
-        rank_from_end = -1
-    elif "v_col" in path:
-        rank_from_end = -2
-    if rank_from_end and len(owner_shape) > 1:
-        left_out = np.argsort(owner_shape)[rank_from_end]  # as Optax sorts them, including ties
-        factor = tuple(d for d in range(len(owner_shape)) if d != left_out)
-        choices = [factor] if factor in choices else choices
-    remaining = {tuple(entries[d] for d in kept) for kept in choices}
-    return remaining.pop() if len(remaining) == 1 else ()
+    if len(owner_shape) < 2 or not {"v_row", "v_col"}.intersection(path):
+        return choices
+    by_size = np.argsort(owner_shape)  # as Optax sorts them, including ties
+    left_out = by_size[-1] if "v_row" in path else by_size[-2]
+    factor = tuple(d for d in range(len(owner_shape)) if d != left_out)
+    return [factor] if factor in choices else choices
 
 
 def with_optimizer(
@@ -231,7 +266,13 @@ def with_optimizer(
 
 
 def union(model: SpecsByPath, optimizer: SpecsByPath) -> SpecsByPath:
-    """Joins the tables of a model and of its optimizer; an error where they disagree."""
+    """Joins the specs by path of a model and of its optimizer.
+
+    An ``nnx.ModelAndOptimizer`` and its model may have paths in common.
+
+    Raises:
+      ValueError: the two have different specs for a path; all are listed.
+    """
     different = [
         f"  {path_string(path)}: {describe(spec)} and {describe(optimizer[path])}"
         for path, spec in model.items()

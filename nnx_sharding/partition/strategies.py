@@ -9,8 +9,10 @@ A *strategy* reads the paths, shapes and metadata of a model, never its values, 
     …                                                    replace entries of this table
     with_optimizer(specs, parameters, optimizer, …)      the same for the optimizer's state
 
-``base`` is the result of an earlier strategy, to which this one adds; ``name`` is that of the
-strategy, for messages. A *note* says why an array stays replicated; ``check_sharding`` shows it.
+A *spec* is a ``PartitionSpec``: for each dimension of an array, an *entry* with the mesh axes that
+shard it. ``base`` is the result of an earlier strategy, to which this one adds; ``name`` is that of
+the strategy, for messages. A *note* says why an array stays replicated; ``check_sharding`` shows
+it. A *layer* is one of those that a model stacks in one array (``layers.py``), to loop over them.
 """
 
 from __future__ import annotations
@@ -264,9 +266,11 @@ def base_specs(
         raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
     specs: SpecsByPath = {}
     mismatches = []
-    on_indivisible = (base and base.on_indivisible) or "error"
+    on_indivisible = "error" if base is None else base.on_indivisible or "error"
     for variable in parameters:
-        spec = None if base is None else base.find(variable.path, variable.variable)[1]
+        spec: Spec = None
+        if base is not None:
+            _, spec = base.find(variable.path, variable.variable)
         for shape in variable.shapes:  # the spec has to fit all arrays of the Variable
             fit = fit_sharding(spec, mesh, shape, on_indivisible=on_indivisible)
             if fit.problems:
@@ -281,7 +285,9 @@ def base_specs(
 
 def activations_of(base: StateSharding | None) -> ActivationSharding:
     """Returns how ``base`` shards activations, else what any sharded parameters require."""
-    return (base and base.activations) or FOLLOWING
+    if base is None or base.activations is None:
+        return FOLLOWING
+    return base.activations
 
 
 def _shard_large(
@@ -292,22 +298,23 @@ def _shard_large(
     mesh: AnyMesh,
     min_size: int,
 ) -> dict[Path, str]:
-    """Shards over the axes all arrays with at least ``min_size`` elements in a layer.
+    """Shards each array with at least ``min_size`` elements over the axes, as FSDP does.
 
-    Replaces their entries in ``specs``, and warns if ``min_size`` is why nothing is sharded.
+    Replaces their entries in ``specs``, and warns if ``min_size`` is why nothing is sharded. For
+    stacked layers, the elements of one layer count: a loop gathers one at a time.
 
     Returns:
-      The notes, by path.
+      By path, why an array stays replicated.
     """
     notes: dict[Path, str] = {}
-    too_small: list[tuple[int, str]] = []  # the sizes and names of what min_size alone excludes
+    too_small: list[NamedVariable] = []  # those that min_size alone excludes
     is_any_sharded = False
     for array in arrays:
         before = specs[array.path]
         after = shard_largest(before, array, axes, mesh)
         if after != before and array.layer_size < min_size:
             after = before
-            too_small.append((array.layer_size, array.name))
+            too_small.append(array)
             if not spec_axes_of(before, mesh):  # otherwise `base` shards it
                 per_layer = " in each layer" if array.layers.dimensions else ""
                 notes[array.path] = f"fewer than min_size={min_size}{per_layer}"
@@ -317,12 +324,12 @@ def _shard_large(
         is_any_sharded |= not spec_axes_of(after, mesh).isdisjoint(axes)
     if too_small and not is_any_sharded and math.prod(mesh.shape[axis] for axis in axes) > 1:
         # Small models are what one tries first, and would silently stay replicated.
-        size, path = max(too_small)
+        largest = max(too_small, key=lambda array: (array.layer_size, array.name))
         warn_or_raise(
             UnshardedWarning,
             f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
-            f"be have fewer elements than min_size={min_size}. The largest, {path}, has {size}. "
-            "Pass a smaller min_size, such as min_size=0.",
+            f"be have fewer elements than min_size={min_size}. The largest, {largest.name}, has "
+            f"{largest.layer_size}. Pass a smaller min_size, such as min_size=0.",
             strict=False,
         )
     return notes
@@ -349,14 +356,26 @@ def shard_dimension(
     axes: Sequence[AxisName],
     mesh: AnyMesh,
 ) -> PartitionSpec | None:
-    """Returns a spec that also shards one dimension over some axes, after those it has there.
+    """Adds mesh axes to one dimension of a spec: ``P("data")`` → ``P("data", "model")``.
 
-    None if that is impossible: the spec uses one of the axes or leaves the dimension to the
-    compiler, the size is indivisible, or ``spec`` is another sharding, which may not be changed.
+    They come after axes that shard the dimension already.
+
+    Args:
+      spec: the sharding to add to.
+      shape: the shape of the array; None if it is not known.
+      dimension: which dimension to shard; may be negative.
+      axes: the mesh axes that then shard it, too.
+      mesh: the mesh.
+
+    Returns:
+      The new spec. None if it is impossible: the spec uses one of the axes or leaves the dimension
+      to the compiler, the axes do not divide its size, or ``spec`` is no ``PartitionSpec``, such as
+      a ``NamedSharding``, which may not be changed.
     """
     if shape is None or not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
         return None
-    if not -len(shape) <= dimension < len(shape) or not set(axes).isdisjoint(spec_axes(spec)):
+    is_used = not set(axes).isdisjoint(spec_axes(spec))
+    if is_used or not -len(shape) <= dimension < len(shape):
         return None
     entries = pad_entries(spec, len(shape))
     if entries[dimension] is PartitionSpec.UNCONSTRAINED:
@@ -372,21 +391,26 @@ def shard_dimension(
 def shard_largest(
     sharding: Spec, variable: NamedVariable, axes: Sequence[AxisName], mesh: AnyMesh
 ) -> Any:
-    """Returns a sharding that also shards the largest dimension that ``axes`` divide.
+    """Adds mesh axes to the largest dimension of an array that they divide, as FSDP shards it.
 
-    Axes that it uses already are left out. If no dimension can have all others, the last axes are
-    left out one by one; if none can have even the first, the sharding is returned unchanged.
+    Axes that the sharding uses already are left out. If no dimension can have all others, the last
+    axes are left out one by one. If none can have even the first, the sharding is returned
+    unchanged, as it is for buffers, normalization layers and random streams.
     """
     shape = variable.shape
     is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
     if not isinstance(sharding, PartitionSpec) or is_kept or shape is None:
         return sharding
     entries = pad_entries(sharding, max(len(shape), len(sharding)))
-    # Unsharded ones first; of equally large ones the last. Dimensions of stacked layers are left
-    # out: a loop takes a slice of these in each step, which would be on one device.
-    dimensions = sorted(
-        variable.layer_dimensions, key=lambda d: (bool(axes_of(entries[d])), -shape[d], -d)
-    )
+
+    def preference(dimension: int) -> tuple[bool, int, int]:
+        # Unsharded dimensions first, then the largest; of equally large ones the last.
+        is_sharded = bool(axes_of(entries[dimension]))
+        return is_sharded, -shape[dimension], -dimension
+
+    # Dimensions of stacked layers are left out: a loop takes a slice of these in each step, which
+    # would be on one device.
+    dimensions = sorted(variable.layer_dimensions, key=preference)
     free = [axis for axis in axes if axis not in spec_axes(sharding)]
     for count in range(len(free), 0, -1):
         for dimension in dimensions:

@@ -1,8 +1,9 @@
 """The Variables of a model by path, and shardings that are given by path.
 
-All strategies see a model as a list of these: each Variable, and each array outside of any, with
-its first path, its arrays (one, unless the value is a pytree), and what is known of its dimensions
-(``layers.py``). A *slot* is the position of an array in the flattened model.
+All strategies see a model as a list of these: each Variable, and each *bare* array, which is in no
+Variable, with its first path, its arrays (one, unless the value is a pytree), and what is known of
+its dimensions (``layers.py``). They come from a flattened model (``Flat``): its ``leaves`` are the
+arrays, a *slot* is the index of a leaf, and its ``structure`` has an entry for each object.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def variables(tree: object) -> Sequence[NamedVariable]:
     """Lists the Variables and bare arrays of a model, an optimizer or a pytree, by first path.
 
     It flattens the tree, which takes most of the time of a strategy for many Variables: a strategy
-    lists those of a model once, and all its stages use the list.
+    lists those of a model once, and all its stages use the list. Within :func:`models_unchanged`,
+    the list of a module is made once for all strategies.
     """
     known = _KNOWN.get()
     if known is None or not _compat.is_node(tree):
@@ -129,25 +131,34 @@ def _variables(tree: object) -> list[NamedVariable]:
     bare_parameters = _bare_parameters(flat.structure)
     layers = LayerDimensions(flat)
     named = []
-    for path, subject, slots, is_variable in _places(flat):
-        arrays = tuple(flat.leaves[slot] for slot in slots)
-        is_buffer = not is_variable and bare_parameters.isdisjoint(slots)
+    for place in _places(flat):
+        arrays = tuple(flat.leaves[slot] for slot in place.slots)
+        is_buffer = not place.is_variable and bare_parameters.isdisjoint(place.slots)
         shape = tuple(getattr(arrays[0], "shape", ()))
-        stacked = layers.find(path, subject, slots, shape)
-        is_norm = layers.is_norm(subject)
-        named.append(NamedVariable(path, subject, arrays, is_buffer, stacked, is_norm))
+        stacked = layers.find(place.path, place.subject, place.slots, shape)
+        is_norm = layers.is_norm(place.subject)
+        named.append(NamedVariable(place.path, place.subject, arrays, is_buffer, stacked, is_norm))
     return named
 
 
 def paths_in(layer: object) -> Iterator[tuple[Path, Any]]:
-    """Yields the path of each Variable and array in a layer of a model that has been listed."""
+    """Yields the path of each Variable and bare array in a layer, and the Variable or array."""
     if _KNOWN.get() is not None:  # other strategies will ask for the same layer
-        return ((x.path, x.variable) for x in variables(layer))
-    return ((path, subject) for path, subject, *_ in _places(flatten(layer, graph=True)))
+        return ((named.path, named.variable) for named in variables(layer))
+    return ((place.path, place.subject) for place in _places(flatten(layer, graph=True)))
 
 
-def _places(flat: Flat) -> Iterator[tuple[Path, Any, Sequence[int], bool]]:
-    """Yields each Variable or bare array in a flattened tree: path, itself, slots, which it is."""
+class _Place(NamedTuple):
+    """Where a Variable or bare array is in a flattened tree."""
+
+    path: Path
+    subject: Any  # the Variable, or the array
+    slots: Sequence[int]  # of its arrays
+    is_variable: bool
+
+
+def _places(flat: Flat) -> Iterator[_Place]:
+    """Yields each Variable or bare array in a flattened tree, once, by its first path."""
     structure = flat.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         # A Variable of None, or of a pytree without leaves.
@@ -157,20 +168,24 @@ def _places(flat: Flat) -> Iterator[tuple[Path, Any, Sequence[int], bool]]:
         path = tuple(map(plain_key, location.path))
         slots = location.slots
         if index is not None and isinstance(structure.entries[index], VariableEntry):
-            yield path, flat.objects[index], slots, True
+            yield _Place(path, flat.objects[index], slots, is_variable=True)
         else:
-            yield path, flat.leaves[slots[0]], slots, False
+            yield _Place(path, flat.leaves[slots[0]], slots, is_variable=False)
 
 
 def _bare_parameters(structure: Structure) -> Set[int]:
-    """Returns the slots of arrays that may be outside of Variables, but are not buffers."""
+    """Returns the slots of bare arrays that are parameters: all others are buffers of a module.
+
+    A tree without Variables has only bare parameters. In one with Variables, bare parameters are
+    outside of modules, unless Variables are there too.
+    """
     entries = structure.entries
     if not any(isinstance(entry, VariableEntry) for entry in entries):
         return frozenset(range(structure.num_leaves))
     # Arrays next to Variables, as in an `nnx.State`, belong to the same model.
-    indices = (x for x in atoms((structure.root,)) if isinstance(x, int))
-    is_state = any(isinstance(entries[index], VariableEntry) for index in indices)
-    return frozenset(() if is_state else structure.root_slots)
+    root_indices = (atom for atom in atoms((structure.root,)) if isinstance(atom, int))
+    is_state = any(isinstance(entries[index], VariableEntry) for index in root_indices)
+    return frozenset() if is_state else frozenset(structure.root_slots)
 
 
 def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> Any:
@@ -179,12 +194,16 @@ def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> 
     A module becomes an ``nnx.State`` of these.
     """
     parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
-    results = []
-    for keys, part in parts:
+    new_parts = []
+    for keys, part in parts:  # a module, a Variable or a bare array
         prefix = tuple(plain_key(path_key(key)) for key in keys)
-        flat = {x.path: function(x._replace(path=(*prefix, *x.path))) for x in variables(part)}
-        results.append(nnx.from_flat_state(flat) if _compat.is_node(part) else flat.get(()))
-    return jax.tree_util.tree_unflatten(treedef, results)
+        results = {
+            named.path: function(named._replace(path=(*prefix, *named.path)))
+            for named in variables(part)
+        }
+        is_module = _compat.is_node(part)
+        new_parts.append(nnx.from_flat_state(results) if is_module else results.get(()))
+    return jax.tree_util.tree_unflatten(treedef, new_parts)
 
 
 # What sharded parameters require of activations: parameters are gathered over the axes of the batch
@@ -197,14 +216,19 @@ def from_paths(
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
-    """Makes a ``StateSharding`` with one sharding, and perhaps a note why, for each path."""
-    groups: dict[Any, list[Path]] = {}
+    """Makes the result of a strategy: a ``StateSharding`` from one sharding for each path.
+
+    Args:
+      specs: the sharding of each path.
+      activations: how activations are sharded.
+      notes: by path, why an array stays replicated, for ``check_sharding``.
+    """
+    # One filter for all paths with the same spec: models have thousands of paths, and few specs.
+    groups: dict[tuple[Any, str], list[Path]] = {}
     for path, spec in specs.items():
-        # One filter for all paths with the same spec: models have thousands of paths, and few
-        # specs.
         groups.setdefault((spec, notes.get(path, "")), []).append(path)
-    pairs = ((Paths(paths, note), spec) for (spec, note), paths in groups.items())
-    return StateSharding(pairs, activations=activations)
+    rules = [(Paths(paths, note), spec) for (spec, note), paths in groups.items()]
+    return StateSharding(rules, activations=activations)
 
 
 def specs_by_path(tree: object, sharding: StateSharding) -> dict[Path, Any]:
