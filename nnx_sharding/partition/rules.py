@@ -3,14 +3,14 @@
 A *pattern* chooses Variables by their path: a regular expression, a glob, an NNX filter. A *logical
 name* says what a dimension is for, such as ``embed``; a *logical rule*, which mesh axes shard the
 dimensions with this name. A Variable has its names in the metadata (``out_sharding``), which is its
-*annotation*; that may also be a ``PartitionSpec`` or a sharding.
+*annotation*; that may also be a ``PartitionSpec`` or a sharding. A *spec* is a ``PartitionSpec``;
+it has an *entry* for each dimension: a mesh axis, a tuple of them, or None.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections import Counter
@@ -42,28 +42,36 @@ Pairs: TypeAlias = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 def _read_pairs(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
     """Returns the pairs of a mapping or of an iterable of pairs; TypeError for anything else."""
     items: Any = pairs.items() if isinstance(pairs, Mapping) else pairs
-    items = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
+    is_series = isinstance(items, Iterable) and not isinstance(items, str)
+    items = list(items) if is_series else [items]  # one item that is no pair raises the error
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in items):
         raise TypeError(f"{caller} takes a mapping or a sequence of pairs, not {pairs!r}.")
     return [(first, second) for first, second in items]
 
 
 def read_patterns(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
-    """Returns pairs of an NNX filter and a value; strings are regular expressions for paths.
+    """Returns a user's rules as pairs of an NNX filter and a value, in their order.
 
-    All invalid expressions are raised as one error.
+    A string or a compiled expression becomes a :class:`PathRegex`; other filters stay as they are.
+
+    Args:
+      caller: the function that the user called, for messages.
+      pairs: a mapping from patterns to values, or pairs of these.
+
+    Raises:
+      ValueError: expressions are invalid; all are listed.
     """
-    filters: list[tuple[Any, Any]] = []
+    rules: list[tuple[Any, Any]] = []
     invalid: list[str] = []
     for pattern, value in _read_pairs(caller, pairs):
+        is_regex = isinstance(pattern, str | re.Pattern)
         try:
-            is_regex = isinstance(pattern, str | re.Pattern)
-            filters.append((PathRegex(pattern) if is_regex else pattern, value))
+            rules.append((PathRegex(pattern) if is_regex else pattern, value))
         except ValueError as error:
             invalid.append(str(error))
     if invalid:
         raise ValueError("\n".join(listed(invalid)))
-    return filters
+    return rules
 
 
 @_compat.api_boundary
@@ -120,7 +128,7 @@ def override(sharding: StateSharding, rules: Pairs) -> StateSharding:
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"override changes a nnx_sharding.StateSharding, got {sharding!r}.")
     pairs = read_patterns("override", rules)
-    # Behind the new rules, as the first filter that matches decides.
+    # The old rules come last, as the first filter that matches decides.
     pairs += zip(sharding.filters, sharding.shardings, strict=True)
     return StateSharding(
         pairs, on_indivisible=sharding.on_indivisible, activations=sharding.activations
@@ -138,10 +146,10 @@ def from_arrays(model: object) -> StateSharding:
       The sharding of each path; None, which leaves the choice to JAX, for arrays without a sharding
       or not committed to a device, and for Variables whose arrays differ.
     """
-    specs = {}
+    specs: SpecsByPath = {}
     for variable in variables(model):
-        # One sharding for all arrays of a Variable, as a spec has.
-        shardings = set(map(_committed_sharding, variable.arrays))
+        # A spec is for all arrays of a Variable, so they have to agree.
+        shardings = {_committed_sharding(array) for array in variable.arrays}
         specs[variable.path] = shardings.pop() if len(shardings) == 1 else None
     return from_paths(specs)
 
@@ -224,36 +232,30 @@ class LogicalRules:
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
         start = names if isinstance(names, PartitionSpec) else PartitionSpec()
-        entries = list(start.partitions if isinstance(names, PartitionSpec) else names)
+        entries: list[Any] = list(names.partitions if isinstance(names, PartitionSpec) else names)
         # A dimension may have several names, and several dimensions the same one.
-        places = [(d, name) for d, entry in enumerate(entries) for name in axes_of(entry)]
-        self._check([name for _, name in places], len(entries), shape)
-        axes_by_place: dict[int, tuple[str, ...]] = {}
-
-        def axes_at(dimension: int) -> list[str]:
-            parts = [axes_by_place.get(i, ()) for i, (d, _) in enumerate(places) if d == dimension]
-            return list(itertools.chain.from_iterable(parts))
-
-        def divides(dimension: int, new_axes: Sequence[str]) -> bool:
-            # Nothing to divide; a rule for the name is used unchanged.
-            if mesh is None or shape is None:
-                return True
-            sizes = (mesh.shape[axis] for axis in (*axes_at(dimension), *new_axes))
-            return not shape[dimension] % math.prod(sizes)
-
+        named = [
+            _NamedDimension(dimension, name)
+            for dimension, entry in enumerate(entries)
+            for name in axes_of(entry)
+        ]
+        self._check([each.name for each in named], len(entries), shape)
         # Rules are the outer loop: an earlier rule has its axes before all later ones.
-        for rule_name, entry in self.rules:
-            axes = tuple(x for x in axes_of(entry) if mesh is None or x in mesh.axis_names)
-            if axes_of(entry) and not axes:
-                continue  # for another mesh; a later rule for the name may be for this one
-            for i, (dimension, name) in enumerate(places):
-                used = set(itertools.chain.from_iterable(axes_by_place.values()))
-                is_open = name == rule_name and i not in axes_by_place
-                if is_open and used.isdisjoint(axes) and divides(dimension, axes):
-                    axes_by_place[i] = axes
-        for dimension, entry in enumerate(entries):
-            if axes_of(entry):
-                entries[dimension] = tuple(axes_at(dimension))
+        for rule_name, axis_entry in self.rules:
+            axes = axes_of(axis_entry)
+            if mesh is not None and axes:
+                axes = tuple(axis for axis in axes if axis in mesh.axis_names)
+                if not axes:
+                    continue  # for another mesh; a later rule for the name may be for this one
+            for each in named:
+                if each.name != rule_name or each.axes is not None:
+                    continue
+                used = {axis for other in named for axis in other.axes or ()}
+                together = (*_axes_at(each.dimension, named), *axes)
+                if used.isdisjoint(axes) and _divides(together, each.dimension, shape, mesh):
+                    each.axes = axes
+        for each in named:
+            entries[each.dimension] = _axes_at(each.dimension, named)
         return with_entries(start, entries)
 
     def _check(self, names: Sequence[object], rank: int, shape: Sequence[int] | None) -> None:
@@ -271,6 +273,29 @@ class LogicalRules:
     def _hint(self) -> str:
         names = ", ".join(map(repr, self.names)) or "none"
         return f"The names with rules are {names}; None replicates a dimension."
+
+
+@dataclasses.dataclass
+class _NamedDimension:
+    """One name of a dimension, and the mesh axes that a rule has given it."""
+
+    dimension: int
+    name: Any
+    axes: tuple[str, ...] | None = None  # None as long as no rule was used
+
+
+def _axes_at(dimension: int, named: Sequence[_NamedDimension]) -> tuple[str, ...]:
+    """Returns the mesh axes that all names of a dimension have been given so far."""
+    return tuple(axis for each in named if each.dimension == dimension for axis in each.axes or ())
+
+
+def _divides(
+    axes: Sequence[str], dimension: int, shape: Sequence[int] | None, mesh: AnyMesh | None
+) -> bool:
+    """Whether mesh axes together divide a dimension; also if shape or mesh are not known."""
+    if mesh is None or shape is None:
+        return True
+    return shape[dimension] % math.prod(mesh.shape[axis] for axis in axes) == 0
 
 
 def _is_rule(name: object, entry: object) -> bool:
@@ -315,13 +340,14 @@ def from_logical(
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
     pairs = read_patterns("from_logical", names)
     predicates = [to_predicate(filter_) for filter_, _ in pairs]
-    deciding = set[int]()  # the pairs that decide for some Variable
+    deciding = set[int]()  # the indices of pairs that decide for some Variable
 
     def names_of(variable: NamedVariable) -> Any:
-        for i, matches in enumerate(predicates):
+        for index, matches in enumerate(predicates):
             if matches(variable.path, variable.variable):
-                deciding.add(i)
-                return pairs[i][1]
+                deciding.add(index)
+                _, names_of_pair = pairs[index]
+                return names_of_pair
         return variable.annotation
 
     def spec_of(variable: NamedVariable, names: Any) -> PartitionSpec:
@@ -329,12 +355,13 @@ def from_logical(
 
     head = "from_logical: these names give no spec:"
     sharding = _from_names(head, model, names_of, spec_of, rules._hint)
-    unused = [filter_ for i, (filter_, _) in enumerate(pairs) if i not in deciding]
+    unused = [filter_ for index, (filter_, _) in enumerate(pairs) if index not in deciding]
     if unused:
         # A glob such as `blocks/*/up` is a regular expression as well, of another meaning.
-        hints = (glob_hint(x.text) for x in unused if isinstance(x, PathRegex))
+        hints = [glob_hint(pattern.text) for pattern in unused if isinstance(pattern, PathRegex)]
+        hint = max(hints, default="")  # one is enough; of what is no glob it is empty
         listed = ", ".join(shortened(map(repr, unused)))
-        text = f"from_logical: these names are for no Variable: {listed}.{max(hints, default='')}"
+        text = f"from_logical: these names are for no Variable: {listed}.{hint}"
         warn_or_raise(UnusedFilterWarning, text, strict=strict)
     return sharding
 
@@ -403,13 +430,22 @@ def _from_names(
 def _spec_of_annotation(
     rules: LogicalRules, mesh: AnyMesh | None, variable: NamedVariable, annotation: object
 ) -> PartitionSpec:
-    """Returns the spec that an annotation gives a Variable, whose own rules come first.
+    """Returns the spec of a Variable from the names in its metadata, by rules for these names.
 
-    A name without a rule is a mesh axis: Flax itself shards by such names.
+    A name with a rule becomes mesh axes; any other is a mesh axis itself, as in Flax.
+
+    Args:
+      rules: the rules for all Variables, after those in the metadata of this one.
+      mesh: the mesh; None if it is not known, which leaves names without a rule unchecked.
+      variable: the Variable.
+      annotation: the names in its metadata, one for each dimension.
+
+    Raises:
+      TypeError, ValueError: the annotation is invalid; callers add the name of the Variable.
     """
-    shape = variable.shape
     if not isinstance(annotation, PartitionSpec | tuple | list):
         raise TypeError(f"expected a tuple of names{suggested_spec(annotation)}")
+    shape = variable.shape
     named = annotation if isinstance(annotation, PartitionSpec) else PartitionSpec(*annotation)
     if shape is not None and len(named) > len(shape):
         raise ValueError(f"{len(named)} names for {len(shape)} dimensions")
@@ -417,18 +453,29 @@ def _spec_of_annotation(
     rules = LogicalRules((*own_rules, *rules.rules))
     names = [name for entry in named.partitions for name in axes_of(entry)]
     axes = [name for name in names if name not in rules.names]
-    problems = [f"{axis!r} shards {n} dimensions" for axis, n in Counter(axes).items() if n > 1]
-    for axis in axes:
-        if not isinstance(axis, str):
-            problems.append(f"{axis!r} is not a name")
-        elif mesh is not None and axis not in mesh.axis_names:
-            near = suggestion(axis, (*rules.names, *mesh.axis_names))
-            problems.append(f"{axis!r} has no rule and is not an axis of the mesh{near}")
-    if problems:
-        raise ValueError("; ".join(problems))
+    _check_axes(axes, rules.names, mesh)
     if not rules.rules:
         return named
     # First, so that no rule takes an axis that the annotation names itself.
     rules = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
     rank = len(named) if shape is None else len(shape)
     return with_entries(named, rules.spec(pad_entries(named, rank), shape, mesh).partitions)
+
+
+def _check_axes(axes: Sequence[object], rule_names: Sequence[str], mesh: AnyMesh | None) -> None:
+    """Raises a ValueError for names in an annotation that have no rule, and are no mesh axes.
+
+    Args:
+      axes: the names without a rule, one for each dimension that has it.
+      rule_names: the names with a rule, one of which may be meant.
+      mesh: the mesh; None if it is not known.
+    """
+    problems = [f"{axis!r} shards {n} dimensions" for axis, n in Counter(axes).items() if n > 1]
+    for axis in axes:
+        if not isinstance(axis, str):
+            problems.append(f"{axis!r} is not a name")
+        elif mesh is not None and axis not in mesh.axis_names:
+            near = suggestion(axis, (*rule_names, *mesh.axis_names))
+            problems.append(f"{axis!r} has no rule and is not an axis of the mesh{near}")
+    if problems:
+        raise ValueError("; ".join(problems))

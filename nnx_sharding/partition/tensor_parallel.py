@@ -1,11 +1,16 @@
-"""Tensor parallelism: shards each layer over the model axis, by the rules of `layer_styles`."""
+"""Tensor parallelism: shards each layer over the model axis, by the rules of `layer_styles`.
+
+A *style* is one way to shard a layer: for each of its parameters, by name, which dimension. A
+*column* layer has its outputs sharded, a *row* layer its inputs; the outputs of a row layer are
+sums over the axis. A *rule* gives the styles of a layer, best first, and the first that the sizes
+allow is used. A layer that a model holds several times is one layer with one set of Variables.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -115,29 +120,21 @@ def tensor_parallel(
     size = math.prod(mesh.shape[each] for each in axes)
     undivided = dict[Path, set[int]]()  # by parameter: sizes that the axes do not divide
     # From the inside, so that the rule of attention replaces those of its linear layers.
-    for path, layer, name, rule, attributes in _layers(model, known):
-        named = ((path_string(inner), inner, subject) for inner, subject in paths_in(layer))
-        parameters = {
-            key: known[identity]
-            for key, inner, subject in named
-            if (identity := _identity((*path, *inner), subject)) in known
-            and (attributes is None or key in attributes)
-        }
-        styles = rule(layer, name) if callable(rule) else rule
+    for layer in _layers(model, known):
+        parameters = _parameters_of(layer, known)
+        styles = layer.styles()
         styled, style = _apply_first_style(styles, parameters, before, axes, mesh)
         specs.update(styled)
         if not style:
-            sizes = {x for x in _sizes_tried(styles, parameters) if x % size}
+            sizes = {tried for tried in _sizes_tried(styles, parameters) if tried % size}
             undivided.update({x.path: sizes for x in parameters.values() if sizes})
-        # A rule for a user's class is only for the parameters in its styles.
-        covered.update(
-            variable.path
-            for key, variable in parameters.items()
-            if attributes is None or any(key in style for style in styles)
-        )
+        for key, variable in parameters.items():
+            # A rule for a user's class is only for the parameters in its styles.
+            if layer.attributes is None or any(key in style for style in styles):
+                covered.add(variable.path)
         # A bias is added once to a sum, so in such layers it is not sharded.
-        biases = (name for name, d in style.items() if name.endswith("bias") and d is None)
-        row_layers += [(*path, *name.split("/")[:-1]) for name in biases]
+        biases = [key for key, dim in style.items() if key.endswith("bias") and dim is None]
+        row_layers += [(*layer.path, *key.split("/")[:-1]) for key in biases]
     activations = activations_of(base)
     if sequence:
         if isinstance(optimizer, nnx.ModelAndOptimizer):
@@ -163,30 +160,31 @@ def _notes(
 
     Args:
       parameters: all parameters of the model.
-      specs: their specs.
+      specs: their specs, after the strategy.
       covered: the paths of those in layers that have a rule.
       undivided: in layers where no style fits, the sizes of dimensions that would be sharded.
       axes: the axes of the strategy.
       size: the number of devices along them.
     """
+    names = ", ".join(map(repr, axes))
     notes = {}
-    for x in parameters:
-        spec = specs[x.path]
-        if isinstance(spec, PartitionSpec) and not any(map(axes_of, spec.partitions)):
-            names = ", ".join(map(repr, axes))
-            # The most specific reason first.
-            if x.layers.is_ambiguous:
-                notes[x.path] = ambiguous_layers(x)
-            elif x.is_norm:
-                notes[x.path] = "of a normalization layer"
-            elif x.path in undivided:
-                sizes = " or ".join(map(str, sorted(undivided[x.path])))
-                notes[x.path] = f"{names} ({size}) divides no dimension to shard: {sizes}"
-            elif x.path in covered:
-                notes[x.path] = f"added to sums over {names}, or not divided by it"
-            else:
-                remedy = "Give it a spec by override(...)."
-                notes[x.path] = f"of no layer that tensor_parallel knows. {remedy}"
+    for parameter in parameters:
+        spec = specs[parameter.path]
+        if not isinstance(spec, PartitionSpec) or any(map(axes_of, spec.partitions)):
+            continue  # it is sharded, or by another sharding of the user
+        # The most specific reason first.
+        if parameter.layers.is_ambiguous:
+            note = ambiguous_layers(parameter)
+        elif parameter.is_norm:
+            note = "of a normalization layer"
+        elif parameter.path in undivided:
+            sizes = " or ".join(map(str, sorted(undivided[parameter.path])))
+            note = f"{names} ({size}) divides no dimension to shard: {sizes}"
+        elif parameter.path in covered:
+            note = f"added to sums over {names}, or not divided by it"
+        else:
+            note = "of no layer that tensor_parallel knows. Give it a spec by override(...)."
+        notes[parameter.path] = note
     return notes
 
 
@@ -197,31 +195,34 @@ def _warn_of_large(
 
     Args:
       parameters: all parameters of the model.
-      notes: why parameters are replicated.
+      notes: by path, why a parameter is replicated; those that are sharded have none.
       axes: the axes of the strategy.
     """
-    sizes = {x.path: sum(map(math.prod, x.shapes)) for x in parameters if _is_parameter(x)}
+    sizes = {  # in elements
+        parameter.path: sum(math.prod(shape) for shape in parameter.shapes)
+        for parameter in parameters
+        if _is_parameter(parameter)
+    }
     total = sum(sizes.values())
-    large = {
-        path: size
+    large = [
+        path
         for path, size in sizes.items()
         if path in notes and size >= _LARGE_SIZE and size > _LARGE_SHARE * total
-    }
+    ]
     if not large:
         return
-    by_size = sorted(large, key=lambda path: -large[path])
-    lines = [
-        f"  {path_string(path)}, {large[path] / total:.0%} of all: {notes[path].split('. ')[0]}"
-        for path in by_size
-    ]
+    lines = []
+    for path in sorted(large, key=lambda path: -sizes[path]):
+        reason, _, _ = notes[path].partition(". ")  # without what to do, which the last line says
+        lines.append(f"  {path_string(path)}, {sizes[path] / total:.0%} of all: {reason}")
     head = f"tensor_parallel: these parameters stay replicated over {', '.join(map(repr, axes))}:"
     text = message(head, lines, "To shard one, give it a spec: override(sharding, {path: spec}).")
     warn_or_raise(UnshardedWarning, text, strict=False)
 
 
-def _is_parameter(x: NamedVariable) -> bool:
+def _is_parameter(named: NamedVariable) -> bool:
     """Whether it is trained, or an array of a model without Variables; caches are neither."""
-    return not isinstance(x.variable, nnx.Variable) or isinstance(x.variable, nnx.Param)
+    return not isinstance(named.variable, nnx.Variable) or isinstance(named.variable, nnx.Param)
 
 
 def _identity(path: Path, subject: object) -> int | Path:
@@ -232,20 +233,47 @@ def _identity(path: Path, subject: object) -> int | Path:
     return id(subject) if isinstance(subject, nnx.Variable) else path
 
 
-def _layers(
-    model: object, known: Mapping[int | Path, NamedVariable]
-) -> Iterator[tuple[Path, Any, str, Rule, Sequence[str] | None]]:
-    """Yields the path, the layer, its name, a rule and what it is for, for each rule of a layer.
+class _RuledLayer(NamedTuple):
+    """A layer of the model with one of the rules for it."""
 
-    Inner layers come first. The name is that of the attribute that holds the layer.
+    path: Path
+    module: Any
+    name: str  # of the attribute that holds it: ``q_proj``
+    rule: Rule
+    attributes: (
+        Sequence[str] | None
+    )  # those that the rule is for; None for all, also of layers in it
+
+    def styles(self) -> Sequence[Style]:
+        """Returns the ways to shard the layer, best first."""
+        return self.rule(self.module, self.name) if callable(self.rule) else self.rule
+
+
+def _layers(model: object, known: Mapping[int | Path, NamedVariable]) -> Iterator[_RuledLayer]:
+    """Yields each layer of a model once for each of its rules; inner layers come first.
+
+    ``known`` are the parameters of the model by :func:`_identity`.
     """
     layers = []
-    for path, node in nnx.iter_graph(model, graph=True):
-        rules, attributes = rules_of_layer(node, known)
-        layers += [(path, node, rule, attributes) for rule in rules]
-    for path, node, rule, attributes in sorted(layers, key=lambda layer: -len(layer[0])):
-        names = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
-        yield path, node, next(names, ""), rule, attributes
+    for path, module in nnx.iter_graph(model, graph=True):
+        rules, attributes = rules_of_layer(module, known)
+        keys = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
+        name = next(keys, "") if rules else ""
+        layers += [_RuledLayer(path, module, name, rule, attributes) for rule in rules]
+    return iter(sorted(layers, key=lambda layer: -len(layer.path)))
+
+
+def _parameters_of(
+    layer: _RuledLayer, known: Mapping[int | Path, NamedVariable]
+) -> dict[str, NamedVariable]:
+    """Returns the parameters that the rule of a layer is for, by their path in the layer."""
+    parameters = {}
+    for path, subject in paths_in(layer.module):
+        key = path_string(path)
+        parameter = known.get(_identity((*layer.path, *path), subject))
+        if parameter is not None and (layer.attributes is None or key in layer.attributes):
+            parameters[key] = parameter
+    return parameters
 
 
 def _apply_first_style(
@@ -255,10 +283,13 @@ def _apply_first_style(
     axes: Sequence[AxisName],
     mesh: AnyMesh,
 ) -> tuple[SpecsByPath, Style]:
-    """Shards the parameters of a layer in the first style that fits its first parameter.
+    """Shards the parameters of a layer in the first style that its sizes allow.
+
+    The first parameter in a style decides whether it can be used. The others, such as a bias, keep
+    their spec if the axes do not divide them.
 
     Args:
-      styles: the styles, best first.
+      styles: the ways to shard the layer, best first.
       parameters: the parameters of the layer, by the path in it.
       before: the specs of the model that are added to.
       axes: the mesh axes; if no style takes all, the last ones are left out one by one.
@@ -269,20 +300,31 @@ def _apply_first_style(
       which replace those that a rule for a layer inside of this one has chosen, and an empty style.
     """
 
-    def shard(x: NamedVariable, index: int | None, axes: Sequence[AxisName]) -> Any:
-        dimension = None if index is None else x.dimension(index)
+    def shard(
+        parameter: NamedVariable, index: int | None, axes: Sequence[AxisName]
+    ) -> PartitionSpec | None:
+        dimension = None if index is None else parameter.dimension(index)
         if dimension is None:
             return None
-        return shard_dimension(before[x.path], x.shape, dimension, axes, mesh)
+        return shard_dimension(before[parameter.path], parameter.shape, dimension, axes, mesh)
 
     usable = _usable(styles, parameters)
-    for count, style in itertools.product(range(len(axes), 0, -1), usable):
-        styled = {name: x for name, x in parameters.items() if name in style}
-        specs = {name: shard(x, style[name], axes[:count]) for name, x in styled.items()}
-        if specs[next(iter(style))] is not None:
-            return {x.path: specs[name] or before[x.path] for name, x in styled.items()}, style
-    names = {name for style in usable for name in style} & parameters.keys()
-    return {parameters[name].path: before[parameters[name].path] for name in names}, {}
+    for count in range(len(axes), 0, -1):
+        for style in usable:
+            sharded = {
+                key: shard(parameters[key], index, axes[:count])
+                for key, index in style.items()
+                if key in parameters
+            }
+            if sharded[next(iter(style))] is None:
+                continue
+            specs: SpecsByPath = {}
+            for key, spec in sharded.items():
+                path = parameters[key].path
+                specs[path] = before[path] if spec is None else spec
+            return specs, style
+    keys = {key for style in usable for key in style if key in parameters}
+    return {parameters[key].path: before[parameters[key].path] for key in keys}, {}
 
 
 def _usable(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> list[Style]:
@@ -295,8 +337,8 @@ def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable
     sizes = set()
     for style in _usable(styles, parameters):
         name, index = next(iter(style.items()))
-        x = parameters[name]
-        dimension = None if index is None else x.dimension(index)
-        if dimension is not None and x.shape is not None:
-            sizes.add(x.shape[dimension])
+        parameter = parameters[name]
+        dimension = None if index is None else parameter.dimension(index)
+        if dimension is not None and parameter.shape is not None:
+            sizes.add(parameter.shape[dimension])
     return sizes
