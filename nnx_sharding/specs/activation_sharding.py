@@ -1,4 +1,9 @@
-"""``ActivationSharding``: how modules' inputs and outputs are sharded, chosen by filters."""
+"""``ActivationSharding``: how modules' inputs and outputs are sharded, chosen by filters.
+
+While a function is traced, each call of a module asks the first *filter* that matches the module's
+path for an ``InOutSharding``: the specs of the call's input and output. A strategy may also replace
+the call, for example to run layers in the stages of a pipeline (``CallSchedule``).
+"""
 
 from __future__ import annotations
 
@@ -55,13 +60,13 @@ class CallSchedule(Protocol):
         batch_axes: Iterable[Any],
         prefetch: bool,
     ) -> Callable[..., Any]:
-        """Returns what is called instead of a method.
+        """Returns the function that runs instead of a module's method, with the same arguments.
 
         Args:
           module: the module.
-          call: its bound method.
+          call: its method, bound to it.
           mesh: the mesh that the schedule runs on.
-          batch_axes: the axes over which the rows of the batch are sharded.
+          batch_axes: the mesh axes that shard the first dimension of the batch.
           prefetch: whether the parameters of layers are gathered one layer ahead.
         """
 
@@ -119,8 +124,9 @@ class InOutSharding:
         leaves = jax.tree_util.tree_leaves((self.output, self.input), is_leaf=is_activation_spec)
         # Kept for the hash: weak dictionaries ask for it when JAX may be gone, at exit.
         object.__setattr__(self, "_leaves", tuple(leaves))
-        if wrong := [leaf for leaf in leaves if not is_activation_spec(leaf)]:
-            got = ", ".join(f"{x!r}{suggested_spec(x)}" for x in wrong)
+        wrong = [leaf for leaf in leaves if not is_activation_spec(leaf)]
+        if wrong:
+            got = ", ".join(f"{leaf!r}{suggested_spec(leaf)}" for leaf in wrong)
             raise TypeError(
                 f"InOutSharding: expected partition specs or NamedShardings, got {got}."
             )
@@ -200,14 +206,16 @@ class ActivationSharding:
         strict: bool = True,
         prefetch: int = 0,
     ):
+        """Reads the filters, and brings specs and axes into one form; see the class."""
         pairs = filter_pairs("ActivationSharding", filters)
+        shardings = [
+            spec if isinstance(spec, InOutSharding) else InOutSharding(spec) for _, spec in pairs
+        ]
+        # Through `__dict__`, as the class is frozen.
         self.__dict__.update(
             filters=tuple(filter_ for filter_, _ in pairs),
-            shardings=tuple(
-                spec if isinstance(spec, InOutSharding) else InOutSharding(spec)
-                for _, spec in pairs
-            ),
-            gather=gather is True or axes_of(gather or None),
+            shardings=tuple(shardings),
+            gather=True if gather is True else axes_of(gather or None),
             kept=axes_of(kept or None),
             infer=infer,
             strict=strict,
@@ -227,9 +235,17 @@ class ActivationSharding:
         prefetch: int = 0,
         kept: tuple[Any, ...] = (),
     ) -> ActivationSharding:
-        """Returns a copy with other options or more filters, which come last and need not match."""
+        """Returns a copy with other options and more filters.
+
+        Args:
+          filters: more filters, which come last. With them, no filter has to match a module.
+          gather: replaces ``gather``; None keeps it.
+          prefetch: replaces ``prefetch``; 0 keeps it.
+          kept: more axes for ``kept``.
+        """
+        pairs = list(zip(self.filters, self.shardings, strict=True))
         return ActivationSharding(
-            [*zip(self.filters, self.shardings, strict=True), *(filters or {}).items()],
+            [*pairs, *(filters or {}).items()],
             gather=self.gather if gather is None else gather,
             infer=self.infer,
             strict=self.strict and not filters,

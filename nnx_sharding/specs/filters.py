@@ -1,8 +1,8 @@
 """NNX filters as predicates, and filters for paths.
 
-NNX has filters by type, by tag and by exact path. Here are those by pattern, and what messages need
-to know of any filter: whether it depends on paths or on values, and which words of it may be
-misspelt.
+A *filter* of NNX chooses Variables: by type, by tag or by exact path; its *predicate* is a function
+``(path, variable) -> bool``. Here are filters by pattern, and what messages need to know of any
+filter: whether it depends on paths or on values, and which words of it may be misspelt.
 """
 
 from __future__ import annotations
@@ -53,13 +53,19 @@ def module_predicate(filter_: object) -> Predicate:
 
 
 def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
-    """Returns what is probably wrong with a filter that matches no path with these keys."""
+    """Returns what is probably wrong with a filter that matches nothing, for the end of a message.
+
+    Args:
+      filter_: the filter.
+      keys: the keys in all paths of the model, one of which may have been meant.
+    """
     names = list(map(str, keys))
     words = _words(filter_)
     # A glob is a valid regular expression nearly always, but matches other paths.
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
         return f".{hint.removesuffix('.')}"
-    near = next(filter(None, (suggestion(x, names) for x in words if x not in names)), "")
+    suggestions = [suggestion(word, names) for word in words if word not in names]
+    near = next((text for text in suggestions if text), "")
     # Elsewhere strings are patterns for paths, so this is the commonest mistake.
     if isinstance(filter_, str) and (near or not set(names).isdisjoint(words)):
         return f"; a string is a tag here: for paths, write PathRegex({filter_!r})"
@@ -91,19 +97,19 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
 
 
 def subject_text(subject: object) -> str:
-    """Returns a Variable or an array as text: ``Param of shape (2,)``."""
-    is_array = isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-    is_ref = _compat.is_ref(subject)
-    kind = type(subject).__name__
-    if is_array:
+    """Returns a Variable or an array as text, for messages: ``Param of shape (2,)``."""
+    if isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         kind = "array"
-    elif is_ref:
+    elif _compat.is_ref(subject):
         kind = "Ref"
+    else:
+        kind = type(subject).__name__
     shape = getattr(subject, "shape", None)
     if shape is not None:
         return f"{kind} of shape {shape}"
+    # A Variable of a pytree has no shape of its own, but those of its arrays.
     value = _compat.get_value(subject) if _compat.is_variable(subject) else subject
-    shapes = dict.fromkeys(str(getattr(x, "shape", ())) for x in jax.tree.leaves(value))
+    shapes = dict.fromkeys(str(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(value))
     return f"{kind} with arrays of shape {', '.join(shortened(shapes))}" if shapes else kind
 
 
@@ -213,7 +219,11 @@ class PathGlob(PathPattern):
     """
 
     def _regex(self) -> str:
-        """Returns the regular expression for the pattern, made key by key."""
+        """Translates the glob to a regular expression: ``a/*/c`` to ``a/[^/]*/c``, key by key.
+
+        Raises:
+          ValueError: a key is empty, or has ``**`` beside other characters.
+        """
         if not isinstance(self.pattern, str):
             raise TypeError(f"PathGlob takes a string, not {self.pattern!r}.")
         # A slash separates keys; there is none before the first, and ``**`` matches its own.
@@ -226,7 +236,9 @@ class PathGlob(PathPattern):
             else:
                 regex += slash + _GLOB_PART.sub(_part_regex, key)
                 slash = "/"
-        return rf"(?s)\A(?=.){regex}\Z" if slash else ""
+        if not slash:  # only `**`, which matches everything
+            return ""
+        return rf"(?s)\A(?=.){regex}\Z"  # the full path, which is not empty
 
 
 def glob_hint(text: str) -> str:

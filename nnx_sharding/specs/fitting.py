@@ -7,7 +7,9 @@ dimensions, and if the sizes of the axes of an entry divide the dimension:
                              P("model")               (6, 8)                      6 % 4 ≠ 0
 
 JAX checks the same, but one array at a time, in a trace or when it is placed. Here all misfits of a
-model are found before, and what does not divide can be corrected (``on_indivisible``).
+model are found before, and what does not divide can be corrected (``on_indivisible``). An *entry*
+is what a ``PartitionSpec`` (a *spec*) says of one dimension: a mesh axis, a tuple of them, None, or
+``UNCONSTRAINED``, which leaves the dimension to the compiler.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def fit_sharding(
     pair = spec_and_mesh(sharding, mesh)
     if pair is None:
         return _fit_without_spec(sharding, shape)
-    spec, mesh = pair
+    declared, mesh = pair
+    spec = declared
     corrections: list[Mismatch] = []
     if lenient and shape is not None:
         # Entries beyond the rank that name no axis say nothing, and are left out without a word.
@@ -116,19 +119,17 @@ def fit_sharding(
         spec = keep_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
         problems += _unconstrained(spec)
-    # Whether an entry divides its dimension is only known for axes that the mesh has.
-    if shape is not None and not problems:
-        if len(spec) > len(shape):
-            problems = [_too_long(spec, shape)]
-        indivisible = [] if problems else list(_indivisible(spec, mesh.shape, shape))
+    # The sizes of the axes are only known, and compared, if the mesh has all of them.
+    if shape is not None and not problems and len(spec) > len(shape):
+        problems.append(_too_long(spec, shape))
+    elif shape is not None and not problems:
+        indivisible = list(_indivisible(spec, mesh.shape, shape))
         if on_indivisible == "error":
             problems += indivisible
         elif indivisible:
             corrections += indivisible
-            dimensions = zip(shape, spec.partitions, strict=False)
-            entries = () if on_indivisible == "replicate" else _dividing(dimensions, mesh.shape)
-            spec = with_entries(spec, entries)
-    fitting = sharding if spec is pair[0] else replace_spec(sharding, spec)
+            spec = _corrected(spec, mesh.shape, shape, on_indivisible)
+    fitting = sharding if spec is declared else replace_spec(sharding, spec)
     return Fit(sharding, shape, fitting, tuple(corrections), tuple(problems))
 
 
@@ -154,7 +155,13 @@ def _unconstrained(spec: PartitionSpec) -> Iterator[Mismatch]:
 def _unusable(
     spec: PartitionSpec, mesh: AnyMesh, usable: Collection[AxisName] | None
 ) -> Iterator[Mismatch]:
-    """Yields the axes that a spec cannot use."""
+    """Yields what is wrong with the axes that a spec names, whatever the shape of the array.
+
+    Args:
+      spec: the spec.
+      mesh: its mesh.
+      usable: the axes that may be named; None for all over which no function is mapped.
+    """
     # Within a `shard_map`, the function is mapped over the Manual axes.
     mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
     auto = axes_of_type(mesh, AxisType.Auto)
@@ -187,22 +194,38 @@ def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
 def _indivisible(
     spec: PartitionSpec, sizes: Mapping[AxisName, int], shape: Sequence[int]
 ) -> Iterator[Mismatch]:
-    """Yields the dimensions that their axes do not divide."""
+    """Yields the dimensions of an array that the axes of their entries do not divide.
+
+    Args:
+      spec: the spec; it may have fewer entries than the array has dimensions.
+      sizes: the size of each mesh axis.
+      shape: the shape of the array.
+    """
     for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
         axes = axes_of(entry)
-        parts = _parts(entry, sizes)
-        if size % parts:
+        num_parts = _num_parts(entry, sizes)
+        if size % num_parts:
             product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
-            total = f" = {parts}" if len(axes) > 1 else ""
+            total = f" = {num_parts}" if len(axes) > 1 else ""
             reason = f"dimension {dimension} of size {size} is not divisible by {product}{total}"
             yield Mismatch(reason, "indivisible")
 
 
-def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[AxisName, int]) -> Iterator[Any]:
-    """Yields the entries of a spec without the axes that do not divide their dimensions."""
-    for size, entry in pairs:
-        # The last prefix is None, which divides every size.
-        yield next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
+def _corrected(
+    spec: PartitionSpec,
+    sizes: Mapping[AxisName, int],
+    shape: Sequence[int],
+    on_indivisible: OnIndivisible,
+) -> PartitionSpec:
+    """Returns a spec without entries, or without the axes that do not divide their dimensions."""
+    if on_indivisible == "replicate":
+        return with_entries(spec, ())
+    entries = []
+    for size, entry in zip(shape, spec.partitions, strict=False):
+        # The last choice is None, which divides every size.
+        fitting = (part for part in _prefixes(entry) if size % _num_parts(part, sizes) == 0)
+        entries.append(next(fitting))
+    return with_entries(spec, entries)
 
 
 def possible_corrections(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
@@ -221,7 +244,7 @@ def _prefixes(entry: object) -> list[Any]:
     return [entry, *(_entry(axes[:count]) for count in reversed(range(len(axes))))]
 
 
-def _parts(entry: object, sizes: Mapping[AxisName, int]) -> int:
+def _num_parts(entry: object, sizes: Mapping[AxisName, int]) -> int:
     """Returns into how many parts an entry of a spec divides a dimension."""
     return math.prod(sizes[axis] for axis in axes_of(entry))
 
@@ -253,21 +276,22 @@ def axes_of_type(mesh: AnyMesh, axis_type: AxisType) -> frozenset[Any]:
 
 
 def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
-    """Returns a spec with only some of the axes that it names; UNCONSTRAINED stays."""
+    """Returns a spec with only those of its axes that are in ``axes``; UNCONSTRAINED stays."""
     entries: list[Any] = []
     for entry in spec.partitions:
         if entry is PartitionSpec.UNCONSTRAINED:
             entries.append(entry)
         else:
-            entries.append(_entry(tuple(axis for axis in axes_of(entry) if axis in axes)))
+            kept = tuple(axis for axis in axes_of(entry) if axis in axes)
+            entries.append(_entry(kept))
     unreduced = spec.unreduced.intersection(axes)
     reduced = spec.reduced.intersection(axes)
-    if not unreduced:  # JAX refuses a kind of reduction without axes
+    if not unreduced:  # `update` keeps the kind of reduction, which JAX refuses without axes
         return PartitionSpec(*entries, reduced=reduced)
-    part: PartitionSpec = spec.update(
+    kept_spec: PartitionSpec = spec.update(
         partitions=tuple(entries), unreduced=unreduced, reduced=reduced
     )
-    return part
+    return kept_spec
 
 
 def pad_entries(spec: PartitionSpec, rank: int) -> list[Any]:
@@ -372,15 +396,18 @@ def describe_mesh(mesh: AnyMesh | None) -> str:
 
 
 def describe_both(sharding: Any, other: object) -> tuple[str, str]:
-    """Returns short texts for two different shardings, with the part in which they differ."""
-    short = describe(sharding), describe(other)
-    if short[0] != short[1]:
-        return short
-    if isinstance(sharding, NamedSharding) and isinstance(other, NamedSharding):
-        if sharding.mesh != other.mesh:
-            meshes = describe_mesh(sharding.mesh), describe_mesh(other.mesh)
-            # Meshes of one shape may have other devices, which the long text shows.
-            meshes = meshes if meshes[0] != meshes[1] else (str(sharding.mesh), str(other.mesh))
-            return f"{short[0]} on mesh {meshes[0]}", f"{short[1]} on mesh {meshes[1]}"
-        return f"{short[0]} in {sharding.memory_kind}", f"{short[1]} in {other.memory_kind}"
-    return str(sharding), str(other)
+    """Returns a text for each of two different shardings, short but with their difference.
+
+    Specs alone are enough if they differ; otherwise the mesh is added, or the kind of memory.
+    """
+    text, other_text = describe(sharding), describe(other)
+    if text != other_text:
+        return text, other_text
+    if not isinstance(sharding, NamedSharding) or not isinstance(other, NamedSharding):
+        return str(sharding), str(other)
+    if sharding.mesh == other.mesh:
+        return f"{text} in {sharding.memory_kind}", f"{other_text} in {other.memory_kind}"
+    mesh, other_mesh = describe_mesh(sharding.mesh), describe_mesh(other.mesh)
+    if mesh == other_mesh:  # other devices, which the long text shows
+        mesh, other_mesh = str(sharding.mesh), str(other.mesh)
+    return f"{text} on mesh {mesh}", f"{other_text} on mesh {other_mesh}"

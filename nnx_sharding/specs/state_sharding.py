@@ -1,4 +1,8 @@
-"""``StateSharding``: one sharding for each part of a model, chosen by NNX filters."""
+"""``StateSharding``: one sharding for each part of a model, chosen by NNX filters.
+
+It is an ordered list of *filters*, each with a sharding; the first that matches the path of a
+Variable decides. A filter of NNX is a type of Variables, a tag, a pattern for paths, or a function.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +85,7 @@ class StateSharding:
         on_indivisible: OnIndivisible | None = None,
         activations: ActivationSharding | None = None,
     ):
+        """Reads the filters and shardings; raises a TypeError that lists all invalid ones."""
         if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
             raise ValueError(
                 f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."
@@ -94,14 +99,16 @@ class StateSharding:
         head = "StateSharding: expected shardings, got:"
         remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
         raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
-        # The search of a pattern is called directly, for speed: there may be many patterns.
         predicates = [to_predicate(filter_) for filter_, _ in pairs]
+        # The search of a pattern is called directly, for speed: there may be many patterns.
+        searches = [p.search if isinstance(p, PathPattern) else None for p in predicates]
+        # Through `vars`, as the class is frozen.
         vars(self).update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(sharding for _, sharding in pairs),
             on_indivisible=on_indivisible,
             activations=activations,
-            _tests=[(p, p.search if isinstance(p, PathPattern) else None) for p in predicates],
+            _tests=list(zip(predicates, searches, strict=True)),
         )
 
     @property
@@ -180,19 +187,22 @@ def filters_text(rules: StateSharding) -> str:
 
 
 def filter_remedy(rules: StateSharding, subjects: Iterable[object]) -> str:
-    """Returns what to do about Variables or arrays that no filter matches."""
-    if not any(isinstance(x, Paths) for x in rules.filters):
-        has_axes = any(isinstance(x, Axis) for x in rules.shardings)
-        default = "None" if has_axes else "PartitionSpec()"
+    """Returns the end of an error about Variables or arrays that no filter matches: what to do."""
+    if not any(isinstance(filter_, Paths) for filter_ in rules.filters):
+        # The user wrote the filters: a last one, for all that is left, may be missing.
+        is_of_axes = any(isinstance(sharding, Axis) for sharding in rules.shardings)
+        default = "None" if is_of_axes else "PartitionSpec()"
         return f"Add one for these, or a last entry `...: {default}`."
-    types = dict.fromkeys(map(type, subjects))
+    # A strategy made the filters, which list all paths of the model that it was given.
+    remedy = "call the strategy again for this model"
+    types = list(dict.fromkeys(map(type, subjects)))
     # A filter for parameters would replace the shardings of all others.
-    is_safe = all(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in types)
-    entries = ", ".join(f"{variable_type.__name__}: P()" for variable_type in types)
-    override = f", or add nnx_sharding.partition.override(sharding, {{{entries}}})"
+    if all(issubclass(t, nnx.Variable) and not issubclass(t, nnx.Param) for t in types):
+        entries = ", ".join(f"{variable_type.__name__}: P()" for variable_type in types)
+        remedy += f", or add nnx_sharding.partition.override(sharding, {{{entries}}})"
     return (
         "The sharding lists the paths of another model, or of an earlier structure of this one: "
-        f"call the strategy again for this model{override if is_safe else ''}."
+        f"{remedy}."
     )
 
 
@@ -216,14 +226,18 @@ def is_single_spec(x: object) -> bool:
 
 
 def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
-    """Returns pairs of filters and what they choose; of a state, one for all equal choices."""
-    is_state = isinstance(given, nnx.State)
-    if isinstance(given, Mapping) and not is_state:  # nested dicts are like a State
+    """Returns what a user passed to ``StateSharding`` as pairs of a filter and a sharding.
+
+    Args:
+      name: the class, for messages.
+      given: a mapping, pairs, or an ``nnx.State`` (or nested dicts) with a sharding at each path.
+        Of the latter, all paths with equal shardings become one filter.
+    """
+    if isinstance(given, Mapping) and not isinstance(given, nnx.State):
         is_nested = any(isinstance(value, Mapping) for value in given.values())
         if is_nested and all(isinstance(key, str | int) for key in given):
             given = nnx.State(given)
-            is_state = True
-    if not is_state:
+    if not isinstance(given, nnx.State):
         return filter_pairs(name, given)
     paths: dict[Any, list[Path]] = {}
     for path, leaf in nnx.to_flat_state(given):
