@@ -295,7 +295,8 @@ def _divides(
     """Whether mesh axes together divide a dimension; also if shape or mesh are not known."""
     if mesh is None or shape is None:
         return True
-    return shape[dimension] % math.prod(mesh.shape[axis] for axis in axes) == 0
+    num_parts: int = math.prod(mesh.shape[axis] for axis in axes)
+    return shape[dimension] % num_parts == 0
 
 
 def _is_rule(name: object, entry: object) -> bool:

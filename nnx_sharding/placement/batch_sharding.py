@@ -1,9 +1,14 @@
 """The rows of a global batch that each process holds, and the sharding of each of its arrays.
 
-The first dimension of each array is the rows of the batch. All arrays with rows must be sharded so
-that a process holds the same rows of each; ``process_rows`` computes which. The first batch of an
-iteration decides on structure, shapes and dtypes (``BatchSharding``), and all others must be alike:
-a training step would be compiled again for another shape.
+A *row* is one example: an index along the first dimension of the arrays of a batch. Each process
+loads only the rows that its devices hold, its *own rows*:
+
+    P("data") over 4 devices, 2 processes, 8 rows     process 0: rows 0 to 3    process 1: 4 to 7
+
+All arrays with rows must be sharded so that a process holds the same rows of each; ``process_rows``
+computes which. The first batch of an iteration decides on structure, shapes and dtypes
+(``BatchSharding``), and all others must be alike: a training step would be compiled again for
+another shape. A leaf of a batch whose spec is None is *passed through*, and may be anything.
 """
 
 from __future__ import annotations
@@ -76,9 +81,10 @@ def process_rows(
       slice(16, 32, None)
     """
     check_integer("process_rows", "batch_size", batch_size)
-    rows = jax.ShapeDtypeStruct((0,), np.bool_)  # 0 rows, which every spec divides
+    # Of 0 rows, which every spec divides: the number of rows is checked below.
+    abstract = jax.ShapeDtypeStruct((0,), np.bool_)
     specs = Specs(sharding)
-    [concrete] = _assigned("process_rows", "rows", rows, specs, mesh, trim_to_rank)
+    [concrete] = _assigned("process_rows", "rows", abstract, specs, mesh, trim_to_rank)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
     check_has_devices("process_rows", concrete)
@@ -146,14 +152,19 @@ def _axes(sharding: Sharding) -> str:
 def rows_by_process(
     sharding: Sharding, size: int, process_of: Callable[[jax.Device], int] | None = None
 ) -> dict[int, Rows]:
-    """Returns the rows of a batch of ``size`` rows that each process holds."""
-    blocks: dict[int, set[tuple[int, int]]] = {}
+    """Returns the indices of the rows that each process holds, of a batch of ``size`` rows.
+
+    ``process_of`` maps a device to its process; None for the real one.
+    """
+    blocks: dict[int, set[tuple[int, int]]] = {}  # by process, the first row and the end of each
     indices: Mapping[Any, tuple[slice, ...]] = _of_rows(sharding).devices_indices_map((size,))
-    for device, index in indices.items():
+    for device, (row_slice,) in indices.items():
         process = device.process_index if process_of is None else process_of(device)
-        blocks.setdefault(process, set()).add(index[0].indices(size)[:2])
+        start, end, _ = row_slice.indices(size)
+        # A set, since several devices of a process may hold the same rows.
+        blocks.setdefault(process, set()).add((start, end))
     return {
-        process: np.concatenate([np.arange(*block) for block in sorted(blocks[process])])
+        process: np.concatenate([np.arange(start, end) for start, end in sorted(blocks[process])])
         for process in sorted(blocks)
     }
 
@@ -205,52 +216,62 @@ class BatchSharding:
             if leaf.has_rows and leaf.sharding is not None
         ]
         if not self._by_rows:
+            found = ", ".join(map(str, self.leaves)) or "it is empty"
             raise ValueError(
-                f"{_NAME}: the batch has no array with rows: "
-                + (", ".join(map(str, self.leaves)) or "it is empty")
-                + ". Give at least one array with a leading dimension, and a spec for it."
+                f"{_NAME}: the batch has no array with rows: {found}. Give at least one array with "
+                "a leading dimension, and a spec for it."
             )
         # The rows are sharded like the leaf with the most shards along them.
-        self.rows = _of_rows(max((s for _, s in self._by_rows), key=_parts))
+        shardings_of_rows = [sharding for _, sharding in self._by_rows]
+        self.rows = _of_rows(max(shardings_of_rows, key=_parts))
         self.size = 0  # of a full global batch, once it is set
         self.own_rows: Rows = np.arange(0)  # the rows of such a batch that this process holds
 
     def arrays(self, batch: Any) -> list[HostArray]:
-        """Returns the leaves of a batch, which must be like the first one, as host arrays."""
+        """Returns the leaves of a batch as host arrays, checked to be like those of the first one.
+
+        Raises:
+          ValueError: the structure, shapes or dtypes differ; or integers do not fit JAX's.
+          TypeError: a leaf is not an array, and is not passed through.
+        """
         paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
         names = [leaf.name for leaf in self.leaves]
         if treedef != self._treedef:
-            found = _names(paths)
-            lines = [f"  {name}: new" for name in found if name not in names]
-            lines += [f"  {name}: missing" for name in names if name not in found]
+            new_names = _names(paths)
+            lines = [f"  {name}: new" for name in new_names if name not in names]
+            lines += [f"  {name}: missing" for name in names if name not in new_names]
             raise_listed(
                 ValueError,
                 f"{_NAME}: the structure of this batch differs from that of the first one:",
                 lines or [f"  {treedef}, in the first batch {self._treedef}"],
             )
-        shardings = [leaf.sharding for leaf in self.leaves]
-        pairs = zip(paths, shardings, strict=True)
-        arrays = [x if sharding is None else _host_array(x) for (_, x), sharding in pairs]
-        _check_arrays(names, arrays, shardings)
-        leaves = zip(arrays, self.leaves, strict=True)
-        placed = [(x, leaf) for x, leaf in leaves if leaf.sharding is not None]
+        arrays = [
+            value if leaf.sharding is None else _host_array(value)
+            for (_, value), leaf in zip(paths, self.leaves, strict=True)
+        ]
+        _check_arrays(names, arrays, [leaf.sharding for leaf in self.leaves])
+        placed = [
+            (array, leaf)
+            for array, leaf in zip(arrays, self.leaves, strict=True)
+            if leaf.sharding is not None
+        ]
         raise_listed(
             ValueError,
             f"{_NAME}: these leaves differ from those of the first batch:",
-            [f"  {leaf} became {_kind(x)}" for x, leaf in placed if _kind(x) != leaf.kind],
+            [f"  {leaf} became {kind}" for x, leaf in placed if (kind := _kind(x)) != leaf.kind],
             "A training step would be compiled for each shape: pad them to one shape, or use a "
             "separate shard_batches for each.",
         )
         raise_listed(
             ValueError,
             f"{_NAME}: these integers do not fit the 32 bits that JAX has:",
-            [f"  {leaf}, {value}" for x, leaf in placed if (value := _wrapping(x))],
+            [f"  {leaf}, {limits}" for x, leaf in placed if (limits := _wrapping(x))],
             "Set jax_enable_x64, or make them smaller.",
         )
         return arrays
 
     def count(self, arrays: Sequence[HostArray]) -> int:
-        """Returns the number of rows of a batch, in which all leaves must agree."""
+        """Returns the number of rows that this process has of a batch; all leaves must agree."""
         pairs = zip(self.leaves, arrays, strict=True)
         counts = {leaf.name: len(array) for leaf, array in pairs if leaf.has_rows}
         if len(set(counts.values())) > 1:
@@ -264,23 +285,30 @@ class BatchSharding:
         return next(iter(counts.values()))
 
     def set_size(self, size: int | None, loaded: int, *, is_alone: bool) -> None:
-        """Sets the number of rows of a full global batch.
+        """Sets the number of rows of a full global batch, and finds those of this process.
 
-        None is the least size into which the rows fit that this process has ``loaded``, as if all
-        processes had loaded in proportion to their parts.
+        Args:
+          size: the number of rows of all processes. None for the least that the ``loaded`` rows
+            fit into, as if all processes had loaded in proportion to their parts.
+          loaded: the number of rows that this process has of the first batch.
+          is_alone: whether no other process has devices of the sharding.
+
+        Raises:
+          ValueError: leaves cannot be sharded evenly, or so that a process has the same rows of
+            each.
         """
         if size is None:
             parts = _parts(self.rows)
             own_parts = len(rows_by_process(self.rows, parts)[jax.process_index()])
-            size = -(-loaded * parts // own_parts)
+            size = math.ceil(loaded * parts / own_parts)
         self.size = size
-        good = _next_size(size, math.lcm(*(_parts(s) for _, s in self._by_rows)))
+        divisible = _next_size(size, math.lcm(*(_parts(x) for _, x in self._by_rows)))
         raise_listed(
             ValueError,
             f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
-            [f"  {name} by {_axes(s)}" for name, s in self._by_rows if size % _parts(s)],
-            f"Load {good} rows, or pass uneven='pad' with batch_size={good}, which pads each "
-            "batch.",
+            [f"  {name} by {_axes(x)}" for name, x in self._by_rows if size % _parts(x)],
+            f"Load {divisible} rows, or pass uneven='pad' with batch_size={divisible}, which pads "
+            "each batch.",
         )
         held = rows_by_process(self.rows, size)
         self.own_rows = held[jax.process_index()]
@@ -299,23 +327,27 @@ class BatchSharding:
         )
 
     def place(self, arrays: Sequence[HostArray], mask: HostArray | None = None) -> Any:
-        """Returns the global batch, paired with the mask if there is one.
+        """Assembles a global batch from the rows of this process, paired with a mask if given.
 
-        ``arrays``, and ``mask`` of shape (own rows,), are full: they have all of ``own_rows``.
+        Args:
+          arrays: the leaves of the batch, with all rows that this process holds.
+          mask: of shape (own rows,), which of these rows were loaded and not filled in.
         """
         leaves, local = list(self.leaves), list(arrays)
         if mask is not None:
             leaves.append(Leaf("mask", self.rows, "bool[rows]", has_rows=True))
             local.append(mask)
-        places = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None]
-        shapes = [(self.size, *local[i].shape[1:]) if leaves[i].has_rows else () for i in places]
-        placed = jax.make_array_from_process_local_data(
-            [leaves[i].sharding for i in places], [local[i] for i in places], shapes
+        placed = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None]
+        global_arrays = jax.make_array_from_process_local_data(
+            [leaves[i].sharding for i in placed],
+            [local[i] for i in placed],
+            [(self.size, *local[i].shape[1:]) if leaves[i].has_rows else () for i in placed],
         )
-        for i, array in zip(places, placed, strict=True):
-            local[i] = array
-        batch = self._treedef.unflatten(local[: len(arrays)])
-        return batch if mask is None else (batch, local[-1])
+        results: list[Any] = local  # what is passed through stays
+        for i, array in zip(placed, global_arrays, strict=True):
+            results[i] = array
+        batch = self._treedef.unflatten(results[: len(arrays)])
+        return batch if mask is None else (batch, results[-1])
 
 
 def _are_equal(one: Mapping[int, Rows], other: Mapping[int, Rows]) -> bool:
@@ -329,15 +361,24 @@ def _shardings(
     specs: Specs,
     mesh: Mesh | AbstractMesh | None,
 ) -> list[Sharding | None]:
-    """Returns the sharding of each leaf, with specs that fit all dimensions except the rows."""
+    """Returns the sharding of each leaf of a batch; None for a leaf that is passed through.
+
+    Args:
+      treedef: the structure of the batch.
+      arrays: the leaves; an error for one that is not an array, which is reported later.
+      specs: the user's specs, which have to fit all dimensions except the rows.
+      mesh: the mesh of each ``PartitionSpec``.
+    """
     # Loaded rows may be fewer than the rows of a batch, so each array counts as one with a number
     # of rows that any mesh axis divides.
     devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
-    rows = math.lcm(*devices, 1 if mesh is None else mesh.size)
+    num_rows = math.lcm(*devices, 1 if mesh is None else mesh.size)
 
-    def abstract(x: HostArray | TypeError) -> jax.ShapeDtypeStruct:
-        shape = getattr(x, "shape", ())  # an error has none, and is reported later
-        return jax.ShapeDtypeStruct((rows, *shape[1:])[: len(shape)], getattr(x, "dtype", bool))
+    def abstract(array: HostArray | TypeError) -> jax.ShapeDtypeStruct:
+        shape = getattr(array, "shape", ())
+        if shape:
+            shape = (num_rows, *shape[1:])
+        return jax.ShapeDtypeStruct(shape, getattr(array, "dtype", bool))
 
     def adapt(spec: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         return spec if leaf.shape else trim_to_rank(spec, leaf)  # a number is the same for all rows
@@ -356,7 +397,8 @@ def _assigned(
 ) -> list[Sharding | None]:
     """Returns the sharding of each array of a tree, of specs that ``adapt`` fits to its rank."""
     options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}
-    return assign_shardings(tree, flatten(tree), specs, mesh=mesh, **options)[1]
+    _, shardings = assign_shardings(tree, flatten(tree), specs, mesh=mesh, **options)
+    return shardings
 
 
 def _names(paths: Sequence[tuple[Sequence[Any], Any]]) -> list[str]:
@@ -384,14 +426,21 @@ def _check_arrays(
     shardings: Sequence[Sharding | None],
 ) -> None:
     """Raises an error that lists all leaves with a sharding that are not arrays."""
-    found = zip(names, arrays, shardings, strict=True)
-    wrong = [f"  {n}: {x}" for n, x, s in found if s is not None and isinstance(x, TypeError)]
+    wrong = [
+        f"  {name}: {array}"
+        for name, array, sharding in zip(names, arrays, shardings, strict=True)
+        if sharding is not None and isinstance(array, TypeError)
+    ]
     remedy = "Leave them out, or give them the spec None, which passes them through."
     raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
 
 
 def _host_array(x: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
-    """Returns an array that shares memory with ``x`` if possible, or a TypeError saying why not."""
+    """Returns a leaf of a batch as an array, which shares its memory if possible.
+
+    What is no array becomes a ``TypeError`` that says why. It is returned and not raised: the spec
+    of the leaf may be None, which passes it through, and one error lists all others.
+    """
     if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
         return np.asarray(x, jnp.result_type(type(x)))
     if isinstance(x, jax.Array):
@@ -400,6 +449,7 @@ def _host_array(x: Any) -> Any:  # HostArray | TypeError; a checked leaf is an a
         array = np.asarray(x if isinstance(x, np.ndarray | np.generic) else _converted(x))
     except TypeError as error:
         return error
+    # Objects, bytes, text, dates and time spans; also records, which JAX does not have either.
     if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
         return TypeError(f"an array of dtype {array.dtype}")
     return array
@@ -419,17 +469,24 @@ def _converted(x: object) -> np.ndarray[Any, Any]:
 
 
 def pad_rows(array: HostArray, rows: int, filler: HostArray | int | None) -> HostArray:
-    """Returns the array with ``rows`` rows: repeats its last row, or ``filler`` if it has none.
+    """Fills an array up to a number of rows, with copies of its last row.
 
     Zeros might become NaN in a model, which a mask does not remove from a sum.
+
+    Args:
+      array: the array, of shape (at most ``rows``, …).
+      rows: the number of rows of the result.
+      filler: the row, of shape (1, …), with which an array without rows is filled.
     """
     count = len(array)
     if count == rows:
         return array
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        words = np.asarray(jax.random.key_data(filler)) if isinstance(filler, jax.Array) else filler
-        new = jnp.asarray(pad_rows(np.asarray(jax.random.key_data(array)), rows, words))
-        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(array))
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # NumPy has no keys, but their integers
+        key_data = np.asarray(jax.random.key_data(array))
+        is_key = isinstance(filler, jax.Array)
+        filler = np.asarray(jax.random.key_data(filler)) if is_key else filler
+        padded = jnp.asarray(pad_rows(key_data, rows, filler))
+        return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(array))
     source = np.asarray(array)
     result = np.empty((rows, *source.shape[1:]), source.dtype)
     result[:count] = source

@@ -209,10 +209,13 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         Raises:
           TypeError: the loader's iterator has no ``get_state`` (Grain's iterators have it).
         """
-        self._method("get_state")
+        self._method("get_state")  # raises the error if the loader has none
         size, loader = self._state
-        kind = "text" if isinstance(loader, bytes) else "loader"
-        state = {"batch_size": size, kind: loader.decode() if kind == "text" else loader}
+        state = {"batch_size": size}
+        if isinstance(loader, bytes):  # JSON has no bytes: another key says that it was bytes
+            state["text"] = loader.decode()
+        else:
+            state["loader"] = loader
         return json.dumps(state).encode()
 
     def set_state(self, state: bytes) -> None:
@@ -228,9 +231,9 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         """
         set_state = self._method("set_state")
         try:
-            found = json.loads(state)
-            size = found["batch_size"]
-            loader = found["text"].encode() if "text" in found else found["loader"]
+            fields = json.loads(state)
+            size = fields["batch_size"]
+            loader = fields["text"].encode() if "text" in fields else fields["loader"]
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
         self._feed.stop(None)  # its thread uses the loader
@@ -256,7 +259,12 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
 
 def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
-    """Returns the processes that have devices of the shardings, none of which may be abstract."""
+    """Returns the indices of the processes that have devices of the user's shardings.
+
+    Raises:
+      NoMeshError: a ``PartitionSpec`` has no mesh.
+      ValueError: a mesh is abstract, or a spec is a ``Format``, which also has a memory layout.
+    """
     if mesh is None and specs.has_partition_spec:
         raise no_mesh(_NAME)
     devices: set[jax.Device] = set()

@@ -36,7 +36,10 @@ class Feed(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def take(self) -> T:
-        """Returns the next result; after all of them, raises what ``make`` raised."""
+        """Returns the next result, and waits for it; after all of them, raises ``make``'s error.
+
+        After ``StopIteration``, or once the feed is stopped, that is ``StopIteration``.
+        """
         with self._change:
             if self._depth == 0:
                 self._make_one()
@@ -44,13 +47,13 @@ class Feed(Generic[T]):
                 self._start()
             self._change.wait_for(lambda: self._ready or self._over or self._stopped)
             if self._ready:
-                self._change.notify_all()
+                self._change.notify_all()  # the thread may wait for room
                 return self._ready.popleft()
-            error, self._error = self._error, None
+            error, self._error = self._error, None  # an error is raised once
         try:
             raise StopIteration if error is None else error
         finally:
-            del error  # its traceback holds this frame
+            del error  # its traceback holds this frame, and this frame would hold it
 
     def stop(self, wait: float | None = 0.0) -> None:
         """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread."""
@@ -84,11 +87,11 @@ class Feed(Generic[T]):
             return not self._stopped
 
     def _make_one(self) -> None:
-        """Makes one batch ahead, and hands it or the error to the consumer."""
+        """Calls ``make`` once, and hands its result or error to the consumer."""
         if self._over:
             return
         try:
-            result = self._make()
+            result = self._make()  # without the lock: it may take long
         except BaseException as error:  # the consumer raises it, KeyboardInterrupt too
             with self._change:
                 self._error = None if isinstance(error, StopIteration) else error

@@ -3,10 +3,11 @@
     loader → host arrays → all rows of this process → global arrays
              (checked)     (padded or dropped)        (placed)
 
-A batch is full if it has all rows that this process's devices hold. Which processes hold which
-rows follows from the sharding, so no process asks another one. This also means that none can
-notice that another one has ended: with several processes, what would depend on the others is an
-error, and the loaders have to yield equally many batches.
+A *row* is one example, an index along the first dimension. A batch is *full* if it has all rows
+that this process's devices hold; what is done with one that has fewer is the option ``uneven``.
+Which processes hold which rows follows from the sharding, so no process asks another one. This also
+means that none can notice that another one has ended: with several processes, what would depend on
+the others is an error, and the loaders have to yield equally many batches.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class GlobalBatches(Iterator[Loaded]):
         self._last_rows: list[HostArray | None] = []  # of each leaf, to fill a batch without rows
 
     def __next__(self) -> Loaded:
-        """Returns the next global batch; skips batches without rows on any process."""
+        """Returns the next global batch, and the loader's state after it; skips dropped batches."""
         while True:
             try:
                 batch = next(self._source)
@@ -83,9 +84,12 @@ class GlobalBatches(Iterator[Loaded]):
                 return Loaded(value, self._sharding.size, state)
 
     def _shard(self, batch: Any) -> Any:
-        """Returns the global batch, with its mask if there is one; None to leave it out."""
+        """Turns the rows that this process loaded into a global batch; None to leave it out.
+
+        With ``uneven="pad"``, the result is a pair of the batch and the mask of loaded rows.
+        """
         options = self._options
-        if self._sharding is None:
+        if self._sharding is None:  # the first batch decides for all
             self._sharding = BatchSharding(batch, options.specs, options.mesh)
         sharding = self._sharding
         arrays = sharding.arrays(batch)
@@ -100,15 +104,16 @@ class GlobalBatches(Iterator[Loaded]):
         full = len(sharding.own_rows)
         if rows > full:
             raise ValueError(self._describe(rows, "more"))
-        if rows < full and options.uneven != "pad":
-            return self._leave_out(rows)
-        if options.uneven != "pad":
-            return sharding.place(arrays)
-        mask = np.arange(full) < rows
-        return sharding.place(self._fill(arrays, rows, full), mask)
+        if options.uneven == "pad":
+            mask = np.arange(full) < rows  # (own rows,)
+            return sharding.place(self._fill(arrays, rows, full), mask)
+        if rows < full:
+            self._leave_out(rows)
+            return None
+        return sharding.place(arrays)
 
     def _leave_out(self, rows: int) -> None:
-        """Counts a batch that is dropped, or raises an error if it must not be."""
+        """Counts a batch with too few rows that is dropped; raises an error if it must not be."""
         if self._options.uneven == "error":
             hint = "uneven='pad' fills it and gives a mask, uneven='drop' leaves it out"
             raise ValueError(f"{self._describe(rows, 'fewer')} {hint}.")
@@ -122,7 +127,10 @@ class GlobalBatches(Iterator[Loaded]):
         self._dropped += 1
 
     def _fill(self, arrays: Sequence[HostArray], rows: int, full: int) -> list[HostArray]:
-        """Repeats the last row, or the last row of an earlier batch if this one has none."""
+        """Fills the arrays of a short batch up to ``full`` rows, with copies of their last row.
+
+        A batch without rows gets the last row of an earlier one, or zeros if there was none.
+        """
         assert self._sharding is not None
         leaves = self._sharding.leaves
         # A process alone skips batches without rows, so it needs to keep nothing.
@@ -138,7 +146,10 @@ class GlobalBatches(Iterator[Loaded]):
         ]
 
     def _check_end(self) -> None:
-        """Raises an error where an iteration without any batch must be a mistake."""
+        """Raises an error if the loader ended, and no batch came of it: that is a mistake.
+
+        A loader that is empty is none if this process is alone.
+        """
         if self._has_yielded:
             return
         if not self._options.is_alone:

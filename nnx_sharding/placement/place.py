@@ -109,5 +109,6 @@ def trim_to_rank(spec: Any, leaf: Any) -> Any:
         return None
     if isinstance(spec, NamedSharding):
         return spec.update(spec=trim_to_rank(spec.spec, leaf))
-    is_spec = isinstance(spec, PartitionSpec)
-    return with_entries(spec, spec.partitions[: len(leaf.shape)]) if is_spec else spec
+    if isinstance(spec, PartitionSpec):
+        return with_entries(spec, spec.partitions[: len(leaf.shape)])
+    return spec
