@@ -483,8 +483,8 @@ def pad_rows(array: HostArray, rows: int, filler: HostArray | int | None) -> Hos
         return array
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # NumPy has no keys, but their integers
         key_data = np.asarray(jax.random.key_data(array))
-        is_key = isinstance(filler, jax.Array)
-        filler = np.asarray(jax.random.key_data(filler)) if is_key else filler
+        if isinstance(filler, jax.Array):
+            filler = np.asarray(jax.random.key_data(filler))
         padded = jnp.asarray(pad_rows(key_data, rows, filler))
         return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(array))
     source = np.asarray(array)

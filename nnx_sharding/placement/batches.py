@@ -211,7 +211,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         """
         self._method("get_state")  # raises the error if the loader has none
         size, loader = self._state
-        state = {"batch_size": size}
+        state: dict[str, Any] = {"batch_size": size}
         if isinstance(loader, bytes):  # JSON has no bytes: another key says that it was bytes
             state["text"] = loader.decode()
         else:
