@@ -1,9 +1,12 @@
 """Exports a function of ``jit`` or ``shard_map``.
 
-A program takes and returns flat arrays; the plan of the function says what they mean. JAX lowers
-the program, and the manifest writes the plan down as data: which array of the arguments is which
-input, and which output is which part of the result or a new value of which argument. What such data
-cannot say, a changed static attribute for example, is an error here.
+A program takes and returns a list of arrays. What they mean is known from tracing: the *plan* of a
+call has the *structure* of its arguments (``core/structure.py``), and the *outcome* that of what
+the function returned and changed. A structure describes modules without their arrays; the *slot* of
+an array is its index in the list. JAX lowers the program, and the *manifest* writes both down as
+data: which array of the arguments is which input, and which output is which part of the result or a
+new value of which argument. What such data cannot say, a changed static attribute for example, is
+an error here.
 """
 
 from __future__ import annotations
@@ -80,6 +83,7 @@ def export(
 
     @_compat.api_boundary
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
+        """Traces and lowers the function for these arguments."""
         _, plan, flat = fun._plan_without_running(args, kwargs)
         _check_refs(plan, flat.leaves)
         types = list(map(_type_of, flat.leaves, plan.shardings, plan.specs))
@@ -88,10 +92,12 @@ def export(
         )
         with _compat.no_source_locations(), fun._tracing(flat):  # equal functions make equal files
             lowered = call_with_explained_errors(plan, types, lower)
+        # Unflattened with numbers in place of arrays: the position of each output.
         count = lowered.out_tree.num_leaves
         *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))
         # Only arrays go into the file; the manifest says what they mean.
-        program = dataclasses.replace(lowered, out_tree=jax.tree_util.tree_structure((0,) * count))
+        out_tree = jax.tree_util.tree_structure((0,) * count)
+        program = dataclasses.replace(lowered, out_tree=out_tree)
         return Exported(_manifest(plan, outcome, groups, program), program)
 
     return for_arguments
@@ -113,29 +119,38 @@ def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
 
 
 def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
-    """Returns the arguments after the call, by slots of outputs.
+    """Returns the structure of the arguments after the call, also of objects that did not change.
 
-    The outcome leaves out objects that did not change. They get the slots of their inputs, inverted
-    (``~slot``), so that both kinds are told apart by their sign.
+    The outcome leaves those out, and its slots are those of outputs. An unchanged object gets the
+    slots of its inputs, inverted (``~slot``), so that both kinds are told apart by their sign.
     """
     before, after = plan.structure, outcome.structure
     entries, slots = list(after.entries), list(after.slots)
     for index, entry in enumerate(before.entries):
-        if entries[index] is None:
-            entries[index], slots[index] = entry, tuple(~slot for slot in before.slots[index])
+        if entries[index] is None:  # unchanged
+            entries[index] = entry
+            slots[index] = tuple(~slot for slot in before.slots[index])
     root_slots = tuple(~slot for slot in before.root_slots)
     return Structure(tuple(entries), before.root, tuple(slots), root_slots, before.statics)
 
 
 def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> None:
-    """Rejects changes of the arguments that arrays by path cannot express."""
+    """Raises a ValueError for changes of the arguments that arrays by path cannot express.
+
+    Args:
+      plan: the structure of the arguments before the call.
+      outcome: what the call changed.
+      arguments: the structure of the arguments after the call, to list the differences.
+    """
     before, after = plan.structure, outcome.structure
-    changes = [(change.node, *changed) for change in outcome.nodes for changed in change.changed]
-    if not (outcome.metadata or outcome.statics or any(c.removed for c in outcome.nodes)) and all(
-        key == _compat.STATUSES
-        or _is_expressible(parts_of(before.entries[node]).get((key,)), child, before, after)
-        for node, key, child, _ in changes
-    ):
+    is_expressible = not outcome.metadata and not outcome.statics
+    for node in outcome.nodes:
+        old_parts = parts_of(before.entries[node.node])
+        is_expressible &= not node.removed and all(
+            key == _compat.STATUSES or _is_expressible(old_parts.get((key,)), new, before, after)
+            for key, new, _ in node.changed
+        )
+    if is_expressible:
         return
     lines = differences((plan.signature, before), (plan.signature, arguments))
     text = message(
@@ -162,10 +177,20 @@ def _is_expressible(old: Child | None, new: Child, before: Structure, after: Str
 def _manifest(
     plan: Plan, outcome: Outcome, groups: Sequence[Any], program: jax.export.Exported
 ) -> Manifest:
-    """Describes arguments, result and changes of a program; ``groups`` are its outputs."""
+    """Describes the arguments, the result and the changes of a program as data.
+
+    Args:
+      plan: the plan of the call, with the structure of its arguments.
+      outcome: what the call returned and changed.
+      groups: the outputs of the traced function in its own groups, as positions in the program.
+      program: the lowered program.
+    """
 
     def source(slot: int) -> Tree:
-        group, position = outcome.sources[slot] if slot >= 0 else (-1, ~slot)
+        """Returns the tree of an array after the call: an output, or an unchanged input."""
+        if slot < 0:  # of an unchanged object; see _arguments_after
+            return {"input": ~slot}
+        group, position = outcome.sources[slot]
         return {"input": position} if group < 0 else {"output": groups[group].arrays[position]}
 
     before = tree_of(plan.structure, lambda slot: {"input": slot})
@@ -173,8 +198,11 @@ def _manifest(
     _check_expressible(plan, outcome, after)
     updates = {}
     for argument in _arguments(plan, tree_of(after, source)):
-        found = leaves_of(argument.tree)
-        changed = [(path, {kind: i}) for path, kind, i in found if kind == "output"]
+        changed = [
+            (path, {"output": position})
+            for path, kind, position in leaves_of(argument.tree)
+            if kind == "output"
+        ]
         if changed:
             updates[argument.name] = tree_from("state", changed)
     result = tree_of(outcome.structure, source)
@@ -182,6 +210,7 @@ def _manifest(
     meshes = meshes_of((*inputs, *outputs))
     output_names = [f"output {i}" for i in range(len(outputs))]
     info_of = functools.partial(ArrayInfo.of, meshes=meshes)
+    versions = {name: metadata.version(name) for name in ("flax", "jax")}
     return Manifest(
         function=plan.fun_name,
         transform=plan.transform.name,
@@ -195,8 +224,7 @@ def _manifest(
         meshes=tuple(map(MeshDescription.of, meshes)),
         platforms=tuple(program.platforms),
         calling_convention=program.calling_convention_version,
-        versions={name: metadata.version(name) for name in ("flax", "jax")}
-        | {"nnx_sharding": __version__},
+        versions={**versions, "nnx_sharding": __version__},
     )
 
 

@@ -1,9 +1,11 @@
 """A program with its manifest: from a function, or from a file.
 
-A call goes from arguments to flat arrays (``_bind``), to the devices (``_mesh_for``, ``_placed``),
-through the program, and from flat arrays to the result. A program is compiled once for each mesh
-that is in context. All that is known of the arguments is in the manifest, so a mistake in them is
-reported by path, before JAX would report it by position.
+A *program* (``jax.export.Exported``) takes and returns a list of arrays. The *manifest* says what
+they mean: which array, by its path in an argument, is at which *position* of the inputs, and how
+the outputs make up the result. A call goes from arguments to a list of arrays (``_bind``), to the
+devices (``_mesh_for``, ``_placed``), through the program, and from arrays to the result. A program
+is compiled once for each mesh that is in context. All that is known of the arguments is in the
+manifest, so a mistake in them is reported by path, before JAX would report it by position.
 """
 
 from __future__ import annotations
@@ -82,9 +84,15 @@ class Exported(Pictured):
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
             for aval, sharding in zip(self.jax_exported.in_avals, shardings, strict=True)
         ]
-        infos = [(a, build(a.tree, {"input": arrays})) for a in self.manifest.arguments]
-        positional = tuple(info for argument, info in infos if not argument.keyword)
-        return positional, {a.name: info for a, info in infos if a.keyword}
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for argument in self.manifest.arguments:
+            info = build(argument.tree, {"input": arrays})
+            if argument.keyword:
+                keywords[argument.name] = info
+            else:
+                positional.append(info)
+        return tuple(positional), keywords
 
     @_compat.api_boundary
     def call(self, *args: Any, **kwargs: Any) -> Result:
@@ -114,11 +122,12 @@ class Exported(Pictured):
                 self._compiled[mesh] = self._compile(mesh)
             program, shardings = self._compiled[mesh]
             arrays = _placed(arrays, shardings, mesh)
+        # A result may also hold an input, which the function returned unchanged.
         known: Mapping[str, Sequence[Any]] = {"input": arrays, "output": program(*arrays)}
         updates = {}
         for name, tree in self.manifest.updates.items():
-            flat = {path: known[kind][i] for path, kind, i in leaves_of(tree)}
-            updates[name] = forms[name](flat)
+            new_arrays = {path: known[kind][position] for path, kind, position in leaves_of(tree)}
+            updates[name] = forms[name](new_arrays)
         return Result(build(self.manifest.result, known), updates)
 
     def save(self, path: str | os.PathLike[str], *, vjp_order: int = 0) -> None:
@@ -208,13 +217,19 @@ def load(path: str | os.PathLike[str]) -> Exported:
             f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
             f"written by {manifest.versions}."
         ) from None
-    sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
-    types = [[ArrayInfo.of("", aval, None).type for aval in avals] for _, avals in sides]
-    if manifest.devices != program.nr_devices or types != [
-        [info.type for info in infos] for infos, _ in sides
-    ]:
+    if not _describes(manifest, program):
         raise ExportError(f"{path} has a manifest that does not describe its program.")
     return Exported(manifest, program, content)
+
+
+def _describes(manifest: Manifest, program: jax.export.Exported) -> bool:
+    """Whether a manifest has the number of devices and the types of arrays that a program has."""
+    sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
+    for infos, avals in sides:
+        types = [ArrayInfo.of("", aval, None).type for aval in avals]
+        if types != [info.type for info in infos]:
+            return False
+    return manifest.devices == program.nr_devices
 
 
 _NO_FLATBUFFERS = (
@@ -223,46 +238,73 @@ _NO_FLATBUFFERS = (
 )
 
 
+class _PassedArray(NamedTuple):
+    """An array of a call, and the name of the leaf that it was passed for: ``model.up.kernel``."""
+
+    name: str
+    array: Any
+
+
 def _bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
-    """Returns the arrays of a call by position, and the form of each argument."""
+    """Finds the array for each input of the program in the arguments of a call, by path.
+
+    Returns:
+      The arrays in the order of ``manifest.inputs``; and by the name of each argument, what puts
+      arrays by path into the form in which the argument was passed, for its updates.
+
+    Raises:
+      TypeError: lists arrays that are missing, unknown, or of another shape or dtype, and those
+        that are one array in the exported function and were passed as several.
+    """
     arguments = _arguments(manifest, args, kwargs)
-    arrays: dict[int, tuple[str, Any]] = {}
+    passed: dict[int, _PassedArray] = {}  # by position
     forms: dict[str, Form] = {}
-    shared = "One array in the exported function, to be passed once"
-    faults = {kind: list[str]() for kind in ("Missing", "Unknown", "Of another type", shared)}
+    missing, unknown, wrong_type, not_shared = (list[str]() for _ in range(4))
     for argument in manifest.arguments:
-        is_flat = False
+        has_joined_paths = False  # as in {"up/kernel": array}
         for path, array in _arrays(arguments[argument.name]):
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
-                leaf = argument.by_path.get(path_string(path))  # keys like "up/kernel"
-                is_flat |= leaf is not None
+                leaf = argument.by_path.get(path_string(path))
+                has_joined_paths |= leaf is not None
             if leaf is None:
                 name = accessor(argument.name, path)
                 names = [other.name for other in argument.leaves]
-                faults["Unknown"].append(f"{name}{suggestion(name, names)}")
+                unknown.append(f"{name}{suggestion(name, names)}")
                 continue
-            name, first = arrays.setdefault(leaf.position, (leaf.name, array))
-            if first is not array:
-                faults[shared].append(f"{leaf.name}: is {name}, passed as another array")
-        forms[argument.name] = _form(arguments[argument.name], is_flat)
+            first = passed.setdefault(leaf.position, _PassedArray(leaf.name, array))
+            if first.array is not array:
+                not_shared.append(f"{leaf.name}: is {first.name}, passed as another array")
+        forms[argument.name] = _form(arguments[argument.name], has_joined_paths)
     for position, info in enumerate(manifest.inputs):
-        if position in arrays:
-            faults["Of another type"] += filter(None, [_type_fault(*arrays[position], info)])
-        else:
-            faults["Missing"].append(f"{info.name}, {info}")
+        if position not in passed:
+            missing.append(f"{info.name}, {info}")
+            continue
+        fault = _type_fault(*passed[position], info)
+        if fault is not None:
+            wrong_type.append(fault)
+    faults = {
+        "Missing": missing,
+        "Unknown": unknown,
+        "Of another type": wrong_type,
+        "One array in the exported function, to be passed once": not_shared,
+    }
     lines = by_kind({kind: [f"  {fault}" for fault in found] for kind, found in faults.items()})
     head = f"{manifest.function} was exported for other arrays than these."
     raise_listed(TypeError, head, lines)
-    return [arrays[i][1] for i in range(len(manifest.inputs))], forms
+    return [passed[position].array for position in range(len(manifest.inputs))], forms
 
 
 def _arguments(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call by name; an error lists all that cannot be passed."""
+    """Returns the arguments of a call by name, as Python would bind them.
+
+    Raises:
+      TypeError: lists arguments that are missing, unknown, passed twice, or static.
+    """
     names = [argument.name for argument in manifest.arguments]
     positional = [argument.name for argument in manifest.arguments if not argument.keyword]
     bound = dict(zip(positional, args, strict=False))
@@ -285,17 +327,22 @@ def _arguments(
 
 
 def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields each array of an argument, with its path."""
+    """Yields each array of an argument with its path, in all forms in which it may be passed.
+
+    ``path`` is that of ``value`` in the argument.
+    """
     leaf = _compat.get_value(value) if _compat.is_variable(value) else value
     if isinstance(leaf, jax.Array | np.ndarray):  # the usual case
         yield path, leaf
     elif isinstance(value, Mapping):
         items = value.raw_mapping.items() if isinstance(value, nnx.State) else value.items()
         for key, part in items:
-            yield from _arrays(part, (*path, *(key if isinstance(key, tuple) else (key,))))
-    else:
+            keys = key if isinstance(key, tuple) else (key,)  # a flat mapping has paths as keys
+            yield from _arrays(part, (*path, *keys))
+    else:  # a module, or a pytree of any other class
         flat = flatten(value)
-        for inner, _, slot in leaves_of(tree_of(flat.structure, lambda slot: {"input": slot})):
+        tree = tree_of(flat.structure, lambda slot: {"input": slot})
+        for inner, _, slot in leaves_of(tree):
             yield path + inner, flat.leaves[slot]
 
 
@@ -319,14 +366,21 @@ def _fits(size: int | str, exported: int | str) -> bool:
 
 
 def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
-    """Says why an array cannot be passed for an input; None if it can."""
+    """Says why an array cannot be passed for an input; None if it can.
+
+    Args:
+      name: where the array is in the arguments, as Python code.
+      leaf: the array, or what was passed in its place.
+      info: the shape and dtype of the input.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"{name}: a ShapeDtypeStruct, which has no values"
     try:
         actual = ArrayInfo.of(name, leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf), None)
     except (AttributeError, TypeError):
         return f"{name}: a {type(leaf).__name__}, not {info}"
-    has_shape = len(actual.shape) == len(info.shape) and all(map(_fits, actual.shape, info.shape))
+    has_rank = len(actual.shape) == len(info.shape)
+    has_shape = has_rank and all(map(_fits, actual.shape, info.shape))
     if has_shape and actual.dtype == info.dtype:
         return None
     is_wide = info.dtype in ("float64", "int64", "uint64", "complex128")
@@ -336,9 +390,15 @@ def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
 
 
 def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
-    """Returns a mesh like the exported one, of the devices in context or of the first ones.
+    """Chooses the devices that a call runs on: those of the mesh in context, else the first ones.
 
-    None for a program of one device. Of a program without shardings, any devices will do.
+    Returns:
+      A mesh of these devices with the axes of the exported one; None for a program of one device.
+      Of a program without shardings, any devices will do.
+
+    Raises:
+      ExportError: there are too few devices, they are of another platform, or the mesh in context
+        has another shape than the exported one.
     """
     context = _compat.context_mesh()
     mesh = context if isinstance(context, Mesh) and manifest.devices > 1 else None
@@ -346,7 +406,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     if manifest.devices == 1:
         return None
     inputs, outputs = _compat.exported_shardings(program)
-    like = next(iter(meshes_of((*inputs, *outputs))), None)
+    like = next(iter(meshes_of((*inputs, *outputs))), None)  # the exported mesh, abstract
     exported = f"{manifest.function} was exported for {manifest.devices} devices"
     exported += "" if like is None else f" (mesh {MeshDescription.of(like)})"
     if mesh is None:
@@ -365,8 +425,10 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
             "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
             "it again for this one."
         )
+    if like is None:
+        return mesh
     # Types of axes are part of the program; those of the context need not be the same.
-    return mesh if like is None else Mesh(mesh.devices, like.axis_names, axis_types=like.axis_types)
+    return Mesh(mesh.devices, like.axis_names, axis_types=like.axis_types)
 
 
 def _check_platform(manifest: Manifest, program: jax.export.Exported, mesh: Mesh | None) -> None:
@@ -403,15 +465,23 @@ def _on_devices(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedShard
 
 
 def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> list[Any]:
-    """Places arrays; those without a sharding are only moved to the mesh's devices."""
+    """Places the inputs of a program on the mesh that it runs on.
+
+    Args:
+      arrays: the inputs.
+      shardings: the sharding of each; None if the program leaves it open, so that the array only
+        has to be on the devices of the mesh.
+      mesh: the mesh; None for a program of one device, for which nothing is moved.
+    """
     if mesh is None:
         return list(arrays)
     devices = set(mesh.devices.flat)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    targets = [
-        everywhere
-        if sharding is None and is_committed(array) and array.sharding.device_set != devices
-        else sharding
-        for array, sharding in zip(arrays, shardings, strict=True)
-    ]
+    replicated = NamedSharding(mesh, PartitionSpec())
+    targets: list[NamedSharding | None] = []
+    for array, sharding in zip(arrays, shardings, strict=True):
+        # JAX itself moves an array that is not committed to its device.
+        if sharding is None and is_committed(array) and array.sharding.device_set != devices:
+            targets.append(replicated)
+        else:
+            targets.append(sharding)
     return place_arrays(arrays, targets)

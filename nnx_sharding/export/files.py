@@ -22,13 +22,17 @@ _DIGEST = 64  # hexadecimal digits of SHA-256
 
 
 def write(path: str | os.PathLike[str], manifest: str, program: bytes) -> None:
-    """Writes a file; equal contents make equal files."""
+    """Writes a manifest (JSON) and a program to a file; equal contents make equal files.
+
+    The file replaces an older one only once it has been written in full and read again.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in ((_MANIFEST, manifest.encode()), (_PROGRAM, program)):
             # The same bytes whenever and wherever the entry is written.
             info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-            info.create_system, info.external_attr = 3, 0o644 << 16
+            info.create_system = 3  # Unix, on whose systems the next line has the permissions
+            info.external_attr = 0o644 << 16
             archive.writestr(info, data)
         archive.comment = b"0" * _DIGEST  # room for the digest
     sealed = buffer.getvalue()[:-_DIGEST]
@@ -41,7 +45,11 @@ def _digest(data: bytes) -> bytes:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
-    """Reads the manifest, which is JSON, and the program."""
+    """Reads the manifest, which is JSON, and the program.
+
+    Raises:
+      ExportError: the file is of another kind, or was damaged or changed.
+    """
     data = file_path(path).read_bytes()
     # A file that was cut within these four bytes is damaged, not a file of another kind.
     if not data or not _START.startswith(data[: len(_START)]):

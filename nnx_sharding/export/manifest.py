@@ -179,7 +179,8 @@ class Manifest(JsonForm):
             check_tree(tree, {"input": len(self.inputs), "output": len(self.outputs)})
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        devices = f"{self.devices} device{'s' * (self.devices > 1)}"
+        """Yields the lines of its table: a head, then each array of the arguments and results."""
+        devices = "1 device" if self.devices == 1 else f"{self.devices} devices"
         meshes = "".join(f" ({mesh})" for mesh in self.meshes)
         makers = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         head = f"{self.function}: {self.transform} for {devices}{meshes} of "
@@ -204,7 +205,15 @@ def tree_of(structure: Structure, array: Callable[[int], Tree]) -> Tree:
 def _tree(
     structure: Structure, child: Child, slots: Iterator[int], array: Callable[[int], Tree]
 ) -> Tree:
-    """Returns the tree of a part of a structure, which takes the next slots for its arrays."""
+    """Returns the tree of a part of a structure: an array, a pytree, a module or a Variable.
+
+    Args:
+      structure: describes a graph of objects.
+      child: the part: an array (``LEAF``), a pytree (``Container``), the index of an object, or a
+        static value, which has no arrays.
+      slots: the slots of arrays from here on; those in the part are taken.
+      array: returns the tree of the array in a slot.
+    """
     if child is LEAF:
         return array(next(slots))
     if isinstance(child, Container):
@@ -217,8 +226,10 @@ def _tree(
         entry = None if location.entry is None else structure.entries[location.entry]
         value = entry.value if isinstance(entry, VariableEntry) else LEAF
         items.append((location.path, _tree(structure, value, iter(location.slots), array)))
-    is_variable = isinstance(structure.entries[child], VariableEntry)
-    return items[0][1] if is_variable and items else tree_from("state", items)
+    if isinstance(structure.entries[child], VariableEntry) and items:
+        _, value_tree = items[0]  # a Variable is the tree of its value
+        return value_tree
+    return tree_from("state", items)
 
 
 def _container(treedef: PyTreeDef, parts: Iterator[Tree]) -> Tree:
@@ -262,7 +273,12 @@ def _plain(key: Any) -> str | int:
 
 
 def check_tree(tree: Tree, counts: Mapping[str, int]) -> None:
-    """Raises a ValueError unless data has the form of a tree, of so many inputs and outputs."""
+    """Raises a ValueError unless data that was read has the form of a tree.
+
+    Args:
+      tree: the data, as JSON; see the docstring at the top.
+      counts: how many arrays there are of each kind: ``{"input": 3, "output": 1}``.
+    """
     if tree is None:
         return
     if not isinstance(tree, dict) or len(tree) != 1:
@@ -294,7 +310,10 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
 
 
 def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
-    """Returns the pytree with these arrays for ``"input"`` and ``"output"``, by position."""
+    """Returns the pytree that a tree describes, with arrays in it.
+
+    ``arrays`` are those for ``"input"`` and for ``"output"``, by position.
+    """
     if tree is None:
         return None
     [(kind, content)] = tree.items()
@@ -303,6 +322,8 @@ def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
     parts = {tuple(path): build(part, arrays) for path, part in content}
     if kind == "state":
         return nnx.from_flat_state(parts)
-    if kind in ("tuple", "list"):
-        return tuple(parts.values()) if kind == "tuple" else [*parts.values()]
+    if kind == "tuple":
+        return tuple(parts.values())
+    if kind == "list":
+        return list(parts.values())
     return {key: part for (key,), part in parts.items()}
