@@ -6,9 +6,12 @@
     convert   stack or unstack layers, cast, place, one array after the other
     fill      the model, once all arrays are there
 
-A checkpoint of a list of layers fits a stack of them, and the reverse: an array then has several
-pieces, or is one layer of a piece. Names tell which: ``blocks/layers/kernel`` in a stack is
-``blocks/0/kernel``, ``blocks/1/kernel``, … in a list.
+A checkpoint of a list of layers fits a *stack* of them (one array with a leading dimension of
+layers), and the reverse: an array of the model then consists of several *pieces*, which are stored
+arrays, or is one layer of a piece. Names tell which: ``blocks/layers/kernel`` in a stack is
+``blocks/0/kernel``, ``blocks/1/kernel``, … in a list. A *target* is an array of the model, its
+*leaf* there, together with its pieces. *Levels* count dimensions of layers, of which nested stacks
+have several.
 """
 
 from __future__ import annotations
@@ -74,31 +77,44 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
 def _shardings(
     given: ModelRestore, flat: Flat, arrays: Sequence[NamedArray]
 ) -> dict[int, Sharding | None]:
-    """Returns the sharding of each slot; None for the default device, and for the host.
+    """Decides where each array goes: by the user's shardings, else by those that the model has.
 
-    ``assign_shardings`` fits given shardings to the arrays. Those that the model has already fit,
-    but a mesh of another size may not divide the arrays, and an abstract one has no devices.
+    Args:
+      given: the options of ``restore``. A ``mesh`` without a ``sharding`` replaces the mesh of the
+        model's own shardings, whose specs stay.
+      flat: its tree, flattened.
+      arrays: the arrays of the tree that are restored.
+
+    Returns:
+      The sharding of each, by its index in ``flat.leaves``; None for one that goes to the default
+      device, or stays a NumPy array or a number.
     """
-    sharding, mesh, declared = given.sharding, given.mesh, [None] * len(flat.leaves)
-    if sharding is not None:
-        _, declared = assign_shardings(given.tree, flat, sharding, mesh=mesh, caller="restore")
+    declared: list[Any] = [None] * len(flat.leaves)
+    new_mesh = given.mesh
+    if given.sharding is not None:
+        new_mesh = None  # the user's shardings have their mesh
+        _, declared = assign_shardings(
+            given.tree, flat, given.sharding, mesh=given.mesh, caller="restore"
+        )
     result: dict[int, Sharding | None] = {}
     problems = []
     for array in arrays:
-        slot, leaf = array.slot, array.leaf
-        target = declared[slot] or names.present_sharding(leaf)
-        target = None if isinstance(leaf, _ON_HOST) else target
-        if isinstance(target, NamedSharding):
-            # A mesh without shardings replaces that of the model, whose specs stay.
-            onto = target.mesh if sharding is not None or mesh is None else mesh
-            fit = fit_sharding(target.spec, onto, leaf.shape)
-            if isinstance(onto, AbstractMesh):
+        leaf = array.leaf
+        sharding = declared[array.slot] or names.present_sharding(leaf)
+        if isinstance(leaf, _ON_HOST):
+            sharding = None
+        if isinstance(sharding, NamedSharding):
+            # The model's own shardings fit, but a mesh of another size may not divide the arrays,
+            # and that of an abstract model has no devices.
+            mesh = sharding.mesh if new_mesh is None else new_mesh
+            fit = fit_sharding(sharding.spec, mesh, leaf.shape)
+            if isinstance(mesh, AbstractMesh):
                 fit = fit.refuse("the mesh is abstract, without devices; give a mesh")
             if fit.problems:
                 problems.append(fit.line(array.path))
-            elif onto != target.mesh:
-                target = NamedSharding(onto, target.spec, memory_kind=other_memory(target))
-        result[slot] = target
+            elif mesh != sharding.mesh:
+                sharding = NamedSharding(mesh, sharding.spec, memory_kind=other_memory(sharding))
+        result[array.slot] = sharding
     raise_listed(ValueError, "restore: these shardings cannot be used:", problems)
     return result
 
@@ -107,7 +123,7 @@ class _Piece(NamedTuple):
     """An array of a checkpoint, or one layer of it."""
 
     name: Name
-    layer: tuple[int, ...] = ()
+    layer: tuple[int, ...] = ()  # its index in the leading dimensions; () for all of the array
 
 
 class _Source(NamedTuple):
@@ -129,9 +145,21 @@ class _Finder:
     """Finds the arrays of a checkpoint under the paths that they have in a model."""
 
     def __init__(self, stored: Stored, rename: Mapping[str, str] | None):
-        self._entries, self._names = stored.entries, dict[Name, Name]()
-        rename, used = rename or {}, set[str]()
-        paths: dict[str, list[str]] = {}
+        """Applies the rules of ``rename`` to all paths of the checkpoint.
+
+        Args:
+          stored: the open checkpoint.
+          rename: by regular expression for a stored path, what replaces the match. The first rule
+            that matches a path changes it.
+
+        Raises:
+          ValueError: a rule matches nothing, or two arrays get the same path.
+        """
+        self._entries = stored.entries
+        self._names = dict[Name, Name]()  # the names under which the model looks → stored names
+        rename = rename or {}
+        used_rules = set[str]()
+        old_paths: dict[str, list[str]] = {}  # by new path
         for name, entry in stored.entries.items():
             path = entry.array.path
             rule = next((rule for rule in rename if re.search(rule, path)), None)
@@ -139,16 +167,16 @@ class _Finder:
                 self._names[name] = name
                 self._names.setdefault(entry.plain_name, name)  # as in `nnx.to_pure_dict`
             else:
-                used.add(rule)
+                used_rules.add(rule)
                 path = re.sub(rule, rename[rule], path, count=1)
                 self._names[tuple(path.split("/"))] = name
-            paths.setdefault(path, []).append(entry.array.path)
-        pairs = paths.items() if rename else ()
-        same = [f"  {path}: {', '.join(old)}" for path, old in pairs if len(old) > 1]
-        raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
-        lines = [f"  {rule!r}" for rule in rename if rule not in used]
+            old_paths.setdefault(path, []).append(entry.array.path)
+        if rename:  # without it, Orbax alone may have stored equal paths
+            same = [f"  {new}: {', '.join(old)}" for new, old in old_paths.items() if len(old) > 1]
+            raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
+        unused = [f"  {rule!r}" for rule in rename if rule not in used_rules]
         head = f"restore: these rules of rename match no path in {stored.folder}:"
-        raise_listed(ValueError, head, lines)
+        raise_listed(ValueError, head, unused)
 
     def source(self, array: NamedArray) -> _Source:
         """Finds an array; for a missing one, returns a piece with a name that does not exist."""
@@ -162,27 +190,34 @@ class _Finder:
         return self._find_list(name, leaf, levels) or self._find_stack(name, leaf, levels)
 
     def _find_list(self, name: Name, leaf: Any, levels: int) -> _Source | None:
-        """Finds the layers, in the checkpoint a list, of an array that the model has stacked."""
+        """Finds the layers of a stacked array of the model that the checkpoint has as a list.
+
+        ``blocks/layers/kernel`` becomes ``blocks/0/kernel``, ``blocks/1/kernel``, …; for nested
+        stacks, each of these is searched in the same way.
+        """
         for place in (i for i, key in enumerate(name) if key == _LAYERS):
             # One layer stands for what all of them may share.
             count = leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
             layers = [(*name[:place], str(i), *name[place + 1 :]) for i in range(count)]
             sources = [self._find(layer, leaf, levels + 1) for layer in layers]
-            present = next(filter(None, sources), None)
+            present = next((source for source in sources if source is not None), None)
             if present is None:
                 continue
             has_first = sources[0] is not None and not present.stacked
             if has_first and self._extra(present.pieces[0], leaf, levels) >= 0:
                 return present  # it has the dimension of layers itself: all layers share it
-            pieces = [
-                source.pieces if source else [_Piece(layer)]  # a missing one, for the error
-                for source, layer in zip(sources, layers, strict=True)
-            ]
-            return _Source([*itertools.chain(*pieces)], (count, *present.stacked))
+            pieces: list[_Piece] = []
+            for layer, source in zip(layers, sources, strict=True):
+                # A missing one is kept under its name, for the error.
+                pieces += [_Piece(layer)] if source is None else source.pieces
+            return _Source(pieces, (count, *present.stacked))
         return None
 
     def _find_stack(self, name: Name, leaf: Any, levels: int) -> _Source | None:
-        """Finds the stack, in the checkpoint, of which an array of the model is one layer."""
+        """Finds the stored stack of which an array of the model, in a list, is one layer.
+
+        ``blocks/3/kernel`` is layer 3 of ``blocks/layers/kernel``.
+        """
         digits = [i for i, key in enumerate(name) if key.isdecimal()]
         for count in range(1, len(digits) + 1):  # in nested stacks, several keys are indices
             for places in itertools.combinations(digits, count):
@@ -211,43 +246,62 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
     return tuple(leaf.shape), leaf.dtype
 
 
-def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
-    """Raises an error if the arrays of the checkpoint differ from those to restore.
+class _Misfits:
+    """Collects how arrays of a checkpoint differ from those to restore, for one error of all."""
 
-    ``is_part`` says whether the checkpoint may have more, ``cast`` whether dtypes may differ.
-    """
-    missing: dict[str, str] = {}  # lines by path in the model
-    shapes, dtypes = list[str](), list[str]()
-    # Which layers of each stored array are wanted: indices into its leading dimensions.
-    layers: dict[Name, set[tuple[int, ...]]] = {}
-    for target in targets:
+    def __init__(self) -> None:
+        self.missing: dict[str, str] = {}  # lines by path in the model
+        self.shapes = list[str]()
+        self.dtypes = list[str]()
+        # Which layers of each stored array are wanted: indices into its leading dimensions.
+        self.layers: dict[Name, set[tuple[int, ...]]] = {}
+
+    def compare(self, stored: Stored, target: _Target, piece: _Piece, *, cast: bool) -> None:
+        """Compares one piece of a target, both without the dimensions of layers of one side."""
         leaf, levels = target.array.leaf, len(target.source.stacked)
+        entry = stored.entries.get(piece.name)
+        path = path_string(piece.name) if levels else target.array.path
+        # A stored stack may have fewer layers than the model.
+        if entry is None or any(map(operator.ge, piece.layer, entry.array.shape)):
+            self.missing[path] = f"  {path}, shape {np.shape(leaf)[levels:]}"
+            return
+        self.layers.setdefault(piece.name, set()).add(piece.layer)
+        shape, dtype = _type_of(leaf, entry)
+        shape = shape[levels:]
+        stored_shape, stored_dtype = entry.array.shape[len(piece.layer) :], entry.array.dtype
+        path = entry.array.path if levels else path
+        if stored_shape != shape:
+            self.shapes.append(f"  {path}: {stored_shape} in the checkpoint, {shape} in the model")
+        elif not _is_same_dtype(stored_dtype, dtype, cast):
+            text = dtype.__name__ if isinstance(dtype, type) else dtype
+            self.dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
+
+
+def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
+    """Raises an error that lists how the checkpoint differs from the arrays to restore.
+
+    Args:
+      stored: the open checkpoint.
+      targets: the arrays to restore, and where they should be in it.
+      is_part: whether the checkpoint may have more than these.
+      cast: whether dtypes may differ.
+    """
+    misfits = _Misfits()
+    for target in targets:
         for piece in target.source.pieces:
-            entry = stored.entries.get(piece.name)
-            path = path_string(piece.name) if levels else target.array.path
-            # A stored stack may have fewer layers than the model.
-            if entry is None or any(map(operator.ge, piece.layer, entry.array.shape)):
-                missing[path] = f"  {path}, shape {np.shape(leaf)[levels:]}"
-                continue
-            layers.setdefault(piece.name, set()).add(piece.layer)
-            # Both without the dimensions of layers that only one side has.
-            shape, dtype = _type_of(leaf, entry)
-            shape, stored_shape = shape[levels:], entry.array.shape[len(piece.layer) :]
-            path, stored_dtype = entry.array.path if levels else path, entry.array.dtype
-            if stored_shape != shape:
-                shapes.append(f"  {path}: {stored_shape} in the checkpoint, {shape} in the model")
-            elif not _is_same_dtype(stored_dtype, dtype, cast):
-                text = dtype.__name__ if isinstance(dtype, type) else dtype
-                dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
-    entries = [entry for name, entry in stored.entries.items() if name not in layers]
-    unknown = [entry.array.path or "the root" for entry in entries]
+            misfits.compare(stored, target, piece, cast=cast)
+    missing, layers = misfits.missing, misfits.layers
+    unread = [entry for name, entry in stored.entries.items() if name not in layers]
+    unknown = [entry.array.path or "the root" for entry in unread]
     near = names.suggestions(len(missing) + len(unknown))
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
         "Not in the model": [] if is_part else [f"  {x}{near(x, missing)}" for x in unknown],
-        "Of another shape": shapes if is_part else [*shapes, *_unwanted_layers(stored, layers)],
-        names.OF_ANOTHER_DTYPE: dtypes,
+        "Of another shape": misfits.shapes,
+        names.OF_ANOTHER_DTYPE: misfits.dtypes,
     }
+    if not is_part:
+        problems["Of another shape"] += _unwanted_layers(stored, layers)
     head = f"restore: {stored.folder} does not fit the model."
     remedy = _remedy(missing, unknown, is_part)
     raise_listed(CheckpointError, head, by_kind(problems), remedy)
@@ -286,19 +340,23 @@ def _is_same_dtype(there: Any, here: np.dtype[Any] | type, cast: bool) -> bool:
 
 
 def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
-    """Returns the sharding with which each array is read; None for a NumPy array."""
+    """Returns the sharding with which each stored array is read; None to read it to the host."""
     wanted: dict[Name, Sharding | None] = {}
     for target in targets:
-        place = target.sharding
         # An array of this process alone is not read with its sharding.
-        is_own = place is None or (jax.process_count() > 1 and place.is_fully_addressable)
+        is_own = target.sharding is None or (
+            jax.process_count() > 1 and target.sharding.is_fully_addressable
+        )
         for piece in target.source.pieces:
             # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
-            there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
-            is_host = is_own or names.may_wrap(there, getattr(leaf, "dtype", there))
-            sharding = None if is_host else _piece_sharding(target, piece)
-            # Once on the host is enough to read it there.
-            wanted[piece.name] = wanted.get(piece.name, sharding) and sharding
+            stored_dtype = stored.entries[piece.name].array.dtype
+            dtype = getattr(target.array.leaf, "dtype", stored_dtype)
+            is_to_host = is_own or names.may_wrap(stored_dtype, dtype)
+            sharding = None if is_to_host else _piece_sharding(target, piece)
+            # A stored stack may be read for several targets: to the host if it is for one of them.
+            if wanted.get(piece.name, sharding) is None:
+                sharding = None
+            wanted[piece.name] = sharding
     return wanted
 
 
@@ -315,7 +373,18 @@ def _piece_sharding(target: _Target, piece: _Piece) -> Sharding | None:
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
-    """Converts each array to the form of the model's, and frees what nothing else needs."""
+    """Converts what was read to the model's arrays, one after the other to save memory.
+
+    Args:
+      targets: the arrays of the model.
+      values: what was read, by name. Each array is removed once nothing needs it any more.
+
+    Returns:
+      Each array of the model with its new value.
+
+    Raises:
+      CheckpointError: integers do not fit the model's dtype; all are listed.
+    """
     uses = Counter(piece.name for target in targets for piece in target.source.pieces)
     converted, wrapping = [], []
     # Layers of one stack follow each other.
@@ -323,34 +392,39 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
         array, value = target.array, _assembled(target, values)
         dtype = getattr(array.leaf, "dtype", None)
         # What is on devices was checked, or is not cast to integers that may wrap.
-        found = out_of_range(value, dtype) if dtype and isinstance(value, np.ndarray) else ""
-        if found:
-            wrapping.append(f"  {array.path}: {found}, {dtype}")
+        limits = out_of_range(value, dtype) if dtype and isinstance(value, np.ndarray) else ""
+        if limits:
+            wrapping.append(f"  {array.path}: {limits}, {dtype}")
         else:
             converted.append((array, _like(value, array.leaf, target.sharding)))
         for piece in target.source.pieces:
             uses[piece.name] -= 1
             if not uses[piece.name]:
                 del values[piece.name]  # before the next one needs memory
-    head = "restore: cast=True would wrap these integers (range in the checkpoint, dtype in the "
-    remedy = "Use a larger dtype in the model."
-    raise_listed(CheckpointError, f"{head}model):", sorted(wrapping), remedy)
+    raise_listed(
+        CheckpointError,
+        "restore: cast=True would wrap these integers (range in the checkpoint, dtype in the "
+        "model):",
+        sorted(wrapping),
+        "Use a larger dtype in the model.",
+    )
     return converted
 
 
 def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
-    """Returns an array as it was read, one layer of it, or stacked layers."""
+    """Puts a target together: an array as it was read, one layer of it, or stacked layers."""
     pieces, stacked = target.source
-    # Each piece with the index of a layer in it, which is () for all of it.
     parts = [(values[piece.name], piece.layer) for piece in pieces]
-    if not stacked and not pieces[0].layer:
-        return parts[0][0]
+    if not stacked and not pieces[0].layer:  # nearly always: the array itself
+        return values[pieces[0].name]
     if not all(isinstance(array, jax.Array) for array, _ in parts):
         return _built(parts, stacked, np)
-    [built] = finish_on_cpu(
-        [_program(names.on_auto_axes(without_reductions(target.sharding)), stacked)(parts)]
-    )
-    return place_arrays([built], [without_reductions(target.sharding)])[0]
+    sharding = without_reductions(target.sharding)
+    # The program has only Auto axes, on which an index needs no `out_sharding`.
+    program = _program(names.on_auto_axes(sharding), stacked)
+    [built] = finish_on_cpu([program(parts)])
+    [placed] = place_arrays([built], [sharding])
+    return placed
 
 
 @functools.lru_cache(maxsize=64)  # the programs of a model, which has few shardings
@@ -360,7 +434,14 @@ def _program(
     dtype: np.dtype[Any] | None = None,
     is_weak: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function that builds and converts arrays, which compiles once for each shape."""
+    """Returns a compiled function from pieces to an array of the model; JAX caches it by shape.
+
+    Args:
+      sharding: that of the result.
+      stacked: the leading dimensions into which layers are stacked; () for a single piece.
+      dtype: that of the result; None for the one of the pieces.
+      is_weak: whether the result has a weak type.
+    """
 
     def build(parts: Sequence[tuple[Any, Any]]) -> Any:
         x = _built(parts, stacked, jnp)
@@ -378,7 +459,13 @@ def _built(
 
 
 def _like(value: Any, leaf: Any, sharding: Sharding | None) -> Any:
-    """Returns what was read with the type, dtype and sharding of the model."""
+    """Converts what was read to the kind of value that the model has in its place.
+
+    Args:
+      value: an array of NumPy or JAX; of PRNG keys, their words.
+      leaf: what the model has: a number, a NumPy array, or an array, which may be abstract.
+      sharding: where the new array goes; None for the default device.
+    """
     if isinstance(leaf, _NUMBERS):
         return type(leaf)(np.asarray(value).item())
     if isinstance(leaf, np.generic):
@@ -394,11 +481,12 @@ def _like(value: Any, leaf: Any, sharding: Sharding | None) -> Any:
 def _placed(
     value: Any, dtype: np.dtype[Any], sharding: Sharding | None, is_weak: bool = False
 ) -> jax.Array:
-    """Returns what was read as an array on devices."""
+    """Returns what was read as an array on devices, of this dtype and sharding."""
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
         value = jnp.asarray(host) if sharding is None else place_arrays([host], [sharding])[0]
     elif value.dtype == dtype and without_reductions(sharding) is not sharding:
+        # It was read without the unreduced or reduced axes, which Orbax lacks.
         value = place_arrays([value], [sharding])[0]
     if value.dtype != dtype or value.weak_type != is_weak:
         value = _program(sharding, (), dtype, is_weak)([(value, ())])

@@ -1,8 +1,11 @@
 """An open checkpoint: its folder, the names, shapes and dtypes of its arrays, their values.
 
-A checkpoint is a folder of Orbax for an ``nnx.state``. What Orbax does not keep is in its metadata,
-under the name of this library: checksums, the kinds of PRNG keys (Orbax stores their words), and
-arrays without elements. One that Orbax wrote alone has none of it, and can be read as well.
+A checkpoint is a folder of Orbax for an ``nnx.state``. The *name* of an array is its path in that
+state, as a tuple of strings; a Variable may be a dict there, with its array under ``value``, a key
+that the *plain* name and the ``path`` leave out. What Orbax does not keep is in its metadata, under
+the name of this library, the *manifest*: checksums, the kinds of PRNG keys (Orbax stores their
+integers, the *words*), and arrays without elements. A checkpoint that Orbax wrote alone has none of
+it, and can be read as well.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -174,9 +177,11 @@ def check_replaceable(folder: FilePath, overwrite: bool) -> None:
         reason = "exists; overwrite=True replaces it if it is a checkpoint"
     elif not is_checkpoint(folder):
         reason = "is not a checkpoint, so it is kept"
-    elif others := [name[:100] for name in _foreign_entries(folder)]:
-        listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
-        reason = f"has files that are not of a checkpoint, so it is kept: {listed}"
+    else:
+        foreign = [name[:100] for name in _foreign_entries(folder)]
+        if foreign:
+            listed = ", ".join(foreign[:5]) + (", …" if len(foreign) > 5 else "")
+            reason = f"has files that are not of a checkpoint, so it is kept: {listed}"
     if reason:
         raise FileExistsError(f"save: {folder} {reason}.")
 
@@ -197,21 +202,36 @@ def is_of_orbax(path: str) -> bool:
 
 
 def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
-    """Finds the folder with the arrays: the given one, or the item of a step in it."""
+    """Finds the folder with the arrays: the given one, or the item of a step in it.
+
+    Args:
+      caller: the function that the user called, for messages.
+      path: a checkpoint, or one step of several, which has the model as an item.
+
+    Raises:
+      NoCheckpointError: the folder does not exist, or was not written completely.
+      CheckpointError: it is no checkpoint, or has several.
+    """
     folder = as_folder(path)
     if _UNFINISHED in folder.name:  # Orbax renames complete ones
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
     if not folder.exists():
-        begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*")) or (
-            not is_in_bucket(folder) and drafts(Path(folder))
-        )
-        hint = " One with this name was begun, but not written completely." if begun else ""
+        # Both Orbax and `save` write under another name first.
+        has_begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*"))
+        if not has_begun and not is_in_bucket(folder):
+            has_begun = bool(drafts(Path(folder)))
+        hint = " One with this name was begun, but not written completely." if has_begun else ""
         raise NoCheckpointError(f"{caller}: no checkpoint found at {folder}.{hint}")
     for below in _BELOW:
         if is_checkpoint(folder / below):
             return folder / below
-    steps = (x for x in folder.glob("*") if any(is_checkpoint(x / below) for below in _BELOW))
-    if paths := ", ".join(sorted(map(str, steps))):
+    steps = [
+        str(step)
+        for step in folder.glob("*")
+        if any(is_checkpoint(step / below) for below in _BELOW)
+    ]
+    if steps:
+        paths = ", ".join(sorted(steps))
         raise CheckpointError(f"{caller}: expected one checkpoint, got a folder of some: {paths}.")
     raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.")
 
@@ -223,7 +243,12 @@ def _damaged(caller: str, folder: FilePath, reason: str) -> CheckpointError:
 
 
 def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -> dict[str, Any]:
-    """Returns the metadata for arrays, of which Orbax stores those that have a checksum."""
+    """Returns what is written next to the arrays of a checkpoint: all that Orbax does not keep.
+
+    Args:
+      arrays: all arrays of the model.
+      sums: the checksums of those that Orbax stores; the others have no elements.
+    """
     keys = [array for array in arrays if array.name in sums and is_keys(array.leaf)]
     empty = [array for array in arrays if array.name not in sums]
     manifest = {
@@ -231,42 +256,59 @@ def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -
         # A process that holds no shard of an array has None; the first one writes the manifest.
         "checksums": {".".join(name): total for name, total in sums.items() if total is not None},
         "keys": {".".join(array.name): str(array.leaf.dtype) for array in keys},
-        "empty": [[list(x.name), list(x.leaf.shape), str(x.leaf.dtype)] for x in empty],
+        "empty": [
+            [list(array.name), list(array.leaf.shape), str(array.leaf.dtype)] for array in empty
+        ],
     }
     return {_MANIFEST: manifest}
 
 
 def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it does not export
-    """Returns the arrays of a checkpoint by name, in their order in Orbax's tree."""
+    """Describes the arrays of a checkpoint by name, before any is read.
+
+    Those that Orbax stored come first, in the order of its tree; then those without elements, which
+    only the manifest has.
+
+    Raises:
+      CheckpointError: a later release wrote the manifest.
+    """
     manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})  # Orbax alone writes none
-    if (version := manifest.get("version", _VERSION)) != _VERSION:
+    version = manifest.get("version", _VERSION)
+    if version != _VERSION:
         raise CheckpointError(
             f"its manifest has version {version}; this release of nnx_sharding reads {_VERSION}."
         )
-    sums, keys = manifest.get("checksums", {}), manifest.get("keys", {})
-    leaves = {
-        tuple(str(path_key(key)) for key in path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(metadata.tree)[0]
-    }
-    empty = {tuple(name): (tuple(shape), dtype) for name, shape, dtype in manifest.get("empty", ())}
-    variables = _variables([*leaves, *empty])
-
-    def entry(name: Name, shape: Any, dtype: Any, *more: Any) -> Entry:
-        levels = (i for i, key in enumerate(name) if key == VALUE and name[:i] in variables)
-        level = next(levels, len(name))
-        plain = name[:level] + name[level + 1 :]
-        return Entry(StoredArray(path_string(plain), shape, dtype), plain, *more)
-
+    checksums_by_name, key_dtypes = manifest.get("checksums", {}), manifest.get("keys", {})
+    leaves, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
+    names = [tuple(str(path_key(key)) for key in path) for path, _ in leaves]
+    empty_arrays = [(tuple(name), *form) for name, *form in manifest.get("empty", ())]
+    variables = _variables([*names, *(name for name, *_ in empty_arrays)])
     entries = {}
-    for position, (name, leaf) in enumerate(leaves.items()):
+    for position, (name, (_, leaf)) in enumerate(zip(names, leaves, strict=True)):
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
-        if joined in keys:  # Orbax stores their words, in one more dimension
-            shape, dtype = shape[:-1], _dtype_of(keys[joined])
-        is_number = isinstance(leaf, ocp.metadata.ScalarMetadata)
-        entries[name] = entry(name, shape, dtype, position, is_number, sums.get(joined))
-    for name, (shape, text) in empty.items():
-        entries[name] = entry(name, shape, _dtype_of(text))
+        if joined in key_dtypes:  # Orbax stores their words, in one more dimension
+            shape, dtype = shape[:-1], _dtype_of(key_dtypes[joined])
+        plain_name = _without_value(name, variables)
+        entries[name] = Entry(
+            StoredArray(path_string(plain_name), shape, dtype),
+            plain_name,
+            position,
+            is_number=isinstance(leaf, ocp.metadata.ScalarMetadata),
+            checksum=checksums_by_name.get(joined),
+        )
+    for name, shape, dtype_name in empty_arrays:
+        plain_name = _without_value(name, variables)
+        array = StoredArray(path_string(plain_name), tuple(shape), _dtype_of(dtype_name))
+        entries[name] = Entry(array, plain_name)
     return entries
+
+
+def _without_value(name: Name, variables: Collection[Name]) -> Name:
+    """Returns the plain name: without the key of the value of the Variable that an array is in."""
+    for level, key in enumerate(name):
+        if key == VALUE and name[:level] in variables:
+            return name[:level] + name[level + 1 :]
+    return name
 
 
 def _variables(names: Iterable[Name]) -> set[Name]:
@@ -298,7 +340,16 @@ def load(
 ) -> dict[Name, Any]:
     """Reads arrays, each process its own shards, and compares their checksums.
 
-    ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys come as words.
+    Args:
+      stored: the open checkpoint.
+      wanted: by name, the sharding with which an array is read; None to read it to the host.
+      operation: where all processes that restore wait for each other.
+
+    Returns:
+      The arrays by name: NumPy arrays, or with their sharding. PRNG keys are their words.
+
+    Raises:
+      CheckpointError: arrays are damaged, or another job replaced the checkpoint meanwhile.
     """
     items = _items(stored, wanted)
     arrays: dict[Name, Any] = {}
@@ -333,7 +384,10 @@ def load(
 
 
 def _items(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> list[Any]:
-    """Returns the leaves of Orbax's tree; those that are not wanted are placeholders."""
+    """Reads the leaves of Orbax's tree, in its order; those that are not wanted are placeholders.
+
+    The arguments are those of :func:`load`.
+    """
     treedef: Any = jax.tree.structure(stored.tree)
     items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
     options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves
@@ -341,13 +395,14 @@ def _items(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> list[Any]:
         entry = stored.entries[name]
         if entry.position is None:
             continue
-        items[entry.position] = 0  # anything but a placeholder
+        items[entry.position] = 0  # anything but a placeholder is read
         if entry.is_number:
             continue
-        options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
-        if sharding is not None:  # Orbax has neither unreduced nor reduced arrays
+        if sharding is None:
+            options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
+        else:  # Orbax has neither unreduced nor reduced arrays
             options[entry.position] = ocp.ArrayRestoreArgs(sharding=without_reductions(sharding))
-    if 0 not in items:  # which Orbax refuses
+    if 0 not in items:  # Orbax refuses to read nothing
         return items
     args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
     try:
