@@ -1,7 +1,8 @@
 """``save`` and ``restore``: single checkpoints, and models as items of Orbax's managers.
 
-A new checkpoint is written next to an old one, and exchanged with it once it is complete. So an
-error, a full disk or the end of the process leaves the old one.
+A new checkpoint is written next to an old one (``Draft``), and exchanged with it once it is
+complete. So an error, a full disk or the end of the process leaves the old one. In an
+``Operation``, processes meet at ``agree`` (``core/agreement.py``), and fail together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from .. import _compat
 from ..core.agreement import Operation, first_line
@@ -289,23 +290,38 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 
 def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
-    """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks."""
+    """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks.
+
+    Args:
+      flat: the tree to save, flattened.
+      arrays: its arrays, with their names in the checkpoint.
+    """
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
-    shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
-    summed = [None if without_reductions(s) is s else without_reductions(s) for s in shardings]
-    leaves = place_arrays(flat.leaves, summed)
+    targets: list[Sharding | None] = []
+    for leaf in flat.leaves:
+        sharding = getattr(leaf, "sharding", None)
+        summed = without_reductions(sharding)
+        targets.append(None if summed is sharding else summed)
+    leaves = place_arrays(flat.leaves, targets)
     contents = {array.name: _content(leaves[array.slot]) for array in arrays}
-    filled = {name: content for name, content in contents.items() if np.size(content)}
-    if not filled:
+    # The manifest has the arrays without elements, which Orbax does not store.
+    stored_contents = {name: content for name, content in contents.items() if np.size(content)}
+    if not stored_contents:
         raise ValueError("save: expected arrays with at least one element, got none.")
     with progress("checksums"):
-        sums = checksums(list(filled.values()))
-    metadata = stored.manifest_of(arrays, dict(zip(filled, sums, strict=True)))
-    return ocp.args.StandardSave(traverse_util.unflatten_dict(filled), custom_metadata=metadata)
+        sums = checksums(list(stored_contents.values()))
+    metadata = stored.manifest_of(arrays, dict(zip(stored_contents, sums, strict=True)))
+    nested = traverse_util.unflatten_dict(stored_contents)
+    return ocp.args.StandardSave(nested, custom_metadata=metadata)
 
 
 def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
-    """Returns a tree and its arrays, or raises an error that lists those that cannot be saved."""
+    """Returns a tree, flattened, and its arrays with their names, if all of them can be saved.
+
+    Raises:
+      TypeError, ValueError: lists what is no array or number, was deleted, or has the name of
+        another.
+    """
     flat = flatten(tree)
     arrays = named_arrays(flat)
     wrong, deleted = [], []
@@ -318,8 +334,11 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
     head = "save: these are not arrays or numbers with a value:"
     raise_listed(TypeError, head, wrong)
     raise_listed(ValueError, "save: these arrays were donated or deleted:", deleted)
-    names = Counter(".".join(array.name) for array in arrays)  # as Orbax joins them
-    same = [f"  {array.path}" for array in arrays if names[".".join(array.name)] > 1]
+    joined = [".".join(array.name) for array in arrays]  # as Orbax joins them
+    counts = Counter(joined)
+    same = [
+        f"  {array.path}" for array, name in zip(arrays, joined, strict=True) if counts[name] > 1
+    ]
     head = "save: these paths are the same once their keys are joined by dots:"
     raise_listed(ValueError, head, same, "Rename a key.")
     return flat, arrays

@@ -1,8 +1,10 @@
 """``Checkpoints``: the steps of a training run, in Orbax's ``CheckpointManager``.
 
-The manager decides which steps are saved and kept. This adds what a loop has to get right itself: a
-step that comes after all others, a model that can be saved before the manager begins to, the state
-of the data of each process, and a restore that leaves everything as it was after an error.
+A *step* of the manager is a checkpoint with two items: the model, and the *data*, which is the
+state of each process's data iterator. The manager decides which steps are saved and kept. This adds
+what a loop has to get right itself: a step that comes after all others, a model that can be saved
+before the manager begins to, and a restore that leaves everything as it was after an error. In an
+``Operation``, processes meet at ``agree`` (``core/agreement.py``), and fail together.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import operator
 import os
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -30,6 +32,13 @@ from .names import named_arrays
 from .stored import DATA, MODEL, FilePath, as_folder
 
 _SUM = ".crc32"  # the ending of the file with the checksum of a state
+
+
+class _Restored(NamedTuple):
+    """The step that was restored, and the tree that was filled from it."""
+
+    step: int
+    tree: Any
 
 
 class Checkpoints:
@@ -104,7 +113,8 @@ class Checkpoints:
           Exception: as for ``save`` of a model, or what Orbax raises if this step, or the one
             before, cannot be written.
         """
-        step, latest = operator.index(step), self.manager.latest_step()
+        step = operator.index(step)
+        latest = self.manager.latest_step()
         if step < 0:
             raise ValueError(f"Checkpoints.save: expected a step of 0 or more, got {step}.")
         self._check_is_next(step, latest)
@@ -122,12 +132,15 @@ class Checkpoints:
             items: dict[str, Any] = {MODEL: ModelSave(tree)}
             if data is not None:
                 items[DATA] = _DataArgs(_encoded(data))
-            operation.agree()
+            operation.agree()  # all processes can save
             args = ocp.args.Composite(**items)
             with progress(f"save step {step}"):
-                save = functools.partial(self.manager.save, step, args=args, metrics=metrics)
+                # Forced, as it was decided above that the step is saved.
+                save = functools.partial(
+                    self.manager.save, step, args=args, metrics=metrics, force=True
+                )
                 # Orbax has barriers, at which the others would wait for one that has failed.
-                return bool(operation.wait_for(lambda: save(force=True)))
+                return bool(operation.wait_for(save))
 
     def wait_until_finished(self) -> None:
         """Waits for what is being written; a CheckpointError if it cannot be."""
@@ -167,12 +180,12 @@ class Checkpoints:
             Neither ``tree`` nor ``data`` is changed.
         """
         args = ModelRestore(tree, sharding, mesh, **options)
-        found = self._restored(step, args, data)
-        if found is None:
+        restored = self._restored(step, args, data)
+        if restored is None:
             raise NoCheckpointError(
                 f"Checkpoints.restore: no steps found in {self.manager.directory}."
             )
-        return found[1]
+        return restored.tree
 
     @_compat.api_boundary
     def resume(
@@ -201,22 +214,37 @@ class Checkpoints:
         """
         with self._operation("resume"):
             flat = flatten(tree)
-            outside = [x.path for x in named_arrays(flat) if x.slot in flat.structure.root_slots]
+            outside = [
+                array.path
+                for array in named_arrays(flat)
+                if array.slot in flat.structure.root_slots
+            ]
             if outside:
                 raise TypeError(
                     "Checkpoints.resume: these arrays belong to no module or Variable and cannot "
                     f"be changed in place: {', '.join(outside)}. Use restore, which returns them."
                 )
-            found = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
-            if found is None:
+            restored = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
+            if restored is None:
                 return None
+            # The last step first: if this is interrupted, those that are left have no gap.
             for later in sorted(self.manager.all_steps(), reverse=True):
-                if discard_later and later > found[0]:
+                if discard_later and later > restored.step:
                     self.manager.delete(later)
-            return found[0]
+            return restored.step
 
-    def _restored(self, step: int | None, args: ModelRestore, data: Any) -> tuple[int, Any] | None:
-        """Restores a step, and returns it and its tree; None if no step is stored."""
+    def _restored(self, step: int | None, args: ModelRestore, data: Any) -> _Restored | None:
+        """Restores a step, the same on all processes; returns None if no step is stored.
+
+        Args:
+          step: its number; None for the last one.
+          args: the tree to fill, and how.
+          data: the data iterator to set to the state of the step; None to leave it out.
+
+        Raises:
+          NoCheckpointError: this step is not stored.
+          CheckpointError: it cannot be read, or does not fit.
+        """
         with self._operation("restore") as operation:
             self.manager.wait_until_finished()
             steps = sorted(self.manager.all_steps())
@@ -238,7 +266,7 @@ class Checkpoints:
                 )
             try:
                 with progress(f"restore step {wanted}"):
-                    return wanted, self._read(wanted, args, data)
+                    return _Restored(wanted, self._read(wanted, args, data))
             except KeyError as error:  # of Orbax, where a step has no such item
                 raise CheckpointError(f"Checkpoints: step {wanted}: {error.args[0]}") from error
             except (CheckpointError, FileNotFoundError) as error:
@@ -250,7 +278,10 @@ class Checkpoints:
                 raise CheckpointError(f"{error}{hint if earlier else ''}") from error
 
     def _read(self, step: int, args: ModelRestore, data: Any) -> Any:
-        """Sets the data to its state, then reads the model, which changes nothing on an error."""
+        """Sets the data to its state in a step, then reads the model, and returns its tree.
+
+        Reading the model changes nothing if it fails, and the data go back to where they were.
+        """
         before = None
         if data is not None:
             content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
@@ -287,7 +318,7 @@ class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
             (directory / (_file_name() + _SUM)).write_text(str(zlib.crc32(args.state)))
 
     def restore(self, directory: FilePath, args: _DataArgs) -> bytes:
-        """Reads the state of this process."""
+        """Reads the state of this process, and compares its checksum if there is one."""
         with Operation("Checkpoints.restore", directory):
             file, sums = directory / _file_name(), directory / (_file_name() + _SUM)
             if not file.exists():

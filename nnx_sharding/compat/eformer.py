@@ -2,7 +2,8 @@
 
 Programs that import these change one line. Each function is a thin layer over one of this library,
 whose errors it raises; what differs is that specs that do not fit are corrected, with a warning.
-``mesh=None`` is the mesh in context, of ``jax.set_mesh`` or the older ``with mesh:``.
+``mesh=None`` is the mesh in context, of ``jax.set_mesh`` or the older ``with mesh:``. A *rule* is a
+regular expression for paths such as ``blocks/3/up/kernel``, and a spec (a ``PartitionSpec``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
@@ -40,6 +41,7 @@ from ..specs.fitting import (
     with_entries,
 )
 from ..specs.state_sharding import StateSharding, is_single_spec
+from ..specs.types import AnyMesh, Arrays, Spec
 
 __all__ = [
     "analyze_sharding_strategy",
@@ -61,7 +63,6 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
-AnyMesh: TypeAlias = Mesh | AbstractMesh
 AxisNames: TypeAlias = str | tuple[str, ...] | list[str]
 
 
@@ -127,7 +128,13 @@ def get_corrected_named_sharding(
 ) -> NamedSharding:
     """Returns the sharding that :func:`with_sharding_constraint` gives an array of this shape.
 
-    Without a mesh it is an error, or a sharding on an empty mesh if not ``raise_mesh_error``.
+    Args:
+      shape: the shape of the array.
+      partition_spec: its spec; axes that the mesh does not have, or that do not divide their
+        dimension, are dropped with a warning.
+      raise_mesh_error: whether a missing mesh is an error; otherwise the sharding is on an empty
+        mesh.
+      mesh: the mesh; None for the one in context.
     """
     name = "get_corrected_named_sharding"
     check_specs(name, PartitionSpec, partition_spec=Specs(partition_spec))
@@ -170,14 +177,21 @@ def with_sharding_constraint(
     names, shardings = assign_shardings(
         tree, flat, sharding, mesh=mesh, strict=strict, lenient=True
     )
-    if log if log is not None else os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES:
-        for name, leaf, new in zip(names, flat.leaves, shardings, strict=True):
-            old = sharding_of(leaf)
-            # In a trace nothing moves yet, and the old sharding is not known.
-            if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
-                was = "host memory" if old is None else describe(old)
-                _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
+    if log is None:
+        log = os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES
+    if log:
+        _log_moves(names, flat.leaves, shardings)
     return rebuild(flat, apply_shardings(flat.leaves, shardings))
+
+
+def _log_moves(names: Sequence[str], leaves: Arrays, shardings: Sequence[Spec]) -> None:
+    """Logs the arrays that get another sharding; ``names`` are the expressions for them."""
+    for name, leaf, new in zip(names, leaves, shardings, strict=True):
+        old = sharding_of(leaf)
+        # In a trace nothing moves yet, and the old sharding is not known.
+        if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
+            was = "host memory" if old is None else describe(old)
+            _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
 
 
 def match_partition_rules(
@@ -209,29 +223,42 @@ def match_partition_rules(
     pairs = read_patterns(name, rules)
     if strict:
         StateSharding(pairs)  # checks that there are only specs
-    # Read at each call, as eformer does.
-    small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
-    matches, unmatched, mismatches = list[list[int]](), list[str](), list[str]()
+    if min_size is None:  # read at each call, as eformer does
+        min_size = int(os.environ.get("MIN_SHARDING_SIZE", 16384))
+    # By Variable, the numbers of all rules that match: not of the first alone, to know which of
+    # them decide nothing.
+    matches: list[list[int]] = []
+    unmatched: list[str] = []
+    mismatches: list[str] = []
 
     def choose(variable: NamedVariable) -> Any:
-        sized = (x for x in variable.arrays if hasattr(x, "shape") or isinstance(x, Number))
-        shapes = list(map(np.shape, sized))
+        """Returns the spec of a Variable, or of an array outside of any."""
+        arrays = [x for x in variable.arrays if hasattr(x, "shape") or isinstance(x, Number)]
+        shapes = [np.shape(array) for array in arrays]
         if strict and not shapes:
             return None
-        # All rules that match, not the first alone: to know which of them decide nothing.
-        matches.append([n for n, (f, _) in enumerate(pairs) if f(variable.path, variable.variable)])
+        matching = [
+            number
+            for number, (is_match, _) in enumerate(pairs)
+            if is_match(variable.path, variable.variable)
+        ]
+        matches.append(matching)
         # At least 2: a scalar has nothing to shard, whatever the rule.
-        if strict and all(math.prod(shape) < max(small, 2) for shape in shapes):
+        if strict and all(math.prod(shape) < max(min_size, 2) for shape in shapes):
             return PartitionSpec()
-        if not matches[-1]:
-            unmatched.append(f"  {variable.name}" + (f", shape {shapes[0]}" if shapes else ""))
+        if not matching:
+            shape = f", shape {shapes[0]}" if shapes else ""
+            unmatched.append(f"  {variable.name}{shape}")
             return None
-        spec = pairs[matches[-1][0]][1]
+        _, spec = pairs[matching[0]]
         if spec is not None and strict:
-            spec = with_entries(spec, spec.partitions[: min(map(len, shapes))])
-        fits = (fit_sharding(spec, mesh, shape) for shape in shapes if mesh is not None)
-        # The first array of a Variable that does not fit says enough.
-        mismatches.extend([fit.line(variable.name) for fit in fits if fit.problems][:1])
+            rank = min(len(shape) for shape in shapes)
+            spec = with_entries(spec, spec.partitions[:rank])
+        for shape in shapes if mesh is not None else ():
+            fit = fit_sharding(spec, mesh, shape)
+            if fit.problems:
+                mismatches.append(fit.line(variable.name))
+                break  # one array of a Variable says enough
         return spec
 
     result = map_variables(tree, choose)
@@ -244,12 +271,23 @@ def match_partition_rules(
 def _warn_of_unused(
     name: str, pairs: Sequence[tuple[object, object]], matches: Sequence[Sequence[int]]
 ) -> None:
-    """Warns of rules that decide nothing; ``matches`` has the matching ones of each Variable."""
-    used = {numbers[0] for numbers in matches if numbers}
-    # A last rule that matches everything is written for safety.
-    if all(len(pairs) - 1 in numbers for numbers in matches):
-        used.add(len(pairs) - 1)  # the rule for the rest, of which there may be none
-    unused = [f"  {getattr(f, 'text', f)!r}" for n, (f, _) in enumerate(pairs) if n not in used]
+    """Warns of rules that decide for no Variable.
+
+    Args:
+      name: the function that the user called.
+      pairs: the rules, each a filter and a spec.
+      matches: for each Variable, the numbers of the rules that match it; the first one decides.
+    """
+    deciding = {numbers[0] for numbers in matches if numbers}
+    # A last rule that matches everything is for the rest, of which there may be none.
+    last = len(pairs) - 1
+    if all(last in numbers for numbers in matches):
+        deciding.add(last)
+    unused = [
+        f"  {getattr(filter_, 'text', filter_)!r}"
+        for number, (filter_, _) in enumerate(pairs)
+        if number not in deciding
+    ]
     if unused:
         head = f"{name}: these rules match nothing, or only what earlier rules match:"
         warn_or_raise(UnusedFilterWarning, message(head, unused), strict=False)
@@ -276,17 +314,20 @@ def create_pattern_based_partition_spec(
       >>> spec_of("blocks/0/up", np.ones((2, 4)))
       P(None, 'model')
     """
-    rules: dict[str, list[Any]] = {}
+    rules: dict[str, list[Any]] = {}  # the entries of a spec by regular expression
     regex = ""
     for piece in pattern.split(","):
         before, arrow, dimensions = map(str.strip, piece.rpartition("->"))
         # Without an arrow the piece has more axes for the rule before it.
         regex = before if arrow else regex
         entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
-        if not regex or not all(map(all, entries)):
+        has_empty_axis = any(axis == "" for entry in entries for axis in entry)
+        if not regex or has_empty_axis:
             form = "'up|gate->None.model'"
             raise ValueError(f"expected rules such as {form}, got {piece!r} in {pattern!r}.")
-        rules.setdefault(regex, []).extend(None if x == ("None",) else x for x in entries)
+        rules.setdefault(regex, []).extend(
+            None if entry == ("None",) else entry for entry in entries
+        )
     specs = {regex: PartitionSpec(*entries) for regex, entries in rules.items()}
     pairs = read_patterns("create_pattern_based_partition_spec", specs)
     # Last, so that some rule always matches.
@@ -320,31 +361,34 @@ def analyze_sharding_strategy(
       of these over their maximum; ``partition_stats``, by spec the numbers of ``arrays`` and
       ``parameters``, ``bytes`` and ``bytes_per_device``.
     """
-    keys_of_tree = pytree if isinstance(pytree, Mapping) else {}
-    is_mapping = isinstance(partition_specs, Mapping)
-    # Keys with a slash that the tree itself does not have are paths, so this is not a prefix.
-    if is_mapping and any("/" in str(key) and key not in keys_of_tree for key in partition_specs):
-        exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
-        partition_specs = from_rules(exact)
+    if isinstance(partition_specs, Mapping):
+        keys_of_tree = pytree if isinstance(pytree, Mapping) else {}
+        # Keys with a slash that the tree itself does not have are paths, so this is not a prefix.
+        if any("/" in str(key) and key not in keys_of_tree for key in partition_specs):
+            exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
+            partition_specs = from_rules(exact)
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
-    leaves = [
+    abstract = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)) if is_shardable(x) else x
         for x in flat.leaves
     ]
-    abstract = flat._replace(leaves=leaves)
     _, shardings = assign_shardings(
-        pytree, abstract, partition_specs, mesh=mesh, strict=False, lenient=True
+        pytree,
+        flat._replace(leaves=abstract),
+        partition_specs,
+        mesh=mesh,
+        strict=False,
+        lenient=True,
     )
-    rows = parameter_table(apply_shardings(leaves, shardings))
+    rows = parameter_table(apply_shardings(abstract, shardings))  # one for each array
     # Devices that hold nothing count in the balance.
-    ids: Iterable[int] = ()
+    device_ids: Iterable[int] = ()
     if mesh is not None:
-        ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size)
-    held = dict.fromkeys(ids, 0) | device_bytes(rows)
+        device_ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size)
+    held = dict.fromkeys(device_ids, 0) | device_bytes(rows)  # bytes by device
     most = max(held.values(), default=0)
     mean = sum(held.values()) / max(len(held), 1)
-    sharded = [row for row in rows if row.shard_shape != row.shape]
     stats: dict[Any, Counter[str]] = {}
     for row in rows:
         counts = stats.setdefault(row.spec, Counter())
@@ -352,6 +396,7 @@ def analyze_sharding_strategy(
         counts["parameters"] += math.prod(row.shape)
         counts["bytes"] += row.bytes_total
         counts["bytes_per_device"] += row.bytes_per_device
+    sharded = [row for row in rows if row.shard_shape != row.shape]
     return {
         "total_parameters": sum(math.prod(row.shape) for row in rows),
         "sharded_parameters": sum(math.prod(row.shape) for row in sharded),
@@ -366,9 +411,13 @@ def make_shard_and_gather_fns(
 ) -> tuple[Any, ...]:
     """Returns functions that shard arrays by specs, and functions that gather them on the host.
 
-    ``partition_specs`` is a pytree of specs, shardings and ``StateSharding``, for the mesh in
-    context now. The result is ``(shard_fns, gather_fns)``, two trees like it. A gather function
-    makes full NumPy arrays, one at a time.
+    Args:
+      partition_specs: a pytree of specs, shardings and ``StateSharding``.
+      mesh: the mesh of the specs; None for the one in context now.
+
+    Returns:
+      ``(shard_fns, gather_fns)``, two trees like ``partition_specs``. Each function takes the part
+      of a model for one spec; a gather function makes full NumPy arrays, one at a time.
     """
     mesh = _mesh_of("make_shard_and_gather_fns", partition_specs, mesh)
 
@@ -379,13 +428,15 @@ def make_shard_and_gather_fns(
         # Whole on each device, as only that can be copied to the host.
         full = replace_spec(spec, PartitionSpec())
         return jax.tree.map(
-            lambda x: jax.device_get(shard(full, x)) if is_shardable(x) else x, tree
+            lambda leaf: jax.device_get(shard(full, leaf)) if is_shardable(leaf) else leaf, tree
         )
 
-    return tuple(
-        jax.tree.map(lambda x, f=f: functools.partial(f, x), partition_specs, is_leaf=_is_leaf)
-        for f in (shard, gather)
-    )
+    def functions_of(function: Callable[[Any, object], Any]) -> Any:
+        return jax.tree.map(
+            lambda spec: functools.partial(function, spec), partition_specs, is_leaf=_is_leaf
+        )
+
+    return functions_of(shard), functions_of(gather)
 
 
 def _mesh_of(name: str, partition_specs: object, mesh: AnyMesh | None) -> AnyMesh | None:
@@ -444,7 +495,16 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def _extracted(tree: object, read: Callable[[Any], list[Any]]) -> Any:
-    """Returns the tree with what ``read`` finds for each leaf; to find nothing is an error."""
+    """Returns the tree with what a function reads from its arrays, such as their specs.
+
+    Args:
+      tree: a pytree of arrays and modules.
+      read: returns a list with the one thing to put in the place of an array, or an empty one if
+        the array has none.
+
+    Raises:
+      ValueError: lists the Variables with an array that has none, or with arrays that differ.
+    """
     missing: list[str] = []
 
     def choose(variable: NamedVariable) -> Any:
