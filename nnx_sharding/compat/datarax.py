@@ -170,8 +170,13 @@ class ArraySharder(nnx.Module):
     ) -> Any:
         """Applies a function to each shard of a batch, by ``shard_map``.
 
-        The specs are logical names; ``out_spec`` is ``in_spec`` if it is None. What is compiled is
-        kept with the function, so pass the same one each time.
+        Args:
+          batch: a pytree of arrays.
+          transform_fn: a function of a shard of it. What is compiled is kept with the function, so
+            pass the same one each time.
+          mesh: the mesh of the shards.
+          in_spec: logical names for the dimensions of the batch.
+          out_spec: likewise for the result; None for the same ones.
         """
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
@@ -192,43 +197,65 @@ class ArraySharder(nnx.Module):
         """Creates a parameter in its sharding, never fully on one device.
 
         Its metadata contain the logical names as ``out_sharding`` and the rules as
-        ``sharding_rules``, for ``nnx.get_partition_spec``. ``init_fn`` takes a key of the stream
-        ``params`` and the shape. Without a mesh, given or in context, nothing is sharded.
+        ``sharding_rules``, for ``nnx.get_partition_spec``.
+
+        Args:
+          init_fn: a function of a key, from the stream ``params``, and the shape.
+          shape: the shape of the parameter.
+          logical_spec: logical names for its dimensions, or a ``PartitionSpec``.
+          mesh: the mesh; None for the one in context, without which nothing is sharded.
         """
         if self.rngs is None:
             text = "draws from a random stream: make the sharder with rngs=nnx.Rngs(0)."
             raise ValueError(f"create_sharded_param {text}")
         make = init_fn
         shape = tuple(shape)
-        shardings = list[Any]([None])
+        sharding = None
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
-        onto = _compat.context_mesh() if mesh is None else mesh
-        if onto is not None:
-            spec = self.get_partition_spec(logical_spec)
-            x = jax.ShapeDtypeStruct(shape, "float32")
-            options: Any = {"mesh": onto, "caller": "create_sharded_param", "whole": True}
-            _, shardings = assign_shardings(x, flatten(x), spec, **options)
+        mesh_or_context = _compat.context_mesh() if mesh is None else mesh
+        if mesh_or_context is not None:
+            sharding = self._sharding_of(shape, logical_spec, mesh_or_context)
             # An abstract mesh has no devices on which the parameter could be made sharded.
-            if isinstance(shardings[0].mesh, Mesh):
-                make = jax.jit(init_fn, static_argnums=1, out_shardings=shardings[0])
-            metadata["mesh"] = onto
+            if isinstance(sharding.mesh, Mesh):
+                make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
+            metadata["mesh"] = mesh_or_context
         # A spec names mesh axes, to which rules for names do not apply.
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
         # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
-        [value] = apply_shardings([make(self.rngs.params(), shape)], shardings)
+        [value] = apply_shardings([make(self.rngs.params(), shape)], [sharding])
         param = nnx.Param(value)
         # Passed to Param as arguments, they would shard the value once more.
         param.set_metadata(metadata)
         return param
 
+    def _sharding_of(
+        self, shape: tuple[int, ...], logical_spec: object, mesh: Mesh | AbstractMesh
+    ) -> NamedSharding:
+        """Returns the sharding of an array by its logical names, which have to fit its shape."""
+        spec = self.get_partition_spec(logical_spec)
+        abstract = jax.ShapeDtypeStruct(shape, "float32")
+        _, [sharding] = assign_shardings(
+            abstract,
+            flatten(abstract),
+            spec,
+            mesh=mesh,
+            caller="create_sharded_param",
+            whole=True,
+        )
+        checked: NamedSharding = sharding
+        return checked
+
     def get_partition_spec(self, logical_spec: object) -> Any:
         """Returns the partition spec for logical names, by the first rule whose axes are free."""
         rules = self.config.sharding_rules
-        spec_of = LogicalRules(rules).spec if rules else lambda names: PartitionSpec(*names)
-        return jax.tree.map(
-            lambda x: spec_of(x) if _is_names(x) else x, logical_spec, is_leaf=_is_names
-        )
+
+        def spec_of(part: Any) -> Any:
+            if not _is_names(part):
+                return part
+            return LogicalRules(rules).spec(part) if rules else PartitionSpec(*part)
+
+        return jax.tree.map(spec_of, logical_spec, is_leaf=_is_names)
 
     def get_named_sharding(self, mesh: Mesh | AbstractMesh, logical_spec: object) -> Any:
         """Returns the sharding on a mesh for logical names; see :meth:`get_partition_spec`."""
@@ -290,9 +317,10 @@ class ArraySharder(nnx.Module):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state, and the rules if there are any, as nested dicts for a checkpoint."""
-        rules = self.config.sharding_rules
         state: dict[str, Any] = _copied(nnx.to_pure_dict(nnx.state(self)))
-        return state | ({"sharding_rules": rules} if rules else {})
+        if self.config.sharding_rules:
+            state["sharding_rules"] = self.config.sharding_rules
+        return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`get_state` returned, here or in Datarax.
@@ -304,7 +332,7 @@ class ArraySharder(nnx.Module):
             raise TypeError(f"the state must be a dict, got a {type(state).__name__}.")
         values = {key: value for key, value in state.items() if key != "sharding_rules"}
         own = nnx.state(self)
-        expected, given = _types(nnx.to_pure_dict(own)), _types(values)
+        expected, given = _types(nnx.to_pure_dict(own)), _types(values)  # text by path
         lines = [
             f"  {path}: {given.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
             for path in sorted(expected | given)
@@ -314,7 +342,8 @@ class ArraySharder(nnx.Module):
         raise_listed(ValueError, "this is not a state of the sharder:", lines)
         # Statistics may be anything, which Flax would not match with the present ones.
         stats = values.pop("_computed_stats", None)
-        stats = stats if stats is None else _statistics(stats)
+        if stats is not None:
+            stats = _statistics(stats)
         rules = state.get("sharding_rules", self.config.sharding_rules)
         config = dataclasses.replace(self.config, sharding_rules=rules)
         nnx.replace_by_pure_dict(own, _copied(values))

@@ -1,8 +1,9 @@
 """What changed between two reports or comparisons, such as of two commits or releases of JAX.
 
-Each report becomes a flat table of figures by kind and name (`_figures`), and two tables are
-compared name by name. So a collective that is gone, a figure that is not known any more and a
-parameter with another spec are changes of one form.
+A *figure* is a number, or a text, in a report, such as the bytes at the peak. Each report becomes a
+flat table of figures by kind and name (`_figures`), and two tables are compared name by name. So a
+collective that is gone, a figure that is not known any more and a parameter with another spec are
+changes of one form. A *comparison* has a report for each of several *strategies*, by name.
 """
 
 from __future__ import annotations
@@ -62,15 +63,24 @@ class Change:
         return isinstance(self.before, int | float) and self.after is None
 
     def __str__(self) -> str:
-        names = ("bytes_accessed", "bytes accessed", ": bytes", ": at the peak")
-        is_bytes = self.kind == "memory" or self.name.endswith(names)
-        figure = time_text if self.kind == "roofline" else bytes_text if is_bytes else count_text
-        pair = self.before, self.after
-        missing = "none" if any(isinstance(value, str) for value in pair) else UNKNOWN
-        before, after = (figure(x) if isinstance(x, int | float) else x or missing for x in pair)
-        part = self.relative
-        by = "" if part is None else f" ({part:+.1%})" if math.isfinite(part) else " (from nothing)"
-        return printable(f"{self.name}: {before} → {after}{by}")
+        growth = ""
+        if self.relative is not None:
+            is_finite = math.isfinite(self.relative)
+            growth = f" ({self.relative:+.1%})" if is_finite else " (from nothing)"
+        before, after = self._text_of(self.before), self._text_of(self.after)
+        return printable(f"{self.name}: {before} → {after}{growth}")
+
+    def _text_of(self, value: Value) -> str:
+        """Writes one of both figures with its unit; what is missing as ``none`` or unknown."""
+        if isinstance(value, int | float):
+            names_of_bytes = ("bytes_accessed", "bytes accessed", ": bytes", ": at the peak")
+            if self.kind == "roofline":
+                return time_text(value)
+            if self.kind == "memory" or self.name.endswith(names_of_bytes):
+                return bytes_text(value)
+            return count_text(value)
+        is_of_text = isinstance(self.before, str) or isinstance(self.after, str)
+        return value or ("none" if is_of_text else UNKNOWN)
 
 
 class Changes(tuple[Change, ...], Pictured):
@@ -112,6 +122,7 @@ class Changes(tuple[Change, ...], Pictured):
         return json_text(self.as_dict())
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields the lines of the table, with a title where another kind of figures begins."""
         versions = [f"{name} {old} → {new}" for name, (old, new) in self.made_with.items()]
         if versions:
             yield text(f"made with {', '.join(versions)}")
@@ -184,9 +195,13 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
         for change in _of_strategy(name, olds.get(name), news.get(name))
         if change.relative is None or abs(change.relative) > threshold
     ]
-    versions, new_versions = _made_with(olds), _made_with(news)
-    pairs = {name: (version, new_versions.get(name, version)) for name, version in versions.items()}
-    return Changes(changes, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
+    old_versions, new_versions = _made_with(olds), _made_with(news)
+    made_with = {
+        name: (version, new_versions[name])
+        for name, version in old_versions.items()
+        if new_versions.get(name, version) != version
+    }
+    return Changes(changes, made_with)
 
 
 def _check_threshold(threshold: float) -> None:
@@ -209,24 +224,32 @@ def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]
 def _of_strategy(
     strategy: str, before: ProgramReport | Failure | None, after: ProgramReport | Failure | None
 ) -> Iterator[Change]:
-    """Yields what changed for one strategy."""
+    """Yields what changed for one strategy: its outcome, or all figures that are different.
+
+    Args:
+      strategy: its name; empty if two single reports are compared.
+      before: its report, or why it did not compile; None if it was not there.
+      after: likewise.
+    """
     if not isinstance(before, ProgramReport) or not isinstance(after, ProgramReport):
-        outcomes = _outcome(before), _outcome(after)
-        if outcomes[0] != outcomes[1]:
-            yield Change("program", "outcome", *outcomes, strategy)
+        old_outcome, new_outcome = _outcome(before), _outcome(after)
+        if old_outcome != new_outcome:
+            yield Change("program", "outcome", old_outcome, new_outcome, strategy)
         return
-    old, new = _figures(before), _figures(after)
-    # What is known and not there counts as zero, such as a collective that is gone.
-    is_known = before.collectives is not None and after.collectives is not None
-    for kind, figures in old.items():
-        has_modules = before.by_module is not None and after.by_module is not None
+    old_figures, new_figures = _figures(before), _figures(after)
+    has_modules = before.by_module is not None and after.by_module is not None
+    has_collectives = before.collectives is not None and after.collectives is not None
+    for kind, old in old_figures.items():
         if kind == "module" and not has_modules:
             continue
-        missing = 0 if kind == "module" or (kind == "collective" and is_known) else None
-        for name in dict.fromkeys([*figures, *new[kind]]):
-            pair = figures.get(name, missing), new[kind].get(name, missing)
-            if pair[0] != pair[1]:
-                yield Change(kind, name, *pair, strategy)
+        # What is known and not there counts as zero, such as a collective that is gone.
+        is_zero = kind == "module" or (kind == "collective" and has_collectives)
+        missing = 0 if is_zero else None
+        new = new_figures[kind]
+        for name in dict.fromkeys([*old, *new]):
+            old_value, new_value = old.get(name, missing), new.get(name, missing)
+            if old_value != new_value:
+                yield Change(kind, name, old_value, new_value, strategy)
 
 
 def _outcome(report: ProgramReport | Failure | None) -> str | None:
@@ -241,11 +264,13 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     memory.pop("by_path", None)  # the arguments are listed by themselves
     collectives: dict[str, Value] = {}
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
-        name = f"{kind} over {'unknown axes' if axes is None else '+'.join(axes) or 'no axes'}"
-        collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
+        axes_names = "unknown axes" if axes is None else "+".join(axes) or "no axes"
+        collectives[f"{kind} over {axes_names}: number"] = number
+        collectives[f"{kind} over {axes_names}: bytes"] = sent
     roofline: dict[str, Value] = {}
-    if (found := report.roofline) is not None:
-        roofline = {f"time on {found.hardware}": found.estimate, "bound by": found.bound_by}
+    if report.roofline is not None:
+        roofline[f"time on {report.roofline.hardware}"] = report.roofline.estimate
+        roofline["bound by"] = report.roofline.bound_by
     roofline["the compiler's own estimate"] = getattr(report.cost, "optimal_seconds", None)
     return {
         "program": {

@@ -1,8 +1,10 @@
 """Reports side by side: which strategies fit, and which is best.
 
-A `Comparison` holds reports and failures by name. All else is computed from them when it is asked
-for: figures, what fits, the best of each figure, and the table. Its JSON form is that of its
-reports, so that it can be judged again with another limit or other hardware.
+A *strategy* is a way to shard a model, and here the name of a report. A `Comparison` holds reports
+and failures by name. All else is computed from them when it is asked for: *figures* such as the
+bytes at the peak, what fits, the best of each figure, and the table. Its JSON form is that of its
+reports, so that it can be judged again with another limit or other hardware. `_pictures` of a class
+yields the parts of what `print` and notebooks show.
 """
 
 from __future__ import annotations
@@ -156,18 +158,20 @@ class Comparison(JsonForm):
             of ``hardware``, else the old one, else that of the devices compiled for, if known.
           hardware: for the roofline; None leaves it unchanged.
         """
-        # Several kinds of hardware have no common peak rates.
-        kinds = {report.device_kind for report in self.compiled.values()}
-        peak = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
         limit, reports = self.memory_limit, self.reports
         if hardware is not None:
-            peak, limit = hardware_of(hardware), None
-            compiled = {name: r.with_roofline(peak) for name, r in self.compiled.items()}
+            device: Hardware | None = hardware_of(hardware)
+            limit = None  # the old limit was that of other hardware
+            compiled = {name: r.with_roofline(device) for name, r in self.compiled.items()}
             reports = {**reports, **compiled}
+        else:
+            # Several kinds of devices have no common memory.
+            kinds = {report.device_kind for report in self.compiled.values()}
+            device = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
         if memory_limit is not None:
             limit = read_bytes(memory_limit)
-        elif limit is None and peak is not None:
-            limit = peak.memory_bytes
+        elif limit is None and device is not None:
+            limit = device.memory_bytes
         return dataclasses.replace(self, reports=reports, memory_limit=limit)
 
     def _parts(self) -> dict[str, Any]:
@@ -180,6 +184,7 @@ class Comparison(JsonForm):
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
+        """Makes a comparison from its JSON form; a ValueError names what is wrong in it."""
         entries = parts.pop("reports", None)
         parts.pop("best", None)  # for readers, and computed again
         reports: dict[str, ProgramReport | Failure] = {}
@@ -194,6 +199,7 @@ class Comparison(JsonForm):
         return read(cls, parts, cls._NOUN, reports=reports)
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
+        """Yields the table of strategies, and lines about what it leaves open or out."""
         if self.compiled:
             yield self._table(width)
             limit = self.memory_limit
@@ -206,7 +212,8 @@ class Comparison(JsonForm):
             for figure, why in why_unknown(report).items():
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         rooflines = (report.roofline for report in self.compiled.values())
-        if bases := {roofline.basis for roofline in rooflines if roofline is not None}:
+        bases = {roofline.basis for roofline in rooflines if roofline is not None}
+        if bases:
             yield text(f"roofline: {', '.join(sorted(bases))}")
         yield from self._held_by_module()
         failures = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
@@ -219,7 +226,7 @@ class Comparison(JsonForm):
             yield from map(text, _counts(self.ruled_out.values()))
 
     def _held_by_module(self) -> Iterable[RenderableType]:
-        """Yields what holds the peak of each strategy, if the reports have that."""
+        """Yields which modules hold the memory at the peak, by strategy, if reports have that."""
         tables = {name: r.by_module for name, r in self.compiled.items() if r.by_module is not None}
         yield from (text(f"{name}: {modules.summary()}") for name, modules in tables.items())
         if len(tables) < 2:
@@ -233,53 +240,69 @@ class Comparison(JsonForm):
         yield table(("held at the peak", *held), rows, numbers=len(held))
 
     def _table(self, width: int) -> RenderableType:
-        """Draws a row for each strategy, with only the main columns on narrow consoles."""
-        marked, sent, compiled = self.marked, self.bytes_sent_by_axes, self.compiled.values()
-        figures_of = self.figures
+        """Draws a row for each strategy; narrow consoles get the main columns only.
+
+        Columns are collected first, by title: for each its cells, one for each strategy.
+        """
+        marked, figures_of = self.marked, self.figures
+        sent = self.bytes_sent_by_axes
+        compiled = list(self.compiled.values())
         all_axes = {axes for by_axes in sent.values() for axes in by_axes or ()}
+        # Few axes first, and those that are unknown last.
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
         fits: dict[bool | None, Text | str] = {True: "yes", False: text("no", "red"), None: "?"}
 
         def figures(column: Column, show: Callable[..., str] = bytes_text) -> list[Text | str]:
             cells: list[Text | str] = []
             for name, figure in figures_of.items():
-                shown, is_best = show(figure[column]), name == marked.get(column)
+                shown = show(figure[column])
+                is_best = name == marked.get(column)
+                # Figures without a mark have a space in its place, to stand below each other.
                 cells.append(text(f"{shown} *", "green") if is_best else f"{shown}  ")
             return cells
 
-        def over(axes: MeshAxes) -> list[str]:
-            return [bytes_text(None if x is None else x.get(axes, 0)) for x in sent.values()]
+        def sent_over(axes: MeshAxes) -> list[str]:
+            return [
+                bytes_text(None if by_axes is None else by_axes.get(axes, 0))
+                for by_axes in sent.values()
+            ]
 
         # Titles with two spaces stand above the figures, and not above their marks.
-        wide: dict[str, Sequence[Text | str]] = {
-            "strategy": [*sent],
-            "mesh": [str(r.mesh or f"{r.num_devices} devices") for r in compiled],
+        columns: dict[str, Sequence[Text | str]] = {
+            "strategy": list(sent),
+            "mesh": [str(report.mesh or f"{report.num_devices} devices") for report in compiled],
             "peak  ": figures("peak"),
             "arguments  ": figures("arguments"),
             "sent  ": figures("bytes_sent"),
-            **{f"over {axes_text(axes)}": over(axes) for axes in by_size},
+            **{f"over {axes_text(axes)}": sent_over(axes) for axes in by_size},
             "flops  ": figures("flops", count_text),
             "roofline  ": figures("roofline", time_text),
-            "bound by": [getattr(r.roofline, "bound_by", None) or "" for r in compiled],
+            "bound by": [getattr(report.roofline, "bound_by", None) or "" for report in compiled],
             "compiled in  ": figures("planning", time_text),
         }
-        if not any(wide["bound by"]):
-            del wide["bound by"]
+        if not any(columns["bound by"]):
+            del columns["bound by"]
         if self.memory_limit is not None:
-            wide["fits"] = [fits[self.fits(name)] for name in sent]
-        narrow = {"strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits"}
-        columns = {title: x for title, x in wide.items() if width >= 140 or title in narrow}
-        rows = zip(*columns.values(), strict=True)  # from columns
-        return table([*columns], rows, numbers=len(columns) - 2)
+            columns["fits"] = [fits[self.fits(name)] for name in sent]
+        if width < _WIDE:
+            columns = {title: cells for title, cells in columns.items() if title in _MAIN_COLUMNS}
+        rows = zip(*columns.values(), strict=True)  # the same by strategy
+        return table(list(columns), rows, numbers=len(columns) - 2)
+
+
+_WIDE = 140  # characters of a console that has room for all columns
+_MAIN_COLUMNS = ("strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits")
 
 
 def why_unknown(report: ProgramReport) -> dict[str, str]:
-    """Says why some figures of a program are not known, by figure."""
+    """Says why figures of a program are not known, by the name of the figure."""
     reasons: dict[str, str] = {}
     if report.memory is None or report.memory.peak is None:
         reasons["peak"] = "the backend does not report it"
     parts = {"bytes_sent": report.collectives, "flops": report.cost}
-    if missing := [name for name, part in parts.items() if part is None]:
+    missing = [figure for figure, part in parts.items() if part is None]
+    if missing:
+        # All of these are read from the text of the compiled program.
         unread = parse(report.hlo).unread if report.hlo else []
         why = f"not understood: {unread[0]:.120}" if unread else "the report does not have it"
         reasons |= dict.fromkeys(missing, why)
@@ -322,7 +345,14 @@ _OTHERS = ("memory_limit", "seconds", "ruled_out")
 
 
 def load(source: Source) -> ProgramReport | Comparison:
-    """Returns a report or a comparison: itself, or read from a dictionary or a file of JSON."""
+    """Reads a report or a comparison from what a user may pass for one.
+
+    Args:
+      source: one of them, which is returned; its JSON form as a dictionary; or the path of a file.
+
+    Raises:
+      ValueError: a dictionary or a file has neither.
+    """
     if isinstance(source, ProgramReport | Comparison):
         return source
     if isinstance(source, dict):

@@ -1,8 +1,10 @@
 """A sharding applied to a model: rule, spec and bytes of every array, and all problems.
 
-It takes the decisions of the transforms one by one, so that what it reports is what a call does:
-for each location in the model the first rule whose filter matches (`_decisions`), then what of its
-spec fits each array there (`_fit`). Nothing is placed, and arrays may be abstract.
+A ``StateSharding`` is a list of *rules*: a filter for paths, and a spec. A *location* is where a
+Variable, or an array outside of any, is in the model. The report takes the decisions of the
+transforms one by one, so that what it says is what a call does: for each location the first rule
+whose filter matches (`_decisions`), then what of its spec fits each array there (`_fit`), which is
+one *row*. Nothing is placed, and arrays may be abstract.
 """
 
 from __future__ import annotations
@@ -125,6 +127,7 @@ class ShardingReport(Pictured):
         return json_text(self.as_dict())
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields the table of arrays, and below it the mesh, the rules and what is wrong."""
         per_device = sum(row.bytes_per_device for row in self.rows)
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
         yield table(("rule", *parameters.HEADER), map(_cells, self.rows), numbers=2, footer=total)
@@ -137,7 +140,9 @@ class ShardingReport(Pictured):
         yield text("rules:")
         yield from (text(f"  {number} {name}") for number, name in enumerate(self.rules))
         for title, lines in (("problems:", self.problems), ("warnings:", self.warnings)):
-            yield from (text(line) for line in [title, *(f"  {line}" for line in lines)] if lines)
+            if lines:
+                yield text(title)
+                yield from (text(f"  {line}") for line in lines)
 
 
 @_compat.api_boundary
@@ -238,10 +243,16 @@ class _Decision(NamedTuple):
 
 
 def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
-    """Yields what the rules say about each location, a shared one once."""
+    """Yields what the rules say about each location of a model; a shared Variable comes once.
+
+    Args:
+      flat: the flattened model.
+      sharding: the rules.
+    """
     structure = flat.structure
-    predicates = list(enumerate(map(to_predicate, sharding.filters)))
-    seen: set[tuple[int, ...]] = {()}  # a location without arrays is none
+    predicates = [to_predicate(filter_) for filter_ in sharding.filters]
+    # By the indices of its arrays in the flattened model; one without arrays is left out.
+    seen: set[tuple[int, ...]] = {()}
     for named in locate(structure, [split_argument("", sharding, None, structure.root)]):
         location = named.location
         if location.slots in seen:
@@ -252,7 +263,9 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
         # The paths that rules may see. The first one with a match counts, else the last one.
         for candidate in candidates(named.part.below, location.path):
             below = tuple(map(plain_key, candidate))
-            matches = [number for number, matches in predicates if matches(below, subject)]
+            matches = [
+                number for number, is_match in enumerate(predicates) if is_match(below, subject)
+            ]
             if matches:
                 break
         yield _Decision(location, path, below, matches, subject)
@@ -262,12 +275,24 @@ def _rows(
     flat: Flat,
     decision: _Decision,
     sharding: StateSharding,
-    rules: Sequence[str],  # the filters, as texts
+    rules: Sequence[str],
     fit: Callable[[Any, tuple[int, ...]], Fit],
     *,
     strict: bool,
 ) -> Iterator[tuple[ShardingRow, bool]]:
-    """Yields a row for each array at a location, and whether its spec does not divide it."""
+    """Yields a row of the report for each array of a Variable.
+
+    Args:
+      flat: the flattened model.
+      decision: which rule decides for the Variable.
+      sharding: all rules.
+      rules: their filters as texts.
+      fit: finds what of a sharding fits a shape.
+      strict: whether a spec that does not divide its array is a fault, not a correction.
+
+    Yields:
+      The row, and whether the spec of the rule does not divide the array.
+    """
     rule = decision.matches[0] if decision.matches else None
     declared = None if rule is None else sharding.shardings[rule]
     is_open = rule is None and needs_filter(decision.location.slots, decision.subject)
@@ -302,7 +327,14 @@ def _fit(
     mesh: Mesh | AbstractMesh | None,
     action: OnIndivisible,
 ) -> Fit:
-    """Fits a sharding to a shape, with the final sharding: replicated where it cannot be used."""
+    """Finds the sharding that an array gets: replicated where the declared one cannot be used.
+
+    Args:
+      declared: the spec of the rule; None leaves the choice to JAX.
+      shape: the shape of the array.
+      mesh: the mesh of specs.
+      action: what to do with a spec that does not divide the array.
+    """
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
     fit = fit_sharding(declared, mesh, shape, on_indivisible=action)
@@ -323,7 +355,17 @@ def is_replicated(row: parameters.ParameterRow) -> bool:
 def _rule_warnings(
     sharding: StateSharding, rules: Sequence[str], idle: Mapping[int, Any], keys: set[Any]
 ) -> Iterator[str]:
-    """Yields rules without effect, but no catch-all and no exact paths, which are for any model."""
+    """Yields a line for each rule that decides for no array.
+
+    Rules for everything and for exact paths are left out: they are written for any model.
+
+    Args:
+      sharding: the rules.
+      rules: their filters as texts.
+      idle: by the number of each rule that decides nothing, the earlier rules that decide instead;
+        empty if it matches nothing.
+      keys: the keys in all paths of the model, one of which a misspelt rule may mean.
+    """
     for number, by in idle.items():
         filter_ = sharding.filters[number]
         # Meant for what may not be there.
