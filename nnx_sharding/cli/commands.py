@@ -131,13 +131,16 @@ def _sections() -> dict[str, str]:
     # Without marks for the script that writes the messages.
     text = re.sub(r"<!--.*?-->\n", "", page.read_text(encoding="utf-8"))
     # A heading may have an anchor of its own in front of it.
-    headings = [*re.finditer(r"^(?:\(([\w-]+)\)=\n)?(##+) (.*)\n", text, flags=re.MULTILINE)]
+    pattern = r"^(?:\((?P<anchor>[\w-]+)\)=\n)?(?P<marks>##+) (?P<title>.*)\n"
+    headings = list(re.finditer(pattern, text, flags=re.MULTILINE))
     sections = {}
     for index, heading in enumerate(headings):
         # A section ends where one of its own level, or of a higher one, begins.
-        later = (next_ for next_ in headings[index + 1 :] if len(next_[2]) <= len(heading[2]))
-        end = next((next_.start() for next_ in later), len(text))
+        level = len(heading["marks"])
+        later = (other for other in headings[index + 1 :] if len(other["marks"]) <= level)
+        end = next((other.start() for other in later), len(text))
         # As Sphinx makes anchors of headings.
-        anchor = heading[1] or re.sub(r"[^\w\- ]", "", heading[3].lower()).replace(" ", "-")
-        sections[anchor] = text[heading.start(2) : end].rstrip()
+        title_anchor = re.sub(r"[^\w\- ]", "", heading["title"].lower()).replace(" ", "-")
+        anchor = heading["anchor"] or title_anchor
+        sections[anchor] = text[heading.start("marks") : end].rstrip()
     return sections

@@ -99,13 +99,25 @@ def _check(
     config: str | None,
     **options: Any,
 ) -> None:
-    """Compares the step of a target on a mesh of all devices of this process."""
+    """Runs in a process with virtual devices: compares a step on a mesh of these with one device.
+
+    Args:
+      target: the user's function, which makes the step and its arguments.
+      sizes: the sizes of the mesh axes.
+      types: their types.
+      config: the configuration for the function; None to make its default smaller.
+      **options: those of :func:`assert_same`.
+
+    Raises:
+      AssertionError: the numbers differ.
+      UserError: the user's function failed.
+    """
     function, mesh = find(target), make_mesh(sizes, types)
     parameters = inspect.signature(function).parameters
 
     def build(config: Any) -> tuple[Any, ...]:
-        known = {"mesh": mesh, "config": config}
-        value = function(**{name: known[name] for name in known if name in parameters})
+        given = {"mesh": mesh, "config": config}
+        value = function(**{name: x for name, x in given.items() if name in parameters})
         if not isinstance(value, tuple) or not value or not isinstance(value[0], Lifted):
             raise UserError(
                 f"{target} returned {value!r:.200}. It has to return "

@@ -337,7 +337,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace, target: str, function: object) -> dict[str, Any]:
-    """Returns the options of the command line for ``jit``, which is applied to a function."""
+    """Returns the options of the command line for the ``jit`` of a user's function.
+
+    Args:
+      arguments: the command line.
+      target: what the user named, for messages.
+      function: what it returned: a function, or something that is jitted already.
+    """
     if arguments.donate is None:
         return {}
     # These have donated arguments already, or none.
@@ -347,15 +353,22 @@ def _options(arguments: argparse.Namespace, target: str, function: object) -> di
             "give jit donate_argnames instead."
         )
     names = inspect.signature(function).parameters if callable(function) else ()
+    unknown = set(arguments.donate).difference(names)
     # `jit` would say so too, but as an error of the user's function.
-    wrong = [f"{name!r}{suggestion(name, names)}" for name in {*arguments.donate}.difference(names)]
-    if wrong:
-        raise UsageError(f"--donate: the function has no parameter {', '.join(sorted(wrong))}")
+    if unknown:
+        listed = ", ".join(sorted(f"{name!r}{suggestion(name, names)}" for name in unknown))
+        raise UsageError(f"--donate: the function has no parameter {listed}")
     return {"donate_argnames": arguments.donate}
 
 
 def _plan(arguments: argparse.Namespace, target: str, value: object) -> PlanningResult:
-    """Plans for a step, or for its variants, that a function returned."""
+    """Searches for the mesh and the strategy of a step that the user's function returned.
+
+    Args:
+      arguments: the command line.
+      target: the name of the user's function, for messages.
+      value: ``(step, *arguments)``, a mapping from variants to these, or the result of ``plan``.
+    """
     if isinstance(value, PlanningResult):
         return value
     if not isinstance(value, tuple | Mapping) or not value:
@@ -368,13 +381,15 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
     options: dict[str, Any] = {}
     for variant in step.values() if isinstance(step, Mapping) else [step]:
         function = variant[0] if isinstance(variant, tuple) else variant
-        options = _options(arguments, target, function)
+        options = _options(arguments, target, function)  # raises for any that they do not fit
     options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
     options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
+    # These are called like the parameters of `plan`.
     same = "strategies", "maximize", "time_limit", "memory_limit", "hardware", "most", "by_module"
+    options |= {name: getattr(arguments, name) for name in same}
     with user_code(f"what {target} returned cannot be planned"):
         try:
-            return plan(step, *args, **{name: getattr(arguments, name) for name in same}, **options)
+            return plan(step, *args, **options)
         except ValueError as error:  # of plan, which says what is wrong
             raise UserError(str(error).removeprefix("plan: ")) from error
 
@@ -382,7 +397,19 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
 def _called(
     arguments: argparse.Namespace, make: Callable[[argparse.Namespace, str, object], T]
 ) -> T:
-    """Applies ``make`` to the result of the user's function, both in the context of the mesh."""
+    """Calls the user's function, and makes the result of a command of what it returns.
+
+    Both run in the context of the mesh and the topology of the command line.
+
+    Args:
+      arguments: the command line.
+      make: makes the result; called with the command line, the name of the function, and what it
+        returned.
+
+    Raises:
+      UsageError: the options do not go together, or there is no such function.
+      UserError: the function failed.
+    """
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
     function = find(arguments.target)
@@ -400,42 +427,36 @@ def _called(
         parameter = inspect.signature(function).parameters.get("mesh")
         # A function may have a mesh of its own as the default.
         needs_mesh = parameter is not None and parameter.default is parameter.empty
-        if needs_mesh and mesh is None and arguments.command == "plan":  # which chooses another
+        if needs_mesh and mesh is None:
+            if arguments.command != "plan":
+                raise UsageError(f"{arguments.target} takes a mesh: add one, such as --mesh data=8")
+            # Any will do, as `plan` chooses another one.
             replicas = {"replica": arguments.slices} if arguments.slices > 1 else {}
             mesh = planning_mesh({**replicas, "data": -1, "model": 1})
-        elif needs_mesh and mesh is None:
-            raise UsageError(f"{arguments.target} takes a mesh: add one, such as --mesh data=8")
         with user_code(f"{arguments.target} failed"):
             value = function() if parameter is None else function(mesh=mesh)
         return make(arguments, arguments.target, value)
 
 
 def find(text: str, *, is_function: bool = True) -> Any:
-    """Imports the function, or value, ``package.module:Model.plan`` or ``file.py:plan``."""
+    """Imports the function that a user names on the command line.
+
+    Args:
+      text: ``package.module:function``, ``path/to/file.py:function``, or with the name of a class
+        in front of the function: ``train.py:Model.step``.
+      is_function: whether it has to be a function, not any value.
+
+    Raises:
+      UsageError: there is none.
+      UserError: the module cannot be imported.
+    """
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise UsageError(
             f"{text!r} does not name a function; write package.module:function or "
             "path/file.py:function."
         )
-    # As Python does: a file may import its neighbours, a module what is in the current folder.
-    path = Path(place).resolve() if place.endswith(".py") else None
-    if path is not None and not path.is_file():
-        raise UsageError(f"no such file: {place}.")
-    folder = str(path.parent if path else Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    module = path.stem if path else place
-    with user_code(f"{place} cannot be imported"):
-        try:
-            value: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
-            raise UsageError(f"no module named {error.name!r}.") from None
-    # Python imports only the first of two files with one name.
-    if path is not None and getattr(value, "__file__", None) != str(path):
-        raise UsageError(f"{place} has the name of another module, {value!r}; rename the file.")
+    value = _imported(place)
     # A method or a static function of a class may be named, too.
     for part in name.split("."):
         if not hasattr(value, part):
@@ -446,6 +467,30 @@ def find(text: str, *, is_function: bool = True) -> Any:
     if is_function and not callable(value):
         raise UsageError(f"{text} is not a function, but {value!r:.200}.")
     return value
+
+
+def _imported(place: str) -> Any:
+    """Imports a module by its name, or by the path of its file."""
+    path = Path(place).resolve() if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise UsageError(f"no such file: {place}.")
+    # As Python does: a file may import its neighbours, a module what is in the current folder.
+    folder = str(path.parent if path else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem if path else place
+    with user_code(f"{place} cannot be imported"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # The module may be there, and lack what it imports itself.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise UsageError(f"no module named {error.name!r}.") from None
+    # Python imports only the first of two files with one name.
+    if path is not None and getattr(module, "__file__", None) != str(path):
+        raise UsageError(f"{place} has the name of another module, {module!r}; rename the file.")
+    return module
 
 
 def _use_virtual_devices(number: int) -> None:
@@ -486,18 +531,23 @@ def _lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
 def _staged(
     arguments: argparse.Namespace, target: str, value: Any, others: str = ""
 ) -> Traced | Lowered | Compiled:
-    """Returns a program that a function returned, traced if it is not; ``others`` may it return."""
+    """Returns the program in what the user's function returned; a function is traced for it.
+
+    Args:
+      arguments: the command line.
+      target: the name of the user's function, for messages.
+      value: ``(function, *arguments)``, a function without arguments, or a stage of a program.
+      others: what else the function may return, for the message.
+    """
     function, *args = value if isinstance(value, tuple) and value else (value,)
     options = _options(arguments, target, function)
     if isinstance(value, Traced | Lowered | Compiled):
         return value
     if not callable(function) or isinstance(function, type):
-        kinds = ["(function, *arguments)", "a function of nnx_sharding.jit"]
+        kinds = "(function, *arguments), a function of nnx_sharding.jit, "
         last = "the result of its trace, lower or compile"
-        listed = (
-            f"{', '.join(kinds)}, {last}, {others}" if others else f"{', '.join(kinds)}, or {last}"
-        )
-        raise UserError(f"{target} returned {value!r:.200}. It has to return {listed}.")
+        kinds += f"{last}, {others}" if others else f"or {last}"
+        raise UserError(f"{target} returned {value!r:.200}. It has to return {kinds}.")
     jitted = function if isinstance(function, Lifted) else jit(function, **options)
     return jitted.trace(*args)
 

@@ -5,6 +5,9 @@ such as `jax.default_matmul_precision` hold for one thread. Then they are compil
 threads, for which XLA releases the lock of Python. A program for more virtual CPU devices than this
 process has, or for a TPU topology, is compiled in a process of each thread (`CompilerProcess`),
 which also survives a crash of the compiler.
+
+A *program* is a lowered function and its mesh. One *worker* is a thread, with its process if there
+is one. With ``ruled_out``, programs that lower to the same text are compiled once.
 """
 
 from __future__ import annotations
@@ -96,19 +99,20 @@ def compile_all(
         progress(title, total, quiet=quiet) as advance,
     ):
         while (left := end - time.monotonic()) > 0:
+            # As long as a worker is free, this thread lowers a program for it; else it waits.
             name = None
             if workers.is_free and slots.is_free:
                 name = pick(reports) if pick else next(iter(programs), None)
             if name is not None:
-                lowered_in, program = _timed(partial(attempt, programs.pop(name)))
-                is_single = ruled_out is None or isinstance(program, Failure)
-                same = started.setdefault(name if is_single else _digest(program), name)
+                lowering_seconds, program = _timed(partial(attempt, programs.pop(name)))
+                is_compared = ruled_out is not None and not isinstance(program, Failure)
+                same = started.setdefault(_digest(program) if is_compared else name, name)
                 if ruled_out is not None and same != name:
                     ruled_out[name] = f"compiles to the program of {same}"
                     continue
                 if not isinstance(program, Failure):
                     slots.taken.add(name)
-                workers.start(name, program, lowered_in)
+                workers.start(name, program, lowering_seconds)
                 continue
             if not workers.running:
                 break
@@ -120,6 +124,7 @@ def compile_all(
                 reports[name], seconds[name] = report, round(duration, 3)
                 advance(name)
     in_order = {name: reports[name] for name in started.values() if name in reports}
+    # A comparison is not empty: without reports, it says why there are none.
     late = () if reports else (*started.values(), *programs)
     why_not = dict.fromkeys(late, "not compiled within the time limit")
     return Comparison(in_order, None, seconds, why_not).judged(
@@ -215,7 +220,15 @@ def _report(
     *,
     by_module: bool,
 ) -> ProgramReport:
-    """Compiles a program and reports on it; from disk if it has been compiled before."""
+    """Compiles a program and reports on it; from disk if it has been compiled before.
+
+    Args:
+      lowered: the program.
+      mesh: the mesh that it is for.
+      process: the process that compiles it; None for this one.
+      cache: the folder with earlier reports; None to keep none.
+      by_module: whether the report has memory and cost by module.
+    """
     path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
     if path is not None:
         try:
@@ -261,10 +274,13 @@ def _digest(program: Program | Failure) -> str:
 
 
 def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
-    """Digests all that a report depends on, except line numbers."""
+    """Returns the name of a report on disk: a digest of all that it depends on.
+
+    Line numbers are left out, so that a comment in the user's code does not compile all again.
+    """
     devices = [] if mesh is None else list(mesh.devices.flat)
     client = devices[0].client if devices else jax.devices()[0].client
-    parts = (  # all that changes a program or its figures
+    parts = (
         __version__,
         jax.__version__,
         importlib.metadata.version("jaxlib"),
@@ -308,8 +324,17 @@ class CompilerProcess:
             self._process.communicate()
 
     def _ask(self, *request: Any) -> dict[str, Any]:
-        """Sends a request to the process, which is started for the first one, and awaits it."""
-        process = self._process = self._process or self._started()
+        """Sends a request to the process, and waits for its answer.
+
+        The process is started for the first request, and again after a crash.
+
+        Raises:
+          CompilerCrash: the process ended.
+          JaxRuntimeError: the compiler refused the program.
+        """
+        if self._process is None:
+            self._process = self._started()
+        process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.dump(request, process.stdin)
@@ -318,7 +343,7 @@ class CompilerProcess:
         except (EOFError, BrokenPipeError):
             self._process = None
             raise CompilerCrash(self._last_words(process)) from None
-        if isinstance(answer, str):
+        if isinstance(answer, str):  # the text of an error
             raise jax.errors.JaxRuntimeError(answer)
         return answer
 
@@ -345,14 +370,21 @@ class CompilerProcess:
 
 
 def serve(devices: Devices) -> None:
-    """Compiles the programs requested on standard input, until that ends."""
+    """Runs in a :class:`CompilerProcess`: compiles what is requested on standard input.
+
+    Requests and answers are pickled, one after the other. An answer is what was compiled, or the
+    text of an error. It returns when the input ends.
+
+    Args:
+      devices: what to compile for.
+    """
     requests: Any = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries also print to standard output
     if isinstance(devices, int):
         jax.config.update("jax_num_cpu_devices", devices)
-    found = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
-    by_id = {device.id: device for device in found}  # requests name devices by id
+    targets = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
+    by_id = {device.id: device for device in targets}  # requests name devices by id
     while requests.peek(1):  # until the other end is closed
         try:
             answer: Any = _compat.compile_module(by_id, *pickle.load(requests))

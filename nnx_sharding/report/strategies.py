@@ -1,7 +1,8 @@
 """``compare``: strategies compiled side by side, before there are devices.
 
-Arguments become abstract, each strategy shards them on its mesh, and the programs are compiled for
-figures only (`compiling.py`). `unwrapped`, `abstract_of` and `lowered` serve ``plan`` as well.
+A *strategy* is a way to shard the arguments of a function. Arguments become abstract, each strategy
+shards them on its mesh, and the programs are compiled for their figures, such as memory, only
+(`compiling.py`). `unwrapped`, `abstract_of` and `lowered` serve ``plan`` as well.
 """
 
 from __future__ import annotations
@@ -149,12 +150,26 @@ def compare(
 def unwrapped(
     name: str, fun: Any, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns the function in one of ``jit``, with its options except shardings and mesh."""
-    if taken := {"in_shardings", "mesh", "device", "backend"} & options.keys():
+    """Takes a function out of ``jit``, so that it can be jitted again with other shardings.
+
+    Args:
+      name: the function that the user called, for messages.
+      fun: a function, or one that ``jit`` returned.
+      options: the user's options for ``jit``, which have priority over those of ``fun``.
+
+    Returns:
+      The plain function, and the options of ``jit`` for it, except shardings and mesh.
+
+    Raises:
+      TypeError: the options have a mesh or shardings, or ``fun`` is no function for ``jit``.
+    """
+    taken = {"in_shardings", "mesh", "device", "backend"} & options.keys()
+    if taken:
         raise TypeError(
             f"{name} places the arguments itself; leave out {'=..., '.join(sorted(taken))}=..."
         )
-    if isinstance(fun, Lifted) and isinstance(transform := fun._transform, Jit):
+    if isinstance(fun, Lifted) and isinstance(fun._transform, Jit):
+        transform = fun._transform
         kept = {option: getattr(transform, option) for option in _KEPT}
         kept["compiler_options"] = transform.compiler_options and dict(transform.compiler_options)
         options = {**kept, **fun._options["roles"]._asdict(), **options}
@@ -188,7 +203,14 @@ def _abstract(leaf: Any) -> Any:
 def lowered(
     strategy: Strategy, fun: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Lowered, Mesh | None]:
-    """Lowers the program of a strategy; also returns the mesh that it is for."""
+    """Lowers a function with the shardings of a strategy; also returns the mesh that it is for.
+
+    Args:
+      strategy: the shardings, or a function that makes them, and the mesh.
+      fun: the function.
+      args: its abstract arguments.
+      options: other options of ``jit``.
+    """
     mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
     # Also for constraints in the function.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):

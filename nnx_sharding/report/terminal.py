@@ -1,9 +1,13 @@
-"""Pictures for the terminal of the shards of arrays."""
+"""Pictures for the terminal of the shards of arrays.
+
+A *slice* is the part of an array that a device holds, written ``[0:32, 0:128]``; its *spans* are
+the beginning and the end in each dimension. Devices with the same slice are its *holders*.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -13,6 +17,7 @@ from ..specs.fitting import axes_of, fit_sharding
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 # Where a slice of an array begins and ends in each dimension.
 Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -71,46 +76,67 @@ def show_array(
 
 def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterator[RenderableType]:
     """Yields a line, then a grid of the slices if it fits the width, else a list of them."""
-    from rich.table import Table
-
     held = holders_of(shape, sharding)
-    # The dimensions that are partitioned.
-    split = [i for i in range(len(shape)) if len({spans[i] for spans in held}) > 1]
+    split = [d for d in range(len(shape)) if len({spans[d] for spans in held}) > 1]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     head = f"{shape} as {spec}; each device holds {tuple(sharding.shard_shape(shape))}"
     if len(split) == 2 < len(shape):
         head += f"; rows are dimension {split[0]}, columns dimension {split[1]}"
     yield text(head)
-    shown = {}
+    cells: dict[Spans, Text] = {}
     for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
         words = holders[:_MAX_HOLDERS]
         if len(holders) > _MAX_HOLDERS:
             words = [*words, f"… {len(holders) - _MAX_HOLDERS} more"]
-        shown[spans] = text(" ".join(words), colour)
-    columns = len({spans[split[-1]] for spans in held}) if split else 1
-    fits = columns == 1 or (columns + 1) * (max(map(len, shown.values())) + 2) <= width
-    if len(split) > 2 or not fits:
-        slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in shown]
-        rows = [*zip(slices, shown.values(), strict=True)]
-        yield table(("slice", "devices"), rows, most=512)
+        cells[spans] = text(" ".join(words), colour)
+    num_columns = len({spans[split[-1]] for spans in held}) if split else 1
+    cell_width = max(map(len, cells.values())) + 2
+    fits = num_columns == 1 or (num_columns + 1) * cell_width <= width
+    if len(split) <= 2 and fits:
+        yield _grid(cells, split, is_matrix=len(shape) > 1)
         return
-    cells = {}
-    for spans, cell in shown.items():
-        row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
-        # A matrix whose rows are partitioned is drawn as a column.
-        only_rows = split == [0] and len(shape) > 1
-        cells[(column, row) if only_rows else (row, column or "full array")] = cell
-    names, heads = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in cells]
+    rows = list(zip(slices, cells.values(), strict=True))
+    yield table(("slice", "devices"), rows, most=512)
+
+
+def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool) -> RenderableType:
+    """Draws a cell for each slice, in rows and columns.
+
+    Args:
+      cells: the holders of each slice.
+      split: the dimensions that are partitioned, at most two: rows and columns, or columns only.
+      is_matrix: whether the array has several dimensions.
+    """
+    from rich.table import Table
+
+    by_place: dict[tuple[str, str], Text] = {}  # by the titles of row and column
+    for spans, cell in cells.items():
+        titles = [f"{spans[dimension][0]}:{spans[dimension][1]}" for dimension in split]
+        row, column = ("", "", *titles)[-2:]
+        if split == [0] and is_matrix:  # whose rows are partitioned: drawn as a column
+            row, column = column, row
+        elif not column:
+            column = "full array"
+        by_place[row, column] = cell
+    rows = list(dict.fromkeys(row for row, _ in by_place))
+    columns = list(dict.fromkeys(column for _, column in by_place))
     grid = Table(box=None, show_header=False)
-    if any(heads):
-        grid.add_row("", *map(text, heads))
-    for name in names:
-        grid.add_row(text(name), *(cells[name, head] for head in heads))
-    yield grid
+    if any(columns):
+        grid.add_row("", *map(text, columns))
+    for row in rows:
+        grid.add_row(text(row), *(by_place[row, column] for column in columns))
+    return grid
 
 
 def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
-    """Lists the ids of devices, or positions such as ``data=0``, that hold each slice."""
+    """Lists which devices hold each slice of an array of this shape.
+
+    Devices are given by their ids; on an abstract mesh, by positions such as ``data=0``.
+
+    Raises:
+      ValueError: the sharding does not fit the shape.
+    """
     if isinstance(sharding, NamedSharding):
         fit = fit_sharding(sharding, None, shape)
         if fit.problems:
@@ -129,14 +155,23 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
 def _positions(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Spans, list[str]]]:
-    """Yields each slice with its position on the axes that partition the array."""
+    """Yields each slice of an array on an abstract mesh, with its position on the mesh.
+
+    Args:
+      shape: the shape of the array.
+      spec: its spec, which fits.
+      sizes: the sizes of the mesh axes.
+    """
     used = [axis for entry in spec.partitions for axis in axes_of(entry)]
-    for position in itertools.product(*(range(sizes[axis]) for axis in used)):
-        place = dict(zip(used, position, strict=True))
+    for indices in itertools.product(*(range(sizes[axis]) for axis in used)):
+        position = dict(zip(used, indices, strict=True))  # the index along each axis
         spans = []
         for size, entry in itertools.zip_longest(shape, spec.partitions):
-            number, parts = 0, 1
+            # The number of the part of this dimension, and how many parts there are.
+            number, num_parts = 0, 1
             for axis in axes_of(entry):  # the first is the major one
-                number, parts = number * sizes[axis] + place[axis], parts * sizes[axis]
-            spans.append((number * size // parts, (number + 1) * size // parts))
-        yield tuple(spans), [", ".join(f"{axis}={i}" for axis, i in place.items()) or "all"]
+                number = number * sizes[axis] + position[axis]
+                num_parts *= sizes[axis]
+            spans.append((number * size // num_parts, (number + 1) * size // num_parts))
+        text_of_position = ", ".join(f"{axis}={index}" for axis, index in position.items())
+        yield tuple(spans), [text_of_position or "all"]

@@ -12,8 +12,9 @@ Microbatch i has the rows i, i + steps, i + 2·steps, …: the rows, (batch, …
 rows that it has; blocks of successive rows would be on some of the devices only.
 
 If rows are sharded over devices, each gradient is a sum over these. The totals of parameters in
-layers that compute each row by itself are kept as partial sums, one for each device
-(``transforms/partial_sums.py``), and these are added up once, after the scan.
+layers that compute each row by itself are kept as *partial sums*, one for each device
+(``transforms/partial_sums.py``), and these are added up once, after the scan. Partial sums need
+Explicit axes, on which the type of an array says how it is sharded.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class _Accumulation:
         batch = {name: _split_rows(name, bound.arguments[name], self.steps) for name in names}
         rest = {name: x for name, x in bound.arguments.items() if name not in names}
 
-        # Arguments, since `explicit_axes` changes the types of these only.
+        # Both are arguments, since `explicit_axes` changes the types of these only.
         def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
             return self._accumulate(bound, rest, batch)
 
@@ -167,20 +168,25 @@ class _Accumulation:
     def _accumulate(
         self, bound: inspect.BoundArguments, rest: _Arguments, batch: _Arguments
     ) -> tuple[Any, Any]:
-        """Returns the mean value and gradient of the microbatches, which a scan runs over."""
-        # The arguments as `explicit_axes` has typed them.
-        bound.arguments.update(rest)
+        """Returns the mean value and gradient of the microbatches, which a scan runs over.
+
+        Args:
+          bound: the arguments of the loss, by name; changed here.
+          rest: those of them that are the same for all microbatches.
+          batch: those with rows, reshaped to (batch / steps, steps, …).
+        """
+        bound.arguments.update(rest)  # with the types that `explicit_axes` has given them
         sums = _partial_sums_over_rows(batch)
         prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
 
-        # One microbatch: adds its gradients to the totals. The scan's slices are its rows.
         def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
+            """Adds the gradients of one microbatch to the totals, and returns its value."""
             bound.arguments.update({**rest, **microbatch})
             call = self.gradient.prepare(bound.args, bound.kwargs, sums)
             value, gradients = with_sums(sums, self.gradient.value_and_gradients, call, sums)
             _check_aux(value[1] if self.has_aux else ())
             pairs = zip(totals, gradients, strict=True)
-            return [total + x.astype(total.dtype) for total, x in pairs], value
+            return [total + d.astype(total.dtype) for total, d in pairs], value
 
         # Axis 1 of the rows: (batch / steps, steps, …).
         run = scan(
@@ -210,23 +216,25 @@ class _Accumulation:
 
 
 def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> PathFunction:
-    """Returns specs that keep how other Explicit axes shard arrays.
+    """Returns the ``in_sharding`` of arguments for a loop in which ``axis`` is Explicit.
 
-    ``axis`` shards the first dimension if that is of ``rows``; nothing otherwise.
+    Other Explicit axes shard the arguments as before. ``axis`` shards the first dimension of
+    arguments with ``rows``, and nothing of others.
     """
     axes = axes_of(axis)
 
-    def spec_of(_: Path, x: Any) -> PartitionSpec:
-        value = _compat.get_value(x) if _compat.is_variable(x) else x
-        spec = type_spec(value)
-        if spec is None or not value.ndim:
+    def spec_of(_: Path, subject: Any) -> PartitionSpec:
+        array = _compat.get_value(subject) if _compat.is_variable(subject) else subject
+        spec = type_spec(array)
+        if spec is None or not array.ndim:  # no Explicit axis shards it
             return PartitionSpec(axis) if rows else PartitionSpec()
-        if rows and {*axes} <= {*axes_of(pad_entries(spec, 1)[0])}:
-            return PartitionSpec(*spec.partitions)
-        first, *others = pad_entries(
-            keep_axes(spec, {*spec_axes(spec)}.difference(axes)), value.ndim
-        )
-        return PartitionSpec((*axes, *axes_of(first)) if rows else first, *others)
+        if rows and set(axes).issubset(axes_of(pad_entries(spec, 1)[0])):
+            return PartitionSpec(*spec.partitions)  # as it is
+        other_axes = set(spec_axes(spec)).difference(axes)
+        first, *others = pad_entries(keep_axes(spec, other_axes), array.ndim)
+        if rows:
+            first = (*axes, *axes_of(first))
+        return PartitionSpec(first, *others)
 
     return PathFunction(spec_of, {})
 
@@ -236,20 +244,29 @@ def _batch_names(
     bound: inspect.BoundArguments,
     batch: str | Sequence[str] | None,
 ) -> list[str]:
-    """Returns the names of the arguments with the rows of the batch."""
+    """Finds which arguments of the loss have the rows of the batch: those that are divided.
+
+    Args:
+      gradient: what differentiates the loss, and knows by which arguments.
+      bound: the arguments of the call.
+      batch: the names that the user gave; None to find them.
+
+    Raises:
+      ValueError: a name is unknown, or no argument has rows.
+    """
     arguments = bound.arguments
     if batch is not None:
         # A name that is misspelt would silently make its rows the same for all microbatches.
-        names = [batch] if isinstance(batch, str) else [*batch]
+        names = [batch] if isinstance(batch, str) else list(batch)
         raise_listed(
             ValueError,
             "accumulate_gradients: batch names unknown arguments:",
-            [f"  {x!r}{suggestion(x, arguments)}" for x in names if x not in arguments],
+            [f"  {name!r}{suggestion(name, arguments)}" for name in names if name not in arguments],
             f"The arguments: {', '.join(arguments)}.",
         )
         return names
     prepared = gradient.prepare(bound.args, bound.kwargs)
-    differentiated = {x.argument.name for x in prepared.targets}
+    differentiated = {target.argument.name for target in prepared.targets}
 
     def is_batch(value: object) -> bool:
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
@@ -257,7 +274,9 @@ def _batch_names(
         return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) for x in leaves)
 
     # Parameters given as bare arrays are differentiated, and no batch.
-    names = [x for x, value in arguments.items() if x not in differentiated and is_batch(value)]
+    names = [
+        name for name, value in arguments.items() if name not in differentiated and is_batch(value)
+    ]
     if not names:
         raise ValueError(
             "accumulate_gradients: no argument is a batch of arrays: each is a scalar, holds "
@@ -271,11 +290,10 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
 
     Where they differ, nobody knows which arrays are the batch, and which are constants.
     """
-    shapes = {
-        accessor(name, tuple(map(path_key, path))): jnp.shape(x)
-        for name in names
-        for path, x in jax.tree_util.tree_flatten_with_path(arguments[name])[0]
-    }
+    shapes: dict[str, tuple[int, ...]] = {}  # by the expression for an array: batch['x']
+    for name in names:
+        for path, array in jax.tree_util.tree_leaves_with_path(arguments[name]):
+            shapes[accessor(name, tuple(map(path_key, path)))] = jnp.shape(array)
     if len({shape[:1] for shape in shapes.values()}) > 1:
         raise_listed(
             ValueError,
@@ -288,7 +306,11 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
 
 
 def _split_rows(name: str, value: object, steps: int) -> Any:
-    """Reshapes each array of an argument from (batch, …) to (batch / steps, steps, …)."""
+    """Reshapes each array of an argument from (batch, …) to (batch / steps, steps, …).
+
+    Raises:
+      ValueError: lists the arrays whose rows ``steps`` does not divide; ``name`` is the argument.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     raise_listed(
         ValueError,
@@ -310,7 +332,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
         return ", which has no rows"
     rows = jnp.shape(x)[0]
     spec = type_spec(x)
-    axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])
+    axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])  # those that shard the rows
     sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
     # Each device divides its own rows, so that none has to move.
     factors = (steps, *sizes.values())
@@ -325,7 +347,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
 
 
 def _check_aux(aux: object) -> None:
-    """Checks that auxiliary data can be stacked."""
+    """Raises a TypeError unless the auxiliary data of a loss are arrays, which can be stacked."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=_compat.is_graph_object)
     raise_listed(
         TypeError,
@@ -351,7 +373,14 @@ def _partial_sums_over_rows(batch: _Arguments) -> PartialSums | None:
 
 
 def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Array:
-    """Returns a sum in the shape and the sharding of its parameter, which has this name."""
+    """Adds up the partial sums of the devices to the gradient of a parameter.
+
+    Args:
+      total: the sum over microbatches: of the parameter's shape, or (*shape, devices) if each
+        device has its own.
+      parameter: the parameter, whose sharding the gradient gets.
+      name: the expression for it, such as ``model.up.kernel``.
+    """
     modules = enclosing_paths(name)
     if total.ndim > parameter.ndim:
         # By this name of operations of the backward pass, which JAX gives to what it transposes

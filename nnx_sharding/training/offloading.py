@@ -1,4 +1,8 @@
-"""State in host memory: shardings for it, and its transfer to the device and back."""
+"""State in host memory: shardings for it, and its transfer to the device and back.
+
+``offload`` changes the ``memory_kind`` of shardings, so that a part of a model or an optimizer is
+in the memory of the host between steps. ``fetched`` moves it to the device in a step that uses it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from ..core.flatten import flatten
 from ..core.memory import Memory, memory_of, move
 from ..partition.rules import override
 from ..partition.strategies import needed_mesh
-from ..partition.variables import from_paths, specs_by_path, variables
+from ..partition.variables import SpecsByPath, from_paths, specs_by_path, variables
 from ..specs.filters import to_predicate
 from ..specs.state_sharding import StateSharding
 
@@ -27,7 +31,7 @@ def offload(
     mesh: Mesh | AbstractMesh | None = None,
     memory_kind: str = "pinned_host",
 ) -> StateSharding:
-    """The same shardings, with a part of a model or an optimizer in host memory.
+    """Returns the same shardings, with a part of a model or an optimizer in host memory.
 
     An example is the state of the optimizer, which a step needs only for the update. In the
     function, :func:`fetched` moves it to the device and back. On CPUs there is only one memory:
@@ -64,12 +68,15 @@ def offload(
     mesh = needed_mesh("offload", mesh)
     predicate = to_predicate(filter_)
     specs = specs_by_path(tree, sharding)
-    chosen = {}
-    for each in variables(tree):
-        spec = specs[each.path]
-        spec = spec.spec if isinstance(spec, NamedSharding) else spec
-        if predicate(each.path, each.variable) and each.shape and isinstance(spec, PartitionSpec):
-            chosen[each.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    chosen: SpecsByPath = {}
+    for named in variables(tree):
+        spec = specs[named.path]
+        if isinstance(spec, NamedSharding):
+            spec = spec.spec
+        is_chosen = predicate(named.path, named.variable)
+        is_array = bool(named.shape)  # scalars have the shape ()
+        if is_chosen and is_array and isinstance(spec, PartitionSpec):
+            chosen[named.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if not chosen:
         raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
     on_host = from_paths(chosen)
@@ -97,10 +104,11 @@ def fetched(*trees: Any) -> Iterator[None]:
       ...         optimizer.update(model, gradient)
       ...     return loss
     """
-    offloaded: list[tuple[Any, dict[Any, Memory]]] = []  # Variables, and the memory of their arrays
+    # Variables with arrays in host memory, and the memory of each of their arrays by path.
+    offloaded: list[tuple[Any, dict[Any, Memory]]] = []
     for variable in filter(_compat.is_variable, flatten(trees).objects):
         arrays, _ = jax.tree_util.tree_flatten_with_path(_compat.get_value(variable))
-        memories = {path: memory_of(x) for path, x in arrays if isinstance(x, jax.Array)}
+        memories = {path: memory_of(leaf) for path, leaf in arrays if isinstance(leaf, jax.Array)}
         if any(memories.values()):
             offloaded.append((variable, memories))
     for variable, _ in offloaded:
