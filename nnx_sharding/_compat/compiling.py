@@ -1,7 +1,8 @@
 """Compiling in another process what JAX has lowered in this one.
 
-A *stage* of JAX is compiled by its backend. ``compile_elsewhere`` gives it another backend for that
-time, which passes the module on, and returns an object that has the figures of the executable.
+A *stage* of JAX (``jax.stages.Lowered``) is compiled by its *backend*, or client, of XLA.
+``compile_elsewhere`` gives it another backend for that time, which passes the *module*, the program
+as bytecode of MLIR, on, and returns an object that has the figures of the executable.
 """
 
 from __future__ import annotations
@@ -70,9 +71,13 @@ def _reset_log_level() -> None:
 
 @contextlib.contextmanager
 def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]]:
-    """Reads what the compiler logs within the block; yields a list for what is found in it.
+    """Reads what the compiler logs within the block; yields a list that gets what is found in it.
 
-    ``read`` returns that, and the rest of the log, which goes to standard error after the block.
+    XLA writes to the file descriptor of standard error, which is a temporary file within the block.
+
+    Args:
+      read: returns what it finds in the log, and the rest of the log, which goes to standard error
+        after the block.
     """
     found: list[T] = []
     try:
@@ -200,9 +205,11 @@ def compile_module(
     """
     chosen = [devices[i] for i in ids]
     client: Any = chosen[0].client
+    # A client for a topology has no devices to load a program to.
     only_compiles = isinstance(client, _CompileOnlyClient)
+    compile = client.compile if only_compiles else client.compile_and_load
     with _make_ir_context():
-        executable = (client.compile if only_compiles else client.compile_and_load)(
+        executable = compile(
             _Module.parse(module),
             executable_devices=_xla_client.DeviceList(tuple(chosen)),
             compile_options=_xla_client.CompileOptions.ParseFromString(options),

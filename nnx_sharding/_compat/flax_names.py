@@ -74,9 +74,9 @@ def node_items(node: Node, forms: dict[Any, NodeForm], no_tracers: set[type] | N
 
     Args:
       node: the node. In a trace, traced arrays in its attributes are marked as data.
-      forms: those that were met in this walk; new ones are added.
-      no_tracers: types that were found to be none, since asking takes a third of a microsecond; new
-        ones are added. None in a trace.
+      forms: the forms that were met while this model is flattened; new ones are added.
+      no_tracers: types that are not those of tracers, since to ask takes a third of a microsecond;
+        new ones are added. None in a trace.
     """
     if no_tracers is None:
         _adopt_tracers(node)
@@ -91,14 +91,20 @@ def node_items(node: Node, forms: dict[Any, NodeForm], no_tracers: set[type] | N
 
 
 def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
-    """Reads a node by a known form, many times as fast as Flax; adds a form if there is none."""
+    """Reads a node by a known form, many times as fast as Flax; adds a form if there is none.
+
+    Nodes of one form have the same class, names of attributes, and marks of which are data. Nearly
+    all of them keep their attributes in the ``__dict__``, so a form only has to put these values in
+    the order of the keys.
+    """
     is_plain = is_plain_pytree(node)
     attributes = get_dict(node) if is_plain else {}
     statuses = _untagged(getattr(node, STATUSES, {}))
     is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     names, in_dict = (*attributes,), [*attributes.values()]
-    marks = (*is_data.values(),)
-    # With the types of the marks, since 1 equals True.
+    marks = (*is_data.values(),)  # True, False, or what a user's class puts there
+    # With the types of the marks, since 1 equals True. None ends the names, of which there may be
+    # any number.
     key = (type(node), *names, None, *is_data, *marks, *{*map(type, marks)})
     form = (forms.get(key) or _FORMS.get(key)) if is_plain else None
     if form is not None:
@@ -109,7 +115,10 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     has_flags = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
     items = _read_items(node, names, in_dict if is_plain else None, statuses if has_flags else None)
     if items.in_dict is not None:
-        (_FORMS if has_flags and len(_FORMS) < _MAX_FORMS else forms)[key] = items.form
+        # A form with other marks may hold objects of the user, so it is forgotten with this walk.
+        is_kept = has_flags and len(_FORMS) < _MAX_FORMS
+        known_forms = _FORMS if is_kept else forms
+        known_forms[key] = items.form
     return items
 
 
@@ -125,27 +134,28 @@ def _read_items(
       statuses: the object that all nodes of its form share; None if they do not.
     """
     flattened, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
-    pairs = [*flattened]
+    pairs = list(flattened)
+    # Flax wraps values that it knows to be data or static; of others it depends on the value.
     data_of_wrapper = {graphlib.DataElem: True, graphlib.StaticElem: False}
     keys = tuple(key for key, _ in pairs)
     values = [_untagged(x.value if type(x) in data_of_wrapper else x) for _, x in pairs]
-    places = {name: place for place, name in enumerate(names)}
-    order = tuple(places.get(str(key[0] if type(key) is tuple else key), -1) for key in keys)
+    is_data = tuple(data_of_wrapper.get(type(x)) for _, x in pairs)
+    positions = {name: position for position, name in enumerate(names)}
+    # By key: its position among the names; -1 for what is not in the `__dict__`.
+    order = tuple(positions.get(str(key[0] if type(key) is tuple else key), -1) for key in keys)
     # A class may add attributes to what Flax sees, or hide some.
-    is_same = (
-        in_dict is not None
-        and sorted(order) == [*range(len(names))]
-        and all(
-            _untagged(in_dict[place]) == value if key == STATUSES else in_dict[place] is value
-            for key, place, value in zip(keys, order, values, strict=True)
+    is_same = in_dict is not None and sorted(order) == list(range(len(names)))
+    if is_same:
+        assert in_dict is not None
+        is_same = all(
+            _untagged(in_dict[position]) == value if key == STATUSES else in_dict[position] is value
+            for key, position, value in zip(keys, order, values, strict=True)
         )
-    )
     if not is_same:
         order = tuple(range(len(keys)))
     # For one position, an itemgetter would not give a sequence.
     pick = operator.itemgetter(*order) if len(order) > 1 else list
     shared = statuses if STATUSES in keys else None
-    is_data = tuple(data_of_wrapper.get(type(x)) for _, x in pairs)
     form = NodeForm.of(keys, is_data, metadata, names, order, pick, shared)
     return NodeItems(form, values, in_dict if is_same else None)
 
@@ -193,17 +203,22 @@ def tag_of(node: Node) -> Any:
 
 
 def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
-    """Returns items with abstract arrays instead of tracers, as data; refs stay.
+    """Returns the attributes of a node with abstract arrays in place of tracers; refs stay.
 
-    ``leaked`` has the indices of these tracers, which a function stored and whose trace is over.
+    A function stored the tracers in the node, and its trace is over. The arrays are marked as data.
+
+    Args:
+      items: the attributes.
+      leaked: the indices of the tracers among the values.
     """
     form, values, is_data = items.form, list(items.values), list(items.form.is_data)
-    marks = {}
+    marks: dict[str, bool] = {}  # by name: those that were static
     for index in leaked:
         if isinstance(values[index], jax.Array):  # not a jax.Ref
             values[index] = _shape_of(values[index])
             if is_data[index] is False:
-                is_data[index] = marks[str(form.keys[index])] = True
+                is_data[index] = True
+                marks[str(form.keys[index])] = True
     if marks:
         position = form.keys.index(STATUSES)
         values[position] = values[position].update(marks)
@@ -304,7 +319,7 @@ def node_operations(
     removed: Sequence[Any],
     all_attributes: Callable[[], list[tuple[Any, Any]]],
 ) -> list[Operation]:
-    """Returns the operations that change a node.
+    """Returns the operations that change the attributes of a node; none is run here.
 
     Args:
       node: the node.
@@ -390,7 +405,8 @@ def variable_operations(
 ) -> list[Operation]:
     """Returns the operations that give a Variable a value, and metadata unless they are None.
 
-    They run no Python code, except where the Variable is a traced one made with ``hijax=True``.
+    They run no Python code, in which a signal could interrupt an update, except where the Variable
+    is a traced one made with ``hijax=True``.
     """
     if is_concrete_hijax(variable):
         plain, treedef = plain_variable(variable), get_treedef(variable)
@@ -405,7 +421,7 @@ def variable_operations(
         operations = [(set_value, variable, value), (set_metadata, variable, metadata)]
     else:
         operations = [(variable.set_raw_value, value), (variable.set_metadata, metadata)]
-    return operations[: 1 if metadata is None else 2]
+    return operations if metadata is not None else operations[:1]
 
 
 def prefix_state(x: Any) -> tuple[Any, Any] | None:
@@ -482,9 +498,10 @@ def get_mapping(state: nnx.State[Any, Any]) -> Any:
 
 
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
-    """Returns the items of a pytree that is a mapping or sequence, as it keeps them.
+    """Returns the children of a tuple, list, dict or State, in the object that keeps them.
 
-    None for other pytrees, and where a class decides itself on its children.
+    None for other pytrees, and where a class decides itself on its children, so that JAX has others
+    than the object.
     """
     level = jax.tree_util.default_registry.flatten_one_level(tree)
     if level is None:
@@ -497,7 +514,8 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     mapping: Any = tree if isinstance(tree, dict) else get_mapping(tree)
     if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
         return None  # other keys may be equal without being the same
-    return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
+    in_order = [mapping[key] for key in sorted(mapping)]  # as JAX flattens a dict
+    return mapping if _are_same(children, in_order) else None
 
 
 def has_aux(kind: type, aux: object) -> bool:

@@ -28,9 +28,15 @@ identity: Callable[[Any], int] = object.__hash__
 
 
 def private_name(module: str, name: str, *, optional: bool = False) -> Any:
-    """Imports a private name; returns None for an optional one that this release does not have.
+    """Imports a private name of JAX or Flax.
 
-    Raises an ``ImportError`` that names the releases if a required one is missing.
+    Args:
+      module: the module, such as ``jax._src.core``.
+      name: the name in it, with dots for an attribute of a class.
+      optional: whether the result is None if this release does not have it.
+
+    Raises:
+      ImportError: a required name is missing; it says with which releases.
     """
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
@@ -211,15 +217,16 @@ def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
 def in_order_of(
     sharding: jax.sharding.Sharding, other: jax.sharding.NamedSharding
 ) -> jax.sharding.NamedSharding | None:
-    """Returns a sharding with its devices in the order of another; None if JAX cannot express it.
+    """Rewrites a sharding on a mesh whose devices are in the order of another sharding.
 
-    The result puts the same parts on the same devices: its mesh has the devices in the other order,
-    and private ids say which part each of them has.
+    JAX compiles a program for devices in one order, and refuses arrays with another one. The result
+    puts the same parts on the same devices: its mesh has them in the other order, and private ids
+    say which part each of them has. None if JAX cannot express it.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    order = {device: i for i, device in enumerate(other.mesh.devices.flat)}
-    ids = tuple(order[device] for device in sharding.mesh.devices.flat)
+    position = {device: i for i, device in enumerate(other.mesh.devices.flat)}
+    ids = tuple(position[device] for device in sharding.mesh.devices.flat)
     mesh = Mesh(
         other.mesh.devices.reshape(sharding.mesh.devices.shape),
         sharding.mesh.axis_names,
@@ -249,9 +256,10 @@ def operations_on_constants() -> dict[int, set[str]]:
     So an error about a captured array can say what was computed with it. What is done with a
     resharded array counts as done with the array itself; JAX inserts such operations.
     """
-    frame, operations = _frame(), dict[int, set[str]]()
+    frame = _frame()
+    operations: dict[int, set[str]] = {}
     for variable, value in getattr(frame, "constvar_to_val", {}).items():
-        ids = {id(variable)}  # of the variables that are this array, resharded or not
+        ids = {id(variable)}  # of the jaxpr's variables that are this array, resharded or not
         for entry in getattr(frame, "tracing_eqns", ()):  # in the order of tracing: once is enough
             # JAX may hold equations without effects weakly.
             equation: Any = entry() if isinstance(entry, weakref.ref) else entry
@@ -279,9 +287,9 @@ def trace_equations() -> list[Any]:
 
 
 def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None]) -> None:
-    """Gives equations of the current trace other primitives and parameters.
+    """Gives equations of the current trace, from which JAX makes a jaxpr, other primitives.
 
-    ``replace`` returns them for an equation; None to leave it as it is.
+    ``replace`` returns the primitive and the parameters for an equation; None to leave it as it is.
     """
     entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
     for number, entry in enumerate(entries):

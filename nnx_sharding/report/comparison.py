@@ -160,9 +160,10 @@ class Comparison(JsonForm):
         """
         limit, reports = self.memory_limit, self.reports
         if hardware is not None:
-            device: Hardware | None = hardware_of(hardware)
+            other = hardware_of(hardware)
+            device: Hardware | None = other
             limit = None  # the old limit was that of other hardware
-            compiled = {name: r.with_roofline(device) for name, r in self.compiled.items()}
+            compiled = {name: r.with_roofline(other) for name, r in self.compiled.items()}
             reports = {**reports, **compiled}
         else:
             # Several kinds of devices have no common memory.
