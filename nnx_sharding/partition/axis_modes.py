@@ -194,7 +194,13 @@ class _AxisMode:
         return checked
 
     def call(self, args: tuple[object, ...], kwargs: dict[str, object], specs: Specs) -> Any:
-        """Calls the function on the inner mesh; an exception leaves the arguments as they were."""
+        """Calls the function on the inner mesh; an exception leaves the arguments as they were.
+
+        Args:
+          args: the positional arguments, with modules among them.
+          kwargs: those by name.
+          specs: the user's ``in_sharding`` or ``out_sharding``.
+        """
         flat = flatten((args, kwargs))
         change = self._change(flat, specs)
         if change is None:
@@ -206,6 +212,7 @@ class _AxisMode:
             return rebuild(after, outer, foreign=True)
         except BaseException:  # also KeyboardInterrupt: Variables must not keep the inner types
             undo()
+            # Also static objects, such as configurations, which the function may have changed.
             restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
 
@@ -260,8 +267,9 @@ class _AxisMode:
     ) -> _CallResult:
         """Types the arguments as ``in_sharding`` says, and calls the function with Explicit axes.
 
-        The arguments of this method are those of :meth:`_call_auto`, but for ``in_sharding``.
+        ``specs`` are the user's ``in_sharding``; the others are as for :meth:`_call_auto`.
         """
+        # Where each Variable and array is in the arguments, with the spec for it.
         locations = locate(flat.structure, self._arguments(tree, flat, specs.tree))
         names, declared = self._fit(locations, flat, change.inner)
         self._check_all_declared(names, flat.leaves, declared)

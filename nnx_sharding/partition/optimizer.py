@@ -183,8 +183,9 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
     if sharding is None or state.variable is owner.variable:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    if state.shape == owner.shape and state.shape is not None:
+    if state.shape == owner.shape and state.shape is not None:  # moments, averages, …
         if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
+            # Optax computes state from summed gradients, which are not partial sums any more.
             return replace_spec(sharding, PartitionSpec(*spec.partitions))
         return sharding
     if not isinstance(spec, PartitionSpec) or owner.shape is None or len(spec) > len(owner.shape):
