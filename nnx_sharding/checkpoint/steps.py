@@ -250,7 +250,8 @@ class Checkpoints:
             steps = sorted(self.manager.all_steps())
             last = steps[-1] if steps else None
             wanted = last if step is None else operator.index(step)
-            # Without a step, all restore the last one that the first process sees.
+            # Without a step, all restore the last one that the first process sees. The other facts
+            # have to be the same on all processes, or all raise an error.
             wanted = operation.agree(
                 wanted,
                 step=str(step),

@@ -119,10 +119,11 @@ def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
 
 
 def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
-    """Returns the structure of the arguments after the call, also of objects that did not change.
+    """Describes the arguments after the call: all modules and Variables, and where arrays are.
 
-    The outcome leaves those out, and its slots are those of outputs. An unchanged object gets the
-    slots of its inputs, inverted (``~slot``), so that both kinds are told apart by their sign.
+    In the outcome, objects that did not change have no entry, and the slots of others are those of
+    outputs. Here each object has an entry. An unchanged one gets the slots of its inputs, inverted
+    (``~slot`` is negative), so that the sign says whether an array is an input or an output.
     """
     before, after = plan.structure, outcome.structure
     entries, slots = list(after.entries), list(after.slots)

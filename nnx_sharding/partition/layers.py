@@ -159,11 +159,15 @@ class LayerDimensions:
         return like_others if is_more else in_stack
 
     def _known_variables(self, flat: Flat) -> Iterator[_KnownVariable]:
-        """Yields the parameters of Flax's layers; records which belong to normalization layers."""
+        """Yields the parameters of Flax's layers, with the dimensions that may be stacked layers.
+
+        Also fills ``_norms`` with those of normalization layers.
+        """
         layers = {index: x for index, x in enumerate(flat.objects) if _shapes(x)}
         paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if layers else {}
         for index, layer in layers.items():
-            path = tuple(map(plain_key, paths[index][0]))
+            first_path = paths[index][0]  # a shared layer has several
+            path = tuple(map(plain_key, first_path))
             for name, layer_shape in _shapes(layer).items():
                 variable = getattr(layer, name, None)
                 if isinstance(layer, _NORMS):

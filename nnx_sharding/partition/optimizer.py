@@ -149,6 +149,7 @@ def _with_owners(
     for state in states:
         path = state.path
         length = len(path)
+        # How many keys of the path lead to the copy that it is in.
         copy_length = next((n for n in range(length + 1) if path[:n] in copy_paths), None)
         if copy_length is None:  # outside of a copy: any end of its path, the longest first
             candidates = [path[n:] for n in range(length + 1)]

@@ -324,7 +324,7 @@ class CompilerProcess:
             self._process.communicate()
 
     def _ask(self, *request: Any) -> dict[str, Any]:
-        """Sends a request to the process, and waits for its answer.
+        """Sends a request, the arguments of ``compile_module``, and waits for the answer.
 
         The process is started for the first request, and again after a crash.
 

@@ -75,8 +75,13 @@ def show_array(
 
 
 def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterator[RenderableType]:
-    """Yields a line, then a grid of the slices if it fits the width, else a list of them."""
+    """Yields what ``show_array`` prints: a line, and below it the holders of each slice.
+
+    They are a grid of at most two partitioned dimensions if that fits the ``width`` in characters,
+    else a list.
+    """
     held = holders_of(shape, sharding)
+    # The partitioned dimensions: those in which slices have different spans.
     split = [d for d in range(len(shape)) if len({spans[d] for spans in held}) > 1]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     head = f"{shape} as {spec}; each device holds {tuple(sharding.shard_shape(shape))}"
@@ -89,6 +94,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
         if len(holders) > _MAX_HOLDERS:
             words = [*words, f"… {len(holders) - _MAX_HOLDERS} more"]
         cells[spans] = text(" ".join(words), colour)
+    # A column for each part of the last partitioned dimension, and one for the titles of rows.
     num_columns = len({spans[split[-1]] for spans in held}) if split else 1
     cell_width = max(map(len, cells.values())) + 2
     fits = num_columns == 1 or (num_columns + 1) * cell_width <= width
