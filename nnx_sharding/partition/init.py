@@ -1,7 +1,8 @@
 """Creates models sharded, or abstract.
 
 The constructor becomes a function of its traced arguments alone, which ``jit`` compiles with the
-shardings of the model as ``out_shardings``: so no parameter is ever in full on one device.
+shardings of the model as ``out_shardings``: so no parameter is ever in full on one device. Traced
+are arrays and NNX objects, such as ``nnx.Rngs``; all other arguments, such as sizes, are *statics*.
 """
 
 from __future__ import annotations
@@ -96,7 +97,15 @@ def _make(
     mesh: AnyMesh | None,
     arguments: tuple[tuple[object, ...], dict[str, object]],
 ) -> Any:
-    """Makes the model, abstract for ``abstract_init``; ``name`` is the caller's."""
+    """Makes the model of ``sharded_init``, or the abstract one of ``abstract_init``.
+
+    Args:
+      name: which of both, also for messages.
+      make_model: the user's class or function.
+      sharding: the shardings of the model, or a function from the abstract model to these.
+      mesh: the mesh of partition specs.
+      arguments: those of ``make_model``, positional and by name.
+    """
     build, arrays = _close_over_statics(make_model, arguments)
     try:
         with in_context(_mesh_inside(build, arrays, mesh)):
@@ -121,7 +130,10 @@ def _make(
 def _close_over_statics(
     make_model: Callable[..., object], arguments: tuple[tuple[object, ...], dict[str, object]]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns the constructor as a function of arrays and objects only, and those arguments."""
+    """Turns a call of the constructor into a function of what is traced, and those arguments.
+
+    ``arguments`` are the positional ones and those by name; the function captures their statics.
+    """
     if not callable(make_model):
         raise TypeError(f"make_model is not a function or class: {make_model!r}.")
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
@@ -150,9 +162,10 @@ def _is_traced(x: object) -> bool:
 def _mesh_inside(
     build: Callable[..., object], arrays: list[object], mesh: AnyMesh | None
 ) -> AnyMesh | None:
-    """Returns the mesh that the constructor sees: with Auto axes if it supports them.
+    """Returns the mesh that is in context while the constructor runs: with Auto axes if possible.
 
-    On Explicit ones it has to say how each value is sharded. It is traced to find out.
+    On Explicit axes a constructor has to say how each value is sharded, which few do. One that does
+    so refuses Auto axes; it is traced to find out.
     """
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return mesh

@@ -1,4 +1,9 @@
-"""Meshes by the names and sizes of their axes, also of devices that this machine does not have."""
+"""Meshes by the names and sizes of their axes, also of devices that this machine does not have.
+
+A *slice* of TPUs is a group of chips with fast links between them; several slices are connected by
+a slower network. A *topology*, such as ``v5e:4x4``, describes the chips of a slice, for which the
+TPU compiler can compile without them. *Virtual* devices are CPU devices that JAX only simulates.
+"""
 
 from __future__ import annotations
 
@@ -143,12 +148,17 @@ def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[object] | No
 
 
 def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
-    """Returns as many devices as the product of the sizes; all if they are invalid, as -1 is."""
+    """Returns the devices for a mesh of these sizes: of this machine, or virtual ones if too few.
+
+    These are all devices if a size is invalid, or -1: ``make_mesh`` reports or fills it.
+    """
     devices = jax.devices()
-    count = math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 0
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return devices
+    count = math.prod(sizes)
     # Real devices where there are enough, so that the same mesh can run.
     if count <= len(devices):
-        return devices[: count or None]
+        return devices[:count]
     if count > MOST_DEVICES:
         raise ValueError(
             f"expected a mesh of at most {MOST_DEVICES} devices, got {count}: each virtual device "
@@ -185,7 +195,16 @@ _WITHOUT_TPU = {
 
 @functools.lru_cache(maxsize=8)  # devices of two descriptions are never equal
 def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
-    """Returns the devices of a topology such as ``v5e:4x4``, in each of several slices."""
+    """Returns the devices of a topology, as JAX describes them for the TPU compiler.
+
+    Args:
+      name: such as ``v5e:4x4``, the chips of one slice.
+      num_slices: the number of slices, each of this topology.
+
+    Raises:
+      ImportError: the TPU compiler is not installed.
+      ValueError: there is no such topology.
+    """
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f"the topology {name!r} needs the TPU compiler, which needs no TPU: pip install "
@@ -211,7 +230,10 @@ DEFAULT = contextvars.ContextVar[tuple[str, int] | None]("topology", default=Non
 
 @contextlib.contextmanager
 def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
-    """Within the block, ``planning_mesh`` places sizes on this topology; None changes nothing."""
+    """Within the block, ``planning_mesh`` makes meshes of sizes on this topology.
+
+    ``None`` changes nothing. It raises a ValueError at once if the topology is unknown.
+    """
     if name is None:
         yield
         return
@@ -225,12 +247,20 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
 
 
 def arrange_devices(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarray:
-    """Returns the devices as a mesh along their links, with the slices along the first axes."""
+    """Arranges devices in an array of these sizes, so that neighbours are linked.
+
+    Slices, between which the network is slow, are along the first axes.
+
+    Raises:
+      ValueError: the sizes do not divide so that each part is in one slice.
+    """
     num_slices = len({_slice(device) for device in devices})
     # How many slices are along each axis: as many as divide it, from the first axis on.
     across: list[int] = []
     for size in sizes:
-        across.append(math.gcd(size, num_slices // math.prod(across)))
+        remaining = num_slices // math.prod(across)
+        across.append(math.gcd(size, remaining))
+    # The sizes of the part of the mesh that is in one slice.
     within = [size // count for size, count in zip(sizes, across, strict=True)]
     # Without it, JAX refuses sizes that no product of physical axes has.
     split = {"allow_split_physical_axes": True}
