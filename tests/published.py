@@ -115,22 +115,22 @@ def gated_mlp(w, layer, x, activation=silu):
     return (activation(gate) * up) @ w[layer + "mlp.down_proj.weight"].T
 
 
-def llama(tensors: Tensors, tokens, *, norm=None) -> np.ndarray:
+def llama(tensors: Tensors, tokens, *, norm=None, theta=THETA) -> np.ndarray:
     """Logits of one sequence; with ``norm`` those of Qwen3, which has it on queries and keys."""
     w = wide(tensors)
     x = w["model.embed_tokens.weight"][tokens]  # (length, embed)
     for i in range(LAYERS):
         layer = f"model.layers.{i}."
         y = rms_norm(x, w[layer + "input_layernorm.weight"])
-        x = x + self_attention(w, layer, y, norm=norm)
+        x = x + self_attention(w, layer, y, norm=norm, theta=theta)
         y = rms_norm(x, w[layer + "post_attention_layernorm.weight"])
         x = x + gated_mlp(w, layer, y)
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return rms_norm(x, w["model.norm.weight"]) @ head.T
 
 
-def qwen3(tensors: Tensors, tokens) -> np.ndarray:
-    return llama(tensors, tokens, norm=rms_norm)
+def qwen3(tensors: Tensors, tokens, **options) -> np.ndarray:
+    return llama(tensors, tokens, norm=rms_norm, **options)
 
 
 def gelu(x):
@@ -209,7 +209,7 @@ def experts_tensors(names=MIXTRAL, seed=0, *, qk_norm=False) -> Made:
     return made
 
 
-def mixtral(tensors: Tensors, tokens, names=MIXTRAL, *, norm=None) -> np.ndarray:
+def mixtral(tensors: Tensors, tokens, names=MIXTRAL, *, norm=None, theta=THETA) -> np.ndarray:
     """Each token goes to its two best experts, whose weights sum to 1."""
     router, expert, matrices = names
     w = wide(tensors)
@@ -217,7 +217,7 @@ def mixtral(tensors: Tensors, tokens, names=MIXTRAL, *, norm=None) -> np.ndarray
     for i in range(LAYERS):
         layer = f"model.layers.{i}."
         y = rms_norm(x, w[layer + "input_layernorm.weight"])
-        x = x + self_attention(w, layer, y, norm=norm)
+        x = x + self_attention(w, layer, y, norm=norm, theta=theta)
         y = rms_norm(x, w[layer + "post_attention_layernorm.weight"])
         scores = softmax(y @ w[f"{layer}{router}.weight"].T)  # (length, experts)
         added = np.zeros_like(x)

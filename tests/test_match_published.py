@@ -218,3 +218,141 @@ def test_gemma3(tmp_path):
     tensors = published.gemma3_tensors()
     model = filled(tmp_path, tensors, Gemma3())
     assert_close(called(model, TOKENS), published.gemma3(tensors, TOKENS))
+
+
+class ViT(nnx.Module):
+    """With the attention of Flax, which has biases."""
+
+    def __init__(self):
+        rngs, patch = nnx.Rngs(0), (published.PATCH, published.PATCH)
+        tokens = (published.IMAGE // published.PATCH) ** 2 + 1
+        self.patch_embed = nnx.Conv(published.CHANNELS, EMBED, patch, patch, rngs=rngs)
+        self.cls_token, self.pos_embed = zeros(1, 1, EMBED), zeros(tokens, EMBED)
+        self.blocks = nnx.List(ViTBlock(rngs) for _ in range(published.LAYERS))
+        self.norm = nnx.LayerNorm(EMBED, epsilon=1e-12, rngs=rngs)
+        self.head = nnx.Linear(EMBED, published.CLASSES, rngs=rngs)
+
+    def __call__(self, image):  # (height, width, channels)
+        patches = self.patch_embed(image[None]).reshape(-1, EMBED)
+        x = jnp.concatenate([self.cls_token[0], patches]) + self.pos_embed[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[0])
+
+
+class ViTBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm1 = nnx.LayerNorm(EMBED, epsilon=1e-12, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(HEADS, EMBED, decode=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(EMBED, epsilon=1e-12, rngs=rngs)
+        self.fc1 = nnx.Linear(EMBED, HIDDEN, rngs=rngs)
+        self.fc2 = nnx.Linear(HIDDEN, EMBED, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.fc2(jax.nn.gelu(self.fc1(self.norm2(x)), approximate=False))
+
+
+IMAGE = np.random.default_rng(2).normal(size=(published.IMAGE, published.IMAGE, 3))
+
+
+def test_vit(tmp_path):
+    tensors = published.vit_tensors()
+    model = filled(tmp_path, tensors, ViT())
+    assert_close(called(model, jnp.float32(IMAGE)), published.vit(tensors, IMAGE))
+
+
+def test_vit_with_patches_in_another_order(tmp_path):
+    rules = {
+        r"vit\.embeddings\.patch_embeddings\.projection\.weight": Tensor(
+            "patch_embed/kernel", "out in x y -> y x in out"
+        )
+    }
+    tensors = published.vit_tensors()
+    model = filled(tmp_path, tensors, ViT(), rules)
+    with pytest.raises(AssertionError):
+        assert_close(called(model, jnp.float32(IMAGE)), published.vit(tensors, IMAGE))
+
+
+# Models of other libraries, where these are installed. None of them is ours.
+
+theirs = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+BATCH = jnp.asarray(TOKENS)[None]
+POSITIONS = jnp.arange(len(TOKENS))[None]
+MASK = jnp.tril(jnp.ones((1, len(TOKENS), len(TOKENS)), bool))
+SIZES = {
+    "num_layers": published.LAYERS, "vocab_size": VOCAB, "embed_dim": EMBED,
+    "hidden_dim": HIDDEN, "num_heads": HEADS, "num_kv_heads": KV, "head_dim": HEAD_DIM,
+    "rope_theta": 1_000_000, "norm_eps": 1e-6,
+}  # fmt: skip
+TUNIX_THETA = 1e6  # as of 0.1.7, its Llama and Qwen3 use no other, whatever `rope_theta` is
+
+
+@theirs
+def test_llama_of_tunix(tmp_path):
+    tunix = pytest.importorskip("tunix.models.llama3.model")
+    tensors = published.decoder_tensors()
+    model = nnx.eval_shape(lambda: tunix.Llama3(tunix.ModelConfig(**SIZES), rngs=nnx.Rngs(0)))
+    model = filled(tmp_path, tensors, model)
+    logits, _ = model(BATCH, POSITIONS, None, MASK)
+    assert_close(logits, published.llama(tensors, TOKENS, theta=TUNIX_THETA))
+
+
+@theirs
+@pytest.mark.parametrize("tied", [False, True])
+def test_qwen3_of_tunix(tmp_path, tied):
+    tunix = pytest.importorskip("tunix.models.qwen3.model")
+    tensors = published.decoder_tensors(qk_norm=True, tied=tied)
+    config = tunix.ModelConfig(**SIZES, use_tied_embedding=tied)
+    model = filled(tmp_path, tensors, nnx.eval_shape(lambda: tunix.Qwen3(config, rngs=nnx.Rngs(0))))
+    logits, _ = model(BATCH, POSITIONS, None, MASK)
+    assert_close(logits, published.qwen3(tensors, TOKENS, theta=TUNIX_THETA))
+
+
+@theirs
+def test_qwen3_with_experts_of_tunix(tmp_path):
+    tunix = pytest.importorskip("tunix.models.qwen3.model")
+    tensors = published.experts_tensors(published.QWEN3_MOE, qk_norm=True)
+    config = tunix.ModelConfig(**SIZES, num_experts=EXPERTS, num_experts_per_tok=CHOSEN)
+    model = filled(tmp_path, tensors, nnx.eval_shape(lambda: tunix.Qwen3(config, rngs=nnx.Rngs(0))))
+    logits, _ = model(BATCH, POSITIONS, None, MASK)
+    norm = published.rms_norm
+    options = {"norm": norm, "theta": TUNIX_THETA}
+    expected = published.mixtral(tensors, TOKENS, published.QWEN3_MOE, **options)
+    assert_close(logits, expected)
+
+
+@theirs
+def test_gemma3_of_tunix(tmp_path):
+    tunix = pytest.importorskip("tunix.models.gemma3.model")
+    sizes = {name: SIZES[name] for name in SIZES if name not in ("rope_theta", "norm_eps")}
+    sizes["num_embed"] = sizes.pop("vocab_size")
+    config = tunix.ModelConfig(
+        **sizes | {"num_layers": GEMMA_LAYERS},
+        sliding_window_size=published.WINDOW,
+        local_base_frequency=int(published.LOCAL_THETA),
+        global_base_frequency=int(published.GLOBAL_THETA),
+        param_dtype=jnp.float32,
+    )
+    tensors = published.gemma3_tensors()
+    model = filled(
+        tmp_path, tensors, nnx.eval_shape(lambda: tunix.Gemma3(config, rngs=nnx.Rngs(0)))
+    )
+    logits, _ = model(BATCH, POSITIONS, None, MASK)
+    assert_close(logits, published.gemma3(tensors, TOKENS, query_scale=HEAD_DIM))
+
+
+@theirs
+def test_vit_of_bonsai(tmp_path):
+    bonsai = pytest.importorskip("bonsai.models.vit.modeling")
+    config = bonsai.ModelConfig(
+        image_size=(published.IMAGE,) * 2, patch_size=(published.PATCH,) * 2, num_channels=3,
+        hidden_dim=EMBED, attn_dropout_prob=0.0, dropout_prob=0.0, num_heads=HEADS,
+        mlp_dim=HIDDEN, eps=1e-12, num_layers=published.LAYERS, num_labels=published.CLASSES,
+    )  # fmt: skip
+    tensors = published.vit_tensors()
+    model = bonsai.ViTClassificationModel(config, rngs=nnx.Rngs(0))
+    model = filled(tmp_path, tensors, model)
+    logits = model(jnp.float32(IMAGE)[None], rngs=nnx.Rngs(0))
+    expected = published.vit(tensors, IMAGE, activation=published.gelu)  # as its authors wrote it
+    assert_close(logits, expected)
