@@ -1,7 +1,8 @@
 """The plans and traces that are kept for a function, shared by all transforms of it.
 
-A plan (``plan.py``) is what was computed for one structure of arguments; a guard (``guard/``) finds
-it again without that structure. The *options* of a transform are all on which its plans depend.
+A *plan* (``plan.py``) is what was computed for arguments of one structure, such as the spec of each
+array. A *guard* (``guard/``) finds it again in a later call without flattening the arguments. The
+*options* of a transform are all on which its plans depend. Caches here are bounded.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
 
+import jax
+
 from .. import _compat
 from .bounded import make_room
+from .flatten import Flat
 from .functions import FunctionGroup
 from .plan import Plan
+from .signature import SortedCall
+from .structure import NodeEntry
+from .transform import Transform
 
 # Limits of the caches: plans for each set of options, and sets of options for each function.
 MAX_PLANS = 1024
@@ -32,6 +39,23 @@ class PlanUser(Protocol):
 
 
 G = TypeVar("G", bound=PlanUser)
+
+
+def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
+    """Returns the key under which the plan of a call is cached.
+
+    It is the roles of the arguments, all of them except arrays, and what specs depend on. Whether
+    an attribute of a module is a JAX array or a NumPy array, which is not moved to its sharding, is
+    not in the structure. So the positions of the latter are in the key, too.
+    """
+    structure, leaves = flat.structure, flat.leaves
+    # Nearly always empty, so the positions of attributes are only asked for if it is not.
+    not_jax = {slot for slot, leaf in enumerate(leaves) if type(leaf) is not _compat.ArrayImpl}
+    if not_jax:
+        not_jax &= structure.slots_of(NodeEntry)
+        jax_types = (jax.Array, jax.ShapeDtypeStruct)
+        not_jax = {slot for slot in not_jax if not isinstance(leaves[slot], jax_types)}
+    return call.signature, structure, transform.key(leaves), frozenset(not_jax)
 
 
 class Plans(Generic[G]):
@@ -92,16 +116,18 @@ class FunctionCache:
         return plans
 
 
-# By the identity of the function; for a bound method, a new object at each access, by that of its
-# function and its object; for several functions, by those of all.
+# By the ids of what the function consists of, with weak references to that.
 _CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
 
 
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
-    """Returns the cache of a function; a new one gets a log of traces from ``make_log``."""
-    parts: list[Any] = []
+    """Returns the cache of a function, which all transforms of it share.
+
+    It lives until the function is collected. A new one gets a log of traces from ``make_log``.
+    """
+    parts: list[Any] = []  # the objects whose identity makes the function the same
     for function in fun.functions if isinstance(fun, FunctionGroup) else (fun,):
-        if inspect.ismethod(function):
+        if inspect.ismethod(function):  # a new object at each access
             parts += function.__func__, function.__self__
         else:
             parts.append(function)
@@ -115,4 +141,6 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
         references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
     except TypeError:  # an object without weak references
         return cache
-    return _CACHES.setdefault(key, (cache, references))[0]
+    # Another thread may have been first.
+    cache, _ = _CACHES.setdefault(key, (cache, references))
+    return cache

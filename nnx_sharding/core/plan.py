@@ -1,6 +1,9 @@
 """Plans: what is computed once for all calls whose arguments have the same structure.
 
-Such arguments differ only in their arrays. :func:`make_plan` finds, in this order,
+A *structure* (``structure.py``) is to a graph of modules what a treedef is to a pytree: all but the
+arrays. It is a table of objects, in which each has an *index*; the arrays are in a flat list, in
+which each has a *slot*. A *spec* is a sharding, or a dimension that is mapped. :func:`make_plan`
+finds, in this order,
 
     which spec belongs to which argument, and to which graph object in it    arguments.py
     the name of each array and Variable, such as ``model.up.kernel``         resolve.py
@@ -8,12 +11,8 @@ Such arguments differ only in their arrays. :func:`make_plan` finds, in this ord
     whether the spec fits the mesh and the shape, or what is left of it      spec_checks.py
     which arrays a call moves to their sharding before it runs
 
-All mistakes in arguments and specs are reported there, before the function is traced. What only a
-trace can tell, such as the number of outputs, is in the :class:`~.outcome.Outcome` of each.
-
-JAX finds a trace by the identity of the function that it traced. So a plan has one pure function,
-and one program, for each *fingerprint* of the user's function: a key for everything that it can
-read besides its arguments (``fingerprint.py``).
+JAX finds a trace by the identity of the traced function. So a plan has one pure function, and one
+program, for each *fingerprint*: a key for all that the function can read (``fingerprint.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, Sharding
 
-from .. import _compat
 from ..specs.fitting import OnIndivisible, explicit_part, first_axes
 from ..specs.state_sharding import StateSharding
 from ..specs.types import Arrays, AxisName, Objects
@@ -71,9 +69,8 @@ TracedFunctions: TypeAlias = MutableMapping[Hashable, Callable[..., Any]]
 class Plan:
     """All that a call needs to know before its function is traced.
 
-    It holds no arrays, no modules, and the user's function only weakly. A slot is the position of
-    an array among those of the arguments, an index that of an object in their structure. A final
-    spec is in the form that the transform uses: for ``jit`` a sharding on the mesh that applies.
+    It holds no arrays, no modules, and the user's function only weakly. A final spec is in the form
+    that the transform uses: for ``jit`` a sharding on the mesh that applies.
     """
 
     transform: Transform  # with the mesh that applies
@@ -102,8 +99,8 @@ class Plan:
     placed_slots: Sequence[int]
     placed_shardings: list[Sharding]
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks them from all arrays
-    # If activations are sharded: arrays outside of objects without a declared sharding, and the
-    # mesh axes over which the first dimension of any is sharded; in a trace also by the types.
+    # If activations are sharded: the arrays outside of objects without a declared sharding, and the
+    # mesh axes that shard the first dimension of any such array.
     batch_slots: tuple[int, ...]
     batch_axes: frozenset[AxisName]
 
@@ -119,22 +116,27 @@ class Plan:
         return self.program_for(NOT_ASKED)
 
     def program_for(self, fingerprint: Hashable | None) -> Program:
-        """Returns the program for a fingerprint of the function; a new one if that is None."""
+        """Returns the transformed function of arrays, such as ``jax.jit(pure)``.
+
+        ``fingerprint`` is the key for what the user's function can read besides its arguments: if
+        it is equal, a program is used again. If it is None, that is unknown, and the program new.
+        """
         program = None if fingerprint is None else self.programs.get(fingerprint)
-        if program is None:
-            function, donated = self.pure_function(fingerprint), tuple(sorted(self.donated))
-            program = self.transform.compile(self, function, self.specs, self.out_specs, donated)
-            if fingerprint is not None:
-                program = self.programs.setdefault(
-                    fingerprint, program
-                )  # another thread's, if there is
-                make_room(self.programs, MAX_PROGRAMS)
+        if program is not None:
+            return program
+        function, donated = self.pure_function(fingerprint), tuple(sorted(self.donated))
+        program = self.transform.compile(self, function, self.specs, self.out_specs, donated)
+        if fingerprint is not None:
+            # Another thread may have been first; all have to use the same one.
+            program = self.programs.setdefault(fingerprint, program)
+            make_room(self.programs, MAX_PROGRAMS)
         return program
 
     def pure_function(self, fingerprint: Hashable | None) -> Callable[..., Any]:
-        """Returns the function that JAX traces; a new one if the fingerprint is None.
+        """Returns the function of arrays that JAX traces; a new one if the fingerprint is None.
 
-        Plans that differ only in what no trace depends on, such as compiler options, share it.
+        JAX finds a trace by the identity of this function. So plans that differ only in what no
+        trace depends on, such as compiler options, share it.
         """
         key = self.trace_key, fingerprint
         function = None if fingerprint is None else self.traced.get(key)
@@ -175,28 +177,35 @@ class Plan:
     def object_specs(self) -> dict[int, Any]:
         """The final specs of all arrays that belong to objects, by slot."""
         open_spec, specs = self.transform.spec_of(None), self.specs
-        slots = itertools.chain.from_iterable(self.structure.slots)
+        slots = itertools.chain(*self.structure.slots)
         return {slot: open_spec if specs[slot] is None else specs[slot] for slot in slots}
 
     @functools.cached_property
     def out_specs(self) -> tuple[Any, ...]:
-        """All final specs that outputs can have; there is a group of outputs for each."""
+        """All specs that an output can have, without duplicates.
+
+        JAX has to know the shardings of outputs before it traces, when their number is unknown. So
+        the pure function returns one group of outputs for each of these.
+        """
         transform = self.transform
         specs = [transform.spec_of(None), *transform.own_specs]
         # What the function creates in an argument gets a spec by the rules for that argument.
-        in_rules = (part.spec for argument in self.graph_arguments for part in argument.parts)
+        in_rules = [part.spec for argument in self.graph_arguments for part in argument.parts]
         for rule in (*transform.out_specs.rules, *in_rules):
-            has_filters = isinstance(rule, StateSharding)
-            for spec in map(transform.spec_of, rule.shardings if has_filters else [rule]):
-                option = rule.on_indivisible if has_filters else None
-                specs += [spec, *transform.corrected(spec, option)]
-        return tuple(dict.fromkeys([*specs, *self.object_specs.values()]))
+            written, on_indivisible = [rule], None
+            if isinstance(rule, StateSharding):  # one sharding for each of its filters
+                written, on_indivisible = [*rule.shardings], rule.on_indivisible
+            for spec in map(transform.spec_of, written):
+                # Also what is left of it where a shape cannot be divided.
+                specs += [spec, *transform.corrected(spec, on_indivisible)]
+        specs += self.object_specs.values()
+        return tuple(dict.fromkeys(specs))
 
     @functools.cached_property
     def explicit_root_shardings(self) -> tuple[tuple[int, NamedSharding], ...]:
         """The declared shardings over Explicit axes of arrays outside of objects, by slot."""
-        pairs = ((slot, explicit_part(self.specs[slot])) for slot in self.structure.root_slots)
-        return tuple((slot, part) for slot, part in pairs if part is not None)
+        parts = {slot: explicit_part(self.specs[slot]) for slot in self.structure.root_slots}
+        return tuple((slot, part) for slot, part in parts.items() if part is not None)
 
     @functools.cached_property
     def slots_to_reuse(self) -> frozenset[int]:
@@ -204,25 +213,15 @@ class Plan:
         return self.donated if self.transform.strict else frozenset()
 
     @functools.cached_property
-    def _values(self) -> list[Any]:
-        return values_in(self.structure)
+    def _static_values(self) -> list[Any]:
+        values = values_in(self.structure)
+        return [value.value if isinstance(value, Static) else value for value in values]
 
     def reached_from(self, objects: Objects) -> Iterator[Any]:
         """Yields what a function can reach from its arguments, these objects, except arrays."""
-        for value in self._values:
-            yield value.value if isinstance(value, Static) else value
+        yield from self._static_values
         for index in self.structure.static_indices():
             yield objects[index]
-
-
-def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
-    """Returns all of a call on which its plan depends."""
-    structure, leaves = flat.structure, flat.leaves
-    # Only arrays of JAX that are attributes of modules are placed; a structure does not show these.
-    not_jax = {s for s, x in enumerate(leaves) if type(x) is not _compat.ArrayImpl}
-    not_jax = not_jax and not_jax.intersection(structure.slots_of(NodeEntry))
-    not_jax = {s for s in not_jax if not isinstance(leaves[s], (jax.Array, jax.ShapeDtypeStruct))}
-    return call.signature, structure, transform.key(leaves), frozenset(not_jax)
 
 
 def make_plan(
@@ -236,10 +235,11 @@ def make_plan(
     graph: bool,
     updates: bool,
 ) -> Plan:
-    """Makes the plan for the structure of a call; raises errors for wrong arguments and specs.
+    """Makes the plan for all calls with the structure of this one; raises errors for wrong specs.
 
-    ``flat`` has the arguments of ``call``, ``traced`` the pure functions that JAX has traced
-    already, to which the plan adds its own. The other arguments are attributes of the plan.
+    ``call`` has the arguments by their roles (static, donated), ``flat`` the same flattened, and
+    ``parameters`` the roles that the user declared. ``traced`` has what JAX traced for ``fun``; the
+    plan adds its own. The options ``graph`` and ``updates`` are attributes of the plan.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
@@ -315,15 +315,16 @@ def _donated_slots(
 
 
 def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, tuple[int, Any]]:
-    """Returns the slots of JAX arrays that are attributes of modules: the module and the name."""
-    return {
-        slots[0]: (index, key)
-        for index, entry in enumerate(structure.entries)
-        if isinstance(entry, NodeEntry) and structure.slots[index]
-        if issubclass(entry.type, nnx.Pytree)
-        for key, (child, slots) in parts_by_key(structure, index).items()
-        if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct))
-    }
+    """Finds the JAX arrays that are attributes of modules, by slot: the module and the name."""
+    attributes = {}
+    for index, entry in enumerate(structure.entries):
+        is_module = isinstance(entry, NodeEntry) and issubclass(entry.type, nnx.Pytree)
+        if not is_module or not structure.slots[index]:
+            continue
+        for name, (child, slots) in parts_by_key(structure, index).items():
+            if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct)):
+                attributes[slots[0]] = (index, name)
+    return attributes
 
 
 def _placed(
@@ -332,7 +333,7 @@ def _placed(
     shardings: Sequence[Sharding | None],
     attributes: Mapping[int, tuple[int, Any]],
 ) -> dict[int, Sharding]:
-    """Returns the declared shardings to which a call moves arrays, by slot."""
+    """Returns the shardings to which a call moves arrays before it runs, by slot."""
     placed = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
     if isinstance(transform, Sharded) and transform.on_committed == "move":
         return placed
@@ -343,7 +344,7 @@ def _placed(
 
 def _shards_activations(transform: Transform, arguments: Sequence[Argument]) -> bool:
     """Whether shardings of activations are declared, for the call or for an argument."""
+    if getattr(transform, "activation_shardings", None) is not None:
+        return True
     specs = (part.spec for argument in arguments for part in argument.parts)
-    declared = [getattr(spec, "activations", None) for spec in specs]
-    declared.append(getattr(transform, "activation_shardings", None))
-    return any(activations is not None for activations in declared)
+    return any(getattr(spec, "activations", None) is not None for spec in specs)

@@ -1,20 +1,21 @@
 """The pure function of flat arrays that JAX transforms instead of the user's function.
 
-It takes the arrays of the arguments, by slot, and does in a trace, from the top of this file on:
+The user's function takes modules and may change them. The function that JAX traces takes all their
+arrays as positional arguments, and does, from the top of this file on:
 
-    build a copy of the graph around the tracers            unflatten.py
-    call the user's function on it
-    flatten the graph again, with the old objects first     flatten.py
-    find the spec of each array                             resolve.py
-    return what changed                                     outcome.py
+    build a copy of the modules around the tracers               unflatten.py
+    call the user's function on the copy
+    flatten the result, with the objects of the arguments first  flatten.py
+    find the spec (a sharding, or a dimension) of each array     resolve.py
+    return only the arrays that are new                          outcome.py
 
-The *plan* (``plan.py``) has what is known before the trace: the structure of the arguments, the
-names and specs of their arrays. The *caller* (``call_context.py``) is the call that is traced.
-An *index* is that of an object in a structure, a *slot* the position of an array.
+A *structure* is to a graph of modules what a treedef is to a pytree: all but the arrays, as a table
+of objects. An *index* is that of an object in this table, a *slot* that of an array in the flat
+list. The *plan* (``plan.py``) is what is known before the trace: the structure of the arguments,
+the names and specs of their arrays. The *caller* (``call_context.py``) is the call being traced.
 
-Outputs are as few as possible: an array that the function did not change is not an output, and the
-caller's object keeps it. What the outputs mean is known only after tracing and may depend on
-shapes, so it is the static part of what is returned, of which JAX keeps one for each trace.
+An array that the function did not change is no output: the caller's object keeps it. What the
+outputs mean is known only after tracing, so it is a static part of the result, one for each trace.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ R = TypeVar("R")
 
 
 def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function to pass to JAX, with the user's names for its many arguments.
+    """Returns the function of arrays that JAX traces, with the user's names for its arguments.
 
-    It has no reference to ``fun``, which cached traces must not keep alive: it calls the function
-    of the call that is being traced.
+    It calls the function of the call that is being traced. It has no reference to ``fun``, since
+    JAX's cache of traces would keep that alive.
     """
 
     def pure(*leaves: object) -> Any:
@@ -67,11 +68,12 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
         assert caller is not None
         if caller.plan is not None:
             deliver_signals()  # nothing has run yet, and tracing may take long
-        withdraw = None  # takes back what the observer was told
-        if caller.observer is not None:
+        withdraw = None  # takes the record of this trace back, if the trace fails
+        if caller.observer is not None:  # the log of retraces
             withdraw = caller.observer.traced(plan, caller.fun, leaves, nested=caller.nested)
         try:
-            with called_by(None):  # what the function calls makes traces of its own
+            # Calls of lifted functions within this trace are not part of this call.
+            with called_by(None):
                 return on_one_chunk(_trace, plan, caller, leaves)
         except BaseException:
             if withdraw is not None:
@@ -97,39 +99,45 @@ on_one_chunk.__code__ = on_one_chunk.__code__.replace(co_stacksize=1 << 14)
 
 
 def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
-    """Builds the graph around tracers, and returns the outputs of the user's function on it.
+    """Calls the user's function on modules made of tracers; returns the arrays that are new.
 
-    Static objects that cannot be copied are the caller's own: what the function changes in them is
-    undone when the trace ends.
+    ``leaves`` are the tracers of all arrays of the arguments. The function gets copies of the
+    caller's objects, so that its changes can be told from those of another thread. Static objects
+    that cannot be copied are the caller's own: what the function changes in them is undone when the
+    trace ends.
     """
+    # The function may see other types than JAX gives, such as Auto instead of Explicit mesh axes.
     arrays = plan.transform.retype_inputs(plan, leaves, nested=caller.nested)
-    # Copies of all others, or another thread's changes would be taken for the function's.
-    unique = {index: caller.objects[index] for index in not_copied(plan.structure)}
-    unflattened = unflatten(plan.structure, arrays.inside, unique)
+    uncopied = {index: caller.objects[index] for index in not_copied(plan.structure)}
+    unflattened = unflatten(plan.structure, arrays.inside, uncopied)
     try:
         return call_and_pack(plan, caller, arrays, unflattened)
     finally:
-        restore(plan.structure, unflattened.objects, unique)
+        restore(plan.structure, unflattened.objects, uncopied)
 
 
 def call_and_pack(
     plan: Plan, caller: Caller, arrays: RetypedArrays, unflattened: Unflattened
 ) -> tuple[Any, ...]:
-    """Calls the user's function; returns its outputs by spec, and the outcome.
-
-    Raises errors for what it must not return or change.
+    """Calls the user's function; returns the new arrays, grouped by spec, and what they mean.
 
     Args:
       plan: the plan of the call.
       caller: the call that is traced.
-      arrays: the arrays of the arguments.
-      unflattened: the arguments, made of the arrays inside the trace.
+      arrays: the arrays of the arguments, as JAX gave them and as the function sees them.
+      unflattened: copies of the arguments, made of the arrays that the function sees.
+
+    Returns:
+      One tuple of arrays for each spec, then their :class:`~.outcome.Outcome`, which is static.
+
+    Raises:
+      ValueError: the function returned or changed what it must not. There are other errors, too.
     """
     transform = plan.transform
     fun_name = name_of(caller.fun)
     name, strict = transform.name, transform.strict
     output, before = _call_function(plan, caller, arrays, unflattened)
-    # Loops return the Variables that they carry, which without graph updates is else refused.
+    # Loops return the Variables that they carry; otherwise ``graph_updates=False`` refuses that.
     carried = transform.carried_objects(plan)
     after = _flatten_after(plan, output, unflattened, carried, before)
     locations = _locate_new(plan, output, after.structure)
@@ -140,6 +148,7 @@ def call_and_pack(
             raise error
     specs = _output_specs(plan, arrays.leaves, after, locations, names)
     option = transform.out_name
+    # Back to the types of the surrounding trace.
     after = arrays.leave_with_specs(plan.structure, after, specs, names, name=name, option=option)
     transform.check_outputs(fun_name, names, after.leaves, specs)
     check_captured(caller.fun, arrays.leaves, name=name, strict=strict)
@@ -152,39 +161,54 @@ def call_and_pack(
 def _call_function(
     plan: Plan, caller: Caller, arrays: RetypedArrays, unflattened: Unflattened
 ) -> tuple[Any, Snapshot]:
-    """Returns what the user's function returns, and a snapshot of its arguments before the call."""
-    statics = [assemble(child, iter(()), unflattened.objects) for child in plan.structure.statics]
+    """Calls the user's function; returns its result, and a snapshot of its arguments before that.
+
+    The arguments are joined from two lists: static values, which the plan describes, and
+    ``unflattened``, the copies of all others that hold the tracers ``arrays.inside``.
+    """
+    no_arrays = iter(())  # static arguments hold none
+    statics = [assemble(child, no_arrays, unflattened.objects) for child in plan.structure.statics]
     args, kwargs = join_call(plan.signature, statics, unflattened.root)
-    # In a trace, the types of arrays may say over which axes the rows of the batch are sharded.
-    types = (getattr(jax.typeof(arrays.leaves[s]), "sharding", None) for s in plan.batch_slots)
-    batch_axes = plan.batch_axes | first_axes(types, plan.transform.context)
+    # The batch is also sharded over the mesh axes that the types of its arrays name in a trace.
+    batch_types = [jax.typeof(arrays.leaves[slot]) for slot in plan.batch_slots]
+    shardings = [getattr(array_type, "sharding", None) for array_type in batch_types]
+    batch_axes = plan.batch_axes | first_axes(shardings, plan.transform.context)
     plan_in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
     tracing = plan.transform.tracing(plan_in_trace, caller, unflattened, arrays.inside)
-    with arrays.context(), tracing as call:
-        # Within the context: what it sets, such as tags of modules, is not a change by the user.
+    with arrays.context(), tracing as function:
+        # Taken here, since what the context sets, such as tags of modules, is no user's change.
         before = Snapshot(plan.structure, unflattened.objects)
-        return call(*args, **kwargs), before
+        return function(*args, **kwargs), before
 
 
 def _flatten_after(
     plan: Plan, output: object, unflattened: Unflattened, carried: Set[int], before: Snapshot
 ) -> Flat:
-    """Flattens the graph after the call, with the objects of the arguments first.
+    """Flattens the output of the function, and its arguments as they are after the call.
 
-    Raises errors for what the function must not do to them. Without graph updates, the output must
-    not hold Variables of the arguments, except the ``carried`` ones.
+    The objects of the arguments keep their indices, so that the structures before and after can be
+    compared. Raises errors for what the function must not do to them.
+
+    Args:
+      plan: the plan of the call.
+      output: what the function returned.
+      unflattened: the copies of the arguments that the function got.
+      carried: the indices of Variables that it may return also without graph updates.
+      before: the arguments before the call; what did not change since is not read again.
     """
     structure, updates, name = plan.structure, plan.updates, plan.transform.name
     # JAX keeps the structure with the trace, which must not keep the caller's statics alive.
     static_ids = {_compat.identity(static.value) for static in structure.identities()}
-    nodes = {i for i, entry in enumerate(structure.entries) if isinstance(entry, NodeEntry)}
     object_ids = {_compat.identity(unflattened.objects[i]) for i in structure.static_indices()}
+    replaced: Set[int] = frozenset()
+    if not updates:  # the caller's modules stay unchanged, and those returned are new
+        entries = enumerate(structure.entries)
+        replaced = {i for i, entry in entries if isinstance(entry, NodeEntry)} - carried
     after = flatten(
         output,
         graph=plan.graph,
         first_objects=unflattened.objects,
-        # Without updates the caller's modules stay unchanged, and results are new modules.
-        replaced=frozenset() if updates else nodes - carried,
+        replaced=replaced,
         held_weakly=static_ids | object_ids,
         snapshot=before,
     )
@@ -197,9 +221,10 @@ def _flatten_after(
 
 
 def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocation]:
-    """Locates the output, and the arguments if something new may be in them.
+    """Finds where the arrays of the output are, and of the arguments if these may hold new ones.
 
-    Known Variables keep their spec and name, so only new things need a location.
+    Known Variables keep their spec and name, so only new arrays need a location: an argument or
+    output, and a path in it.
     """
     transform = plan.transform
     option = f"{transform.name}: {transform.out_name}"
@@ -233,9 +258,10 @@ def _output_specs(
     locations: Sequence[NamedLocation],
     names: Sequence[str],
 ) -> list[Any]:
-    """Returns the final spec of each array after the call.
+    """Returns the spec of each array after the call, by slot: a sharding, or a dimension.
 
-    What was updated keeps its spec. The user's rules for inputs and outputs decide on what is new.
+    An array that was updated keeps the spec that it had. The user's ``out_shardings`` (or
+    ``out_axes``) decide about the output, the spec of an argument about what is new in it.
 
     Args:
       plan: the plan of the call.
@@ -258,10 +284,12 @@ def _output_specs(
     )
     check_filters((*plan.uses, *resolved.uses), name=transform.name, strict=transform.strict)
     old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
-    open_spec = transform.spec_of(None)
-    written = transform.written_specs(plan, after)
-    declared = (written.get(slot, spec) for slot, spec in enumerate(resolved.slots))
-    specs = [open_spec if spec is None else spec for spec in declared]
+    open_spec = transform.spec_of(None)  # leaves the decision to the compiler
+    written = transform.written_specs(plan, after)  # the transform's own decisions, by slot
+    specs = []
+    for slot, resolved_spec in enumerate(resolved.slots):
+        spec = written.get(slot, resolved_spec)
+        specs.append(open_spec if spec is None else spec)
     shapes = [shape_of(leaf) for leaf in after.leaves]
     return fit_specs(
         transform, names, shapes, specs, resolved.on_indivisible, outputs=True, before=old_shapes
@@ -271,9 +299,16 @@ def _output_specs(
 def _keep_specs(
     plan: Plan, leaves: Arrays, after: Structure, resolved: Resolved
 ) -> dict[int, tuple[int, ...] | None]:
-    """Gives what was updated the specs that it had, in ``resolved``.
+    """Writes the old spec of each updated array into ``resolved``, by its slot after the call.
 
-    Returns the old shapes of Variables, by new slot. ``leaves`` are the arrays before the call.
+    Args:
+      plan: the plan of the call, with the old specs.
+      leaves: the arrays before the call.
+      after: the structure after the call.
+      resolved: the specs after the call.
+
+    Returns:
+      The old shapes of arrays of Variables, by slot after the call.
     """
     old_shapes: dict[int, tuple[int, ...] | None] = {}
     for index in plan.variables:
@@ -287,10 +322,11 @@ def _keep_specs(
             old_shapes[slot] = shape_of(leaves[old_slot])
             if old_slot in plan.on_indivisible:
                 resolved.on_indivisible[slot] = plan.on_indivisible[old_slot]
+    # An array that is an attribute of a module gets the spec of the array that it replaces.
     for index, slots in enumerate(plan.structure.slots):
         if not slots or not isinstance(after.entries[index], NodeEntry):
             continue
         for slot, old_slot in kept_places(plan.structure, after, index):
-            if resolved.slots[slot] is None:  # an attribute, as what it replaces
+            if resolved.slots[slot] is None:
                 resolved.slots[slot] = plan.object_specs[old_slot]
     return old_shapes

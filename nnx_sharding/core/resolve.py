@@ -1,11 +1,14 @@
-"""Parts with their specs → one spec for each Variable and array, with its path.
+"""The specs that a user gave for arguments → one spec for each Variable and array, with its path.
 
-A Variable may be in several arguments, or in one under several paths, and all of them may have a
-spec. They have to agree, since there is one array; a path without a spec leaves it to the others.
-A :class:`~nnx_sharding.StateSharding` decides by its first filter that matches. What each filter
-decided is recorded (:class:`FilterUse`), to warn about those that are misspelt or come too late.
+A *spec* is a sharding or a dimension that is mapped. A Variable may be in several arguments, or in
+one under several paths, and all of them may have a spec. They have to agree, since there is one
+array; a path without a spec leaves it to the others. A :class:`~nnx_sharding.StateSharding` maps
+filters to specs, and its first filter that matches decides. What each filter decided is recorded
+(:class:`FilterUse`), to warn about those that are misspelt or come too late.
 
-A *location* is where a Variable or array is in a structure; a *subject* is that Variable or array.
+A *part* is one module, Variable or array of an argument, with the spec that the user gave for it. A
+*location* is where a Variable or array is in a part; a *subject* is that Variable or array. The
+*index* is that of a Variable among all objects, a *slot* that of an array in the flat list.
 """
 
 from __future__ import annotations
@@ -56,11 +59,11 @@ class NamedLocation(NamedTuple):
 
 
 def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
-    """Finds all locations in arguments or outputs, in their order; shared ones in each part.
+    """Finds every Variable and array in arguments or outputs, each with its name and all its paths.
 
-    Arrays outside of objects in them must be the arrays of the structure's root.
+    A Variable that parts share is found in each. Arrays outside of objects are those of the root.
     """
-    root_slots = iter(structure.root_slots)  # which each part takes its own from
+    root_slots = iter(structure.root_slots)  # each part takes those of its own arrays
     locations = []
     for argument in arguments:
         for part in argument.parts:
@@ -110,11 +113,11 @@ def resolve(
     decided: Mapping[int, NamedSpec] | None = None,
     decided_arguments: Set[str] = frozenset(),
 ) -> Resolved:
-    """Resolves the spec of the array at every location.
+    """Finds the one spec of each Variable and array, from the user's specs for the arguments.
 
     Args:
-      locations: those in arguments or outputs, with the user's specs for these.
-      objects: by index.
+      locations: where they are in arguments or outputs, each with the user's spec for its part.
+      objects: the Variables and modules, by index.
       leaves: the arrays, by slot.
       spec_of: returns the final form of a spec that a user wrote, such as that of a dimension that
         ``vmap`` maps.
@@ -131,10 +134,9 @@ def resolve(
     arrays: dict[int, NamedSpec] = {}
     uses: dict[int, FilterUse] = {}
     conflicts: list[Conflict] = []
-    # Whether a filter for unmatched paths is there, with another key in front: the user wrote rules
-    # for a tuple of modules, and used them for one. Only the error speaks of it.
-    is_inside = False
+    is_inside = False  # whether the rules are for a tuple of modules, but were used for one: a hint
     for place in locations:
+        # Step 1: the spec that the user gave for this location, perhaps by a filter.
         spec, index, slots = place.part.spec, place.location.entry, place.location.slots
         if place.argument.name in decided_arguments and decided and index in decided:
             spec = None
@@ -149,9 +151,9 @@ def resolve(
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
-        # Rules, too, return specs as the user wrote them.
-        spec = None if spec is None else spec_of(spec)
-        # The first path with a spec decides; the others have to agree, or to have none.
+        if spec is not None:  # also what a filter returned is as the user wrote it
+            spec = spec_of(spec)
+        # Step 2: the first location with a spec decides; the others have to agree, or have none.
         decisions, key = (arrays, slots[0]) if index is None else (result.variables, index)
         first = decisions.get(key, UNNAMED)
         if first.spec is None:
@@ -167,7 +169,7 @@ def resolve(
 
 
 def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
-    """Raises an error for Variables with several specs: axes, or shardings."""
+    """Raises an error if one Variable has different specs under different paths."""
     specs = "axes" if conflicts and isinstance(conflicts[0][1], Axis) else "shardings"
     lines = []
     for path, spec, other_path, other in conflicts:
@@ -188,7 +190,8 @@ def name_variables(
 ) -> dict[int, NamedSpec]:
     """Returns the first name and the final spec of each Variable or ref, by index.
 
-    ``specs`` are those of the arrays, by slot; a Variable without an array has the declared one.
+    ``specs`` are those of the arrays, by slot; where one is None, the Variable gets ``open_spec``,
+    which leaves the decision to the compiler. A Variable without an array has the resolved spec.
     """
     variables: dict[int, NamedSpec] = {}
     for place in locations:
@@ -202,9 +205,9 @@ def name_variables(
 
 
 def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
-    """Raises an error for the locations that no filter matches, of these uses.
+    """Raises an error for Variables that no filter of their ``StateSharding`` matches.
 
-    With ``is_inside``, the filters are for a module in a tuple or dict, and were used for that.
+    With ``is_inside``, the filters are for a tuple or dict of modules, and were used for one.
     """
     if not uses:
         return
@@ -254,24 +257,30 @@ class FilterUse:
         All paths of a shared Variable are tried: a filter that names one of them has priority over
         those that do not depend on paths. Adds disagreements between paths to ``conflicts``.
         """
-        decisions: list[tuple[Path, int | None, Any]] = []
+        decisions: list[tuple[Path, int | None, Any]] = []  # path, index of the filter, its spec
         for path in place.paths:
             matched_path, index, spec = self.rules.find_below(place.part.below, path, subject)
             self._record(index, matched_path, subject, place.argument.name)
             decisions.append((path, index, spec))
-        by_path = [d for d in decisions if self._names_paths(d[1])] if len(decisions) > 1 else []
-        if by_path:
-            (first_path, _, first_spec), *others = by_path
-            for path, _, spec in others:
-                if spec_of(spec) != spec_of(first_spec):
-                    first = place.name_of(first_path)
-                    conflicts.append((first, first_spec, place.name_of(path), spec))
-        return (by_path or decisions)[0][1:]
+        if len(decisions) > 1:
+            by_path = [decision for decision in decisions if self._names_paths(decision[1])]
+            decisions = by_path or decisions[:1]
+        first_path, first_index, first_spec = decisions[0]
+        for path, _, spec in decisions[1:]:
+            if spec_of(spec) != spec_of(first_spec):
+                first = place.name_of(first_path)
+                conflicts.append((first, first_spec, place.name_of(path), spec))
+        return first_index, first_spec
 
     def _record(self, index: int | None, path: Path, subject: object, argument: str) -> None:
-        """Records which filter decided, and which later ones match what it decided about."""
+        """Records which filter decided about a subject, and which later ones match it, too.
+
+        These may be in vain (*shadowed*), about which the user is warned. ``index`` is that of the
+        filter; None if no filter matched.
+        """
         self._matched.add(index)
-        for later in range(0 if index is None else index + 1, len(self.rules.filters)):
+        first_later = 0 if index is None else index + 1
+        for later in range(first_later, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
             # What is known is not asked again: models have thousands of Variables.
             if later in self._matched or later in self._shadowed or isinstance(filter_, Paths):
@@ -305,12 +314,13 @@ class FilterUse:
     def unused(self) -> Iterator[tuple[str, list[str], str]]:
         """Yields the filters that decided nothing: name, arguments, and a suggestion.
 
-        Only filters that look misspelt, or that come after filters that match the same: others may
-        be meant for another argument or function.
+        Only those that look misspelt, or that come after filters that match the same (shadowed):
+        others may be meant for another argument or function.
         """
         for index, filter_ in enumerate(self.rules.filters):
-            is_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
-            if index in self._matched or is_rest or is_opaque(to_predicate(filter_)):
+            # Strategies list all paths, and a last filter for the rest may be left with nothing.
+            may_be_unused = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
+            if index in self._matched or may_be_unused or is_opaque(to_predicate(filter_)):
                 continue
             near = spelling_hint(filter_, self._keys)
             if near or index in self._shadowed:

@@ -1,10 +1,11 @@
-"""The hashable description of a graph of NNX objects.
+"""The hashable description of a graph of NNX objects: to graphs what a treedef is to pytrees.
 
 A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``, mutable
-static object) is one *entry*, and whatever refers to it holds its *index*: two *children* with the
-same index are the same object, so sharing and cycles need no special case. Arrays are in a flat
-list, whose positions are called *slots*; in the table ``LEAF`` marks where they belong. The *root*
-is the pytree that was flattened, as a child.
+static object) is one *entry*, whose place in the table is its *index*. What an object holds are its
+*children*: the index of another object, a static value, a pytree (``Container``) of children, or
+``LEAF`` for an array. Two children with the same index are the same object, so sharing and cycles
+need no special case. The arrays themselves are in a flat list, whose positions are called *slots*.
+The *root* is the pytree that was flattened, as a child.
 """
 
 from __future__ import annotations
@@ -141,38 +142,40 @@ class Structure:
         return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticObject)]
 
     def identities(self) -> Sequence[Static]:
-        """Returns the static values that are compared by identity alone."""
+        """Returns the static values that are compared by identity alone, such as functions."""
         if self._unique is not None:
             return self._unique
         # Variables share their metadata, and nodes of one class most of their children. So only one
-        # entry is searched for each metadata, and below each child once, by their ids.
+        # entry is searched for each metadata, and each child once. Both are found by their ids.
         entries: dict[int, Any] = {}
         for entry in self.entries:
             searched = entry.metadata if is_leaf_variable(entry) else entry
             entries[_compat.identity(searched)] = entry
-        groups = ((self.root, *self.statics), *map(children_of, entries.values()))
-        unique = {_compat.identity(x): x for x in chain(*groups) if type(x) is not int}
-        self._unique = (*identities_in(unique.values()),)
+        children = [self.root, *self.statics]
+        for entry in entries.values():
+            children += children_of(entry)
+        unique = {_compat.identity(x): x for x in children if type(x) is not int}
+        self._unique = tuple(identities_in(unique.values()))
         return self._unique
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
-        """Yields every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
+        """Yields the place of every Variable, ``jax.Ref`` and bare array below ``child``.
 
         The walk is depth first, with keys in order, as in Flax. A shared object is yielded once,
-        under its first path. ``slots`` are the slots of leaves of ``child`` outside of objects.
+        under its first path. ``slots`` are those of the arrays of ``child`` outside of objects.
         """
         seen: set[int] = set()
         # No recursion: models may be nested deeply. An item is a path, the child there, the slots
-        # of leaves in it, and the index of the Variable around it.
+        # of the arrays in it, and the index of the Variable around it.
         stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
         while stack:
             path, child, slots, variable = stack.pop()
-            parts: Iterable[tuple[Path, Child]] = ()
+            parts: Iterable[tuple[Path, Child]] = ()  # what to visit below
             if child is LEAF:
                 yield Location(path, variable, (next(slots),))
             elif isinstance(child, Container):
                 parts = parts_of(child).items() if child.children else ()
-            elif isinstance(child, int) and child not in seen:
+            elif isinstance(child, int) and child not in seen:  # an object that is met first
                 seen.add(child)
                 entry, variable, slots = self.entries[child], None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
@@ -200,9 +203,9 @@ class Structure:
     def paths_to_objects(
         self, starts: Iterable[tuple[Path, Child]], limit: int = 1
     ) -> dict[int, list[Path]]:
-        """Finds up to ``limit`` paths to each object reachable from ``starts``, short ones first.
+        """Finds up to ``limit`` paths to each object below ``starts``, by its index.
 
-        No path passes through an object twice, but it may end at one that it passed through.
+        Short paths come first. A path passes through no object twice, but may end at one of them.
         """
         paths: dict[int, list[Path]] = {}
         # Breadth first, so that short paths come first.
@@ -214,7 +217,7 @@ class Structure:
                 parts = parts_of(child)
             elif isinstance(child, int) and len(paths.setdefault(child, [])) < limit:
                 paths[child].append(path)
-                if child not in above:
+                if child not in above:  # otherwise a cycle
                     parts, above = parts_of(self.entries[child]), above | {child}
             queue += [
                 (path + key, part, above)
@@ -229,13 +232,14 @@ class Structure:
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
     def _links(self, child: Child) -> Counter[int]:
-        """Counts the references to each object that is reachable from ``child``."""
+        """Counts the references to each object below ``child``, by its index."""
         links: Counter[int] = Counter()
         pending: list[Sequence[Child]] = [(child,)]
         while pending:
             for part in pending.pop():
                 if isinstance(part, int):
-                    pending += [] if part in links else [children_of(self.entries[part])]
+                    if part not in links:
+                        pending.append(children_of(self.entries[part]))
                     links[part] += 1
                 elif isinstance(part, Container | StaticObject):
                     pending.append(part.children)
@@ -260,16 +264,15 @@ class Structure:
 
     def check_tree(self) -> None:
         """Raises an error for what a tree cannot express: a shared Variable, or a cycle."""
-        duplicates = self.shared_objects(self.root)  # modules are copied, except in cycles
+        duplicates = self.shared_objects(self.root)  # shared modules were copied, unless in cycles
         if not duplicates:
             return
         entries: Sequence[Any] = self.entries
         paths = self.paths_to_objects([((), self.root)], limit=4)
-        lines = [
-            f"  {entries[index].type.__name__}: "
-            + ", ".join(path_string(path) or "the root" for path in paths[index])
-            for index in sorted(duplicates)
-        ]
+        lines = []
+        for index in sorted(duplicates):
+            places = [path_string(path) or "the root" for path in paths[index]]
+            lines.append(f"  {entries[index].type.__name__}: {', '.join(places)}")
         head = "graph=False does not support shared references. Duplicates, found at paths:"
         raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")
 
@@ -328,7 +331,7 @@ def holds_objects(entry: VariableEntry) -> bool:
 
 
 def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
-    """Returns the parts of an entry or a value, by path."""
+    """Returns the children of an entry or a pytree, each with the path that leads to it."""
     if isinstance(x, Container):
         return dict(zip(container_keys(x.treedef), x.children, strict=True))
     if isinstance(x, StaticObject):

@@ -25,7 +25,7 @@ import jax
 from .. import _compat
 from ..activations.calls import Recorder
 from ..activations.tracing import key_traces_by_tags
-from ..core.cache import cache_of
+from ..core.cache import cache_of, plan_key
 from ..core.call import run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, as_declared
@@ -36,7 +36,7 @@ from ..core.functions import FunctionGroup
 from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards, recorder_of
 from ..core.outcome import Outcome
-from ..core.plan import Plan, make_plan, plan_key
+from ..core.plan import Plan, make_plan
 from ..core.signature import Parameters, Roles, SortedCall
 from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
