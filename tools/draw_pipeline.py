@@ -48,7 +48,7 @@ SLOW_WAY = (
             "snapshot.py",
         ),
     ),
-    Stage("specs", ("arguments.py", "static_arguments.py")),
+    Stage("specs", ("argument_specs.py", "arguments.py", "static_arguments.py")),
     Stage("resolve", ("resolve.py", "spec_checks.py")),
     Stage("plan", ("plan.py", "static_places.py", "transform.py", "retyping.py", "cache.py")),
     Stage(

@@ -1,8 +1,10 @@
 """Prefix pytrees of specs → the parts of arguments and outputs, each with its spec.
 
-A user gives specs as a *prefix* of an argument: a pytree that may end earlier, where one spec is
-for all that is below. A *part* is what has one spec: a module, a Variable or an array. A module in
-an argument is a leaf of its pytree; filters of a ``StateSharding`` choose specs for what is in it.
+A *spec* says how an array is laid out: a ``PartitionSpec``, a sharding, or an axis of ``vmap``. A
+user gives specs as a *prefix* of an argument: a pytree that may end earlier, where one spec is for
+all that is below. A *part* is what has one spec: a module, a Variable or an array. A module in an
+argument is a leaf of its pytree; the filters of a ``StateSharding`` choose a spec for each Variable
+in it. The *structure* is the table that describes all objects of a call (``structure.py``).
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class PathFunction(StateSharding):
         """Returns an index and the sharding; the function may raise an error of its own."""
         is_known = path in self._by_path
         sharding = self._by_path[path] if is_known else self._function(path, variable)
-        return next((i for i, s in enumerate(self.shardings) if s == sharding), 0), sharding
+        is_listed = sharding in self.shardings
+        return self.shardings.index(sharding) if is_listed else 0, sharding
 
     @property
     def _key(self) -> tuple[Any, ...]:
@@ -67,9 +70,10 @@ def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool]) -> dict[Path, A
 
 
 def _normalized(spec: Any) -> Any:
-    """Returns a leaf of a prefix, with Flax's types replaced by our own.
+    """Returns a spec in our own types, if the user wrote it in Flax's types.
 
-    These are its ``StateSharding``, what ``nnx.prefix`` returns, and modules that hold specs.
+    These are its ``StateSharding``, what ``nnx.prefix`` returns, and modules that hold specs in the
+    place of arrays.
     """
     if type(spec) is getattr(nnx, "StateSharding", None):
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
@@ -77,7 +81,8 @@ def _normalized(spec: Any) -> Any:
         return None
     prefix = _compat.prefix_state(spec)
     if prefix is not None:
-        return PathFunction(prefix[0], leaves_by_path(prefix[1], is_single_spec))
+        function, specs_by_path = prefix
+        return PathFunction(function, leaves_by_path(specs_by_path, is_single_spec))
     if _compat.is_node(spec):
         # Variables hold their specs, or have been replaced by them.
         pairs = leaves_by_path(spec, lambda x: is_single_spec(x) or isinstance(x, nnx.Variable))
@@ -107,17 +112,21 @@ class Specs:
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
         self.tree = jax.tree_util.tree_unflatten(treedef, leaves)
+        # A State of specs has one for each path, as a StateSharding with filters for paths.
         self.rules: tuple[Any, ...] = tuple(
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
         )
         self._key = (self.rules, treedef)
-        mappings = [rule for rule in self.rules if isinstance(rule, StateSharding)]
         written: list[Any] = []
+        self.depend_on_values = False
         for rule in self.rules:
-            written += rule.shardings if isinstance(rule, StateSharding) else (rule,)
+            if isinstance(rule, StateSharding):
+                written += rule.shardings
+                self.depend_on_values |= rule.depends_on_values
+            else:
+                written.append(rule)
         self.written = tuple(written)
-        self.depend_on_values = any(mapping.depends_on_values for mapping in mappings)
-        self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
+        self.has_partition_spec = any(isinstance(spec, PartitionSpec) for spec in written)
         self.may_hold_none = self.tree is not None and None in leaves
 
     def __eq__(self, other: object) -> bool:
@@ -150,15 +159,17 @@ def _one_level(tree: object) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
 
 
 def check_specs(name: str, types: type | tuple[type, ...] = object, **options: Specs) -> None:
-    """Raises a ``TypeError`` if a leaf of a prefix is not a spec, or has another type than these.
+    """Raises a ``TypeError`` for leaves that are not specs, or not of these types.
 
-    ``name`` is that of the user's function, and each of the ``options`` has its prefix.
+    ``name`` is that of the transform in messages; ``options`` are its specs, by option, such as
+    ``in_shardings=``.
     """
     lines = []
     for option, specs in options.items():
-        lines += [f"  {option}{place}: {show(x)}{hint}" for place, x, hint in specs.invalid]
-        unusable = (x for x in specs.written if x is not None and not isinstance(x, types))
-        lines += [f"  {option}: {show(x)}; write its PartitionSpec" for x in unusable]
+        lines += [f"  {option}{place}: {show(leaf)}{hint}" for place, leaf, hint in specs.invalid]
+        for spec in specs.written:
+            if spec is not None and not isinstance(spec, types):
+                lines.append(f"  {option}: {show(spec)}; write its PartitionSpec")
     remedy = "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None."
     head = f"{name}: expected a sharding spec, got:"
     raise_listed(TypeError, head, lines, remedy, anchor="not-a-spec")
@@ -193,9 +204,14 @@ def named_parts(arguments: Iterable[Argument]) -> list[tuple[str, Child]]:
 def split_arguments(
     structure: Structure, tree: ArgTree, specs: ArgTree, names: Sequence[str], caller: str = ""
 ) -> list[Argument]:
-    """Splits the dynamic arguments of a call, in the order of the structure's root.
+    """Splits each dynamic argument of a call into the parts that have a spec of their own.
 
-    ``tree`` has their values, ``specs`` a prefix for each, and ``names`` those of positional ones.
+    Args:
+      structure: describes the arguments; its root has them in the order of the result.
+      tree: the values of the arguments, positional and by keyword.
+      specs: the user's prefix of specs for each, likewise.
+      names: the names of the positional arguments.
+      caller: the function and the option that the specs are from, in messages.
     """
     assert isinstance(structure.root, Container)
     children = iter(structure.root.children)
@@ -211,7 +227,7 @@ def split_arguments(
 
 
 def _take(value: object, children: Iterator[Child]) -> Child:
-    """Takes the next children of the root as the child for one argument."""
+    """Returns the child that describes one argument, of as many children as it has leaves."""
     if _compat.is_graph_object(value):
         return next(children)
     treedef: PyTreeDef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
@@ -222,25 +238,29 @@ def _take(value: object, children: Iterator[Child]) -> Child:
 def split_argument(
     name: str, prefix: object, value: object, child: Child, caller: str = ""
 ) -> Argument:
-    """Splits a pytree into parts, and broadcasts a prefix of specs over them.
+    """Splits a pytree into its leaves (modules, Variables, arrays), each with its spec.
 
     Args:
-      name: of the argument or output, in messages.
-      prefix: the specs.
+      name: the name of the argument or output, in messages.
+      prefix: the user's specs, as a prefix of the pytree.
       value: the pytree.
-      child: the pytree, in terms of the structure.
+      child: the pytree, as the structure describes it.
       caller: the function and the option that the specs are from, in messages.
+
+    Raises:
+      ValueError: the specs are no prefix of the pytree.
     """
     paths: Sequence[Path] = ((),)
     children: Sequence[Child] = (child,)
+    skeleton: Any = 0  # the same pytree, with numbers as its leaves
     if isinstance(child, Container):
         paths = container_keys(child.treedef)
         children = child.children
     if is_single_spec(prefix) or isinstance(prefix, StateSharding):
         specs = [(prefix, 0)] * len(children)  # some pytrees cannot be rebuilt without arrays
     else:
-        # The same pytree, with numbers as its leaves.
-        skeleton = child.treedef.unflatten(range(len(paths))) if isinstance(child, Container) else 0
+        if isinstance(child, Container):
+            skeleton = child.treedef.unflatten(range(len(paths)))
         try:
             specs = list(_broadcast(prefix, skeleton, 0))
         except ValueError:
@@ -256,23 +276,26 @@ def split_argument(
     parts = []
     for path, part, (spec, depth) in zip(paths, children, specs, strict=True):
         # The first ``depth`` keys lead to the spec in the prefix; its filters see the rest.
-        parts.append(Part(path, path[depth:], spec, part))
+        parts.append(Part(keys=path, below=path[depth:], spec=spec, child=part))
     return Argument(name, tuple(parts))
 
 
 def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
-    """Yields the spec of each leaf of ``full``, and the number of keys that lead to the spec.
+    """Yields the spec of each leaf of a pytree, by a prefix of it, and the depth of that spec.
 
-    ``depth`` is the number of keys that lead to the prefix.
+    Args:
+      prefix: the user's specs for this part of the pytree.
+      full: this part of the pytree; its leaves stand for modules, Variables and arrays.
+      depth: the number of keys that lead to this part.
     """
     # A dict for a State, or for a module, has specs by path, as a State does.
     is_leaf = jax.tree_util.all_leaves([full])
     if isinstance(prefix, dict) and (isinstance(full, nnx.State) or is_leaf):
         prefix = nnx.State(prefix)
-    over_module = isinstance(prefix, nnx.State) and not isinstance(full, nnx.State)
-    if is_single_spec(prefix) or isinstance(prefix, StateSharding) or over_module:
-        spec = StateSharding(prefix) if over_module else prefix
-        yield from [(spec, depth)] * len(jax.tree_util.tree_leaves(full))
+    if isinstance(prefix, nnx.State) and not isinstance(full, nnx.State):
+        prefix = StateSharding(prefix)
+    if is_single_spec(prefix) or isinstance(prefix, StateSharding):
+        yield from [(prefix, depth)] * len(jax.tree_util.tree_leaves(full))
         return
     parts, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=lambda x: x is not prefix)
     if is_leaf_treedef(treedef):
@@ -283,7 +306,7 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
 
 
 def _mismatches(prefix: object, full: object, path: Path) -> Iterator[tuple[str, str]]:
-    """Yields where a prefix does not match the tree, and why."""
+    """Yields each place where a prefix does not match the tree, as an expression, and why."""
     if is_spec(prefix):
         return
     place = accessor("", path)

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, Sharding
 from ..specs.fitting import OnIndivisible, explicit_part, first_axes
 from ..specs.state_sharding import StateSharding
 from ..specs.types import Arrays, AxisName, Objects
+from .argument_specs import align_specs
 from .arguments import Argument, named_parts, split_arguments
 from .bounded import make_room
 from .constrain import shape_of
@@ -48,7 +49,7 @@ from .resolve import (
     resolve,
     slot_names,
 )
-from .signature import Parameters, Signature, SortedCall, align_specs
+from .signature import Parameters, Signature, SortedCall
 from .spec_checks import check_mesh, fit_specs
 from .static_equality import Static
 from .static_places import check_static_places
@@ -92,8 +93,7 @@ class Plan:
     # Of some arrays, by slot:
     on_indivisible: Mapping[int, OnIndivisible]  # before the option of the transform
     donated: frozenset[int]  # donated arrays of objects are always outputs
-    # attributes of modules that are JAX arrays: the module and the name; empty without updates
-    attributes: Mapping[int, tuple[int, Any]]
+    attributes: Mapping[int, tuple[int, Any]]  # JAX arrays in modules: the module and the name
     # The arrays that a call moves to their declared shardings: of Variables and these attributes,
     # and if committed arrays may be moved, all.
     placed_slots: Sequence[int]
@@ -237,9 +237,8 @@ def make_plan(
 ) -> Plan:
     """Makes the plan for all calls with the structure of this one; raises errors for wrong specs.
 
-    ``call`` has the arguments by their roles (static, donated), ``flat`` the same flattened, and
-    ``parameters`` the roles that the user declared. ``traced`` has what JAX traced for ``fun``; the
-    plan adds its own. The options ``graph`` and ``updates`` are attributes of the plan.
+    ``call`` has the arguments by their roles (static, donated), which ``parameters`` declares, and
+    ``flat`` the same flattened. ``traced`` has what JAX traced for ``fun``; the plan adds its own.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
@@ -257,8 +256,8 @@ def make_plan(
         check_mesh(transform, locations, flat.objects, leaves)
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
     shapes = [shape_of(leaf) for leaf in leaves]
-    declared = transform.input_specs(resolved.slots, leaves)
-    specs = fit_specs(transform, names, shapes, declared, resolved.on_indivisible)
+    specs = transform.input_specs(resolved.slots, leaves)
+    specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = _array_attributes(structure, leaves) if graph and updates else {}
     placed = _placed(transform, structure, shardings, attributes)
@@ -293,11 +292,12 @@ def _arguments(
     transform: Transform, parameters: Parameters, call: SortedCall, structure: Structure
 ) -> list[Argument]:
     """Returns the dynamic arguments, each with the spec that the user gave for it."""
-    signature = call.signature
-    prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
-    positional = [signature.names[i] for i in signature.dynamic]
-    option = f"{transform.name}: {transform.in_name}"
-    return split_arguments(structure, call.tree, prefixes, positional, option)
+    names, option = call.signature.names, transform.in_name
+    prefixes = align_specs(transform.in_specs.tree, parameters, call.signature, option)
+    positional = [names[i] for i in call.signature.dynamic]
+    return split_arguments(
+        structure, call.tree, prefixes, positional, f"{transform.name}: {option}"
+    )
 
 
 def _donated_slots(

@@ -1,21 +1,20 @@
-"""The arguments of a call → which are static or donated, and which spec belongs to which.
+"""The arguments of a call → which of them are static, and which are donated.
 
 As in ``jax.jit``, a *static* argument is a part of the key of the compiled function, and all others
-are *dynamic*; the arrays of a *donated* one may be overwritten. An argument is known by its *key*:
-its position, or its name if it is passed by keyword. A *bound* parameter, such as ``self``, is
-filled by an object before the call; the user's positions and specs count without it.
+are *dynamic*; the arrays of a *donated* one may be overwritten. These are the *roles* of arguments,
+which the user declares by ``static_argnums``, ``donate_argnames`` and so on. An argument is known
+by its *key*: its position, or its name if it is passed by keyword. A *bound* parameter, such as
+``self``, is filled by an object before the call; the user's positions count without it.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import message, raise_listed, see
-from ..specs.fitting import suggestion
-from ..specs.types import Spec
+from ..errors import message, see
 
 ArgTree = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, keyword arguments
 ArgKey: TypeAlias = int | str
@@ -84,6 +83,11 @@ class Parameters:
       bound: the number of leading parameters that are bound.
       from_call: whether negative positions count from the end of a call, as in ``jax.checkpoint``,
         not from that of the signature.
+
+    Attributes:
+      positional, keyword_only, by_keyword: the names of such parameters.
+      var_positional, var_keyword: those of ``*args`` and ``**kwargs``, or None.
+      static, donated: the positions and the names of the parameters with these roles.
     """
 
     def __init__(
@@ -105,29 +109,34 @@ class Parameters:
         self.var_positional = next(iter(names_of(kinds.VAR_POSITIONAL)), None)
         self.var_keyword = next(iter(names_of(kinds.VAR_KEYWORD)), None)
         self.by_keyword = frozenset(names_of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
-        # The names of the parameters that positions may name; None for others.
-        unbound = [p.name if p.kind is kinds.POSITIONAL_OR_KEYWORD else None for p in parameters]
-        self._unbound = unbound[bound:]
+        # By position: the name of a parameter that may also be passed by keyword; None for others.
+        names = [p.name if p.kind is kinds.POSITIONAL_OR_KEYWORD else None for p in parameters]
+        self._unbound = names[bound:]
         # With ``*args``, only the call knows where the arguments end.
         self._from_call = from_call or self.var_positional is not None
         self._all_must_be_passed = from_call
-        # The declared positions and names of each role.
         self.static = self._complete(roles.static_argnums, roles.static_argnames)
-        donated, names = self._complete(roles.donate_argnums, roles.donate_argnames)
-        self.donated = tuple(i for i in donated if i >= 0), names  # as in JAX, after *args
+        positions, donated_names = self._complete(roles.donate_argnums, roles.donate_argnames)
+        # As in JAX, negative positions donate nothing if there are ``*args``.
+        self.donated = tuple(i for i in positions if i >= 0), donated_names
         self._signatures: dict[tuple[int, tuple[str, ...]], Signature] = {}
 
     def _complete(
         self, positions: tuple[int, ...] | None, names: tuple[str, ...] | None
     ) -> tuple[tuple[int, ...], frozenset[str]]:
-        """Completes the positions and names of a role, each by the other."""
+        """Returns the positions and names of a role; what the user left out follows from the other.
+
+        Negative positions become positive ones, unless they count from the end of each call.
+        """
         if positions is None and names is not None:
             positions = tuple(i for i, name in enumerate(self._unbound) if name in names)
         elif names is None and positions is not None:
             # As in JAX, negative ones count all parameters here, and below only positional ones.
-            pairs = enumerate(self._unbound)
+            total = len(self._unbound)
             names = tuple(
-                name for i, name in pairs if name and {i, i - len(self._unbound)} & {*positions}
+                name
+                for i, name in enumerate(self._unbound)
+                if name is not None and (i in positions or i - total in positions)
             )
         count = len(self.positional) - self.bound
         if not self._from_call and count:
@@ -135,22 +144,22 @@ class Parameters:
         return positions or (), frozenset(names or ())
 
     def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
-        """Returns the roles of the arguments of a call.
+        """Returns the roles of the arguments of a call; the same object for equal calls.
 
         Args:
           num_positional: the number of its positional arguments, with bound ones.
-          keywords: the names of the others.
+          keywords: the names of its keyword arguments.
         """
         key = (num_positional, keywords)
         signature = self._signatures.get(key)
         if signature is None:
-            num_beyond = num_positional - len(self.positional)
-            beyond = (f"{self.var_positional or 'args'}[{i}]" for i in range(num_beyond))
+            num_in_args = num_positional - len(self.positional)  # arguments in ``*args``
+            in_args = (f"{self.var_positional or 'args'}[{i}]" for i in range(num_in_args))
             signature = self._signatures[key] = Signature(
-                (*self.positional[:num_positional], *beyond),
-                tuple(sorted(keywords)),
-                self._passed("static_argnums", self.static, num_positional, keywords),
-                self._passed("donate_argnums", self.donated, num_positional, keywords),
+                names=(*self.positional[:num_positional], *in_args),
+                keywords=tuple(sorted(keywords)),
+                static=self._passed("static_argnums", self.static, num_positional, keywords),
+                donated=self._passed("donate_argnums", self.donated, num_positional, keywords),
             )
         return signature
 
@@ -161,28 +170,28 @@ class Parameters:
         num_positional: int,
         keywords: tuple[str, ...],
     ) -> frozenset[ArgKey]:
-        """Returns the keys of the passed arguments that have a role.
-
-        `jax.checkpoint` refuses any negative position that was not passed, `jax.jit` only if none
-        of all positions was.
+        """Returns the keys of the arguments of one call that have a role: positions, or names.
 
         Args:
           option: the name of the option that declares the role, for messages.
           declared: the positions and names that the user declared.
           num_positional: the number of positional arguments of the call, with bound ones.
           keywords: the names of its keyword arguments.
+
+        Raises:
+          ValueError: a negative position is before the first argument.
         """
         positions, names = declared
         count = num_positional - self.bound
         is_outside = any(i + count < 0 for i in positions)
         none_inside = count > 0 and not any(-count <= i < count for i in positions)
+        # `jax.checkpoint` refuses any such position, `jax.jit` only if all are out of range.
         if is_outside and (self._all_must_be_passed or none_inside):
             line = f"  {option}={positions}, {count} positional arguments"
             raise ValueError(message("these negative positions are out of range:", [line]))
-        inside = (i if i >= 0 else i + count for i in positions)
-        return frozenset(i + self.bound for i in inside if 0 <= i < count).union(
-            names.intersection(keywords)
-        )
+        from_start = (i + count if i < 0 else i for i in positions)
+        passed = frozenset(i + self.bound for i in from_start if 0 <= i < count)
+        return passed | names.intersection(keywords)
 
 
 class SortedCall(NamedTuple):
@@ -227,124 +236,3 @@ def _check_static(name: str, value: object) -> None:
             "tuple instead of a list.",
         )
         raise see(ValueError(text), anchor="static-argument-that-is-not-hashable") from None
-
-
-def align_specs(
-    specs: object, parameters: Parameters, signature: Signature, option: str, default: object = None
-) -> ArgTree:
-    """Returns the spec of each dynamic argument: positional ones, and by keyword.
-
-    Args:
-      specs: one spec for all arguments; a tuple or list with one for each positional parameter,
-        where static parameters are left out or have None; or a mapping from parameter names.
-      parameters: of the function.
-      signature: the roles of the arguments of the call.
-      option: the name of the specs in messages.
-      default: the spec of arguments that ``specs`` does not mention.
-    """
-    if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
-        spec_of = _specs_by_name(specs, parameters, option, default)
-        return (
-            tuple(spec_of(signature.names[i], i) for i in signature.dynamic),
-            {name: spec_of(name, None) for name in signature.dynamic_keywords},
-        )
-    if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):  # named tuples are trees
-        return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
-    by_position = _specs_by_position(specs, parameters, signature, option)
-    by_name = {
-        name: by_position.get(i, default)
-        for i, name in enumerate(parameters.positional)
-        if name in parameters.by_keyword
-    }
-    return (
-        tuple(by_position[i] for i in signature.dynamic),
-        {name: by_name.get(name, default) for name in signature.dynamic_keywords},
-    )
-
-
-def _specs_by_position(
-    specs: Sequence[Any], parameters: Parameters, signature: Signature, option: str
-) -> dict[int, Any]:
-    """Returns the spec of each positional parameter, by its position.
-
-    Args:
-      specs: one for each positional parameter; static parameters are left out, or have None.
-      parameters: those of the user's function.
-      signature: the roles of the arguments of the call.
-      option: the name of the option with the specs, for messages.
-
-    Raises:
-      ValueError: the number of specs is wrong.
-    """
-    specs = [None] * parameters.bound + list(specs)  # the user counts without the bound object
-    by_keyword = {i for i, name in enumerate(parameters.positional) if name in signature.static}
-    # Including parameters that this call left out: entries are for parameters, not for arguments.
-    declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
-    static = {i for i in signature.static if isinstance(i, int)} | by_keyword | declared
-    names = max(signature.names, parameters.positional, key=len)
-    dynamic = [i for i in range(len(names)) if i not in static]
-    # The user may leave out the entries of static parameters, or give None.
-    may_have_static = all(specs[i] is None for i in static if i < len(specs))
-    if len(specs) > len(dynamic) and may_have_static:
-        by_position = dict(enumerate(specs))
-    else:
-        by_position = dict(zip(dynamic, specs, strict=False))
-    missing = [signature.names[i] for i in signature.dynamic if i not in by_position]
-    has_surplus = len(by_position) < len(specs) and parameters.var_positional is None
-    if not missing and len(specs) <= len(names) and not has_surplus:
-        return by_position
-    static_names = [names[i] for i in sorted(static) if i < len(names)]
-    count = len(specs) - parameters.bound
-    unbound = names[parameters.bound :]
-    expected = ", ".join(name for name in unbound if name not in static_names)
-    lines = [
-        f"{count} {'entry' if count == 1 else 'entries'} for {len(unbound)} positional "
-        f"parameters: {', '.join(unbound)}",
-        *(f"{name}: static, needs no entry, or None" for name in static_names),
-        *(f"{name}: no entry" for name in missing),
-        f"Give one entry for each of ({expected}), or a mapping from parameter names.",
-    ]
-    head = f"{option}: the number of entries does not match the parameters:"
-    raise see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
-
-
-def _specs_by_name(
-    specs: Mapping[str, Any], parameters: Parameters, option: str, default: object
-) -> Callable[[str, int | None], Spec]:
-    """Returns a function of an argument's name, and position or None, that finds its spec.
-
-    Args:
-      specs: the user's specs, by the name of a parameter.
-      parameters: those of the user's function.
-      option: the name of the option with the specs, for messages.
-      default: the spec of parameters without one.
-
-    Raises:
-      ValueError: there is no parameter with a name.
-    """
-    named = (*parameters.positional, *parameters.keyword_only)
-    var_names = [x for x in (parameters.var_positional, parameters.var_keyword) if x is not None]
-    if parameters.var_keyword is None:
-        names = (*named, *var_names)
-        listed = f" (parameters: {', '.join(map(repr, names))})"
-        unknown = [name for name in specs if name not in names]
-        lines = [f"  {name!r}{suggestion(name, names)}{listed}" for name in unknown]
-        head = f"{option}: these are not parameters of the function:"
-        raise_listed(ValueError, head, lines, anchor="unknown-parameter")
-
-    def spec_of(name: str, position: int | None) -> Any:
-        # The name of a positional-only parameter may also be a key of **kwargs.
-        if position is not None or name in parameters.by_keyword or name not in named:
-            if name in specs:
-                return specs[name]
-            if name in named:
-                return default
-        # An argument in *args or **kwargs: one spec for all, or one for each.
-        if position is None:
-            var_specs = specs.get(parameters.var_keyword or "", default)
-            return var_specs.get(name, default) if isinstance(var_specs, Mapping) else var_specs
-        var_specs = specs.get(parameters.var_positional or "", default)
-        index = position - len(parameters.positional)
-        return var_specs[index] if isinstance(var_specs, tuple | list) else var_specs
-
-    return spec_of

@@ -11,8 +11,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .. import _compat
+from .argument_specs import align_specs
 from .arguments import is_spec
-from .signature import Parameters, Signature, align_specs
+from .signature import Parameters, Signature
 from .static_equality import Static
 
 # What is static where its spec is None, as in `jax.shard_map`.

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.argument_specs import align_specs
 from ..core.arguments import Argument, Specs, check_specs, split_argument, split_arguments
 from ..core.constrain import mesh_of_types, retype, type_mesh
 from ..core.flatten import Flat, flatten
@@ -31,7 +32,7 @@ from ..core.problems import array_line
 from ..core.rebuild import rebuild
 from ..core.resolve import NamedLocation, locate, resolve, slot_names
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
-from ..core.signature import ArgTree, Parameters, Roles, align_specs
+from ..core.signature import ArgTree, Parameters, Roles
 from ..core.tree_shardings import fit_shardings
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_listed
