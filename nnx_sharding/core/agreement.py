@@ -56,19 +56,13 @@ class Operation:
     of another fails with it.
 
     Args:
-      caller: the function of the user, for messages.
-      place: the path, for messages.
+      caller: the function that the user called, for messages.
+      place: the file or folder that it uses, for messages.
       alone: whether this process does it without the others.
     """
 
     def __init__(self, caller: str, place: object, *, alone: bool = False):
-        """Begins an operation.
-
-        Args:
-          caller: the function that the user called, for messages.
-          place: the file or folder that it uses, for messages.
-          alone: whether other processes take no part.
-        """
+        """Chooses the operation's key, under which its messages to other processes are."""
         self._caller, self._place = caller, place
         self._is_shared = not alone and jax.process_count() > 1
         self._parent = _current.get()
@@ -116,7 +110,10 @@ class Operation:
         return self._resources.enter_context(resource)
 
     def _leave(self, error: BaseException) -> None:
-        """Reports an error to the others; the first process waits until they have stopped, too."""
+        """Reports an error to the others; process 0 waits until they have stopped, too.
+
+        It runs the service that connects them, so the others could not read the error otherwise.
+        """
         if not self._is_shared:
             return
         client, index = _compat.distributed_client(), jax.process_index()
@@ -125,11 +122,13 @@ class Operation:
             report = json.dumps([name, first_line(error)])
             client.key_value_set(f"{self._key}/failed/{index}", report, True)
         client.key_value_set(f"{self._key}/left/{index}", "", True)
+        if index != 0:
+            return
         end = time.monotonic() + _LAST_PATIENCE
-        for other in range(jax.process_count()) if index == 0 else ():
-            left = max(1, int(1000 * (end - time.monotonic())))
+        for other in range(jax.process_count()):
+            milliseconds = max(1, int(1000 * (end - time.monotonic())))
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                client.blocking_key_value_get(f"{self._key}/left/{other}", left)
+                client.blocking_key_value_get(f"{self._key}/left/{other}", milliseconds)
 
     def agree(self, value: Any = None, **facts: str) -> Any:
         """Waits until all processes are here, and returns what the first one gives, a JSON value.
@@ -143,16 +142,17 @@ class Operation:
         client = _compat.distributed_client()
         key = f"{self._key}/{next(self._meetings)}"
         index = jax.process_index()
-        if index:
-            client.key_value_set(f"{key}/{index}", json.dumps(facts))
-            verdict = json.loads(self._wait(f"{key}/verdict", 0))
-        else:
-            others = [f"{key}/{i}" for i in range(1, jax.process_count())]
-            given = [facts, *(json.loads(self._wait(x, i)) for i, x in enumerate(others, 1))]
+        if index == 0:  # collects the facts of all, and tells them whether these agree
+            given = [facts]
+            for process in range(1, jax.process_count()):
+                given.append(json.loads(self._wait(f"{key}/{process}", process)))
             verdict = {"value": value, "differ": _differences(given)}
             client.key_value_set(f"{key}/verdict", json.dumps(verdict))
-            for other in others:  # one short verdict stays for each meeting
-                client.key_value_delete(other)
+            for process in range(1, jax.process_count()):  # only the short verdict stays
+                client.key_value_delete(f"{key}/{process}")
+        else:
+            client.key_value_set(f"{key}/{index}", json.dumps(facts))
+            verdict = json.loads(self._wait(f"{key}/verdict", 0))
         if verdict["differ"]:
             raise _heard(
                 ValueError(
@@ -163,7 +163,9 @@ class Operation:
         return verdict["value"]
 
     def wait_for(self, function: Callable[[], T]) -> T:
-        """Runs what may wait for another process; if that one fails, raises its error instead.
+        """Returns what a function returns that may wait for another process.
+
+        If the other process fails, its error is raised instead.
 
         Then the function still waits in its thread, and so may a program on the devices: nothing
         can interrupt it, and the processes have to be started again.
@@ -171,7 +173,7 @@ class Operation:
         if not self._is_shared:
             return function()
         result = concurrent.futures.Future[T]()
-        has_64_bits = jax.config.jax_enable_x64  # in this thread, which `enable_x64` may have set
+        has_64_bits = jax.config.jax_enable_x64  # `enable_x64` may have set it in this thread only
 
         def run() -> None:
             try:

@@ -1,8 +1,9 @@
 """What every call does once its plan is known: place, execute, write back.
 
 The *plan* is what was computed once for arguments of this structure, and ``flat`` the arguments,
-flattened: their arrays (``leaves``) and objects. JAX's program returns *groups* of arrays and the
-*outcome* of its trace, which says what they mean for the objects (``outcome.py``).
+flattened: their arrays (``leaves``, in *slots*) and objects (by *index*). JAX's program returns
+*groups* of arrays, one for each sharding, and the *outcome* of its trace, which says to which
+Variable each belongs (``outcome.py``).
 
 Nearly all calls change only the arrays of Variables: :class:`Update` is the fast way to write these
 back, and ``_write_back`` the general one. With donated arrays, no signal may come between the
@@ -106,9 +107,10 @@ def run(
 def finish(
     plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int], results: list[Any]
 ) -> Any:
-    """Updates the caller's objects, and returns the output; may be repeated if interrupted.
+    """Updates the caller's objects, and returns the output of the user's function.
 
-    ``results`` has the outputs of the program, as its only item.
+    ``results`` has the outputs of the program, as its only item. It is emptied once they are
+    written back, so that this can be repeated if a signal interrupts it.
     """
     *groups, outcome = results[0]
     update = outcome.update
@@ -171,9 +173,8 @@ def mark_direct(execute: Callable[..., Any], outputs: Sequence[Any]) -> None:
     program has no effects, such as callbacks. Otherwise the mark is removed.
     """
     *groups, outcome = outputs
-    arrays = (array for group in groups for array in group.arrays)
-    is_array = (type(x) is _compat.ArrayImpl for x in arrays)
-    if type(execute) is not _compat.JittedFunction or outcome.has_effects or not all(is_array):
+    are_plain = all(type(x) is _compat.ArrayImpl for group in groups for x in group.arrays)
+    if type(execute) is not _compat.JittedFunction or outcome.has_effects or not are_plain:
         return
     if outcome.update and outcome.update.returned is not None:
         setattr(execute, DIRECT, True)
@@ -266,7 +267,7 @@ def _write_back(
     placed: Sequence[int],
     finished: Callable[[], None],
 ) -> Any:
-    """Brings the caller's objects to their state after the call in the general way.
+    """Writes all changes of a call into the caller's objects: arrays, attributes, metadata.
 
     All new objects are made, and all checks done, before the first old one is changed.
 
@@ -325,7 +326,7 @@ def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
 def _placing_operations(
     plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int]
 ) -> list[Operation]:
-    """Returns the operations by which the caller's objects get the placed arrays.
+    """Returns the operations by which the caller's objects get the arrays that a call moved.
 
     So they are moved only once. ``placed`` has the slots of these arrays in ``leaves``.
     """

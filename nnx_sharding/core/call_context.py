@@ -94,7 +94,10 @@ def _on_event(event: str, **_: object) -> None:
 
 
 def _on_duration(event: str, duration_secs: float, **details: object) -> None:
-    """Records a phase of a compilation for the current call; after the last, logs and notifies."""
+    """Notes how long JAX took for a phase of a compilation; after the last, logs and notifies.
+
+    JAX reports each phase of each compilation; only that of the current call's program counts.
+    """
     if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
     caller = current_caller()
@@ -127,8 +130,10 @@ def _compilation_text(plan: Plan, leaves: Arrays) -> str:
         devices += f" ({', '.join(f'{axis!r}: {size}' for axis, size in mesh.shape.items())})"
     phases = (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION)
     traced, lowered, compiled = (plan.reported.get(phase, 0.0) for phase in phases)
-    cache = ", persistent cache: miss" if jax.config.jax_compilation_cache_dir else ""
-    cache = ", persistent cache: hit" if _compat.CACHE_HIT in plan.reported else cache
+    if _compat.CACHE_HIT in plan.reported:
+        cache = ", persistent cache: hit"
+    else:
+        cache = ", persistent cache: miss" if jax.config.jax_compilation_cache_dir else ""
     return (
         f"{name} for {devices}: traced in {traced:.2f} s, lowered in {lowered:.2f} s, "
         f"compiled in {compiled:.2f} s{cache}"

@@ -133,7 +133,7 @@ def sharding_of(leaf: AnyArray) -> Any:
 def without_unconstrained(
     spec: PartitionSpec, leaf: AnyArray, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Replaces UNCONSTRAINED in a spec by the present entries of the array."""
+    """Replaces UNCONSTRAINED in a spec by the entries of the array's present sharding."""
     if PartitionSpec.UNCONSTRAINED not in spec.partitions:
         return spec
     present = sharding_of(leaf)
@@ -182,10 +182,10 @@ def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> A
 
 
 def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
-    """Gives arrays that are on no mesh the type that ``jax.jit`` gives them, if axes are Explicit.
+    """Gives arrays that are on no mesh the type (with a mesh) that ``jax.jit`` gives them.
 
-    Outside of ``jax.jit``, JAX types them without a mesh. A gradient is then added up from terms
-    with and without one, which raises an AssertionError, or has the sharding of a term.
+    Outside of ``jax.jit``, JAX types them without a mesh. On Explicit axes, a gradient is then
+    added up from terms with and without one, which raises an error, or has the sharding of a term.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.empty or not axes_of_type(context, AxisType.Explicit):
@@ -230,10 +230,10 @@ def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None)
             less_reduced = with_reduced(present_spec, present_spec.reduced & explicit)
             x = jax.sharding.reshard(x, NamedSharding(present, less_reduced))
         spec = keep_axes(present_spec, explicit)
-    elif present == wanted and jax.typeof(x).sharding.spec == with_entries(
-        spec, pad_entries(spec, x.ndim)
-    ):
-        return x  # it has this type already
+    elif present == wanted:
+        padded = with_entries(spec, pad_entries(spec, x.ndim))
+        if jax.typeof(x).sharding.spec == padded:
+            return x
     # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
     with jax.sharding.use_abstract_mesh(wanted):
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -95,7 +95,10 @@ def is_grouped(eqn: Any) -> bool:
 
 
 def _call_of_products(eqn: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns a call of ``as_products`` instead of a convolution, as a primitive and parameters."""
+    """Returns what replaces a convolution in a jaxpr: a call of ``as_products``.
+
+    The result is the primitive and the parameters of an equation with the same operands.
+    """
     out = eqn.outvars[0].aval.sharding
     products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
     if explicit := axes_of_type(out.mesh, AxisType.Explicit):
@@ -209,11 +212,14 @@ def _span(size: int, step: int) -> int:
 def _slice(
     x: jax.Array, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]
 ) -> jax.Array:
-    """Takes ``sizes`` positions in steps from the spatial dimensions, the last ones of ``x``."""
+    """Returns every ``steps``-th position of the spatial dimensions, the last ones of ``x``.
+
+    There are ``sizes`` positions from ``starts`` on, which are tracers in a loop.
+    """
     spans = map(_span, sizes, steps)
     first = x.ndim - len(sizes)
     for d, (start, span, step) in enumerate(zip(starts, spans, steps, strict=True), start=first):
-        if not isinstance(start, int):  # in a loop, where only the span is static
+        if not isinstance(start, int):  # only the span is static
             x = lax.dynamic_slice_in_dim(x, start, span, axis=d)
             start = 0
         x = lax.slice_in_dim(x, start, start + span, step, axis=d)

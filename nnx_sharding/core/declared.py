@@ -1,4 +1,4 @@
-"""Arrays of a call and their declared shardings: which are moved there, and which are refused.
+"""Arrays of a call and their declared shardings (``in_shardings``): which are moved there.
 
 JAX itself moves uncommitted arrays to the sharding that a program declares for its inputs, in each
 call anew. So a call moves Variables itself, once, and the caller's model keeps the moved arrays.
@@ -76,9 +76,13 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequence[int]]:
-    """Returns the arrays, with Variables as declared, and the slots of moved arrays.
+    """Moves Variables that are not where ``in_shardings`` say; returns all arrays of the call.
 
-    Raises a ``ValueError`` for arrays that cannot be placed, or are committed elsewhere.
+    Returns:
+      The arrays, and the positions of those that were moved.
+
+    Raises:
+      ValueError: arrays cannot be moved there, or are committed elsewhere.
     """
     try:
         # Lists compare by identity first, so this is all the work from the second call on.
@@ -101,17 +105,14 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
     # A later call may have other shapes than the one for which the plan was made.
     fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
     targets: list[Any] = [plan.shardings[slot] for slot in slots]
-    obstacles = [
-        obstacle(leaves[slot], target) for slot, target in zip(slots, targets, strict=True)
-    ]
-    lines = [f"  {name}: {reason}" for name, reason in zip(names, obstacles, strict=True) if reason]
+    lines, refused = [], []
+    for name, slot, target in zip(names, slots, targets, strict=True):
+        if reason := obstacle(leaves[slot], target):
+            lines.append(f"  {name}: {reason}")
+        if decisions[slot] == "refuse":
+            refused.append((name, leaves[slot], target))
     head = f"{transform.name}: these arrays cannot be placed as declared:"
     raise_listed(ValueError, head, lines)
-    refused = [
-        (name, leaves[slot], target)
-        for name, slot, target in zip(names, slots, targets, strict=True)
-        if decisions[slot] == "refuse"
-    ]
     if error := committed_elsewhere(transform.name, refused):
         raise error
     leaves = list(leaves)
@@ -122,10 +123,11 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
 
 
 def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
-    """Returns arrays to trace with: with the declared sharding if a call would place them there.
+    """Returns the arrays that a trace without a call, as by ``lower``, is made with.
 
-    This includes abstract ones, if JAX does not get the declared shardings as an option, or if they
-    have a type of their own, as those that ``nnx.eval_shape`` makes while a mesh is in context.
+    An array that a call would move is abstract here, with the declared sharding. So are abstract
+    ones, if JAX does not get the declared shardings as an option, or if they have a sharding, as
+    those that ``nnx.eval_shape`` makes while a mesh is in context.
     """
     transform = plan.transform
     result = list(leaves)

@@ -77,6 +77,7 @@ def _explanation(
     """Returns the error for the first reason that the arguments show; None if they show none.
 
     Adds notes to the original error, on what the function captures and what is in host memory.
+    ``leaves`` are the arrays of the call that JAX refused with ``error``.
     """
     if isinstance(error, _compat.TraceContextError):
         note_captured_object(fun, plan.fun_name, error)
@@ -259,12 +260,11 @@ def _other_shardings(
     ``is_wanted`` selects the arrays that are compared.
     """
     for slot, leaf, declared in passed_shardings(plan, leaves):
-        if not is_wanted(leaf):
-            continue
-        # Arrays on other devices are left to _check_devices.
-        is_compared = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
-        if is_compared and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
-            yield plan.names[slot], leaf, declared
+        if is_wanted(leaf):
+            # Arrays on other devices are left to _check_devices.
+            is_compared = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
+            if is_compared and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
+                yield plan.names[slot], leaf, declared
 
 
 def passed_shardings(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, AnyArray, Sharding]]:
@@ -297,8 +297,8 @@ def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
     "pass on_committed='move'.",
 )
 def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields each set of devices with the arguments on it, if there are several."""
-    shardings: list[tuple[Any, str]] = []
+    """Yields each tuple of devices with the arguments on it, if there are several."""
+    shardings: list[tuple[Any, str]] = []  # with the argument or option that has it
     for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
         shardings.append((sharding, name))
         if _is_concrete_ref(leaf) or is_committed(leaf):
@@ -309,9 +309,10 @@ def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
         devices = _compat.device_assignment(sharding)
         if devices is not None:
             names_on.setdefault(devices, {})[name] = None
-    for devices, names in names_on.items() if len(names_on) > 1 else ():
-        ids = ", ".join(str(device.id) for device in devices)
-        yield f"  {join_paths([*names])}: {devices[0].platform} {ids}"
+    if len(names_on) > 1:
+        for devices, names in names_on.items():
+            ids = ", ".join(str(device.id) for device in devices)
+            yield f"  {join_paths([*names])}: {devices[0].platform} {ids}"
 
 
 _CHECKS: Sequence[Check] = (

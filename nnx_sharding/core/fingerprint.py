@@ -50,10 +50,10 @@ class Fingerprint:
         codes: list[types.CodeType],
         weak: list[weakref.ref[Any]],
     ):
-        """Makes a fingerprint.
+        """Makes the key from a list of all that a function can read (``listing.py``).
 
         Args:
-          tokens: the list (``listing.py``).
+          tokens: the list: plain values, and the ids of code, classes and objects.
           codes: the codes whose ids are in it.
           weak: weak references to the other objects whose ids are in it.
         """
@@ -98,10 +98,10 @@ def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
 
 
 def values_in(structure: Structure) -> list[Any]:
-    """Returns the classes and static values in a structure, whose methods a function may call.
+    """Returns the classes and static values in the arguments of a function, as it may call methods.
 
-    Static objects that can change are left out, since each call has its own; and so is what is
-    the same for all equal structures, such as numbers and the classes of Flax.
+    ``structure`` describes the arguments. Static objects that can change are left out, since each
+    call has its own; and so is what never changes, such as numbers and the classes of Flax.
     """
     values: dict[int, Any] = {}  # by id: values need no hash, and each counts once
     children: list[Child] = [structure.root, *structure.statics]

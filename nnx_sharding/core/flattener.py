@@ -8,7 +8,7 @@ The words of this file:
     entry     the description of an object in its row, made after it was linked
     child     what an entry holds in one place: an index, ``LEAF`` for an array, or a static value
     slot      the position of an array in the flat list ``leaves``
-    position  where a recorder (``recording.py``) finds a value again, for a guard
+    position  where a recorder (``recording.py``) can read a value again, for a guard
 
 Objects are described depth first, children before siblings, in the order in which Flax walks.
 """
@@ -135,7 +135,7 @@ class Flattener:
         self._current = -1
 
     def _describe(self, index: int, obj: object, slots: list[int]) -> Entry:
-        """Returns the entry of an object; adds its arrays, and their slots to ``slots``."""
+        """Returns the entry of an object; adds its arrays to leaves, their slots to ``slots``."""
         entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
         if entry is not None:  # unchanged since the snapshot, except for a Variable's array
             if isinstance(entry, VariableEntry):
@@ -169,16 +169,16 @@ class Flattener:
         if in_dict is None:
             self.recorder = None  # not all content is in the ``__dict__``, which a guard reads
         statics = [*compress(values, form.is_static)]
+        # Nodes of one form (class and names) with the same statics share what describes these.
         known = self._nodes.get(_compat.identity(form))
+        # ``pending``: the attributes that are still to be described, by number.
+        pending, children, comparisons = tuple(range(len(values))), [LEAF] * len(values), b""
         if known is not None and all(map(operator.is_, statics, known.statics)):
             pending, children, comparisons = form.others, [*known.children], known.comparisons
-        else:
-            pending, children, comparisons = tuple(range(len(values))), [LEAF] * len(values), b""
         positions: Sequence[int] = (UNRECORDED,) * len(values)  # by place in the ``__dict__``
         if self.recorder is not None:
-            positions = self.recorder.open_node(
-                position, form.names, in_dict or values, comparisons
-            )
+            content = in_dict or values
+            positions = self.recorder.open_node(position, form.names, content, comparisons)
         for i in pending:
             place = positions[form.order[i]]
             children[i] = self._attribute_child(values[i], form.is_data[i], slots, place)
@@ -192,7 +192,7 @@ class Flattener:
         return NodeEntry(type(node), form.metadata, form.keys, tuple(children))
 
     def describe_metadata(self, variable: object, position: int) -> tuple[tuple[str, Child], ...]:
-        """Returns the metadata of a Variable, by name: one tuple for all with the same objects."""
+        """Returns the metadata of a Variable, sorted by name; Variables with the same share it."""
         metadata = _compat.get_metadata(variable)
         names, values = (*metadata,), [*metadata.values()]
         key = (*names, *map(_compat.identity, values))
@@ -212,12 +212,8 @@ class Flattener:
         return children
 
     def _describe_static(self, index: int, obj: object, position: int) -> StaticObject | None:
-        """Returns the entry of a static object; None for what shows no content, a ``jax.Ref``.
-
-        Deletes what ``cached_property`` stored since the snapshot: it may be traced, and follows
-        from the rest.
-        """
-        if self.snapshot is not None:
+        """Returns the entry of a static object, such as a dict of settings; None for a ref."""
+        if self.snapshot is not None:  # what was cached since may be traced, and is not needed
             forget_cached(obj, self.snapshot.attributes_of(index))
         content = content_of(obj)
         if content is None:
@@ -248,7 +244,7 @@ class Flattener:
         return self.pytree_child(value, slots, position, all_leaves=all_leaves)
 
     def static_child(self, value: object, position: int = UNRECORDED) -> Child:
-        """Returns the child for a static value: a static, or the index of an object."""
+        """Returns the child for a static value: a ``Static``, or the index of a mutable object."""
         child: Static | StaticObject
         if value is None or type(value) in (str, int, bool):  # nearly all, so tried first
             child = Static.of(value)
@@ -288,7 +284,7 @@ class Flattener:
     def _static_parts(
         self, obj: object, kind: StaticKind, parts: Sequence[object], position: int
     ) -> tuple[Child, ...]:
-        """Returns the children for the parts of a static object."""
+        """Returns the children for the parts of a static object: its items and attributes."""
         positions: Iterable[int] = repeat(UNRECORDED)
         if self.recorder is not None:
             positions = self.recorder.open_static(position, obj, kind, parts)
@@ -308,21 +304,23 @@ class Flattener:
         link_refs: bool = True,
         is_root: bool = False,
     ) -> Child:
-        """Returns the child for a pytree; adds its arrays, and their slots to ``slots``.
+        """Returns the child for a pytree; adds its arrays to the leaves, their slots to ``slots``.
 
-        Without ``all_leaves``, only arrays are data, and other leaves are static. With
-        ``link_refs``, a ``jax.Ref`` is an object that may be shared, not a leaf. The objects of the
-        root are described at once, so that all arrays are in its order.
+        Without ``all_leaves``, leaves that are not arrays, such as numbers, are static. With
+        ``link_refs``, a ``jax.Ref`` is an object that may be shared, not an array. The objects of
+        the root are described at once, so that all arrays are in its order.
         """
         if _compat.is_plain_array(tree):
             return self._add_leaf(tree, slots, position)
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        positions: tuple[Iterable[int], Iterable[int]] = repeat(UNRECORDED), repeat(UNRECORDED)
-        if self.recorder is not None:
-            open_root, open_tree = self.recorder.open_arguments, self.recorder.open_tree
-            positions = open_root(treedef) if is_root else open_tree(position, tree, treedef)
+        leaf_positions: Iterable[int] = repeat(UNRECORDED)
+        aux_positions: Iterable[int] = repeat(UNRECORDED)
+        if self.recorder is not None and is_root:
+            leaf_positions, aux_positions = self.recorder.open_arguments(treedef)
+        elif self.recorder is not None:
+            leaf_positions, aux_positions = self.recorder.open_tree(position, tree, treedef)
         children: list[Child] = []
-        for part, place in zip(parts, positions[0], strict=False):
+        for part, place in zip(parts, leaf_positions, strict=False):
             is_object = _compat.is_graph_object(part) or _compat.is_hijax_variable(part)
             if is_object or (link_refs and _compat.is_ref(part)):
                 children.append(self.link_object(part, place))
@@ -336,7 +334,7 @@ class Flattener:
                 self.describe_pending()
         if is_leaf_treedef(treedef):
             return children[0]
-        aux = map(self.static_child, aux_of(treedef), positions[1])
+        aux = map(self.static_child, aux_of(treedef), aux_positions)
         return Container(treedef, tuple(children), tuple(aux))
 
     def _add_leaf(self, value: AnyArray, slots: list[int], position: int = UNRECORDED) -> Child:

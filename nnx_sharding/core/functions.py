@@ -82,13 +82,15 @@ class _SlotParameter(inspect.Parameter):
 def captured_shards(
     fun: Callable[..., Any], constants: Iterable[Any] | None = None
 ) -> list[tuple[str, Any]]:
-    """Returns the sharded arrays that a function may capture, with the names that it has for them.
+    """Returns the sharded arrays that a function captures, with the names that it has for them.
 
-    With ``constants``, these are the arrays that its trace did capture.
+    These are all that it may capture, or, of these, the ``constants`` that its trace did capture.
     """
-    pairs = [pair for name, value in captured_values(fun) for pair in _named_arrays(name, value)]
+    pairs: list[tuple[str, Any]] = []
+    for name, value in captured_values(fun):
+        pairs += _named_arrays(name, value)
     if constants is not None:
-        names = {id(array): name for name, array in reversed(pairs)}
+        names = {id(array): name for name, array in reversed(pairs)}  # the first name counts
         pairs = [(names.get(id(array), "an array"), array) for array in constants]
     return [(name, x) for name, x in pairs if _is_array(x) and not x.is_fully_replicated]
 
@@ -166,8 +168,11 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
             note_captured_object(function, name_of(function), error)
         return
     refused_ids = _refused_objects(error)
-    for name, value in captured_values(fun) if refused_ids else ():
-        for path, node in nnx.iter_graph(value) if _compat.is_graph_object(value) else ():
+    if not refused_ids:
+        return
+    modules = [pair for pair in captured_values(fun) if _compat.is_graph_object(pair[1])]
+    for name, module in modules:
+        for path, node in nnx.iter_graph(module):
             if id(node) in refused_ids:
                 text = (
                     f"This is {accessor(name, path)}, which {fun_name} captures. Pass what a "

@@ -1,9 +1,10 @@
-"""Lists what a function can reach, depth first: see :mod:`~nnx_sharding.core.fingerprint`.
+"""Lists what a function can read besides its arguments, to tell whether its trace is still valid.
 
-The list is one of *tokens*, which are hashable: two functions with equal lists reach the same. A
-token is a plain value, or the id of a code, class or object that the listing keeps alive or holds
-by a weak reference, or for what was met before the number under which it was. Whatever cannot be
-listed soundly raises :class:`NotListed`.
+That is its code, defaults, closure, globals, and so on from there, depth first; ``fingerprint.py``
+says why. The list is one of hashable *tokens*: plain values, ids of codes, classes and objects, and
+for what was met before the number under which it was. Two functions with equal lists can read the
+same. *Stateless* libraries read nothing that may change. Whatever cannot be listed soundly raises
+:class:`NotListed`; then the function is traced at each call.
 """
 
 from __future__ import annotations
@@ -111,13 +112,13 @@ class Listing:
         self._attributes: set[str] = set()  # the names of attributes that listed code reads
 
     def add(self, value: object) -> None:
-        """Lists a value and all that can be reached from it."""
+        """Adds the tokens of a value and of all that can be reached from it."""
         cls = type(value)
         if cls in _PLAIN_TYPES:
             self.tokens.append((cls, value))
             return
         number = self._number.get(id(value))
-        if number is not None:  # also ends cycles
+        if number is not None:  # met before; this also ends cycles
             self.tokens.append(number)
             return
         if len(self.met) > _LIMIT:
@@ -134,12 +135,13 @@ class Listing:
             self._add_object(value)
 
     def add_module_attributes(self) -> None:
-        """Lists what listed code may read from modules: attributes of any name that it has.
+        """Lists what the code met so far may read from Python modules, such as ``config.width``.
 
-        Which code reads which module is not known, so each name counts for all modules. What is
-        listed here may hold more code and modules, so this goes on until there is nothing new.
+        Which code reads which module is not known, so each attribute that some code names counts
+        for all modules. What is listed here may hold more code and modules, so this goes on until
+        there is nothing new.
         """
-        listed = set[tuple[str, str]]()
+        listed = set[tuple[str, str]]()  # names of modules and attributes
         while True:
             names = sorted(self._attributes)
             pairs = [(module, name) for module in self._modules for name in names]
@@ -184,7 +186,10 @@ class Listing:
         self.codes.append(code)
 
     def _add_globals(self, function: types.FunctionType) -> None:
-        """Lists the globals that the code of a function names, and notes its other names."""
+        """Lists the globals that the code of a function reads.
+
+        Attributes that it reads are noted, for ``add_module_attributes``.
+        """
         names = names_of(function.__code__)
         self._attributes |= names.attributes
         if not all(map(_is_stateless, names.imports)):
@@ -265,9 +270,9 @@ class Listing:
         self.add(variable.get(None))
 
     def _add_object(self, value: Any) -> None:
-        """Lists an object by its class and content, or else by its value or identity."""
+        """Lists an object of any other type: by its content, its value or its identity."""
         cls = type(value)
-        if holds_values(value):
+        if holds_values(value):  # a trace has arrays as constants
             raise NotListed
         if isinstance(value, _DESCRIPTORS):
             self._add_descriptor(value)
@@ -282,7 +287,7 @@ class Listing:
             self._add_all([value.__wrapped__, *functions])
         elif issubclass(cls, _LIBRARY_VALUES):
             self._add_value(value)
-        elif is_builtin(cls) or not has_hidden_state(cls):
+        elif is_builtin(cls) or not has_hidden_state(cls):  # Python shows all that it holds
             self.add(cls)
             static_kind, parts = open_object(value)
             self.tokens.append((static_kind.detail, static_kind.names))

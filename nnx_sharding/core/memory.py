@@ -2,7 +2,8 @@
 
 A device has a main memory, and often memories of its host: ``pinned_host``, ``unpinned_host``. JAX
 computes with arrays in main memory only. What computes with arrays that a user may have offloaded
-moves them there (:func:`fetch`), and results to where their origin was (:func:`move`).
+moves them there (:func:`fetch`), and results to where their origin was (:func:`move`). What
+computes with NumPy joins the parts of an array in the memory of this process (:func:`joined`).
 
 What says where an array is: the memory kind of its sharding, or, in a trace, the ``MemorySpace`` of
 its type. A trace does not tell ``unpinned_host`` from main memory, and computes with both.
@@ -11,14 +12,18 @@ its type. A trace does not tell ``unpinned_host`` from main memory, and computes
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from ..specs.types import AnyArray
 
+# The beginning and end of one device's part of an array, in each dimension.
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
+_ALIGNMENT = 64  # of memory that a CPU device adopts; XLA copies buffers that are not aligned
 # A memory kind, or in a trace the ``MemorySpace`` of the host; None for main memory.
 Memory: TypeAlias = str | enum.Enum | None
 
@@ -72,3 +77,30 @@ def copied(x: jax.Array) -> jax.Array:
     """Returns a copy in the same memory, also of keys that several processes hold."""
     copy: jax.Array = move(x.copy(), memory_of(x))  # `copy` moves what is in unpinned_host
     return copy
+
+
+def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+    """Returns the bounds of the part of an array that an index selects."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def joined(array: AnyArray) -> np.ndarray[Any, Any]:
+    """Returns the whole of an array in new memory of the host.
+
+    A CPU device can use it without a copy, as it is aligned.
+    """
+    is_global = isinstance(array, jax.Array)
+    array = array if is_global else np.asarray(array)
+    # Without x64, 64-bit types become 32-bit ones, as everywhere in JAX.
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    memory = np.empty(array.size * dtype.itemsize + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    whole = memory[offset : len(memory) - _ALIGNMENT + offset].view(dtype).reshape(array.shape)
+    if not is_global:
+        whole[...] = array
+        return whole
+    # One replica of each part.
+    parts = {bounds_of(x.index, array.shape): x for x in array.addressable_shards}
+    for shard in parts.values():
+        whole[shard.index] = np.asarray(shard.data)
+    return whole

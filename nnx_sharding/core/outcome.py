@@ -1,8 +1,11 @@
 """The end of a trace: the outputs of the program, and what they mean for the caller's objects.
 
-Comparing the graphs before and after the call, both with the same objects first, tells what
-changed. An unchanged array is not an output. The others are in groups by spec, and where each array
-belongs is the :class:`Outcome`, which JAX keeps with the trace: no repeated call computes it again.
+The graph of modules is described by a table of objects, a *structure* (``structure.py``), before
+and after the call, with the same objects first. An *index* is that of an object, a *slot* that of
+an array in the flat list of all arrays. Comparing the tables tells what changed. An unchanged array
+is not an output. The others are in groups, one for each *spec* (a sharding, or an axis of
+``vmap``). Where each array belongs is the :class:`Outcome`, which JAX keeps with the trace: no
+repeated call computes it again.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def pack(
     specs: Sequence[Spec],
     names: Sequence[str],
 ) -> tuple[Any, ...]:
-    """Sorts the arrays after a call into outputs and unchanged ones, and compares the graphs.
+    """Returns the outputs of the program: the arrays that changed, and what they mean.
 
     Args:
       plan: the plan, with the graph before the call.
@@ -162,10 +165,16 @@ class _Changes:
 def _compare(
     plan: Plan, leaves: Arrays, after: Flat, specs: Sequence[Spec]
 ) -> tuple[_Changes, dict[int, tuple[int, int]]]:
-    """Returns what changed of the input objects, and the sources of their unchanged arrays.
+    """Compares the objects of the arguments before and after the call.
 
-    ``leaves`` are the arrays before the call; ``after`` is the graph after it, and ``specs`` those
-    of its arrays.
+    Args:
+      plan: has the structure before the call.
+      leaves: the arrays before the call.
+      after: the graph after it.
+      specs: the spec of each of its arrays.
+
+    Returns:
+      What changed, and the sources of the unchanged arrays: (INPUT, slot before) by slot after.
     """
     changes, sources = _Changes(), dict[int, tuple[int, int]]()
     for index, old in enumerate(plan.structure.entries):
@@ -192,7 +201,8 @@ def _compare(
             changes.values.append(index)
         elif isinstance(new, NodeEntry) and isinstance(old, NodeEntry) and plan.updates:
             change = node_changes(index, old, after.structure, fresh)
-            changes.nodes += [] if change is None else [change]
+            if change is not None:
+                changes.nodes.append(change)
         elif isinstance(new, StaticObject):
             changes.statics.append(index)
     return changes, sources
@@ -215,29 +225,28 @@ def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> d
 
 
 def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns the outcome of whichever branch of a ``cond`` or ``switch`` runs.
+    """Returns one outcome for all branches of a ``cond`` or ``switch``.
 
     The structure after each branch is the same. Arrays that one of them changes are outputs of all,
     in one group, in the order of their slots. ``before`` is the structure of the arguments.
     """
     first = outcomes[0]
     structure = outcomes[0].structure
-    # For each slot, the source of its array in each branch.
-    sources_by_slot = [*zip(*(outcome.sources for outcome in outcomes), strict=True)]
-    fresh = [
-        slot
-        for slot, sources in enumerate(sources_by_slot)
-        if any(group != INPUT for group, _ in sources)
-    ]
-    output_sources = {slot: (0, position) for position, slot in enumerate(fresh)}
+    # By slot: the source of its array in the first branch, if that is the input in all of them.
+    sources: list[tuple[int, int]] = []
+    fresh: list[int] = []  # the slots of arrays that a branch changes
+    for slot, by_branch in enumerate(zip(*(outcome.sources for outcome in outcomes), strict=True)):
+        if all(group == INPUT for group, _ in by_branch):
+            sources.append(by_branch[0])
+        else:
+            sources.append((0, len(fresh)))
+            fresh.append(slot)
     entries: Sequence[Any] = before.entries
     changed = sorted({change.node for outcome in outcomes for change in outcome.nodes})
     nodes = (node_changes(index, entries[index], structure, {*fresh}) for index in changed)
     return Outcome(
         structure=structure,
-        sources=tuple(
-            output_sources.get(slot, sources[0]) for slot, sources in enumerate(sources_by_slot)
-        ),
+        sources=tuple(sources),
         values=tuple(sorted({index for outcome in outcomes for index in outcome.values})),
         metadata=first.metadata,
         nodes=tuple(change for change in nodes if change is not None),

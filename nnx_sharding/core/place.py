@@ -9,8 +9,9 @@ There is no single way in JAX, so an array takes up to three steps, in :func:`_p
 Everything goes in as few programs and transfers as possible, and each old array can be freed as
 soon as the new one is there. For what happens inside a trace, see ``constrain.py``.
 
-A *move* is one array on its way to its *goal*. The *bounds* of a part of an array say where it
-begins and ends in each dimension. An array is *unreduced* if it is the sum of those on the devices.
+A *move* is one array on its way to its *target*, a sharding. The *bounds* of a part of an array say
+where it begins and ends in each dimension. An array is *unreduced* if its value is the sum of the
+arrays on the devices. Arrays may be *aliased*: share their memory with a new array.
 """
 
 from __future__ import annotations
@@ -31,11 +32,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .. import _compat
 from ..specs.fitting import without_reductions
 from ..specs.types import AnyArray, Arrays
-from .memory import copied, main_memory
+from .memory import Bounds, bounds_of, copied, joined, main_memory
 
-# The beginning and end of one device's part of an array, in each dimension.
-_Bounds: TypeAlias = tuple[tuple[int, int], ...]
-_ALIGNMENT = 64  # of memory that a CPU device adopts; XLA copies buffers that are not aligned
 _MOST_ON_HOST = 2**26  # bytes of arrays that are joined before they are put on devices
 
 
@@ -58,7 +56,7 @@ def place_arrays(
     """
     alias = alias and not donate
     result = list(leaves)
-    moves: dict[tuple[int, Any], _Move] = {}  # by the id of the array, and the goal
+    moves: dict[tuple[int, Any], _Move] = {}  # by the id of the array, and the target
     staying: set[int] = set()  # the ids of arrays that are also returned unchanged
     for slot, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -68,9 +66,9 @@ def place_arrays(
         else:
             # An array in several slots is moved once, so that it stays one array.
             moves.setdefault((id(leaf), sharding), _Move(leaf, sharding)).slots.append(slot)
-    num_goals = Counter(array_id for array_id, _ in moves)
+    num_targets = Counter(array_id for array_id, _ in moves)
     for (array_id, _), move in moves.items():
-        is_unused = array_id not in staying and num_goals[array_id] == 1
+        is_unused = array_id not in staying and num_targets[array_id] == 1
         move.is_ours = donate and is_unused and isinstance(move.array, jax.Array)
     donated = [move.array for move in moves.values() if move.is_ours]
     _perform([*moves.values()], alias)
@@ -119,14 +117,15 @@ _Steps: TypeAlias = Sequence[tuple[_Move, Any]]
 
 
 def _perform(moves: Sequence[_Move], alias: bool) -> None:
-    """Moves each array to its goal.
+    """Moves each array to its target, by the steps that it needs.
 
     Arrays that stay on their devices, in any order, are resharded by one compiled program for each
     mesh; on CPUs, whose collectives take longer than copies, only those of several processes.
     Arrays on other devices that have the wanted parts are copied from device to device, all
     together. The rest is joined on the host.
     """
-    # JAX cannot move unreduced arrays to other devices, only their sum.
+    # JAX cannot move unreduced arrays to other devices, only their sum: it is computed before the
+    # move, and an unreduced array is made from it after the move.
     sums = [move for move in moves if _has_summands(move.array, move.target)]
     _reshard([(move, without_reductions(move.array.sharding)) for move in sums])
     last = [(move, move.target) for move in moves if _has_summands(move.target, move.array)]
@@ -177,7 +176,10 @@ def _has_summands(summed: Any, other: object) -> bool:
 
 
 def _put(steps: _Steps, alias: bool = True) -> None:
-    """Copies arrays from device to device if they are misplaced or must not be shared."""
+    """Copies arrays to their target by one ``jax.device_put``, where they are not there already.
+
+    Without ``alias``, also those that are there are copied, since their memory must not be shared.
+    """
     for move, target in steps:
         if not (alias or move.is_ours) and _is_placed(move.array, target) and is_keys(move.array):
             move.advance(copied(move.array))  # device_put refuses keys of several processes
@@ -241,7 +243,7 @@ def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
 
 
 def _reordered(array: AnyArray, target: NamedSharding, devices: object) -> Any:
-    """Returns an array of the same buffers whose devices are in the order of the goal."""
+    """Returns an array of the same buffers whose devices are in the order of the target."""
     if _compat.device_assignment(array.sharding) == devices:
         return array
     sharding = _compat.in_order_of(array.sharding, target)
@@ -254,7 +256,7 @@ def _reordered(array: AnyArray, target: NamedSharding, devices: object) -> Any:
 
 
 def _needs_host(move: _Move, alias: bool) -> bool:
-    """Whether the parts of an array have to come from the host."""
+    """Whether an array has to be joined on the host, and put on its devices from there."""
     array, target = move.array, move.target
     if not isinstance(target, Sharding):
         return False
@@ -269,10 +271,8 @@ def _needs_host(move: _Move, alias: bool) -> bool:
     if getattr(array, "weak_type", False):  # preserved only by jax.device_put
         return False
     if current.device_set == target.device_set:
-        # A program sums, and uses donated buffers again.
-        is_sum = (
-            without_reductions(current) is not current or without_reductions(target) is not target
-        )
+        # A program is better for sums, for donated buffers, and on anything but CPUs.
+        is_sum = any(without_reductions(x) is not x for x in (current, target))
         is_for_program = move.is_ours or is_sum or not _is_on_cpus(target)
         return _needs_program(array, target) and not is_for_program
     # JAX does not copy a part to a device that already has it, even if asked to.
@@ -282,16 +282,13 @@ def _needs_host(move: _Move, alias: bool) -> bool:
     device: Any = next(iter(current.device_set))
     if current.num_devices == 1 and device.platform != "cpu":  # JAX then slices on the device
         return not may_share and target.shard_shape(array.shape) == array.shape
-    present, wanted = (
-        {_bounds(index, array.shape) for index in x.devices_indices_map(array.shape).values()}
-        for x in (current, target)
-    )
-    return not may_share or not wanted <= present
+    has_all_parts = _parts(target, array.shape) <= _parts(current, array.shape)
+    return not may_share or not has_all_parts
 
 
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> _Bounds:
-    """Returns the bounds of the part of an array that an index selects."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+def _parts(sharding: Sharding, shape: tuple[int, ...]) -> set[Bounds]:
+    """Returns the different parts of an array that devices hold."""
+    return {bounds_of(index, shape) for index in sharding.devices_indices_map(shape).values()}
 
 
 def _put_from_host(moves: Sequence[_Move]) -> None:
@@ -299,7 +296,7 @@ def _put_from_host(moves: Sequence[_Move]) -> None:
 
     One `jax.device_put` of many arrays takes a fifth of the time of one for each part.
     """
-    batch: list[tuple[_Move, np.ndarray[Any, Any]]] = []
+    batch: list[tuple[_Move, np.ndarray[Any, Any]]] = []  # joined, but not yet put on devices
     for move in moves:
         if is_keys(move.array):  # which have no form in NumPy
             words = _Move(jax.random.key_data(move.array), move.target)
@@ -309,7 +306,7 @@ def _put_from_host(moves: Sequence[_Move]) -> None:
         elif not move.target.is_fully_addressable:
             move.advance(_own_parts(move.array, move.target))
         else:
-            batch.append((move, _joined(move.array)))
+            batch.append((move, joined(move.array)))
             if sum(x.nbytes for _, x in batch) >= _MOST_ON_HOST:
                 _put_batch(batch)
                 batch = []
@@ -326,25 +323,6 @@ def _put_batch(batch: Sequence[tuple[_Move, np.ndarray[Any, Any]]]) -> None:
 
 def _own_parts(array: AnyArray, target: Sharding) -> Any:
     """Makes an array of several processes of the parts that the devices of this one hold."""
-    host = array if isinstance(array, np.ndarray) else _joined(array)
+    host = array if isinstance(array, np.ndarray) else joined(array)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    return jax.make_array_from_callback(host.shape, target, lambda i: _joined(host[i]), dtype=dtype)
-
-
-def _joined(array: AnyArray) -> np.ndarray[Any, Any]:
-    """Returns the whole of an array in new memory of the host, which a device may adopt."""
-    is_global = isinstance(array, jax.Array)
-    array = array if is_global else np.asarray(array)
-    # Without x64, 64-bit types become 32-bit ones, as everywhere in JAX.
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    memory = np.empty(array.size * dtype.itemsize + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    whole = memory[offset : len(memory) - _ALIGNMENT + offset].view(dtype).reshape(array.shape)
-    if not is_global:
-        whole[...] = array
-        return whole
-    # One replica of each part.
-    parts = {_bounds(x.index, array.shape): x for x in array.addressable_shards}
-    for shard in parts.values():
-        whole[shard.index] = np.asarray(shard.data)
-    return whole
+    return jax.make_array_from_callback(host.shape, target, lambda i: joined(host[i]), dtype=dtype)

@@ -61,7 +61,7 @@ class Draft:
         is_ours: Callable[[str], object],
         sweep: Callable[[Path], None] = lambda draft: None,
     ):
-        """Chooses the name of the draft's folder; nothing is made yet."""
+        """Chooses the name of the draft's folder; it is made on entering the context."""
         self.path, self._is_ours, self._sweep = path, is_ours, sweep
         self._prefix = f".{path.name[:50]}{_MARK}"  # names of files have at most 255 bytes
         self.folder = path.with_name(self._prefix + secrets.token_hex(8))
@@ -201,7 +201,7 @@ def _exchange_folders(new: Path, path: Path) -> None:
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
-    """Renames with flags; returns False where the system or the file system cannot do that."""
+    """Renames by Linux's system call, which can exchange two paths; False where there is none."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if _IS_LINUX else None
     if function is None:
         return False
@@ -236,7 +236,10 @@ def _locked(path: Path, name: str) -> Iterator[bool]:
 
 
 def _lock(path: Path, file: Path) -> tuple[int, bool]:
-    """Opens and locks a file, which the previous owner may just be deleting."""
+    """Returns the descriptor of a file, and whether it could be locked.
+
+    Another process may delete the file between opening and locking; then this is repeated.
+    """
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -84,10 +84,13 @@ def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[i
 def node_changes(
     index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
 ) -> NodeChange | None:
-    """Compares the attributes of a module with its earlier entry; returns None if none differs.
+    """Returns which attributes of a module a call changed; None if none.
 
-    Without ``before``, all of them differ. The arrays in ``fresh`` slots are new, even if the entry
-    is the same.
+    Args:
+      index: the index of the module in the structure ``after`` the call.
+      before: its entry before the call; None if it is new, so that all attributes count.
+      after: the structure after the call.
+      fresh: the slots of new arrays, which an entry does not show.
     """
     old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
     parts = parts_by_key(after, index)
@@ -162,13 +165,20 @@ def rebuild(
     foreign: bool = False,
     finish: Callable[[], object] = lambda: None,
 ) -> Any:
-    """Returns the tree with other arrays: changes modules and Variables, makes new containers.
+    """Puts other arrays into a flattened tree: changes its modules, makes new containers.
 
-    It is an error of the ``caller`` if objects of another trace would change, unless ``foreign``.
-    ``finish`` is called when all is made, before anything changes.
+    Args:
+      flat: the tree, flattened.
+      leaves: the new arrays, in the order of the old ones.
+      caller: the function that the user called, in messages.
+      foreign: whether objects of another trace may be changed; otherwise an error is raised.
+      finish: is called when all is made, before anything changes.
+
+    Returns:
+      The tree: the same modules and Variables, in new lists, dicts and tuples.
     """
     structure, objects = flat.structure, flat.objects
-    fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
+    fresh = {slot for slot, leaf in enumerate(leaves) if leaf is not flat.leaves[slot]}
     changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
     stale = set[str]()
     if not (foreign or flat.updatable):

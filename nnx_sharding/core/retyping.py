@@ -5,6 +5,9 @@ in a trace; over an Auto axis, the compiler chooses it. An array that gets other
 *retyped*. On the way in, an array keeps its sharding over the axes that remain Explicit. On the way
 out, an unchanged array is the original one, a new one in an existing object gets the type of what
 it replaces, and anything else needs a declared spec: on Auto axes, nobody knows its sharding.
+
+The objects before and after the call are described by two tables (``structure.py``) with the same
+objects first. A *slot* is the position of an array in the list of all arrays.
 """
 
 from __future__ import annotations
@@ -101,11 +104,17 @@ class RetypedArrays(NamedTuple):
         return jax.sharding.use_abstract_mesh(self.change.inner)
 
     def leave(self, before: Structure, after: Flat) -> tuple[list[Any], dict[int, Any]]:
-        """Returns the arrays after the call, and, by slot, those of them without a type yet.
+        """Gives the arrays of a result the axis types that they have outside of the call.
 
-        ``before`` and ``after`` are the graphs around the call, with the same objects first. An
-        unchanged array is the original one; a new one in one of these objects has the type of the
-        array that it replaces; scalars are replicated.
+        An unchanged array is the original one; a new one in an old object has the type of the array
+        that it replaces; scalars are replicated.
+
+        Args:
+          before: the structure of the arguments.
+          after: the graph after the call, with the same objects first.
+
+        Returns:
+          All arrays, and, by slot, those that still have the types of the call.
         """
         assert self.change is not None
         outer, inner = self.change

@@ -1,8 +1,10 @@
 """Checks the specs of a call against the mesh and the shapes of its arrays.
 
-``specs/fitting.py`` decides for one array. :func:`fit_specs` goes through the arrays of a call,
-whose specs belong to a transform: one error lists everything that does not fit, one warning
-everything that was corrected. ``tree_shardings.py`` does the same for trees outside of a call.
+A *spec* is a ``PartitionSpec`` or a sharding. It *fits* if the mesh has its axes, and these divide
+the dimensions of the array; ``specs/fitting.py`` decides that for one array. :func:`fit_specs` goes
+through the arrays of a call: one error lists everything that does not fit, one warning everything
+that was corrected. ``tree_shardings.py`` does the same for trees outside of a call. A *slot* is the
+position of an array in the list of all arrays.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def check_mesh(
 
 
 def _mesh_faults(transform: Sharded, spec: Spec, mesh: AnyMesh) -> list[str]:
-    """Returns what is wrong with a spec on its mesh."""
+    """Returns what is wrong with a spec on its mesh, such as a missing axis."""
     context = transform.context
     is_other = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
     # A transform that passes no shardings to JAX runs on one mesh, by the types of arrays.
@@ -80,7 +82,10 @@ def _mesh_faults(transform: Sharded, spec: Spec, mesh: AnyMesh) -> list[str]:
 def _users_of(
     specs: Iterable[Any], locations: Sequence[NamedLocation], objects: Objects, leaves: Arrays
 ) -> dict[Any, list[str]]:
-    """Finds which arrays have some specs; only for a message, as it asks all filters again."""
+    """Returns the names of the arrays that have each of some specs, for a message.
+
+    It asks all filters again, which takes long.
+    """
     users: dict[Any, list[str]] = {spec: [] for spec in specs}
     for place in locations:
         spec = place.part.spec

@@ -81,7 +81,10 @@ def value_key(value: Any) -> Hashable | None:
 
 
 def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
-    """Returns the key of a value of a type that is rare in settings; None to compare by content."""
+    """Returns a key for a value of a type that is rare in settings; None to compare by content.
+
+    Keys are equal for equal values only. The kinds of values are those of the module docstring.
+    """
     if issubclass(cls, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
     if issubclass(cls, enum.Enum | type):
@@ -152,11 +155,11 @@ def _fields_key(cls: type, value: object) -> Hashable | None:
 
 
 def _key_as_pickled(cls: type, value: object) -> Hashable | None:
-    """Returns the key of a value that keeps its content in C, where attributes do not show it.
+    """Returns the key of a value that keeps its content in C, such as a ``Decimal`` or a date.
 
-    It is what pickle would make a copy from; or the value itself, with its own ``==``, if its class
-    does not say how to pickle it. None if the value has no hash, since it may change then, or if it
-    cannot be pickled: such values are the same only as the same object.
+    Attributes do not show it. So the key is what pickle would make a copy from; or the value
+    itself, with its own ``==``, if its class does not say how to pickle it. None if the value has
+    no hash, since it may change then, or if it cannot be pickled.
     """
     with contextlib.suppress(Exception):
         hash(value)
@@ -198,6 +201,7 @@ class Static:
         key = value_key(value)
         self.by_identity = key is None
         self._key = _compat.identity(value) if key is None else key
+        # One of the two: the value, or a weak reference to it.
         self._value, self._ref = value, None
         self.note: Any = None
         if self.by_identity and not hold:

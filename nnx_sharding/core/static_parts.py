@@ -1,9 +1,10 @@
-"""Static objects to kinds and parts, and back.
+"""Takes objects that are not arrays apart, to compare and copy them, and puts them together again.
 
 The *parts* of an object are its *items* as the built-in class that it derives from (its *base*),
 then the values of its *attributes*, in its ``__dict__`` or in slots. Its *kind* is everything else:
-its class, the *detail* that the base keeps besides items, and the names of the attributes. A kind
-is hashable. An object is *fixed* if it is immutable itself, whatever it holds.
+its class, the *detail* that the base keeps besides items, and the names of the attributes. A list
+of two strings has the kind ``(list, None, ())`` and the strings as its parts. A kind is hashable.
+An object is *fixed* if it is immutable itself, whatever it holds.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _empty_array(cls: type, detail: Any) -> Any:
 
 def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
     """Returns the operation that copies content into a NumPy array of the same shape and dtype."""
-    dtype, shape, *data = detail
+    dtype, shape, *data = detail  # without data, the items are Python objects
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else x
     if plain.shape != shape or plain.dtype != dtype:
         raise TypeError("the shape or dtype of a NumPy array was changed in place")
@@ -256,9 +257,9 @@ _MADE_BY_CLASS = 1 << 9  # CPython's flag of types that are made at run time, Py
 
 
 def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Operation]:
-    """Returns the operations that give an existing object this kind and these parts.
+    """Returns the operations (functions with arguments) that give an object this kind and parts.
 
-    Raises a ``TypeError`` if it has another class, or is fixed.
+    Raises a ``TypeError`` if it has another class, or is immutable.
     """
     if type(value) is not kind.type or is_fixed(kind):
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
@@ -271,7 +272,7 @@ def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Ope
             operations.append((object.__setattr__, value, name, attributes.pop(name)))
         elif hasattr(value, name):
             operations.append((object.__delattr__, value, name))
-    if kind.type.__dictoffset__:
+    if kind.type.__dictoffset__:  # it has a ``__dict__``
         content = attributes_of(value)
         operations += [(dict.clear, content), (dict.update, content, attributes)]
     return operations
@@ -332,17 +333,15 @@ _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictio
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Returns the names of the slots that classes written in Python add to a built-in one."""
+    """Returns the names of the ``__slots__`` of a class, without those of its built-in base."""
     names = _SLOTS.get(cls)
     if names is None:
         builtin = _base_of(cls)
-        derived = itertools.takewhile(lambda cls: cls is not builtin, cls.__mro__)
-        names = _SLOTS[cls] = tuple(
-            name
-            for cls in derived
+        slots: list[str] = []
+        for base in itertools.takewhile(lambda base: base is not builtin, cls.__mro__):
             # A defaultdict, in C, has its ``default_factory`` in such a descriptor, too.
-            if "__slots__" in vars(cls) or cls is collections.defaultdict
-            for name, member in vars(cls).items()
-            if isinstance(member, types.MemberDescriptorType)
-        )
+            if "__slots__" in vars(base) or base is collections.defaultdict:
+                members = vars(base).items()
+                slots += [x for x, member in members if type(member) is types.MemberDescriptorType]
+        names = _SLOTS[cls] = tuple(slots)
     return names

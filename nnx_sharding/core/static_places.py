@@ -1,12 +1,14 @@
-"""Where static values are: which of their objects a trace copies, and what they must not hold.
+"""Which objects in static values a trace copies, and the check that these hold no arrays.
 
-A trace gets copies of static objects, which it may change. An object that is equal only to itself
-cannot be copied, and what it holds is the caller's own as well. A module or Variable there would
-be the caller's, whose arrays would become constants of the program: later changes would be missed.
-The same holds for Variables, and modules with arrays, that only static values refer to.
+A *static place* is a static argument, or an attribute of a module that is not data. A trace gets
+copies of the objects there, which it may change. An object that is equal only to itself cannot be
+copied, and what it holds is the caller's own as well. A module or Variable there would be the
+caller's, whose arrays would become constants of the program: later changes would be missed. The
+same holds for Variables, and modules with arrays, that only static values refer to.
 
-A static object is an entry of the structure (``structure.py``), known by its *index*, or, if it
-cannot change, a part of the entry that holds it; the *slots* of an entry are those of its arrays.
+A static object is an entry in the table of all objects (``structure.py``), known by its *index*,
+or, if it cannot change, a *child* of the entry that holds it. The *slots* of an entry are the
+positions of its arrays in the list of all arrays.
 """
 
 from __future__ import annotations
@@ -37,23 +39,22 @@ def not_copied(structure: Structure) -> frozenset[int]:
 
 
 def _reachable(structure: Structure, starts: Iterable[int]) -> frozenset[int]:
-    """Returns some objects and all that can be reached from them, by index."""
+    """Returns the indices of some objects and of all that they hold, at any depth."""
     reached: set[int] = set()
     pending = [*starts]
     while pending:
         index = pending.pop()
-        if index in reached:  # also ends cycles
-            continue
-        reached.add(index)
-        parts = atoms(children_of(structure.entries[index]))
-        pending += (part for part in parts if isinstance(part, int))
+        if index not in reached:  # also ends cycles
+            reached.add(index)
+            parts = atoms(children_of(structure.entries[index]))
+            pending += (part for part in parts if isinstance(part, int))
     return frozenset(reached)
 
 
 def check_static_places(
     structure: Structure, arguments: Iterable[tuple[str, Child]], statics: Iterable[str]
 ) -> None:
-    """Raises a ``ValueError`` for Variables, and modules with arrays, in static values.
+    """Raises a ``ValueError`` for Variables, and modules with arrays, in static places.
 
     Static arguments must not hold any arrays of JAX; arrays in attributes are compared by value.
 
@@ -92,8 +93,10 @@ def _misplaced(
 ) -> Iterator[tuple[str, str]]:
     """Yields the expression for each Variable or array in a static place, and what it is.
 
-    Each of the ``starts`` is a name, a child, and whether it is a static argument. ``callers_own``
-    has the indices of objects that a trace does not copy.
+    Args:
+      structure: describes all objects.
+      starts: where the search begins: a name, a child, and whether it is a static argument.
+      callers_own: the indices of objects that a trace does not copy.
     """
     seen: set[tuple[int, bool]] = set()
     # The last item of each is whether the child is in an object that is not copied.

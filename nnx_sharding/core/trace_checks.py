@@ -1,7 +1,9 @@
 """Checks of what a traced function did: changes of the graph that mean nothing outside its trace.
 
 They run once for each trace. What they refuse would otherwise surface later and elsewhere: a leaked
-tracer in a static value, a captured object in two graphs, arrays that became constants.
+tracer in a static value, a captured object in two graphs, arrays that became constants. The modules
+before and after the call are described by two tables of objects (``structure.py``), with the same
+objects first: an *entry* describes one object, and its *index* is its place in the table.
 """
 
 from __future__ import annotations
@@ -150,10 +152,11 @@ def check_output(
 
 
 def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict: bool) -> None:
-    """Warns about captured sharded arrays, which become replicated constants, not arguments.
+    """Warns about captured sharded arrays, which become replicated constants of the program.
 
     On Explicit axes an array may be indexed: its type shards what is read. ``leaves`` are the
-    arrays of the arguments; with ``strict``, the warning is an error.
+    arrays of the arguments, ``name`` is that of the transform in messages. With ``strict``, the
+    warning is an error.
     """
     # By type: isinstance loads the target of a lazy proxy.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
@@ -166,7 +169,8 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
     for path, x in captured_shards(fun, sharded):
         names = operations.get(id(x), set())
         is_indexed = type_spec(x) is not None and bool(names) and names <= _INDEXING
-        lines += [] if is_indexed else [f"{array_line(path, x)}, {describe(x.sharding)}"]
+        if not is_indexed:
+            lines.append(f"{array_line(path, x)}, {describe(x.sharding)}")
     if lines:
         head = f"{name}: the function captures sharded arrays, which become constants of the"
         remedy = "Pass them as arguments."
@@ -178,9 +182,9 @@ _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 
 
 def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
-    """Yields the paths to Variables and traced arrays among the static values of an entry.
+    """Yields the paths to Variables and traced arrays among the static values of an object.
 
-    Objects with these ids were there before, and are left out.
+    Those whose ids are in ``static_ids`` were there before, and are left out.
     """
     if not any(map(_is_traced, identities_in(children_of(entry)))):
         return
@@ -208,19 +212,20 @@ def _value_of(child: Child) -> Any:
 def check_donated(
     donated: Mapping[int, tuple[str, Any]], outputs: Iterable[AnyArray], *, name: str, fun: str
 ) -> None:
-    """Checks that every donated array has an output of its type, which can reuse its buffer.
+    """Raises a ``StrictError`` if no output can reuse the buffer of a donated array.
 
-    ``donated`` has the names and arrays, by slot; ``fun`` is the name of the user's function.
+    ``donated`` has the names and arrays, ``outputs`` are all results; ``name`` and ``fun`` are the
+    names of the transform and of the user's function.
     """
     if not donated:
         return
     # XLA reuses a donated buffer for any one output of its shape and dtype.
-    unused = Counter(map(_shape_and_dtype, outputs))
-    unused.subtract(_shape_and_dtype(leaf) for _, leaf in donated.values())
+    surplus = Counter(map(_shape_and_dtype, outputs))  # outputs less donated arrays, by type
+    surplus.subtract(_shape_and_dtype(leaf) for _, leaf in donated.values())
     lines = [
-        array_line(name, leaf)
-        for name, leaf in donated.values()
-        if unused[_shape_and_dtype(leaf)] < 0
+        array_line(argument, leaf)
+        for argument, leaf in donated.values()
+        if surplus[_shape_and_dtype(leaf)] < 0
     ]
     raise_listed(
         StrictError,

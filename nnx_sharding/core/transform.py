@@ -3,6 +3,7 @@
 A *spec* says how an array enters or leaves: for ``jit`` it is a sharding, for ``vmap`` an axis. The
 user writes specs as a prefix of arguments or outputs (``Specs``); their *final* form is what the
 transform gives JAX. A *plan* (``plan.py``) is what follows from them for a structure of arguments.
+A *slot* is the position of an array in the flat list of all arrays (``leaves``).
 """
 
 from __future__ import annotations
@@ -187,10 +188,14 @@ class Transform:
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        """Returns the JAX form of a pure function.
+        """Returns a pure function, transformed by JAX: by ``jax.jit``, ``jax.vmap`` and so on.
 
-        ``function`` takes all arrays, with these specs, some of them in donated slots; it returns
-        outputs in groups of one spec each.
+        Args:
+          plan: the plan of which it is the program.
+          function: takes all arrays; returns groups of outputs, one for each of ``out_specs``.
+          in_specs: the final spec of each array.
+          out_specs: that of each group of outputs.
+          donated: the slots of donated arrays.
         """
         raise NotImplementedError
 
@@ -269,7 +274,7 @@ class Sharded(Transform):
         JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
         whose types have no mesh get them.
         """
-        targets = dict(plan.explicit_root_shardings)  # by slot
+        targets = dict(plan.explicit_root_shardings)  # by slot: the sharding that a type gets
         is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
         if is_auto and not nested:
             # An array may come from another mesh with Explicit axes, which would stay in its type.
@@ -279,6 +284,7 @@ class Sharded(Transform):
         for slot, target in targets.items():
             if not nested or type_mesh(leaves[slot]) is None:
                 typed[slot] = type_as(leaves[slot], target)
+        # With ``auto_axes``, the function sees some or all Explicit axes of the mesh as Auto.
         mesh = mesh_of_types(typed, self.context) if self.auto_axes else None
         if mesh is None:
             return RetypedArrays.of(None, typed)
@@ -290,9 +296,9 @@ class Sharded(Transform):
     def needing_devices(
         self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool
     ) -> Callable[..., Any]:
-        """Wraps a call with an abstract mesh at top level: raises if nothing determines devices.
+        """Wraps a program with an abstract mesh, to raise a clear error if no devices are known.
 
-        ``from_arrays``: whether JAX takes the devices from arrays on a concrete mesh.
+        ``from_arrays`` says whether JAX takes the devices from arrays on a concrete mesh.
         """
 
         def checked(*leaves: object) -> Any:

@@ -1,8 +1,9 @@
 """Gives the arrays of any tree their shardings, outside of a plan: for ``place`` or ``reshard``.
 
-:func:`assign_shardings` finds the spec of each array, from a prefix that the user wrote, and fits
-it to the array and the mesh. One error lists everything that does not fit, one warning everything
-that was corrected. For the arrays of a call, ``spec_checks.py`` does the same with the specs of a
+:func:`assign_shardings` finds the spec of each array, from a prefix that the user wrote (a pytree
+of specs that may end above the arrays), and *fits* it: checks that the mesh has its axes, and that
+these divide the shape. One error lists everything that does not fit, one warning everything that
+was corrected. For the arrays of a call, ``spec_checks.py`` does the same with the specs of a
 transform; ``specs/fitting.py`` decides for one array.
 """
 
@@ -71,15 +72,18 @@ def fit_shardings(
     strict: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """Returns the sharding of each array, from its resolved spec; None to change nothing.
+    """Returns the sharding of each array, from the spec that was found for it.
+
+    It is None for an array that is to stay as it is. The other arguments are those of ``_Fitter``.
 
     Raises:
       ValueError, TypeError, NoMeshError: for all that does not fit; with ``strict``, also for
         corrections and filters without effect, which otherwise are warnings.
     """
     fitter = _Fitter(caller, resolved, mesh, **options)
-    triples = zip(names, leaves, resolved.slots, strict=True)
-    shardings = [fitter.fit(slot, *triple) for slot, triple in enumerate(triples)]
+    shardings = []
+    for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
+        shardings.append(fitter.fit(slot, name, leaf, spec))
     fitter.raise_for_mismatches()
     check_filters(resolved.uses, name=caller, strict=strict)
     warn_of_corrections(caller, fitter.corrected, strict=strict)

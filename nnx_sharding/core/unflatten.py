@@ -1,8 +1,9 @@
 """A structure and flat arrays → a graph of NNX objects: new ones, or the caller's.
 
-The words of a structure are those of ``structure.py``: an *entry* describes the object with an
-index; its *children* are indices of objects, ``LEAF`` for arrays, statics, and containers of these;
-arrays are in *slots*. Where children are put together, an iterator gives the arrays for the leaves.
+A structure (``structure.py``) is a table that describes a graph as a treedef describes a pytree. An
+*entry* describes the object with an *index*; its *children* are indices of other objects, ``LEAF``
+for an array, static values, and pytrees of these. *Slots* are positions in the list of all arrays.
+To *assemble* a child is to make the value that it describes, with arrays from an iterator.
 
 Existing objects are changed by *operations*, a function with its arguments each, as in
 ``rebuild.py``.
@@ -99,10 +100,14 @@ def _new_object(
     slots: Sequence[int],
     leaves: Arrays,
 ) -> Any:
-    """Returns a new object for an entry: without content, unless that must be there from the start.
+    """Returns a new object of the class in an entry, which the caller fills later.
 
-    Those are hijax Variables and refs, made from the arrays in ``slots``. Adds the metadata of a
-    Variable without links to ``plain_metadata``; ``trace_state`` is given to new Variables.
+    Args:
+      entry: describes the object.
+      plain_metadata: gets the metadata of a Variable, except what links to objects.
+      trace_state: Flax's record of the current trace, for a new Variable.
+      slots: the slots of its arrays. Hijax Variables and refs are made with them at once.
+      leaves: all arrays.
     """
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
@@ -197,8 +202,8 @@ def _unchanged_statics(
 ) -> dict[int, Any]:
     """Returns the static objects that were flattened and still have their content, by index.
 
-    Without ``share``, lists and other containers count only as a part of others: nearly all objects
-    that a function creates while it runs are such containers.
+    They can be used again instead of copies. Without ``share``, lists and other containers are only
+    as a part of others: nearly all that a function creates while it runs are such containers.
     """
     entries: Sequence[Any] = structure.entries
     unchanged = {i: value for i, value in structure.origins.items() if i not in existing}
@@ -209,6 +214,7 @@ def _unchanged_statics(
             break
         for index in changed:
             del unchanged[index]
+    # What is used again, and all that it holds.
     shared: dict[int, Any] = {}
     pending = [i for i, value in unchanged.items() if share or not is_builtin(type(value))]
     while pending:

@@ -1,8 +1,9 @@
 """Guarded calls: from a guard that holds straight to the program and its write-back, in C.
 
+A *guard* recognizes arguments that a function was called with before, without flattening them.
 ``guarded`` replaces a method that calls a function by ``call`` of the extension. That looks for a
-guard that holds, runs the program, and stores what it returns, without any Python code in between.
-Here is what it needs of Python before and after that, and where it leaves the rest to Python.
+guard that holds, runs the program, and stores the new arrays in the caller's Variables, without any
+Python code in between. Here is what it needs of Python before and after that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def guarded(function: F) -> F:
-    """Returns a method that calls what a guard knows, else the given one, `_flattened`."""
+    """Returns a method in C that tries the guards first, and calls the given one if none holds."""
     if FastestWalk is PythonWalk:
         return function
     from . import _native

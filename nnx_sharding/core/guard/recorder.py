@@ -248,7 +248,10 @@ class WalkRecorder:
         return start
 
     def recipe(self) -> Recipe | None:
-        """Returns the recipe of the walk, with the pins of this graph; None in another trace."""
+        """Returns the recipe of the walk: how to read the graph again, and what must be the same.
+
+        None if the graph belongs to another trace.
+        """
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
         order = self._order()
@@ -304,7 +307,10 @@ class WalkRecorder:
         return positions, np.where(is_pinned, -1, first_of[group])
 
     def _order(self) -> _Order:
-        """Moves the steps that run Python code, and the steps that depend on them, to the end."""
+        """Moves the steps that run Python code, and the steps that depend on them, to the end.
+
+        So a walk has checked all else before such code runs, which may do anything.
+        """
         stream = self._stream
         size = len(self._stream)
         steps = np.array(self._steps, np.int32).reshape(-1, len(Step._fields))  # (steps, fields)

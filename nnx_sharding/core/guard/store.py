@@ -105,7 +105,8 @@ class Guards:
     Holds no objects of the user: guards are dropped when one of their modules is collected.
 
     Args:
-      transform: knows what a plan depends on besides the structure; None if nothing.
+      transform: knows what a plan depends on besides the structure, such as the mesh in context;
+        None for a compiled stage, whose plan is fixed.
       execute: returns what runs the program of a plan.
     """
 
@@ -114,13 +115,7 @@ class Guards:
         transform: Transform | None = None,
         execute: Callable[[Plan], Callable[..., Any]] = lambda plan: plan.program.top_level,
     ):
-        """Makes an empty store.
-
-        Args:
-          transform: decides what a plan depends on besides the structure; None for a compiled
-            stage, whose plan is fixed.
-          execute: returns what a call of the plan executes.
-        """
+        """Makes an empty store."""
         # The last guards that held, which the extension tries first. Its callables have this list.
         self.recent: list[Guard] = []
         self._execute = execute
@@ -199,8 +194,12 @@ class Guards:
     ) -> None:
         """Makes a guard and a template for a call for which none held, if they may pay off.
 
-        ``plan`` serves the call, ``flat`` has its arguments and what a recorder has read of them;
-        ``is_new`` says whether the plan was made for this call.
+        Args:
+          plan: the plan that serves the call.
+          flat: its arguments, flattened, with the recorder of what was read.
+          args: the positional arguments.
+          kwargs: those by keyword.
+          is_new: whether the plan was made for this call.
         """
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
@@ -308,7 +307,10 @@ class Guards:
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:
-        """Returns the key of the guards of some arguments; ``names`` are the keywords."""
+        """Returns the key under which the guards of some arguments are: types, and ids of modules.
+
+        ``names`` are those of the keyword arguments.
+        """
         types = (*map(type, arguments), *names)
         modules_in = self._modules_in.get(types)
         if modules_in is None:

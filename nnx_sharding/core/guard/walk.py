@@ -55,14 +55,15 @@ class PythonWalk:
     """The walk in Python. In ``walk.c``, the methods have the same names."""
 
     def __init__(self, recipe: Recipe):
-        """Unpacks a recipe into steps and getters that each walk uses."""
+        """Unpacks the numbers of a recipe, once for all walks."""
         self.recipe = recipe
+        # A step: what opens an item, its position, its type, and what it must hold.
         rows = zip(recipe.rows().tolist(), recipe.expected, strict=True)
         self._steps = [
             (OPENERS[Opcode(opcode)], position, recipe.types[position], expected)
             for (opcode, position, _), expected in rows
         ]
-        # Each picks the items of one kind from a stream.
+        # Functions, each of which picks the items of one kind from a stream.
         self._leaves_in = items_getter(unpack_int32(recipe.leaves))
         self._objects_in = items_getter(unpack_int32(recipe.objects))
         self._frozen_in = items_getter(unpack_int32(recipe.frozen))
