@@ -21,7 +21,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -234,7 +234,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def _differences(given: list[Mapping[str, str]]) -> str:
+def _differences(given: Sequence[Mapping[str, str]]) -> str:
     """Describes a fact that differs between the first process and another one."""
     for process, facts in enumerate(given):
         for name, text in facts.items():

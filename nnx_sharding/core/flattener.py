@@ -172,9 +172,10 @@ class Flattener:
         # Nodes of one form (class and names) with the same statics share what describes these.
         known = self._nodes.get(_compat.identity(form))
         # ``pending``: the attributes that are still to be described, by number.
-        pending, children, comparisons = tuple(range(len(values))), [LEAF] * len(values), b""
         if known is not None and all(map(operator.is_, statics, known.statics)):
             pending, children, comparisons = form.others, [*known.children], known.comparisons
+        else:
+            pending, children, comparisons = tuple(range(len(values))), [LEAF] * len(values), b""
         positions: Sequence[int] = (UNRECORDED,) * len(values)  # by place in the ``__dict__``
         if self.recorder is not None:
             content = in_dict or values

@@ -1,8 +1,9 @@
 """``custom_vjp`` and ``custom_jvp``: functions of NNX objects with the user's derivatives.
 
-The *pure function* of a call takes the leaves of the arguments (arrays, numbers, flags) by *slot*,
-calls the user's function, and returns the arrays of the results in groups, and an *outcome*: what
-was done to objects. A function and its rules are three functions of the same arguments, and their
+The *pure function* of a call takes the leaves of the arguments (arrays, numbers, flags), of which
+each has a *slot* (its position), calls the user's function, and returns the arrays of the results
+in groups, and an *outcome*: what was done to objects, with the *structure* (all but the arrays) of
+the objects after the call. A function and its rules are functions of the same arguments, and their
 outcomes have to be the same: JAX runs `fwd` instead of the function where it differentiates. So
 each call of the wrapper makes one :class:`_Call`, which traces whatever JAX asks for, function or
 rule, as the user's function of the same pure function, and compares their outcomes.
@@ -324,11 +325,11 @@ class _Call:
     def __init__(
         self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[object]
     ):
-        """Finds out which leaves of one call are differentiated.
+        """Sorts the leaves of one call: those that JAX gets as arguments, and the rest.
 
         Args:
           transform: the transform, with the arguments that are not differentiated.
-          plan: the plan of the call.
+          plan: what is known of the call before it: structure and names of its arguments.
           function: its pure function.
           leaves: the leaves of its arguments, by slot.
         """
@@ -336,8 +337,8 @@ class _Call:
         assert caller is not None  # a call is made in the trace of one
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
         self.rules: tuple[Callable[..., Any], ...] = caller.fun.functions
-        # What is differentiated: paths, which start with the position among the arguments that
-        # are, and their slots.
+        # The slots of what is differentiated, by path. A path starts with the position of the
+        # argument, which counts differentiated ones only.
         self._places: dict[Path, tuple[int, ...]] = {}
         fixed = {slot for slot, leaf in enumerate(leaves) if not is_traced(leaf)}
         structure = plan.structure
@@ -348,8 +349,8 @@ class _Call:
                 slots = location.slots
                 fixed |= {s for s in slots if not isinstance(leaves[s], jax.core.Tracer)}
             elif self._matches_filter(number, path, location):
-                position = number - sum(i < number for i in transform.nondiff)
-                self._places[position, *path] = location.slots
+                skipped = [i for i in transform.nondiff if i < number]
+                self._places[number - len(skipped), *path] = location.slots
         self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
         self._arrays = [leaves[slot] for slot in self.slots]
         self._fixed_leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
@@ -390,15 +391,15 @@ class _Call:
         arrays: Sequence[object],
         rule: Callable[..., object] | None = None,
     ) -> tuple[Outcome, GroupArrays]:
-        """Calls the pure function with another function of the user.
+        """Calls the pure function, with the user's function or a rule as what it calls.
 
         Args:
-          fun: what is called.
+          fun: what it calls.
           arrays: the arrays in ``slots``.
           rule: the rule that ``fun`` wraps, if it is one.
 
         Returns:
-          What the function does, and the outputs.
+          What the function did to objects, and the outputs.
 
         Raises:
           ValueError: it does something else than what was traced before.
@@ -416,18 +417,20 @@ class _Call:
     def _refuse_difference(
         self, functions: Sequence[Callable[..., object]], outcomes: Sequence[Outcome]
     ) -> NoReturn:
-        """Raises an error for two functions that do different things."""
-        names = [*map(name_of, functions)]
-        changed = [{*x.values, *x.metadata, *(y.node for y in x.nodes)} for x in outcomes]
+        """Raises an error for a function and a rule that change different objects."""
+        name, other_name = map(name_of, functions)
+        # The indices of the objects that each changes.
+        changed, other_changed = (
+            {*x.values, *x.metadata, *(change.node for change in x.nodes)} for x in outcomes
+        )
         variables = self.plan.variables
-        lines = [
-            f"  {variables[i].name if i in variables else 'an object'}: changed by "
-            f"{names[1] if i in changed[1] else names[0]} only"
-            for i in sorted(changed[0] ^ changed[1])
-        ]
+        lines = []
+        for index in sorted(changed ^ other_changed):
+            place = variables[index].name if index in variables else "an object"
+            lines.append(f"  {place}: changed by {name if index in changed else other_name} only")
         raise_listed(
             ValueError,
-            f"{self.transform.name}: {names[0]} and {names[1]} have to return the same structure "
+            f"{self.transform.name}: {name} and {other_name} have to return the same structure "
             "and to change the same Variables:",
             # The same Variables may change in both, and the results differ.
             lines or ["  the structures that they return or leave differ"],
@@ -450,14 +453,20 @@ class _Call:
         return jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)
 
     def tangents_after(self, outcome: Outcome, tangents: GroupArrays) -> list[Any]:
-        """Sorts tangents of outputs by the slots after the call; what is unchanged has zeros."""
+        """Returns the tangent of each array after the call; zeros for what it did not change.
+
+        ``tangents`` are those of the outputs, in groups.
+        """
         return [
             self._zero_tangent(i) if group < 0 else tangents[group][i]
             for group, i in outcome.sources
         ]
 
     def cotangent_form(self, arguments: Flat) -> TangentForm:
-        """Makes the form of the cotangents of the arguments, from the arguments in a trace."""
+        """Returns what translates cotangents of the arguments from the user's objects to arrays.
+
+        ``arguments`` are those that the rule got in its trace.
+        """
         types = replace_slots(self._fixed_leaves, self.slots, self._types.values())
         return TangentForm(arguments._replace(leaves=types, objects=()), self._places)
 
@@ -591,7 +600,7 @@ class _CallWithVjp(_Call):
 
 
 def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
-    """Returns the structure of the arguments after a call, in slots of the outcome's structure.
+    """Returns the structure of the arguments as a call left them, by slots after the call.
 
     Arrays outside of Variables, which the call cannot change, have slot -1.
     """
@@ -623,9 +632,10 @@ class _CallWithJvp(_Call):
         return function  # type: ignore[no-any-return]
 
     def _push_forward(self, primals: Any, tangents: Any) -> tuple[GroupArrays, GroupArrays]:
-        """Runs the rule; returns the outputs and their tangents.
+        """Runs the rule, as JAX calls it; returns the outputs and their tangents.
 
-        ``primals`` and ``tangents`` have one item each, the arrays in ``slots``.
+        ``primals`` and ``tangents`` have one item each: the arrays in ``slots``, and their
+        tangents. The results are in the groups of outputs.
         """
         rule = self.rules[1]
         [arrays], [directions] = primals, tangents
@@ -667,7 +677,13 @@ class _CallWithJvp(_Call):
     def _take_tangents_of_changes(
         self, outcome: Outcome, d_args: object, after: list[object]
     ) -> None:
-        """Puts what the rule left in the tangents of its arguments into ``after``, by slot."""
+        """Puts the tangents of what the rule changed in its arguments into ``after``.
+
+        Args:
+          outcome: what the rule did to objects.
+          d_args: the tangents of the arguments, as the rule left them.
+          after: the tangents of all arrays after the call, by slot.
+        """
         flat = flatten(d_args)
         slots_of_tangents = slots_by_path(flat.structure)
         arguments = _arguments_after(self.plan.structure, outcome)

@@ -4,7 +4,9 @@
 *slots* (positions among all arrays of the arguments) of what is differentiated
 (:meth:`ValueAndGrad.prepare`), then differentiates at these
 (:meth:`ValueAndGrad.value_and_gradients`), and puts the gradients into the form of the arguments
-(:meth:`PreparedCall.build_gradient`): a state by path for each module, as in Flax.
+(:meth:`PreparedCall.build_gradient`): a state by path for each module, as in Flax. The *plan* is
+what is known of all calls with arguments of one structure; a *location* is where a Variable or an
+array is in an argument.
 `accumulate_gradients` takes the same three steps, with the second one in a loop, and with *partial
 sums*: gradients that are not yet summed over devices (``partial_sums.py``).
 """
@@ -280,8 +282,14 @@ class PreparedCall(NamedTuple):
 
 
 def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
-    """Puts values by slot into the form of an argument, with a state in place of each module."""
-    # By the keys of the modules in the argument, then by the paths in these.
+    """Puts gradients into the form of an argument, with an ``nnx.State`` for each module.
+
+    Args:
+      flat: all arguments, flattened.
+      target: the argument, and where in it is what was differentiated.
+      values: the gradients, by the slots of the arrays.
+    """
+    # By the path of each module in the argument, then by the paths of Variables in the module.
     states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in target.argument.parts}
     for named in target.locations:
         location = named.location
@@ -323,12 +331,17 @@ class ValueAndGrad(Differentiable[P, R]):
     def prepare(
         self, args: tuple[object, ...], kwargs: dict[str, object], sums: PartialSums | None = None
     ) -> PreparedCall:
-        """Finds what is differentiated in a call, and which of that has partial sums."""
+        """Finds the arrays that are differentiated in a call, and which of them have partial sums.
+
+        ``sums`` is None unless gradients are accumulated.
+        """
         plan, flat = self._find_plan(args, kwargs)
         targets = self._targets(plan, self._sort(args, kwargs), flat)
-        locations = (named.location for target in targets for named in target.locations)
-        # Targets that share a Variable have the same slots in it.
-        slots = [*dict.fromkeys(slot for location in locations for slot in location.slots)]
+        unique: dict[int, None] = {}  # in order; targets that share a Variable have its slots twice
+        for target in targets:
+            for named in target.locations:
+                unique |= dict.fromkeys(named.location.slots)
+        slots = [*unique]
         with_sums = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
         partial = [slot for slot in slots if slot in with_sums]
         return PreparedCall(plan, flat, targets, slots, partial, self._transform.is_single)
@@ -340,13 +353,12 @@ class ValueAndGrad(Differentiable[P, R]):
 
         Args:
           prepared: the call.
-          sums: takes part of the gradients until they are added.
+          sums: makes the partial sums of parameters, if gradients are accumulated.
 
         Returns:
           What the function returns, and the gradient of each array that is differentiated, with the
           partial sums of those that have some.
         """
-        plan, flat, _, slots, _, _ = prepared
         self._check_types(prepared)
         transform = self._transform
         options: dict[str, Any] = {
@@ -367,46 +379,50 @@ class ValueAndGrad(Differentiable[P, R]):
             (_, outputs), gradients = derivative(arrays)
             return gradients, outputs
 
-        return self.differentiate(plan, flat, slots, differentiate)
+        return self.differentiate(prepared.plan, prepared.flat, prepared.slots, differentiate)
 
     def _check_types(self, prepared: PreparedCall) -> None:
-        """Checks that all arrays that are differentiated have a derivative."""
+        """Raises a ``TypeError`` for arrays without a derivative, such as integers.
+
+        JAX would find it, too, but it knows neither their paths nor the option ``wrt``.
+        """
         if self._transform.allow_int:
             return
-        pairs = zip(prepared.slots, prepared.arrays(), strict=True)
+        lines = [
+            f"  {prepared.plan.names[slot]}: {type_text(array)}"
+            for slot, array in zip(prepared.slots, prepared.arrays(), strict=True)
+            if tangent_type(array) is None
+        ]
         raise_listed(
             TypeError,
             f"{self._transform.name}: these cannot be differentiated, which takes floating-point "
             "or complex arrays:",
-            [
-                f"  {prepared.plan.names[slot]}: {type_text(array)}"
-                for slot, array in pairs
-                # Before JAX finds it, which knows neither the path nor the option `wrt`.
-                if tangent_type(array) is None
-            ],
+            lines,
             "Leave them out with a filter (wrt=nnx.Param), or give allow_int=True, with which "
             "their gradients have dtype float0.",
         )
 
     def _targets(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Target]:
-        """Finds what is differentiated in a call."""
+        """Returns the arguments that ``argnums`` names, with what is differentiated in each."""
         arguments = {argument.name: argument for argument in plan.arguments}
         chosen = self._chosen_filters(call, arguments)
         locations = {argument: list[NamedLocation]() for argument in chosen}
+        has_arrays = False
         for named in self._matching(plan, flat, chosen):
             locations[named.argument.name].append(named)
-        is_empty = not any(x.location.slots for matches in locations.values() for x in matches)
-        if is_empty and self._transform.is_chosen:
+            has_arrays |= bool(named.location.slots)
+        if not has_arrays and self._transform.is_chosen:
             self._refuse_empty(flat, chosen)
         values = _by_name(plan, call.tree)
-        # As in Flax, without graph updates a gradient has the form of the whole argument, unless a
-        # filter says which part.
-        has_updates = self._modes["updates"]
-        are_states = (has_updates or filter_ is not None for _, filter_ in self._transform.wrt)
-        return [
-            Target(arguments[name], values[name], matches, is_state)
-            for (name, matches), is_state in zip(locations.items(), are_states, strict=True)
-        ]
+        targets = []
+        for (name, matches), (_, filter_) in zip(
+            locations.items(), self._transform.wrt, strict=True
+        ):
+            # As in Flax, without graph updates a gradient has the form of the whole argument,
+            # unless a filter says which part.
+            is_state = self._modes["updates"] or filter_ is not None
+            targets.append(Target(arguments[name], values[name], matches, is_state))
+        return targets
 
     def _chosen_filters(
         self, call: SortedCall, arguments: Mapping[str, Argument]
@@ -433,12 +449,12 @@ class ValueAndGrad(Differentiable[P, R]):
     def _matching(
         self, plan: Plan, flat: Flat, chosen: Mapping[str, object]
     ) -> Iterator[NamedLocation]:
-        """Finds the Variables and bare arrays of arguments that match the arguments' filters.
+        """Yields where in the arguments there is a Variable or a bare array that a filter chooses.
 
         ``chosen`` has the filters by the names of the differentiated arguments.
         """
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
-        found = set[int]()  # Variables, by index
+        found = set[int]()  # the Variables so far, by index
         for named in locate(flat.structure, plan.arguments):
             path, index, slots = named.location
             predicate = predicates.get(named.argument.name)

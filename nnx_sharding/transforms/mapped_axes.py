@@ -1,14 +1,15 @@
 """Axes along which arrays are mapped: what users write, and the base of ``vmap`` and ``scan``.
 
-The specs of these transforms are axes: :class:`~.types.Axis` with an index, with None for what is
-not mapped, or ``CARRY``. They are resolved like shardings, by prefixes of the arguments and by
-filters for the Variables of modules (:class:`StateAxes`), and results are grouped by them.
+The *specs* of these transforms are axes: :class:`~.types.Axis` with an index, with None for what is
+not mapped, or ``CARRY``. They are found like shardings, by prefixes of the arguments and by filters
+for the Variables of modules (:class:`StateAxes`), and results are grouped by them.
 
 Variables have one more dimension outside of the function than inside. What a function writes to a
 Variable has the axis of the Variable; new Variables of a mapped module have that of the module.
-What ``nnx.capture`` collects in a module is *captured*. A *plan* has the axes of all arrays, by
-*slot*, and of all Variables (``variables``), by the index of an object in the *structure* of the
-arguments; *unflattened* has these objects, as they are in the trace.
+What ``nnx.capture`` collects in a module is *captured*. All objects of the arguments are in a table
+(the *structure*), in which each has an *index*; the *slot* of an array is its position in the list
+of all arrays. A *plan* has the axes of all arrays, by slot, and of all Variables (``variables``),
+by index; *unflattened* has the objects as they are in the trace.
 """
 
 from __future__ import annotations
@@ -147,14 +148,15 @@ class Mapped(InnerTransform):
         return [*map(self.spec_of, specs)]
 
     def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Axis]:
-        """What is captured in a module that is not mapped is stacked along the first dimension."""
-        return {
-            slot: Axis(0)
-            for index in captures(plan.structure)
-            if not is_mapped(plan.variables[index].spec)
-            for slot in after.structure.slots[index]
-            if self.is_stacked(plan.structure.slots[index], after.leaves[slot])
-        }
+        """Returns the axes of captured arrays in modules that are not mapped: the first one."""
+        specs: dict[int, Axis] = {}
+        for index in captures(plan.structure):
+            if is_mapped(plan.variables[index].spec):
+                continue
+            for slot in after.structure.slots[index]:
+                if self.is_stacked(plan.structure.slots[index], after.leaves[slot]):
+                    specs[slot] = Axis(0)
+        return specs
 
     def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
         """Whether an array that is captured is stacked; ``slots`` are those before the call."""
@@ -163,14 +165,13 @@ class Mapped(InnerTransform):
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
     ) -> None:
-        """Checks that results have the axes along which they are stacked."""
-        lines = [
-            f"  {name}, {type_text(leaf)}: axis {spec.index}"
-            for name, leaf, spec in zip(names, leaves, specs, strict=True)
+        """Raises a ``ValueError`` for results that cannot be stacked along their axes."""
+        lines = []
+        for name, leaf, spec in zip(names, leaves, specs, strict=True):
             # References are updated in place, and never stacked.
-            if spec.index is not None and not _compat.is_ref(leaf)
-            if not _can_stack(leaf, spec.index)
-        ]
+            is_stacked = spec.index is not None and not _compat.is_ref(leaf)
+            if is_stacked and not _can_stack(leaf, spec.index):
+                lines.append(f"  {name}, {type_text(leaf)}: axis {spec.index}")
         raise_listed(
             ValueError,
             f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
@@ -181,7 +182,11 @@ class Mapped(InnerTransform):
         )
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Calls the function with the names of mapped axes taken out of the logical axes."""
+        """Returns the user's function, during which Variables have no name for the mapped axis.
+
+        The logical axes of a Variable (its metadata) name each dimension. Inside of the function,
+        the mapped one is not there.
+        """
         fun = super().user_function(plan, caller, unflattened)
         if not self.metadata:
             return fun
@@ -208,7 +213,7 @@ class Mapped(InnerTransform):
     def _new_variables(
         self, out: object, plan: Plan, unflattened: Unflattened
     ) -> list[tuple[Any, int]]:
-        """Lists the Variables that the function returns or attached, each with its axis."""
+        """Returns the new Variables in the output and the arguments, each with its axis."""
         flat = flatten(out, first_objects=unflattened.objects)
         caller = f"{self.name}: {self.out_name}"
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
@@ -241,18 +246,20 @@ def _can_stack(leaf: object, axis: int) -> bool:
 
 
 def captures(structure: Structure) -> set[int]:
-    """Finds the Variables in which ``nnx.capture`` collects what is sown, by index."""
-    entries = structure.entries
-    # The attribute that holds them has a name of Flax; all Variables in it count.
-    return {
-        index
-        for entry in entries
-        if isinstance(entry, NodeEntry) and _compat.CAPTURES in entry.keys
-        for index in atoms([entry.children[entry.keys.index(_compat.CAPTURES)]])
-        # A perturbation is an input too, and in a module that is not mapped the same for all.
-        if isinstance(index, int)
-        and not issubclass(getattr(entries[index], "type", object), nnx.Perturbation)
-    }
+    """Returns the indices of the Variables in which ``nnx.capture`` collects what is sown."""
+    indices: set[int] = set()
+    for entry in structure.entries:
+        if not isinstance(entry, NodeEntry) or _compat.CAPTURES not in entry.keys:
+            continue
+        # All Variables in the attribute with this name of Flax.
+        captured = entry.children[entry.keys.index(_compat.CAPTURES)]
+        for index in atoms([captured]):
+            if isinstance(index, int):
+                variable_type = getattr(structure.entries[index], "type", object)
+                # A perturbation is an input too; in a module that is not mapped, the same for all.
+                if not issubclass(variable_type, nnx.Perturbation):
+                    indices.add(index)
+    return indices
 
 
 def change_names(

@@ -1,10 +1,11 @@
 """The stages of lifted functions: what :mod:`nnx_sharding.stages` makes public.
 
-JAX's stages know flat arrays: those of the arguments, each at its *slot*, and those of the results
-in groups by spec. Each class here holds the stage of JAX, and translates both into the user's
-pytrees (:func:`user_tree`) with what is known of the arguments (the `Structure` of the *plan*) and
-of the results (the *outcome*, which says for each array after the call from which output or slot it
-is). A *guard* recognizes the arguments of an earlier call, and spares flattening them.
+JAX's stages know flat arrays: those of the arguments, of which each has a *slot* (its position),
+and those of the results, in groups of one sharding each. Each class here holds the stage of JAX,
+and translates both into the user's pytrees (:func:`user_tree`). For that it has the *plan*, with
+the `Structure` of the arguments, which describes modules as a treedef describes pytrees, and the
+*outcome*, which says for each array after the call whether it is an output or an argument. A
+*guard* recognizes the arguments of an earlier call, so that they need not be flattened again.
 
 Figures of compiled programs are in `figures.py`, which is imported when one is asked for.
 """
@@ -135,15 +136,16 @@ class Stage:
 
     @property
     def updates_info(self) -> Any:
-        """Shape and dtype of the arrays that the call writes back, in the form of the inputs.
+        """Shape and dtype of the arrays that the call writes back, in the form of the arguments.
 
         It has only changed Variables, not the objects that the call adds.
         """
         before, outcome = self._plan.structure, self._outcome
-        # The last of JAX's outputs is the outcome. What the call does not change is None.
+        # By slot after the call; None for what it does not change. The last of JAX's outputs is the
+        # outcome.
         arrays = outcome.arrays([None] * before.num_leaves, self._stage.out_info[:-1])
-        written: dict[int, Any] = {}  # by slot of the inputs
-        for index in (*outcome.values, *outcome.metadata):
+        written: dict[int, Any] = {}  # by slot before the call
+        for index in (*outcome.values, *outcome.metadata):  # the changed Variables
             # Not strict: a Variable may hold another number of arrays after the call.
             slots = zip(before.slots[index], outcome.structure.slots[index], strict=False)
             written |= {old: arrays[new] for old, new in slots if arrays[new] is not None}
@@ -229,7 +231,10 @@ class Stage:
     def _with_statics(
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Adds bound objects and static arguments that were left out to the arguments of a call."""
+        """Returns the arguments of a call, with bound objects and static arguments.
+
+        Static arguments may be left out, since a stage was made for certain ones.
+        """
         signature, bound = self._plan.signature, self._lifted._bound
         # By position, or by name if they were passed so.
         statics: dict[Any, Any] = dict(zip(signature.static_keys, self._statics, strict=True))
@@ -243,7 +248,7 @@ class Stage:
         return args, {**keywords, **kwargs}
 
     def _check_structure(self, done: str, call: SortedCall, flat: Flat) -> None:
-        """Raises a ``TypeError`` for arguments of another structure than the plan has."""
+        """Raises a ``TypeError`` for arguments that differ in more than arrays from the plan's."""
         plan = self._plan
         before = (plan.signature, plan.structure)
         after = (call.signature, flat.structure)
@@ -686,10 +691,12 @@ def user_tree(
     keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
     objects: Sequence[object] | None = None,
 ) -> Any:
-    """Puts values into the form of the structure's root: states for modules, None for statics.
+    """Puts values by slot into a pytree like the user's, with an ``nnx.State`` for each module.
+
+    Static values in it are None.
 
     Args:
-      structure: the structure of what the user passed or got.
+      structure: describes what the user passed or got.
       values: a value for each slot.
       keep: whether to keep what belongs to these slots; in place of the rest there is None, or
         nothing in a state.
