@@ -127,7 +127,7 @@ def _compiled(
 
 
 def content_of(jaxpr: Jaxpr) -> Hashable:
-    """Returns the equations of a jaxpr with variables as numbers: equal for equal programs.
+    """Returns a hashable form of a jaxpr that is equal for equal programs: variables as numbers.
 
     Raises:
       _NoContentError: it has parameters that are not compared by value.
@@ -175,7 +175,11 @@ def _literal(value: object) -> Hashable:
 
 
 def _value_of(value: object) -> Hashable:
-    """Brings a parameter of an equation into a form that is equal for equal ones."""
+    """Returns a hashable form of a parameter of an equation, equal for equal parameters.
+
+    Raises:
+      _NoContentError: it is not compared by value, such as a function with a closure.
+    """
     jaxpr = getattr(value, "jaxpr", value)
     if isinstance(jaxpr, Jaxpr):
         return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))

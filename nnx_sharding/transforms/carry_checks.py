@@ -54,7 +54,10 @@ def check_carry(name: str, fun_name: str, given: object, returned: object) -> No
 def type_changes(
     names: Iterable[str], before: Iterable[object], after: Iterable[object]
 ) -> list[str]:
-    """Lists arrays that were replaced by others of another shape or dtype, for messages."""
+    """Returns a line for each array that was replaced by one of another shape or dtype.
+
+    ``names`` are the expressions for the arrays ``before``.
+    """
     lines = []
     for name, old, new in zip(names, before, after, strict=False):
         # What a step does not write is the same object, and needs no look at its type.

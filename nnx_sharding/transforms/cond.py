@@ -1,8 +1,9 @@
 """``cond`` and ``switch`` for functions of NNX objects.
 
 Each branch is the same *pure function* of all leaves of the operands (arrays, numbers, flags; a
-*slot* is the position of one), traced with another function of the user in it. That returns arrays
-and an *outcome*: what the call did to objects, and their *structure* after it, without arrays.
+*slot* is the position of one), traced with another function of the user in it. That returns arrays,
+in groups, and an *outcome*: what the call did to objects, and their *structure* after it, a table
+of objects without arrays.
 
 A branch returns the array in each slot after the call, changed or not, so that all branches return
 the same arrays; JAX makes no output of those that no branch changes. What the call did is the union
@@ -176,9 +177,9 @@ class _Switch(InnerTransform):
     bound: tuple[tuple[int, ...], ...]
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
-        """Makes a function that calls ``jax.lax.cond`` or ``switch``, with all arrays as operands.
+        """Returns a function of all leaves that calls ``jax.lax.cond`` or ``jax.lax.switch``.
 
-        The branch that runs gives the outputs, in one group; see :class:`_Branches`.
+        Its outputs are those of the branch that runs, in one group; see :class:`_Branches`.
         """
 
         # JAX finds the traces of branches by the identity of the functions, so they are kept. Types
@@ -218,9 +219,9 @@ class _Branches:
 
         Args:
           transform: the transform, with the names of the branches.
-          plan: the plan of the call.
-          function: its pure function.
-          static: the leaves that JAX does not trace.
+          plan: what is known before the trace: structure and names of the operands.
+          function: the pure function, of all leaves.
+          static: the leaves that JAX does not trace, such as flags.
         """
         self._name, self._labels = transform.name, transform.labels
         self._plan = plan
@@ -239,10 +240,13 @@ class _Branches:
         self.functions = [distinct[key] for key in keys]
 
     def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
-        """Traces one branch; returns the array in each slot after it, None for anything else.
+        """Traces one branch, as a function of the operands.
 
-        Records what it does, and raises an error if another branch does something else: JAX would
-        only see another number of results.
+        Records what it does to objects, and raises an error if another branch does something else:
+        JAX would only see another number of results.
+
+        Returns:
+          The array in each slot after the branch; None for anything else.
         """
         leaves = self._leaves(operands)
         *groups, outcome = self._call_branch(number, leaves)
@@ -251,7 +255,8 @@ class _Branches:
         results = outcome.arrays(leaves, groups)
         self._keep_shardings(outcome, leaves, results)
         results = self._plain_results(results, operands)
-        names = [*(group.names for group in groups), self._plan.names]  # group -1: the operands
+        # By group, the name of each of its arrays; the last group, -1, is the operands.
+        names = [*(group.names for group in groups), self._plan.names]
         self._types[number] = [
             (names[group][position], None if x is None else jax.typeof(x))
             for x, (group, position) in zip(results, outcome.sources, strict=True)
@@ -291,16 +296,24 @@ class _Branches:
     def _keep_shardings(
         self, outcome: Outcome, leaves: Sequence[object], results: list[object]
     ) -> None:
-        """Gives arrays that were written to objects the shardings of the old ones, in place."""
+        """Reshards new arrays in objects like the arrays that they replace.
+
+        Changes ``results``, the arrays after the branch; ``leaves`` are those before it.
+        """
         before, after = self._plan.structure, outcome.structure
         for index, slots in enumerate(before.slots):
-            # An object without arrays has none to keep; most of a model's objects are modules.
-            for slot, old in kept_places(before, after, index) if slots else ():
-                if is_traced(leaves[old]) and not _compat.is_ref(leaves[old]):
-                    results[slot] = reshard_like(results[slot], leaves[old])
+            if not slots:  # most of a model's objects are modules without arrays of their own
+                continue
+            for slot, old_slot in kept_places(before, after, index):
+                old = leaves[old_slot]
+                if is_traced(old) and not _compat.is_ref(old):
+                    results[slot] = reshard_like(results[slot], old)
 
     def outputs(self, results: Sequence[object]) -> tuple[OutputGroup, Outcome]:
-        """Returns what the pure function does: the arrays that some branch changes, an outcome."""
+        """Returns what the pure function returns: the arrays that a branch changes, an outcome.
+
+        ``results`` are all arrays after the branch that ran.
+        """
         outcome = union(self._plan.structure, [*self._outcomes.values()])
         # Group -1 is what no branch changes, so that the caller keeps it.
         slots = [slot for slot, (group, _) in enumerate(outcome.sources) if group >= 0]
@@ -308,7 +321,7 @@ class _Branches:
         return OutputGroup(("",) * len(arrays), arrays), outcome
 
     def _check_structures(self, number: int) -> None:
-        """Checks that a branch leaves the same objects as the first one."""
+        """Raises a ``ValueError`` if a branch leaves other objects than the first one."""
         first, other = self._outcomes[0].structure, self._outcomes[number].structure
         if first == other:
             return
@@ -337,13 +350,14 @@ class _Branches:
         )
 
     def _check_types(self, number: int) -> None:
-        """Checks that the arrays after a branch have the types of those after the first one."""
-        lines = [
-            f"  {name}: {_type(x)} in {self._labels[0]}, {_type(y)} in {self._labels[number]}"
-            for (name, x), (_, y) in zip(self._types[0], self._types[number], strict=True)
-            # A weak type looks like another one, and JAX promotes it.
-            if x != y and _type(x) != _type(y)
-        ]
+        """Raises a ``TypeError`` if arrays after a branch have other types than after the first."""
+        lines = []
+        for (name, x), (_, y) in zip(self._types[0], self._types[number], strict=True):
+            # A weak type differs, but has the same text: JAX promotes it.
+            first, other = _type_text(x), _type_text(y)
+            if first != other:
+                labels = self._labels[0], self._labels[number]
+                lines.append(f"  {name}: {first} in {labels[0]}, {other} in {labels[1]}")
         raise_listed(
             TypeError,
             f"{self._name}: the branches return, or write to the operands, arrays of different "
@@ -354,5 +368,5 @@ class _Branches:
         )
 
 
-def _type(aval: Any) -> str:
+def _type_text(aval: Any) -> str:
     return "none" if aval is None else aval.str_short(short_dtypes=False)

@@ -1,7 +1,8 @@
 """The base of ``grad``, ``vjp``, ``jvp`` and ``linearize``: differentiates at some arrays.
 
-The pure function of a call takes all arrays of its arguments, by slot, and returns all arrays that
-the call returns or writes back. What is differentiated is a part of both. So JAX differentiates a
+The pure function of a call takes all arrays of its arguments, of which each has a *slot* (its
+position), and returns all arrays that the call returns or writes back, and an *outcome*, which says
+what these are. What is differentiated is a part of both. So JAX differentiates a
 function of the arrays in some slots that returns the arrays of the output, and everything else as
 auxiliary data (:meth:`Differentiable.differentiate`): the call changes the caller's objects like
 any other, and returns the derivative besides.
@@ -81,9 +82,9 @@ class Differentiable(Inner[P, R]):
         """Calls the function, and differentiates it at the arrays in some slots.
 
         Args:
-          plan: the plan of the call.
-          flat: its arguments.
-          slots: the slots.
+          plan: the plan of the call, which has its pure function.
+          flat: its arguments, flattened.
+          slots: the positions of the arrays.
           differentiate: differentiates a function at these arrays. The function returns the arrays
             of the output, without those of the user's auxiliary data, and everything that the call
             returns; ``differentiate`` returns the derivative of the former, and the latter.

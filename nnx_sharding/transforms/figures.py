@@ -163,7 +163,7 @@ class Figures:
         return {row.path: row for row in self._arguments}
 
     def _why_argument(self, path: str) -> Reason:
-        """Says why an argument is sharded as it is."""
+        """Says why the argument with a path is sharded as it is."""
         return self._argument_reasons.reason(self._rows_by_path[path])
 
     def _arguments_of(self, module_path: str) -> list[str]:
@@ -228,13 +228,15 @@ class Figures:
     def _updated_paths(self) -> list[str | None]:
         """Returns, for each output of the program, the path of the Variable that it updates.
 
-        None for an output that is returned to the user.
+        None for an output that is returned to the user. The *outcome* of the trace says which
+        output is which array after the call; a *slot* is the position of an array among those of
+        the arguments, or of all after the call.
         """
         outcome: Outcome = self._compiled._outcome
         before = self._plan.structure
         tree: Any = self._stage.out_tree
-        # The outcome knows by groups which output is which array after the call. So it gets the
-        # numbers of outputs in the place of these, and None for what the call leaves as it was.
+        # The outcome has outputs in groups. It gets their numbers in the place of arrays, and None
+        # for what the call leaves as it was.
         numbers = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))[:-1]
         output_numbers = outcome.arrays([None] * before.num_leaves, numbers)  # by slot after it
         paths: list[str | None] = [None] * tree.num_leaves

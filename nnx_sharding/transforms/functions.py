@@ -43,7 +43,7 @@ class Functions(FunctionGroup):
         leading: Sequence[str],
         count: int,
     ):
-        """Unbinds the functions of a call.
+        """Separates the functions of a call from the objects that they are bound to.
 
         Args:
           name: the name of the transform, for messages.
@@ -56,6 +56,7 @@ class Functions(FunctionGroup):
         """
         wrong = [f"  {key}: {x!r:.200}" for key, x in functions.items() if not callable(x)]
         raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
+        # A callable module is its class's ``__call__``, bound to the module.
         pairs = [
             (type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x)
             for x in functions.values()

@@ -201,7 +201,15 @@ class InnerTransform(Transform):
         out_specs: Sequence[object],
         donated: tuple[int, ...],
     ) -> Program:
-        """Transforms a pure function, once for each plan; there is nothing to compile."""
+        """Returns the transformed function in the forms that calls use; nothing is compiled here.
+
+        Args:
+          plan: the plan, for which this is called once.
+          function: its pure function.
+          in_specs: not used, as the plan has them.
+          out_specs: likewise.
+          donated: empty, since these transforms donate nothing.
+        """
         call = self.jax_transform(plan, function)
 
         def inline(*leaves: object) -> Any:

@@ -1,9 +1,10 @@
 """Functions that take and return NNX objects: what all transforms make, with or without stages.
 
-A call flattens its arguments (``Flat``: a structure, and leaves by slot), finds the *plan* for the
-structure, and runs a *program* of the plan: the pure function, as JAX transformed it. A *guard*
-finds the plan of an earlier call with the same objects without flattening. The *fingerprint* of a
-function is a key for its closures, globals and arguments: if it differs, it is traced again.
+A call flattens its arguments (``Flat``) into a list of arrays and a *structure*, which describes
+all else, finds the *plan* for the structure (one spec for each array, and so on), and runs a
+*program* of the plan: a function of the arrays, transformed by JAX. A *guard* finds the plan of an
+earlier call with the same objects without flattening. The *fingerprint* of a function is a key for
+its closures, globals and arguments: if it differs, it is traced again.
 
 This is the hot path of every call: nothing here may depend on the size of the model, apart from
 flattening.
@@ -130,7 +131,7 @@ class LiftedFunction(Generic[P, R]):
         return any(isinstance(x, classmethod) and x.__func__ is unbound for x in members)
 
     def _find_plan(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Plan, Flat]:
-        """Returns the plan for a call, and its flattened arguments, by a guard if one knows them.
+        """Returns the plan for a call, and its flattened arguments; a guard may know both.
 
         Guards are for calls at top level: in a trace, the arguments hold tracers of that.
         """

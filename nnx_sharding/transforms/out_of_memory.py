@@ -65,7 +65,10 @@ def _explanation(
 
 
 def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
-    """Adds to the error the largest holders, and what would help, with the bytes that it saves."""
+    """Returns the error with the modules that hold most, and what would help.
+
+    ``table`` has the memory of each module, ``rows`` the arguments of the program.
+    """
     from ..analysis.units import bytes_text
 
     by_kind = table.by_kind()

@@ -15,9 +15,9 @@ over these axes. It adds nothing to the result; it only takes the gradient in pl
     d_s.sum(-1)        └─────────── + ────────────┘         one all-reduce, after the loop
 
 This is right for layers of which row i of the output depends on row i of the input only
-(``BY_ROWS``), and for parameters that are replicated over the axes of the rows. All other uses of a
-parameter add to its usual gradient, which JAX reduces at once, and which :meth:`PartialSums.add`
-puts into the sum of the first device.
+(``BY_ROWS``), and for parameters that are replicated over the *axes of the rows*, the mesh axes
+that shard the batch. All other uses of a parameter add to its usual gradient, which JAX reduces at
+once, and which :meth:`PartialSums.add` puts into the sum of the first device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class PartialSums:
         slots_of_objects: Sequence[Sequence[int]],
         leaves: Sequence[Any],
     ) -> set[int]:
-        """Finds the slots of the parameters that have partial sums.
+        """Returns the parameters that get partial sums, by their positions among all arrays.
+
+        They belong to layers that compute by rows, are replicated and can be differentiated.
 
         Args:
           objects: the modules and Variables of the arguments.
@@ -76,15 +78,16 @@ class PartialSums:
           leaves: the arrays of the arguments, by slot.
         """
         # A parameter that is used elsewhere as well has partial sums of its uses in these layers.
-        layers = (x for x in objects if _layer_class(x) is not None)
+        layers = [x for x in objects if _layer_class(x) is not None]
         parameters = {id(variable) for layer in layers for _, variable in own_variables(layer)}
-        return {
-            slot
-            for variable, slots in zip(objects, slots_of_objects, strict=True)
-            if id(variable) in parameters
-            for slot in slots
-            if self._is_replicated(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
-        }
+        result = set[int]()
+        for variable, slots in zip(objects, slots_of_objects, strict=True):
+            if id(variable) in parameters:
+                for slot in slots:
+                    is_inexact = jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
+                    if is_inexact and self._is_replicated(leaves[slot]):
+                        result.add(slot)
+        return result
 
     def _is_replicated(self, x: jax.Array) -> bool:
         """Whether an array is replicated over the axes of the rows."""
@@ -131,7 +134,15 @@ class PartialSums:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Calls a method of a module; layers are mapped over the axes of the rows."""
+        """Calls a method of a module in the place of Flax; layers run in a ``shard_map``.
+
+        Args:
+          module: the module.
+          method: the name of the method.
+          call: the method, bound to the module.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+        """
         layer_class = _layer_class(module)
         if layer_class is not None and method in METHODS:
             # `Embed.attend` is a product, like `Linear`.
@@ -151,7 +162,11 @@ class PartialSums:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Calls a layer in a ``shard_map`` over the rows, if all of its parameters allow it."""
+        """Calls a layer in a ``shard_map`` over the rows, if all of its parameters allow it.
+
+        There its gradients go to the partial sums. ``by_rows`` says whether such a layer computes
+        each row by itself, ``call`` is the method.
+        """
         variables = [variable for _, variable in own_variables(module)]
         values = [_compat.get_value(variable) for variable in variables]
         partials = [self.find(value) for value in values]
@@ -165,7 +180,8 @@ class PartialSums:
         if not self._takes_rows(mesh, module, by_rows, args, kwargs):
             if by_rows is _looks_up and "out_sharding" not in kwargs:
                 spec = _looked_up_sharding(mesh, module, args)
-                kwargs = kwargs if spec is None else {**kwargs, "out_sharding": spec}
+                if spec is not None:  # JAX cannot infer it
+                    kwargs = {**kwargs, "out_sharding": spec}
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
             # Within, the axes of the rows are manual, which specs do not name.
@@ -199,7 +215,9 @@ class PartialSums:
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> bool:
-        """Whether a call takes one array, whose first dimension is the rows, or can be.
+        """Whether the only array that a call takes has the rows of the batch as first dimension.
+
+        On Auto axes the type does not say so; there a dimension that they divide will do.
 
         Args:
           mesh: the mesh of the trace.
@@ -365,7 +383,10 @@ _DEFAULTS: dict[type, dict[str, object]] = {
 
 
 def _layer_class(module: object) -> type | None:
-    """Finds the class of ``BY_ROWS`` whose methods a module has; None if it overrides them."""
+    """Returns the class of ``BY_ROWS`` that defines the methods of a module.
+
+    None if a subclass overrides them, or the user gave the layer a function of his own.
+    """
     if not isinstance(module, nnx.Module):
         return None
     # The class that defines each method, as a user's subclass may replace it.

@@ -13,8 +13,11 @@ Differentiated as it is, the loop would keep all gathered parameters for the bac
 has a rule of its own, which gathers them again, in a loop of the same form that runs from the last
 layer to the first. JAX shows this form in ``tests/overlap_test.py``.
 
-A layer's part of the arrays is in four lists: *constants*, *carry*, *ready* parameters and the
-*rest* (:class:`_Loop`). A *shard* is a parameter as it is kept, (layers, …) for the loop.
+A layer's part of the arrays is in four lists: *constants*, *carry*, *ready* parameters (gathered)
+and the *rest* (:class:`_Loop`). A *shard* is a parameter as it is kept, (layers, …) for the loop.
+The *pullback* of a layer takes its cotangents from outputs to inputs; it is rebuilt in the backward
+pass from *residuals*, the arrays that the forward pass keeps. A strategy leaves a *tag* on each
+module, which says which of its parameters are to be gathered.
 """
 
 from __future__ import annotations
@@ -57,9 +60,7 @@ _GATHERS: ContextVar[dict[int, Gather] | None] = ContextVar("_GATHERS", default=
 
 @contextlib.contextmanager
 def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterator[None]:
-    """Within the block, a loop over stacked layers gathers their parameters ahead.
-
-    These are the parameters that a strategy gathers in the layers, as the tags of modules say.
+    """Within the block, :func:`scan` over stacked layers gathers their parameters ahead.
 
     Args:
       layers: the module with stacked Variables.
@@ -84,24 +85,26 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
 
 
 def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
-    """Yields the parameters of a module that its strategy gathers, and that are not whole yet."""
+    """Yields the parameters of a module that its strategy gathers, and that are not whole yet.
+
+    The tag has, for each parameter: the spec while the module runs, the shape outside of loops,
+    whether it is gathered, and the spec outside of the module.
+    """
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
         if path not in tag.specs:
             continue
-        # The spec while the module runs, the shape outside of loops, whether the strategy gathers
-        # it, and the spec outside of the module.
         spec, shape, is_gathered, declared = tag.specs[path]
         actual = type_spec(value)
         is_whole = actual is not None and tag.axes.isdisjoint(spec_axes(actual))
         if not is_gathered or is_whole or not isinstance(value, jax.core.Tracer):
             continue
-        mesh = mesh_in_trace(tag.mesh)
-        shard, whole = (
+        shardings = []
+        for parameter_spec in (declared, spec):
             # Without the dimension of the layers, which comes first.
-            NamedSharding(mesh, PartitionSpec(*spec_of_slice(x, shape, value.shape).partitions[1:]))
-            for x in (declared, spec)
-        )
+            entries = spec_of_slice(parameter_spec, shape, value.shape).partitions[1:]
+            shardings.append(NamedSharding(mesh_in_trace(tag.mesh), PartitionSpec(*entries)))
+        shard, whole = shardings
         yield Gather((tag.name, tag.path, path), value, shard, whole)
 
 
@@ -184,6 +187,7 @@ class _Loop:
         rest = [x for i, x in enumerate(stacked) if i not in gathers]
         initial, treedef = jax.tree.flatten(carry)
 
+        # The step as a function of flat lists: puts gathered and other slices in their order.
         def flat_step(carry: Arrays, ready: Arrays, rest: Arrays) -> Any:
             parameters = dict(zip(gathers, ready, strict=True))
             others = iter(rest)
@@ -228,7 +232,11 @@ class _Loop:
     def _step(
         self, constants: Arrays, carry: Arrays, ready: Arrays, rest: Arrays
     ) -> tuple[list[Any], list[Any]]:
-        """Runs one layer; returns what is carried to the next one, and what is stacked."""
+        """Runs the jaxpr of one layer.
+
+        Returns:
+          What is carried to the next layer and changed, and what is stacked.
+        """
         count = len(self._jaxpr.consts)
         new, same = iter(carry), iter(constants[count:])
         values = (next(new if is_changed else same) for is_changed in self._is_changed)
@@ -278,9 +286,15 @@ class _Loop:
     def _differentiated_step(
         self, arguments: tuple[Arrays, Arrays, Arrays, Arrays]
     ) -> tuple[list[Any], list[Any], list[Any], _Pullback]:
-        """Runs one layer; returns carry, results, and the residuals to keep for its pullback."""
+        """Runs one layer, and makes its pullback.
+
+        ``arguments`` are the four lists: constants, carry, ready and rest.
+
+        Returns:
+          The carry, the results, the residuals to keep, and how to rebuild the pullback of them.
+        """
         leaves, treedef = jax.tree.flatten(arguments)
-        slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
+        slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]  # of differentiable ones
 
         def differentiable(*inexact: object) -> Any:
             all_leaves = jax.tree.unflatten(treedef, replace_slots(leaves, slots, inexact))

@@ -69,9 +69,10 @@ class _Rules:
         return [module_predicate(filter_) for filter_, _ in self.rules]
 
     def name_outputs(self, path: Path, module: object, out: object) -> Any:
-        """Gives the outputs of a module the name of the first rule that matches the module.
+        """Gives the outputs of a module the name by which the policy of JAX knows its rule.
 
-        Records that the module was called, and that the rule is used.
+        The first rule counts whose filter matches the module. Records that the module was called,
+        and that the rule is used.
         """
         self.called[path_string(path)] = None
         predicates = enumerate(self._predicates)
@@ -91,7 +92,7 @@ class _Rules:
         return f"{keep} {filter_!r}"
 
     def policy(self) -> Callable[..., bool]:
-        """Returns the policy in the form of JAX."""
+        """Returns the policy of JAX that saves or offloads what has the names of the rules."""
         names: dict[Keep, list[str]] = {keep: [] for keep in _KEEPS}
         for index, (filter_, keep) in enumerate(self.rules):
             names[keep].append(self._name(index))
@@ -109,7 +110,10 @@ class _Rules:
         )
 
     def check(self, function: Function, slots: Sequence[int], leaves: Sequence[object]) -> None:
-        """Raises an error for filters that match no module and no name in the function."""
+        """Raises a ``ValueError`` for filters that match no module and no name in the function.
+
+        ``function`` takes the leaves, of which JAX traces those in ``slots``.
+        """
         if len(self.used) == len(self.rules):
             return
         # Names that the user gave show only in a jaxpr, so this traces once more.
@@ -185,7 +189,7 @@ class _Remat(InnerTransform):
         return call_with_names
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
-        """Makes a function that is called under ``jax.checkpoint``."""
+        """Returns a function of all leaves that runs the pure function under ``jax.checkpoint``."""
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()
         checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=self.prevent_cse)
@@ -206,17 +210,17 @@ class _Remat(InnerTransform):
 
 
 def _modules_of(plan: Plan, unflattened: Unflattened) -> Known:
-    """Returns the modules in the arguments of a trace, by identity, with their paths."""
-    return Known(
-        {
-            id(unflattened.objects[index]): (path, unflattened.objects[index])
-            for argument in plan.graph_arguments
-            for part in argument.parts
-            # Paths start at the argument, as users write them in filters.
-            for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items()
-            if isinstance(plan.structure.entries[index], NodeEntry)
-        }
-    )
+    """Returns the modules in the arguments of a trace, by their ids, with their paths."""
+    structure = plan.structure
+    modules = {}
+    for argument in plan.graph_arguments:
+        for part in argument.parts:
+            # Paths start at the part, as users write them in filters.
+            for index, [path] in structure.paths_to_objects([((), part.child)]).items():
+                if isinstance(structure.entries[index], NodeEntry):
+                    module = unflattened.objects[index]
+                    modules[id(module)] = (path, module)
+    return Known(modules)
 
 
 @_compat.api_boundary

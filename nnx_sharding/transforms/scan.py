@@ -13,6 +13,10 @@ has all arrays of its arguments, so the loop sorts them by their axes (:class:`L
 
 JAX turns a carry that no step changes into a constant, so that nothing is lost by the generosity of
 the third and fourth row. `while_loop` and `fori_loop` are the same loop without slices.
+
+The *leaves* of the arguments are arrays, numbers and flags, of which each has a *slot* (its
+position); the objects are in a table, the *structure*, in which each has an *index*. The *outcome*
+of a step is what it did to objects, with the structure after it.
 """
 
 from __future__ import annotations
@@ -146,7 +150,10 @@ def scan(
 
 
 def _carry_in(axes: Any) -> int | str | None:
-    """Finds the position or the name of the carry in axes."""
+    """Returns the position or the name of the argument whose axis is ``Carry``; None without one.
+
+    Raises a ``ValueError`` if there are several.
+    """
     items = axes.items() if isinstance(axes, Mapping) else enumerate(axes)
     carries = [key for key, axis in items if is_carry(axis)]
     if len(carries) > 1:
@@ -178,7 +185,10 @@ class Scan(Mapped):
         return Loop(self.options, plan, function)
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Checks the carry that the function returns."""
+        """Returns the user's function, with a check that its carry has the form of the given one.
+
+        Here, and not on flat arrays, so that the error can name what was returned.
+        """
         fun = super().user_function(plan, caller, unflattened)
         fun_name = name_of(caller.fun)
         carried = self.carried
@@ -219,7 +229,7 @@ class Scan(Mapped):
 def _argument(
     fun: Callable[..., object], key: int | str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:
-    """Returns one argument of a call, by position or by name."""
+    """Returns one argument of a call by its position or name, however it was passed."""
     if isinstance(key, int) and key < len(args):
         return args[key]
     arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
@@ -244,8 +254,8 @@ class Loop:
 
         Args:
           options: the options of JAX's own loop.
-          plan: the plan of the call.
-          function: its pure function.
+          plan: what is known before the trace: the structure of the arguments, and their axes.
+          function: the pure function, of all leaves of the arguments.
         """
         self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, plan.structure, plan.names
@@ -261,7 +271,10 @@ class Loop:
         self._kept_step = functools.lru_cache(maxsize=64)(self._make_step)
 
     def _sort_slots(self, plan: Plan) -> None:
-        """Sets the attributes with slots, and the places of what is carried in objects."""
+        """Sorts the arrays of the arguments by the rows of the table at the top of this file.
+
+        Sets ``_mapped``, ``_carried``, ``_others``, and where carried arrays are in objects.
+        """
         structure, specs = plan.structure, plan.specs
         self._mapped = {slot: x.index for slot, x in enumerate(specs) if x.index is not None}
         carry = [slot for slot in structure.root_slots if specs[slot] is CARRY]
@@ -272,19 +285,17 @@ class Loop:
                 "axis None: the next step then reads what a step writes to it."
             )
         self._has_refs = bool(refs)
-        # Where a carried array is, as slots differ after a step: the index of its object, and its
-        # number among the arrays of that. Without graph updates, only Variables and the carry keep
-        # what a step writes.
+        # By slot: the index of the object that holds a carried array, and its number among the
+        # arrays of that. Slots differ after a step, these do not.
+        self._places: dict[int, tuple[int, int]] = {}
         carried_objects = plan.transform.carried_objects(plan)
-        self._places = {
-            slot: (index, number)
-            for index, slots in enumerate(structure.slots)
-            if plan.updates
-            or index in carried_objects
-            or isinstance(structure.entries[index], VariableEntry)
-            for number, slot in enumerate(slots)
-            if slot not in self._mapped and slot not in refs
-        }
+        for index, slots in enumerate(structure.slots):
+            # Without graph updates, only Variables and the carry keep what a step writes.
+            is_variable = isinstance(structure.entries[index], VariableEntry)
+            if plan.updates or is_variable or index in carried_objects:
+                for number, slot in enumerate(slots):
+                    if slot not in self._mapped and slot not in refs:
+                        self._places[slot] = (index, number)
         self._carried = [*carry, *self._places]
         used = {*self._carried, *self._mapped}
         self._others = [slot for slot in range(len(specs)) if slot not in used]
@@ -303,13 +314,14 @@ class Loop:
         return fixed | {index for index, _ in self._places.values()}
 
     def __call__(self, *leaves: object) -> tuple[Any, ...]:
-        """Runs the loop; returns what the pure function returns for one step, but for all steps.
+        """Runs the loop, as a function of the same leaves as the pure function of one step.
 
         Args:
           *leaves: the leaves of the arguments, by slot.
 
         Returns:
-          The groups of outputs, with stacked arrays or last values, and the outcome of a step.
+          What the pure function returns: groups of outputs, here with stacked arrays or last
+          values, and the outcome of a step.
         """
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _can_carry(leaves[slot])]
@@ -333,8 +345,15 @@ class Loop:
     def _outputs(
         self, last: OutputGroup, stacked: Sequence[OutputGroup | None], outcome: Outcome
     ) -> list[OutputGroup]:
-        """Returns the groups of outputs: stacked ones, and of what is carried the last values."""
-        # The last values, by group and position among the outputs of a step.
+        """Returns the outputs of the loop, in the groups of the outputs of a step.
+
+        Args:
+          last: the last carry.
+          stacked: the groups that were stacked; None for those in the carry.
+          outcome: what a step did, with the group and the position of each array after it.
+        """
+        # The last values, by group and position among the outputs of a step. Not strict, since
+        # what no step changes is behind the rest in the carry.
         final = {
             outcome.sources[slot]: array
             for slot, array in zip(self._slots_after(outcome), last.arrays, strict=False)
@@ -342,7 +361,8 @@ class Loop:
         groups = []
         for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
             if group is None or axis is None:
-                positions = sorted(position for group, position in final if group == number)
+                # The outputs of this group, in their order.
+                positions = sorted(position for owner, position in final if owner == number)
                 arrays = [final[number, position] for position in positions]
             else:
                 arrays = [_move_axis(array, 0, axis) for array in group.arrays]
@@ -388,8 +408,8 @@ class Loop:
         return [*root, *(after.slots[index][number] for index, number in self._places.values())]
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
-        """Checks that all arrays have the same length along their axes."""
-        names_by_length: dict[str, list[str]] = {}
+        """Raises a ``ValueError`` unless all mapped arrays have one length along their axes."""
+        names_by_length: dict[str, list[str]] = {}  # by a text that says the length
         for slot, axis in self._mapped.items():
             aval = jax.typeof(leaves[slot])
             shape = aval.shape if hasattr(aval, "dtype") else ()  # of a hijax type
@@ -427,15 +447,18 @@ class Loop:
         raise see(unknown, anchor="number-of-steps")
 
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
-        """Checks that a step did not change the structure of what it passes on."""
+        """Raises a ``ValueError`` if a step changed objects in more than the values of arrays.
+
+        The next step gets the same objects, and runs the same program.
+        """
         pairs = enumerate(zip(self._structure.entries, outcome.structure.entries, strict=False))
         # Entries of objects that the step made come after the entries of the arguments.
         changed = [i for i, (old, new) in pairs if old != new and i in self._fixed_objects]
         names = self._names_of(changed)
-        lines = [
-            f"  {place}: is {f'{old} before, {new} after it' if old != new else 'replaced'}"
-            for place, old, new in structure_changes(names, self._structure, outcome.structure)
-        ]
+        lines = []
+        for place, old, new in structure_changes(names, self._structure, outcome.structure):
+            change = "replaced" if old == new else f"{old} before, {new} after it"
+            lines.append(f"  {place}: is {change}")
         raise_listed(
             ValueError,
             f"{self._transform.name}: a step changed the structure of what is the same for all "
@@ -445,17 +468,17 @@ class Loop:
         )
 
     def _new_outputs(self, groups: Sequence[OutputGroup], outcome: Outcome) -> list[str]:
-        """Lists arrays that a step added to what is neither stacked nor in the carry."""
+        """Returns a line for each array that a step added to what is not stacked, nor the carry."""
         known = {outcome.sources[slot] for slot in self._slots_after(outcome)}
-        return [
-            f"  {name}: is new"
-            for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True))
-            for position, name in enumerate(group.names)
-            if axis is None and (number, position) not in known
-        ]
+        lines = []
+        for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True)):
+            for position, name in enumerate(group.names):
+                if axis is None and (number, position) not in known:
+                    lines.append(f"  {name}: is new")
+        return lines
 
     def _check_types(self, given: Sequence[object], new: Sequence[object]) -> None:
-        """Checks that a step passes on arrays of the types that it got."""
+        """Raises a ``TypeError`` if a step passes on arrays of other types than it got."""
         raise_listed(
             TypeError,
             f"{self._transform.name}: a step returns in the carry, or writes to what the next one "

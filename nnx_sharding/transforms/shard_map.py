@@ -1,9 +1,10 @@
 """``shard_map`` for functions and methods that take and return NNX objects.
 
-`jax.shard_map` maps the *pure function*, of all arrays of the arguments, by their slot, that
-returns groups of arrays of one spec each and an outcome without arrays. Specs are `PartitionSpec`s,
-and every array has one; Variables hold shards inside. At top level the mapped function is compiled
-by `jax.jit`, since JAX would run it operation by operation; within a trace it becomes part of that.
+`jax.shard_map` maps the *pure function*. That takes all arrays of the arguments, and returns groups
+of arrays of one spec each, and an *outcome* without arrays. Specs are `PartitionSpec`s, and every
+array has one; Variables hold shards inside. The *plan* (``core/plan.py``) is what is known of a
+call before the trace. At top level the mapped function is compiled by `jax.jit`, since JAX would
+run it operation by operation; within a trace it becomes part of that.
 Meshes and axes differ between the two, as modules may run with other axis types than the mesh that
 the user gave (:meth:`_ShardMap._inline`).
 """
@@ -112,7 +113,10 @@ class _ShardMap(Sharded):
         leaves: Sequence[object],
         specs: Sequence[PartitionSpec],
     ) -> None:
-        """Checks that results are equal on all devices along the axes that their specs omit."""
+        """Raises a ``ValueError`` for results that vary along mesh axes that their specs omit.
+
+        ``names`` are the expressions for the results, ``leaves`` their arrays in the trace.
+        """
         if not self.check_vma or self.context is None:
             return
         mesh = self.context
@@ -168,7 +172,15 @@ class _ShardMap(Sharded):
         out_specs: Sequence[PartitionSpec],
         donated: tuple[int, ...],
     ) -> Program:
-        """Maps the function over shards, and compiles that for calls at top level."""
+        """Maps the function over shards, and compiles that for calls at top level.
+
+        Args:
+          plan: the plan of the call.
+          function: takes all arrays; returns a group of arrays for each spec, and the outcome.
+          in_specs: the spec of each array.
+          out_specs: the spec of each group.
+          donated: empty, since ``shard_map`` donates nothing.
+        """
         map_over = functools.partial(
             jax.shard_map,
             function,
@@ -221,7 +233,10 @@ class _ShardMap(Sharded):
     def _specs_of_types(
         self, leaves: Sequence[object], mesh: Mesh | AbstractMesh | None
     ) -> tuple[PartitionSpec, ...] | None:
-        """Returns the specs in the types of the arrays; None if the user gave some."""
+        """Returns the specs that the types of the arrays have on a mesh of Explicit axes.
+
+        None if the user gave ``in_specs``. A ``TypeError`` if axes are not Explicit.
+        """
         if self.in_specs.tree is not None or mesh is None:
             return None
         manual = self.axis_names or frozenset(mesh.axis_names)

@@ -2,7 +2,9 @@
 
 Both are thin: the core flattens and unflattens for every call. What is here is the form in which
 users see the arrays, states by path in groups by filter, and for `merge` into an existing graph the
-pairing of old and new objects by path and type.
+pairing of old and new objects by path and type. A structure (``core/structure.py``) is a table:
+each object has an *entry* in it, whose place is the *index* of the object, and *children* refer to
+objects by index. The arrays are in a list, in which each has a *slot*.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..core.flatten import flatten
+from ..core.flatten import Flat, flatten
 from ..core.guard.known import flatten_known
 from ..core.rebuild import node_changes, rebuild, update_operations
 from ..core.structure import (
@@ -126,6 +128,11 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
         if not old.updatable:
             _refuse_other_traces(old.objects)
         return rebuild(old, leaves)  # only arrays differ
+    return _merge_into(old, structure, leaves)
+
+
+def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> Any:
+    """Changes the objects of a graph to the content of another structure; returns the graph."""
     pairs = _pair_objects(old.structure, structure)
     existing = {index: old.objects[before] for index, before in pairs.items()}
     _refuse_other_traces(existing.values())
@@ -135,13 +142,14 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     for index, before in pairs.items():
         entry = structure.entries[index]
         old_entry = old.structure.entries[before]
-        if isinstance(entry, NodeEntry) and isinstance(old_entry, NodeEntry):
-            # Children are indices into different tables, so all are set and none compared.
-            change = node_changes(index, None, structure, frozenset())
-            removed = tuple(key for key in old_entry.keys if key not in entry.keys)
-            changes += [change._replace(removed=removed)] if change else []
-        else:
+        if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
             variables.append(index)
+            continue
+        # Children are indices into different tables, so all are set and none compared.
+        change = node_changes(index, None, structure, frozenset())
+        if change is not None:
+            removed = tuple(key for key in old_entry.keys if key not in entry.keys)
+            changes.append(change._replace(removed=removed))
     perform(
         update_operations(structure, leaves, unflattened.objects, variables, variables, changes)
     )
@@ -166,7 +174,7 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
       The indices of objects in the old structure, by the index in the new one.
     """
     pairs: dict[int, int] = {}
-    paired: set[int] = set()  # in the old one
+    paired: set[int] = set()  # the objects of the old structure that have a partner
     # Children at the same path. For an object the child is its index, replaced by its entry.
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
     while stack:  # no recursion: models may be nested deeply
@@ -193,6 +201,10 @@ _ARRAYS = (_compat.ArrayImpl, jax.core.Tracer, jax.ShapeDtypeStruct)
 
 def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]:
     """Returns the arrays of all groups in the order of the structure.
+
+    Args:
+      structure: knows the path and the slots of each array, or of a Variable with a pytree of them.
+      groups: the arrays by path: states, or nested mappings.
 
     Raises:
       ValueError: there are other arrays than the structure has.

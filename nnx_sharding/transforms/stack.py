@@ -8,7 +8,8 @@ leading dimension of size L, and calls it in one ``scan``::
 
     x = stack(x)    =    x, _ = scan(lambda x, layer: layer(x), x, layers)
 
-A Variable that all layers share keeps its shape, and each step of the scan gets it as it is.
+A Variable that all layers share keeps its shape, and each step of the scan gets it as it is. To
+compute with the arrays, a module is flattened: the *slot* of an array is its position in the list.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class Stack(nnx.Module):
 
     def __setitem__(self, index: int, layer: nnx.Module) -> None:
         """Writes the values of a module of the same structure to one layer."""
-        number = range(self.length)[operator.index(index)]
+        number = range(self.length)[operator.index(index)]  # as a list: may be negative, checked
         new = flatten_layer(layer)
         old_layer = flatten_layer(self[number])
         _check_equal([old_layer, new], lambda i: f"[{number}]" if i else "the layers")
@@ -280,20 +281,32 @@ def stack(
 def _make_layers(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Path]]:
-    """Makes all layers by one ``vmap``; returns the paths of what they share, too."""
+    """Makes all layers by one ``vmap``.
+
+    Args:
+      make: makes one layer.
+      length: the number of layers.
+      args: the positional arguments of ``make``; random streams among them are split.
+      kwargs: its keyword arguments, likewise.
+
+    Returns:
+      The layer with stacked arrays, and the paths of what is the same in all layers.
+    """
     arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}  # digits are not names
     streams = {key: x for key, x in arguments.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
 
-    def make_one(streams: dict[str, Any]) -> Any:
-        own = arguments | streams  # of the streams, the part for this layer
-        return make(*(own[str(i)] for i in range(len(args))), **{key: own[key] for key in kwargs})
+    def make_one(streams_of_layer: dict[str, Any]) -> Any:
+        mine = arguments | streams_of_layer
+        positional = [mine[str(i)] for i in range(len(args))]
+        return make(*positional, **{key: mine[key] for key in kwargs})
 
     # Masks and other arrays outside of Variables are the same in all layers.
     out_axes = StateAxes({_is_no_variable: None, ...: 0})
     make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
     layer = make_all({key: x.split(length) for key, x in streams.items()})
     flat = flatten_layer(layer)
-    return layer, [x.path for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
+    outside = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
+    return layer, [location.path for location in outside]
 
 
 def _is_no_variable(path: Path, value: object) -> bool:
@@ -301,7 +314,10 @@ def _is_no_variable(path: Path, value: object) -> bool:
 
 
 def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
-    """Stacks the arrays of existing layers; returns the paths of what they share, too."""
+    """Returns one layer with the stacked arrays of existing ones, and the paths of what they share.
+
+    What is the same object in all layers is not stacked.
+    """
     flats = [flatten_layer(block) for block in blocks]
     _check_equal(flats, lambda i: f"layer {i}")
     first = flats[0]
@@ -349,10 +365,9 @@ def _apply(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def count_layer_dimensions(flat: Flat) -> dict[int, int]:
-    """Returns, for each array in a ``Stack``, how many leading dimensions are stacked layers.
+    """Returns how many leading dimensions of each array, by slot, are stacked layers.
 
-    By slot, the position of an array in ``flat``. An array of a stack in a stack has two; arrays
-    outside of stacks are not in the result.
+    An array of a stack in a stack has two; arrays outside of stacks are not in the result.
     """
     structure = flat.structure
     counts = dict[int, int]()

@@ -73,14 +73,15 @@ def layer_axes(shared: Collection[Path]) -> StateAxes:
 
 
 def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
-    """Builds a layer with other arrays in some slots; without these, Variables are the same."""
-    unchanged = {
-        index: flat.objects[index]
-        for index, slots in enumerate(flat.structure.slots)
-        if isinstance(flat.structure.entries[index], VariableEntry)
-        if slots and new.keys().isdisjoint(slots)
-    }
-    # A Variable that keeps its arrays stays the same object, shared with the layer.
+    """Returns a new layer with other arrays in some slots.
+
+    A Variable that keeps its arrays stays the same object, shared with the given layer.
+    """
+    unchanged = {}
+    for index, slots in enumerate(flat.structure.slots):
+        is_variable = isinstance(flat.structure.entries[index], VariableEntry)
+        if is_variable and slots and new.keys().isdisjoint(slots):
+            unchanged[index] = flat.objects[index]
     leaves = replace_slots(flat.leaves, new, new.values())
     (layer,), _ = unflatten(flat.structure, leaves, unchanged, share=True).root
     return layer
@@ -97,7 +98,10 @@ def name_axis(change: Callable[..., Any], layer: nnx.Module, shared: Collection[
 
 
 def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> list[str]:
-    """Lists how layers differ from the first one, apart from the values of arrays."""
+    """Returns a line for each way in which layers differ from the first one, apart from values.
+
+    ``name_of`` returns the expression for a layer by its number.
+    """
     first = flats[0]
     lines = list[str]()
     # The signature of a function of one argument, whose name is used in messages.
@@ -107,13 +111,12 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
             changes = differences((signature, first.structure), (signature, flat.structure))
             lines += [f"  {name_of(number)}: {change}" for change in changes]
             continue
-        types, others = (list(map(_type_text, x.leaves)) for x in (first, flat))
-        lines += [
-            f"  {name_of(number)}: {accessor('layer', x.path)}: {types[slot]} → {others[slot]}"
-            for x in locations_of(flat)
-            for slot in x.slots
-            if types[slot] != others[slot]
-        ]
+        for location in locations_of(flat):
+            for slot in location.slots:
+                old, new = _type_text(first.leaves[slot]), _type_text(flat.leaves[slot])
+                if old != new:
+                    place = accessor("layer", location.path)
+                    lines.append(f"  {name_of(number)}: {place}: {old} → {new}")
     return lines
 
 

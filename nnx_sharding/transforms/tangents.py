@@ -73,11 +73,11 @@ class TangentForm:
     """
 
     def __init__(self, flat: Flat, places: Mapping[Path, tuple[int, ...]]):
-        """Takes the form of what was flattened.
+        """Keeps the structure and the types of some values, without the values.
 
         Args:
-          flat: the values; only their types are kept.
-          places: the paths of what has tangents, as messages name them, with their slots.
+          flat: the values, flattened.
+          places: the slots of what has tangents, by paths as messages name them.
         """
         self._structure, self._places = flat.structure, places
         # A shared array has one tangent, at whichever path.
@@ -94,11 +94,11 @@ class TangentForm:
         return unflatten(self._structure, leaves, share=True).root
 
     def tangents_in(self, name: str, given: object, *, may_omit: bool = False) -> list[Any]:
-        """Takes the tangents out of such objects.
+        """Returns the tangents in objects that the user gave, as JAX takes them: a list of arrays.
 
         Args:
           name: what they are, for messages: the transform and the kind, as in ``jvp: tangents``.
-          given: the objects.
+          given: the objects, in the form of the values.
           may_omit: whether None may stand for an object or a pytree whose tangents are zeros.
 
         Returns:
@@ -109,7 +109,7 @@ class TangentForm:
           TypeError: some tangents have another shape or dtype than the values.
         """
         flat = flatten(given)
-        positions = slots_by_path(flat.structure)
+        positions = slots_by_path(flat.structure)  # of the given arrays
         expected = self._without(_paths_of_none(given)) if may_omit else self._places
         what = name.rpartition(" ")[2]  # the last word, as in `tangents[0].kernel`
         lines = [
@@ -119,23 +119,20 @@ class TangentForm:
         ]
         head = f"{name}: the structure of {tree_text(given)} is not that of their values:"
         raise_listed(ValueError, head, lines)
-        tangents = {
-            slot: (accessor(what, path), flat.leaves[position])
-            for path, slots in expected.items()
-            for slot, position in zip(slots, positions[path], strict=True)
-            if slot in self._types
-        }
-        lines = [
-            f"  {place}: {type_text(x)}, expected {self._types[slot].str_short()}"
-            for slot, (place, x) in tangents.items()
-            if not _fits(x, self._types[slot])
-        ]
+        tangents: dict[int, Any] = {}  # by the slot of the value
+        lines = []
+        for path, slots in expected.items():
+            for slot, position in zip(slots, positions[path], strict=True):
+                tangent, aval = flat.leaves[position], self._types.get(slot)
+                if aval is None:  # integers have no tangent
+                    continue
+                tangents[slot] = as_array(tangent, aval) if _fits(tangent, aval) else None
+                if tangents[slot] is None:
+                    found, expected_type = type_text(tangent), aval.str_short()
+                    lines.append(f"  {accessor(what, path)}: {found}, expected {expected_type}")
         head = f"{name}: these tangents have other types than their values:"
         raise_listed(TypeError, head, lines)
-        return [
-            as_array(tangents[slot][1], aval) if slot in tangents else None
-            for slot, aval in self._types.items()
-        ]
+        return [tangents.get(slot) for slot in self._types]
 
     def _without(self, omitted: Sequence[Path]) -> Mapping[Path, tuple[int, ...]]:
         """The places that are not below some paths."""

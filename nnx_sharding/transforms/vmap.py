@@ -1,4 +1,9 @@
-"""``vmap`` for functions that take and return NNX objects."""
+"""``vmap`` for functions that take and return NNX objects.
+
+The *pure function* of a call takes all arrays of the arguments, and returns all arrays of the
+result, in groups of one axis each. `jax.vmap` maps it, with an axis for each array: its *spec*
+(``mapped_axes.py``). A *slot* is the position of an array.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +110,7 @@ class _Vmap(Mapped):
     name: str = "vmap"
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
-        """Makes a function that calls ``jax.vmap`` of the pure function, with the axes as specs."""
+        """Returns a function of all arrays that calls ``jax.vmap`` of the pure function."""
         options: dict[str, Any] = {key: option.value for key, option in self.options}
         options["out_axes"] = (*(axis.index for axis in plan.out_specs), None)  # for the outcome
         in_axes = tuple(axis.index for axis in plan.specs)

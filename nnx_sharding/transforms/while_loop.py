@@ -164,7 +164,10 @@ def fori_loop(
 
 
 def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> tuple[Any, Any, Any]:
-    """Returns the bounds in one type, and the options of ``scan``; none if they are traced."""
+    """Returns both bounds in one type, and the options of a ``scan``, empty if they are traced.
+
+    Raises errors for bounds of different types, and for ``unroll`` of an unknown number of steps.
+    """
     if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
         lower, upper = int(lower), int(upper)
         length = max(upper - lower, 0)
@@ -205,7 +208,10 @@ class _While(Scan):
         return False  # the number of steps may be unknown
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Makes one step from the body: returns the next carry, after the next counter if any."""
+        """Returns what the pure function calls at each step: the body, with a check of its carry.
+
+        It returns the next carry; for ``fori_loop``, the next counter and that.
+        """
         if not isinstance(caller.fun, Functions):  # the condition, see `_trace_condition`
             return super().user_function(plan, caller, unflattened)
         body = caller.fun.bind(-1)  # the last one, after the condition if there is one
@@ -237,7 +243,10 @@ class _WhileLoop(Loop):
     def _run(
         self, step: Function, carry: OutputGroup, mapped: Sequence[jax.Array], static: StaticLeaves
     ) -> tuple[OutputGroup, Any]:
-        """Runs the steps while the condition holds; returns the last carry and the outcome."""
+        """Runs ``jax.lax.while_loop``; returns the last carry, and what a step returns besides.
+
+        ``static`` are leaves that JAX does not trace. ``mapped`` is empty.
+        """
         caller = current_caller()
         assert caller is not None  # a loop runs in a call
         is_for = isinstance(self._transform, _While) and self._transform.counts
@@ -261,7 +270,11 @@ class _WhileLoop(Loop):
     def _trace_condition(
         self, condition: Function, caller: Caller, leaves: Sequence[object]
     ) -> jax.Array:
-        """Returns whether the condition holds, by the pure function with that as its function."""
+        """Returns the condition for these leaves, a traced bool scalar.
+
+        The pure function is traced once more, with the condition as the user's function: so it gets
+        the same modules as the body.
+        """
         fun_name = name_of(condition)
 
         def checked_condition(*args: object) -> Any:
@@ -281,9 +294,8 @@ class _WhileLoop(Loop):
         return result
 
     def _check_unchanged(self, fun_name: str, outcome: Outcome) -> None:
-        """Checks that the condition changes nothing: what it wrote would be lost."""
+        """Raises a ``ValueError`` if the condition changes an object: that would be lost."""
         changed = [*outcome.values, *outcome.metadata, *outcome.statics]
-        # Whatever a condition changes would be lost: JAX calls it for its value alone.
         changed += [change.node for change in outcome.nodes]
         raise_listed(
             ValueError,
