@@ -161,7 +161,7 @@ def figures_by_place(
     mesh: MeshDescription | None,
     places: Iterable[Place] = (),
 ) -> tuple[dict[Place, PlaceFigures], Sequence[Phase], list[str]]:
-    """Sums cost and memory of a program by place.
+    """Sums what a program computes, sends and holds in memory by place: a module and a pass.
 
     Args:
       attribution: says which place an instruction or array belongs to.
@@ -202,7 +202,13 @@ def _known_bytes_sent(collectives: Collectives) -> int | None:
 def _work_by_place(
     module: Module, executed: ExecutedWork, attribution: Attribution
 ) -> dict[Place, Work]:
-    """Sums the work of each place, with the bodies of loops counted as often as they run."""
+    """Sums the work of each place, with the bodies of loops counted as often as they run.
+
+    Args:
+      module: the compiled program.
+      executed: the instructions of each computation that do work, with the work of one run.
+      attribution: says which place an instruction belongs to.
+    """
     sums: defaultdict[Place, Work] = defaultdict(Work)
     for name, parts in executed.items():
         for instruction, work in parts:
@@ -211,7 +217,8 @@ def _work_by_place(
             is_repeated = place is not None and not place.path and module.runs[name].is_fused
             if place is None or is_repeated:
                 around = attribution.place_around(name)
-                place = around if around.path or place is None else place
+                if place is None or around.path:
+                    place = around
             sums[place] = sums[place].plus(work, module.runs[name].least)
     return sums
 
@@ -219,7 +226,10 @@ def _work_by_place(
 def _memory_by_place(
     attribution: Attribution, buffers: Buffers
 ) -> tuple[dict[Place, Counter[MemoryUse]], list[Phase]]:
-    """Sums what each place holds at the peak, and lists the phases of the schedule.
+    """Sums the bytes that each place holds at the step of the schedule with the most in use.
+
+    ``buffers`` has the blocks of memory (allocations), and in each the arrays (buffers) that are
+    there one after another, with their first and last step.
 
     Returns:
       The bytes by place and use, in which memory without a place is left out; and the phases.
@@ -365,7 +375,10 @@ class Attribution:
         return place or self.place_around(collective.computation)
 
     def _named_place(self, instruction: Instruction) -> Place | None:
-        """Finds the place of an instruction by its name, or by the names of what is in it."""
+        """Finds the place of an instruction by its name, or by the names of what is in it.
+
+        None if the compiler made it.
+        """
         name = instruction.name
         if name not in self._named_places:
             place = self._written_place(instruction)
@@ -392,11 +405,12 @@ class Attribution:
         count if no others are found. What is computed from the backward pass belongs to it.
         """
         home, name, _ = value
+        # The names from which the search goes on: towards operands, and towards users.
         sides = {"operands": {name}, "users": {name}}
         seen = {name}
         outside = None
         for distance in range(_MAX_DISTANCE):
-            found: dict[str, list[Place]] = {}
+            found: dict[str, list[Place]] = {}  # at this distance
             for side, names in sides.items():
                 linked = self._linked(home, names, side) - seen
                 within = self._module.within[home]
@@ -509,7 +523,10 @@ class Attribution:
         return last
 
     def _source(self, value: Value, *, through_moves: bool = False) -> Value:
-        """Follows an array to the value that computes it, through unnamed moves or through all."""
+        """Follows an array back to the value that computes it, through what only passes it on.
+
+        With ``through_moves``, also through copies, slices and so on that the user wrote.
+        """
         # A loop carries what its body computes. Where the body returns what it was given, which
         # leads here again, the initial value is taken instead.
         returned: set[Value] = set()

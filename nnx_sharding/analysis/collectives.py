@@ -7,7 +7,8 @@ those mesh axes in which the positions within each group differ (`device_groups.
                               replica_groups={{0,4},{1,5},{2,6},{3,7}} over data
 
 How often it runs follows from the loops around it (`hlo.py`), what it is for from what it moves
-(`purposes.py`), and what hides it from the schedule (`overlap.py`).
+(`purposes.py`), and what hides it from the schedule (`overlap.py`). An HLO program (`Module`)
+consists of *computations*, lists of instructions that call each other.
 """
 
 from __future__ import annotations
@@ -345,6 +346,16 @@ def _collective(
     use: Use,
     overlap: Overlap | None,
 ) -> Collective:
+    """Returns the description of one collective.
+
+    Args:
+      instruction: the instruction.
+      computation: the computation that it is in.
+      module: the program.
+      placement: which devices of the mesh the program runs on.
+      use: what the collective is for.
+      overlap: what is scheduled beside collectives; None if the device waits for all.
+    """
     members = placement.members_of(instruction)
     size = max(map(len, members.groups), default=1)
     kind, results, larger = _payload(instruction, computation, module, size)
@@ -429,7 +440,10 @@ def _groups(instruction: Instruction, count: int) -> Groups:
 def _payload(
     instruction: Instruction, computation: Computation, module: Module, size: int
 ) -> tuple[CollectiveKind, Sequence[Shape], int]:
-    """Returns the kind, the results, and the bytes of the larger of operand and result."""
+    """Returns the kind, the results, and the bytes of the larger of operand and result.
+
+    ``size`` is the number of devices in a group.
+    """
     kind, results = cast(CollectiveKind, instruction.collective), instruction.results
     larger = total_bytes(results)
     if kind == "reduce-scatter":
@@ -482,14 +496,17 @@ def file_title(file: str) -> str:
 def _with_metadata(
     instruction: Instruction, computation: Computation, module: Module
 ) -> Instruction:
-    """Adds the metadata that the TPU compiler leaves out, from callers or operands."""
+    """Returns a collective with the names of the user's operations, which TPU compilers leave out.
+
+    They are taken from the callers of its computation, or from its operands.
+    """
     callers = [(computation, instruction), *module.around(computation.name)]
     home, caller = next((pair for pair in callers if pair[1].operation is not None), callers[-1])
     names, operands = [caller.operation], {*caller.operand_names}
     # One that moves several arrays has the name of one of them: the operands have all.
     if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
         names = [other.operation for other in home.instructions if other.name in operands] + names
-    name = ";".join(dict.fromkeys(filter(None, names)))
+    name = ";".join(dict.fromkeys(filter(None, names)))  # as XLA joins several
     if name == (instruction.operation or ""):
         return instruction
     written = caller.attributes.get("metadata", "")
@@ -501,8 +518,12 @@ def _with_metadata(
 
 
 def _repeated_in_fusions(module: Module) -> set[str]:
-    """Finds collectives that the TPU compiler repeats in fusions that carry on the first one."""
-    starts: dict[str, str | None] = {}
+    """Returns the names of collectives that only carry on one that was started before.
+
+    The TPU compiler writes an asynchronous collective into several fusions with one channel, of
+    which the first starts it.
+    """
+    starts: dict[str, str | None] = {}  # the channel, by name
     others: dict[str, str | None] = {}
     for computation in module.computations:
         is_start = any("AsyncCollectiveStart" in x.rest for x in computation.instructions)

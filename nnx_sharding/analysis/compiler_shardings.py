@@ -61,7 +61,10 @@ _TILED = re.compile(
 
 
 def _read_tiles(match: re.Match[str], rank: int, sizes: Mapping[str, int]) -> PartitionSpec | None:
-    """Reads the form with devices: which mesh axes change along each dimension of the tiles."""
+    """Reads the form with devices: which mesh axes change along each dimension of the tiles.
+
+    ``match`` has the sizes of the tiles, and the order of the devices, as a transposed iota.
+    """
     tiles, dims = ([int(x) for x in match[n].split(",")] for n in (1, 2))
     order = [int(x) for x in match[3].split(",")] if match[3] else range(len(dims))
     is_known = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)

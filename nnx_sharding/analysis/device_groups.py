@@ -62,7 +62,11 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Reads ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}``."""
+    """Reads ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}``.
+
+    Groups run along the axes in the last braces; of ``'a':(1)2`` along a part of size 2, with 1
+    before it.
+    """
     mesh, _, axes = text.rpartition("{")
     mesh, _, order = mesh.partition("], device_ids=(")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", mesh)}

@@ -155,7 +155,13 @@ class Module(Values):
         return runs
 
     def _called(self, caller: Runs, instruction: Instruction, attribute: str) -> Runs:
-        """Counts how often an instruction, in a computation that runs so often, calls another."""
+        """Returns how often an instruction runs a computation that it calls.
+
+        Args:
+          caller: how often the computation of the instruction runs.
+          instruction: the instruction.
+          attribute: the attribute that names the computation, such as ``body``.
+        """
         is_loop = instruction.opcode == "while"
         times = self.trip_counts.get(instruction.name) if is_loop else 1
         if times is not None and attribute == "condition":
@@ -171,25 +177,25 @@ class Module(Values):
         )
 
     def taken(self, weights: Mapping[str, int]) -> set[str]:
-        """Finds the computations that run, if conditionals take the branch with the most weight.
+        """Returns the computations that run if conditionals take the branch with the most weight.
 
         Args:
-          weights: of computations without what they call.
+          weights: the weight of each computation, without what it calls.
         """
         if not self.with_opcode("conditional"):
             return {*self.calls}
         sums = Counter(weights)  # with what each calls
         largest: dict[str, str] = {}  # the branch that each conditional takes
         for name in self.callees_first or ():
-            branches = set()
+            conditionals = set()  # in this computation
             for op, _, callee in self.calls.get(name, ()):
                 if op.opcode != "conditional":
                     sums[name] += sums[callee] * self.trip_counts.get(op.name, 1)
                     continue
-                branches.add(op.name)
+                conditionals.add(op.name)
                 if sums[callee] >= sums[largest.get(op.name, "")]:
                     largest[op.name] = callee
-            sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
+            sums[name] += sum(sums[callee] for callee in {largest[x] for x in conditionals})
         taken = {name for name in self.calls if name not in self.callers}  # the entry
         for name in reversed(self.callees_first or ()):
             calls = self.calls.get(name, ()) if name in taken else ()
@@ -215,7 +221,10 @@ class Module(Values):
 
     @functools.cached_property
     def _tables(self) -> tuple[dict[int, str], dict[int, _Pair], dict[int, _Pair]]:
-        """File names, locations as (file, line), and frames as (location, parent), by number."""
+        """The tables of source lines: file names, (file, line), and (location, parent frame).
+
+        Each is by number; entries refer to each other by these.
+        """
         head, _, tables = self.head.partition("\nFunctionNames")
         files = {int(n): name for n, name in _FILE.findall(head)}
         locations = {int(n): (int(file), int(line)) for n, file, line in _LOCATION.findall(tables)}

@@ -88,16 +88,17 @@ def padded_bytes(text: str) -> int:
     """
     total = 0
     for match in _SHAPE_TOKEN.finditer(text):
-        if not match[1]:
+        if not match[1]:  # a bracket or a comment
             continue
         shape = _array(*match.groups(default=""))
+        # The layout: the dimensions, minor first, then the tiles.
         order, _, rest = (match[3] or "").partition(":")
         tile = re.match(r"T\(([\d,]+)\)", rest)
         sizes = [shape.dims[int(i)] for i in reversed(re.findall(r"\d{1,3}", order))]
         tiles = [int(size) for size in tile[1].split(",")] if tile else []
-        sizes = [1] * (len(tiles) - len(sizes)) + sizes
+        sizes = [1] * (len(tiles) - len(sizes)) + sizes  # as many as the tile has, major first
         for i, size in enumerate(reversed(tiles), 1):
-            sizes[-i] = -(-sizes[-i] // size) * size
+            sizes[-i] = -(-sizes[-i] // size) * size  # rounded up
         count = math.prod(shape.dims)
         total += shape.bytes * math.prod(sizes) // count if tiles and count else shape.bytes
     return total
@@ -285,7 +286,8 @@ class Computation(NamedTuple):
 def spell_out(computation: Computation) -> list[Computation]:
     """Writes abbreviated ``fusion-start`` as ``async-start``, and returns what these call.
 
-    XLA prints an asynchronous computation with a single instruction as that, with a suffix.
+    XLA prints an asynchronous computation with a single instruction as that, with a suffix. Changes
+    the instructions of ``computation``; the new computations have that single instruction each.
     """
     made = []
     for position, start in enumerate(computation.instructions):

@@ -55,7 +55,10 @@ def json_text(data: Any) -> str:
 
 
 def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """Makes dicts and lists of a dataclass or a field; ``other`` converts what is neither."""
+    """Returns a dataclass, or a value in one, as dicts, lists and plain values for JSON.
+
+    ``other`` converts values of other types.
+    """
     if value is None or isinstance(value, str | int | float):  # enough for what reports hold
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -88,6 +91,11 @@ def read(kind: type[T], data: Any, what: str, **made: Any) -> T:
 
 
 def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
+    """Returns a value of a type (an annotation) from JSON data.
+
+    ``made`` are fields of a dataclass that are not in the data. Raises errors for data of another
+    form.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         # One of them at most is written as a list or a dict.

@@ -80,7 +80,15 @@ def made_values(traced: jax.stages.Traced, modules: Collection[str]) -> list[Mad
 def _walk(
     jaxpr: Jaxpr, line_around: Line | None, scope_around: str, times: int, modules: Collection[str]
 ) -> Iterator[MadeValue]:
-    """Yields what the equations of a jaxpr, which runs ``times`` times, and those in them make."""
+    """Yields the values that a jaxpr makes, with those of the jaxprs inside it.
+
+    Args:
+      jaxpr: the jaxpr.
+      line_around: the user's line that calls it, for equations without a line of their own.
+      scope_around: the name scopes around it, which say the module and the pass.
+      times: how often it runs.
+      modules: the paths of the modules that are called.
+    """
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         avals: list[Any] = [x.aval for x in equation.outvars]
@@ -91,7 +99,7 @@ def _walk(
         runs = times * equation.params["length"] if name == "scan" else times
         for part in inner:
             yield from _walk(part, line, scope, runs, modules)
-        # A call returns what is made in it; a loop stacks that.
+        # What a call returns is made in it, and counted there; a loop stacks that.
         if any([x.aval for x in part.outvars] == avals for part in inner):
             continue
         backward, module = "transpose(" in scope, module_of(scope, modules)
@@ -122,7 +130,7 @@ def _line_of(equation: JaxprEqn) -> Line | None:
 
 
 def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
-    """Returns the spec of a type, and why it is unknown or lacks axes."""
+    """Returns the spec in the type of a traced value, and why it is unknown or lacks axes."""
     sharding = getattr(aval, "sharding", None)
     if not aval.shape:  # a number has no dimension to shard
         return PartitionSpec() if sharding is None else sharding.spec, None
@@ -165,7 +173,7 @@ class _LineAttribution(Attribution):
         return shapes
 
     def keys(self, modules: Collection[str]) -> Iterator[tuple[OperationKey, Instruction]]:
-        """Yields the instructions of lines, each after the operation that it is of."""
+        """Yields the instructions that belong to lines, each after the key of its operation."""
         for computation in self._module.computations:
             for instruction in computation.instructions:
                 place = self._written_place(instruction)
@@ -255,8 +263,16 @@ def line_table(
 def with_measured(
     table: LineTable, module: Module, made: Iterable[MadeValue], profile: Profile
 ) -> LineTable:
-    """Adds the times that a profile has measured to a table; ``module`` is the program it ran."""
+    """Returns the table with the seconds that a profile has measured for each line.
+
+    Args:
+      table: the lines of the program.
+      module: the program that the profile ran.
+      made: the values of the trace, with their lines.
+      profile: the measurements, by instruction.
+    """
     attribution = _LineAttribution(module, [value.line for value in made if value.line])
+    # The computation of each instruction, and itself, by name.
     homes = {x.name: (c.name, x) for c in module.computations for x in c.instructions}
     sums = defaultdict[tuple[str | None, int | None], float](float)
     for name, seconds in measured_seconds(profile, module).items():
@@ -274,24 +290,26 @@ def with_measured(
 
 
 def typed_table(made: Sequence[MadeValue]) -> LineTable:
-    """Lists the types that each line of a trace makes, without cost."""
+    """Returns a table with the types of the values that each line of a trace makes, without cost.
+
+    The first type of a line is that of its result.
+    """
+    # By line: how many values of each type it makes, and the modules in whose calls it runs.
     counts: defaultdict[Line | None, Counter[tuple[Any, ...]]] = defaultdict(Counter)
     modules: defaultdict[Line | None, set[str]] = defaultdict(set)
     for value in reversed(made):  # the result of a line is what it makes last
         kind = value.dtype, value.shape, value.spec, value.backward
         counts[value.line][kind] += value.times
-        modules[value.line].update(filter(None, [value.module]))
+        if value.module:
+            modules[value.line].add(value.module)
     rows = []
     for line, kinds in counts.items():
-        types = sorted(itertools.starmap(ValueType, ((*x, n) for x, n in kinds.items())), key=_pass)
+        types = [ValueType(*kind, count) for kind, count in kinds.items()]
+        types.sort(key=lambda kind: kind.backward)  # the forward pass first
         file, number = line or (None, None)
         code = "" if line is None else source_text(*line)
         rows.append(LineRow(file, number, code, tuple(types), tuple(sorted(modules[line]))))
     return LineTable(_ordered(rows), "figures, as the program is not compiled", _remark(made))
-
-
-def _pass(kind: ValueType) -> bool:
-    return kind.backward  # what the forward pass makes is sorted first
 
 
 def _ordered(rows: Iterable[LineRow]) -> tuple[LineRow, ...]:
@@ -347,16 +365,19 @@ def inferred_activations(
       made: the values of the trace, with the specs of the compiled program.
       sizes: those of the mesh axes.
     """
+    # The spec of the last value that a module makes of each dtype and shape.
     last: dict[tuple[str, str, Shape], PartitionSpec | None] = {}
     for value in made:
+        if value.backward:
+            continue
         path = value.module or ""
         for outer in [*enclosing_paths(path), path]:
-            if not value.backward:
-                key = outer, value.dtype, value.shape
-                last[key] = _with_constraint(value.spec, last.get(key))
+            key = outer, value.dtype, value.shape
+            last[key] = _with_constraint(value.spec, last.get(key))
     for row in rows:
         spec = last.get((row.path, row.dtype, row.shape))
         if row.chosen_by == "compiler" and spec is not None:
+            # How many shards there are along each dimension; the last one may be smaller.
             counts = (
                 math.prod(sizes.get(str(axis), 1) for axis in axes_of(x)) for x in spec.partitions
             )
@@ -409,7 +430,13 @@ def _with_compiled_specs(
     local_shapes: Mapping[OperationKey, set[Shape]],
     sizes: Mapping[str, int],
 ) -> list[MadeValue]:
-    """Adds the specs that a compiled program has, where the types of the trace do not say them."""
+    """Adds the specs that follow from the shapes on one device, where types do not say them.
+
+    Args:
+      made: the values of the trace.
+      local_shapes: the shapes on one device of what each operation makes.
+      sizes: those of the mesh axes.
+    """
     global_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)  # by rank
     for value in made:
         global_shapes[_key(value), len(value.shape)].add(value.shape)
@@ -457,13 +484,19 @@ def spec_of_shard(
     # Shapes do not say the order of axes, so that several over one dimension are never clear.
     choose = itertools.combinations if any_order else itertools.permutations
     subsets = [x for n in range(len(axes) + 1) for x in choose(axes, n)]
-    choices = []
-    for whole, part in zip(shape, shard_shape, strict=True):
-        # Of a dimension that does not divide, the last shard is padded.
-        counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}
-        choices.append([subset for subset, n in counts.items() if -(-whole // n) == part])
-    found = [x for x in itertools.product(*choices) if len({*sum(x, ())}) == len(sum(x, ()))]
+    counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}
+    # For each dimension the axes that divide it into shards of this size; the last may be padded.
+    choices = [
+        [subset for subset, count in counts.items() if -(-whole // count) == part]
+        for whole, part in zip(shape, shard_shape, strict=True)
+    ]
+    found = []
+    for entries in itertools.product(*choices):
+        used = [axis for entry in entries for axis in entry]
+        if len({*used}) == len(used):  # an axis shards one dimension
+            found.append(entries)
     if len(found) != 1:
         return None
-    entries = ((None, *subset)[-1] if len(subset) < 2 else subset for subset in found[0])
-    return PartitionSpec(*entries)
+    # As in a spec: None for no axes, and one axis without a tuple.
+    plain = {(): None, **{(axis,): axis for axis in axes}}
+    return PartitionSpec(*(plain.get(entry, entry) for entry in found[0]))

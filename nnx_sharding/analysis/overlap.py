@@ -47,7 +47,10 @@ class Overlap:
         self._every = Counter(map(_channel, filter(_is_collective, every)))
 
     def scheduled(self, collective: Value) -> Scheduled:
-        """Finds when a collective is scheduled to start and to end."""
+        """Returns what the device does before and while a collective is in progress.
+
+        Empty work if the program waits for it.
+        """
         name = collective.computation
         # The instructions of a fusion are not scheduled: the fusion is.
         for home, caller in self._module.around(name):
@@ -59,12 +62,12 @@ class Overlap:
         assert instruction is not None
         channel = _channel(instruction)
         chain = {x.name for x in instructions if self._of_instruction(x)[channel]}
-        steps = [
-            step
-            for step, x in enumerate(instructions)
-            if x.name in chain
-            or (x.opcode.endswith("-done") and not chain.isdisjoint(x.operand_names))
-        ]
+        # The positions of these, and of what waits for them, in the schedule.
+        steps = []
+        for step, x in enumerate(instructions):
+            is_end = x.opcode.endswith("-done") and not chain.isdisjoint(x.operand_names)
+            if x.name in chain or is_end:
+                steps.append(step)
         start, end = 0, 0  # of damaged text
         if steps:
             start = steps[0] + 1

@@ -16,7 +16,8 @@ is `gradient`, and the all-reduce after a kernel sharded over rows by `tensor_pa
 
 Names of operations alone do not tell these apart: the compiler moves collectives across operations
 and out of loops, and merges several into one. That shapes decide is approximate where activations
-have the shape of a parameter of their own module.
+have the shape of a parameter of their own module. `Module` is the HLO program, of *computations*
+(lists of instructions); a `Value` is an array that an instruction makes; *rows* are the arguments.
 """
 
 from __future__ import annotations
@@ -100,12 +101,13 @@ def _use_of(
     path = common(modules) or None
     is_sum = collective.collective in ("all-reduce", "reduce-scatter")
     operands = [Value(computation.name, name) for name in collective.operand_names]
-    # A sum of parameters is a result.
+    # First rule. A sum of parameters is a result, so only what moves arrays is asked.
     moved = [] if is_sum else [origins.of(operand) for operand in operands]
     if moved and all(map(origins.are_parameters, moved)):
         sources = frozenset().union(*moved)
         kind: Purpose = "state" if sources <= variables.states else "parameter"
         return Use(kind, tuple(sorted(sources)), path)
+    # Second rule, for each array that the collective makes.
     gradients: set[str] = set()
     lengths = _lengths_around(computation, module)
     for i, (array, own_names) in enumerate(zip(collective.results, operations_of, strict=True)):
@@ -130,9 +132,10 @@ def _lengths_around(computation: Computation, module: Module) -> set[int | None]
 
 
 def _operations_of_arrays(collective: Instruction, computation: Computation) -> list[list[str]]:
-    """Lists the operations of each array that a collective makes; XLA may have merged several.
+    """Returns the names of the user's operations for each array that a collective makes.
 
-    The operand of an array says which it is, or the instruction that takes it from the tuple.
+    XLA may have merged several collectives, and their names, into one. The operand of an array says
+    which operation it is of, or the instruction that takes the array from the tuple of results.
     """
     merged = operations(collective.operation or "")
     count = len(collective.results)
@@ -156,7 +159,7 @@ def _operations_of_arrays(collective: Instruction, computation: Computation) -> 
 
 
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
-    """Lists the parameters of a program if they are in the order of rows; empty if they are not.
+    """Returns the parameters of a program if they are in the order of rows; empty if they are not.
 
     The TPU compiler may rename parameters, so names need not agree, but must not contradict.
     """

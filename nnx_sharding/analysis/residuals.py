@@ -90,7 +90,7 @@ _MARKS = frozenset({"name", "reduce_precision", "device_put"})
 def residual_of(
     var: Var | Literal, jaxpr: Jaxpr, names: Sequence[str], fun_name: str
 ) -> Residual | None:
-    """Finds what computes an output of a jaxpr; None for a constant.
+    """Follows an output of a jaxpr back to the operation that computes it; None for a constant.
 
     Args:
       var: the output.

@@ -114,7 +114,10 @@ class _Transfer(NamedTuple):
 def _transfers(
     collectives: Collectives, mesh: MeshDescription | None, hardware: Hardware
 ) -> Iterator[_Transfer]:
-    """Yields what collectives send over each kind of link of a device, by mesh axes."""
+    """Yields what each collective sends over each kind of link: in a slice, between them, in chips.
+
+    Collectives over the same mesh axes use the same links.
+    """
     slices = () if mesh is None else {*mesh.coordinates.get("slice", ())}
     for axes in collectives.by_axes():
         group = [c for c in collectives if c.axes == axes and c.bytes_sent]
@@ -122,6 +125,7 @@ def _transfers(
         # The compiler divides an all-reduce over an axis of two slices: within them, then between.
         if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
             route = _UNKNOWN
+        # In the order of `_parts`.
         bandwidths: dict[str, float | None] = {
             route.links: hardware.interconnect_bandwidth,
             _network(hardware): hardware.network_bandwidth,
@@ -134,8 +138,8 @@ def _transfers(
         parts = [_parts(collective, route, mesh, hardware) for collective in group]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
             for collective, part in zip(group, parts, strict=True):
-                sent, even = part[i]
-                seconds = bandwidth and even / bandwidth
+                sent, sent_evenly = part[i]
+                seconds = sent_evenly / bandwidth if bandwidth else bandwidth  # None if unknown
                 if seconds is not None and links != _CHIP:
                     seconds += (collective.times or 1) * (hardware.latency or 0.0)
                 if collective.times is None:  # what is sent is that of one run
@@ -160,17 +164,20 @@ def _traffic(transfers: Iterable[_Transfer]) -> tuple[Traffic, ...]:
 
 
 def _hidden(transfers: Sequence[_Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
-    """Lists what can hide behind compute; None if the time for something is unknown."""
-    times: defaultdict[Collective, float] = defaultdict(float)
+    """Returns the collectives that can hide behind compute; None if the time for one is unknown."""
+    times: defaultdict[Collective, float] = defaultdict(float)  # over all links
     for transfer in transfers:
         if transfer.seconds is None:
             return None
         times[transfer.collective] += transfer.seconds
     rows = []
     for c, seconds in times.items():
+        # What the device computes while the collective is in progress, at peak rates.
         by_rate = c.flops_beside / hardware.flops, c.bytes_beside / hardware.memory_bandwidth
-        if compute := (c.times or 1) * max(by_rate):
-            rows.append(Hidden(c.kind, c.of, c.total_bytes_sent, seconds, compute, c.beside))
+        compute_seconds = (c.times or 1) * max(by_rate)
+        if compute_seconds:
+            row = Hidden(c.kind, c.of, c.total_bytes_sent, seconds, compute_seconds, c.beside)
+            rows.append(row)
     return tuple(rows)
 
 
@@ -187,27 +194,34 @@ def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None
             return None
         collective = transfer.collective
         computations[collective.scheduled_in][collective].append(transfer)
-    total = 0.0
-    for group in computations.values():
-        events = []  # by the flops and bytes done before them; for ties, in the order of HLO
-        for number, c in enumerate(group):
-            start = c.flops_before, c.bytes_before
-            end = start[0] + c.flops_beside, start[1] + c.bytes_beside
-            events += [(start, number, False, c), (end, number, True, c)]
-        now, done = 0.0, (0, 0)
-        ends, free = dict[Collective, float](), defaultdict[str, float](float)
-        for position, _, is_end, c in sorted(events, key=lambda event: event[:3]):
-            flops, accessed = position[0] - done[0], position[1] - done[1]
-            now += max(flops / hardware.flops, accessed / hardware.memory_bandwidth)
-            done, times = position, c.times or 1
-            if is_end:
-                total += times * max(ends[c] - now, 0.0)
-                now = max(ends[c], now)
-                continue
-            ends[c] = now
-            for transfer in group[c]:
-                begin = max(ends[c], free[transfer.links])
-                ends[c] = free[transfer.links] = begin + (transfer.seconds or 0.0) / times
+    return sum((_waiting(group, hardware) for group in computations.values()), 0.0)
+
+
+def _waiting(group: Mapping[Collective, Sequence[_Transfer]], hardware: Hardware) -> float:
+    """Sums the seconds of waiting in one computation, with the collectives that it schedules."""
+    # An event is the start or the end of a collective. Its position in the schedule are the flops
+    # and bytes done before it; for ties, the order of HLO.
+    events = []
+    for number, c in enumerate(group):
+        start = c.flops_before, c.bytes_before
+        end = start[0] + c.flops_beside, start[1] + c.bytes_beside
+        events += [(start, number, False, c), (end, number, True, c)]
+    total = now = 0.0
+    done = (0, 0)
+    ends: dict[Collective, float] = {}  # when its transfers have arrived
+    free: defaultdict[str, float] = defaultdict(float)  # from when on links are free
+    for position, _, is_end, c in sorted(events, key=lambda event: event[:3]):
+        flops, accessed = position[0] - done[0], position[1] - done[1]
+        now += max(flops / hardware.flops, accessed / hardware.memory_bandwidth)
+        done, times = position, c.times or 1
+        if is_end:
+            total += times * max(ends[c] - now, 0.0)
+            now = max(ends[c], now)
+            continue
+        ends[c] = now
+        for transfer in group[c]:
+            begin = max(ends[c], free[transfer.links])
+            ends[c] = free[transfer.links] = begin + (transfer.seconds or 0.0) / times
     return total
 
 
@@ -235,7 +249,7 @@ def _parts(
     Each is given as it is, and as it would be if spread evenly over the links, for the time. What
     several devices of a slice or chip need enters it once, which is a lower bound.
     """
-    devices, chips, slices = route[1:4]
+    devices, chips, slices = route.devices, route.chips, route.slices
     others, sent, uneven = devices - 1, collective.total_bytes_sent, 1.0
     if collective.kind == "collective-permute":
         level = 1 if slices > 1 else 0 if chips > 1 else 2
@@ -260,7 +274,7 @@ def _parts(
 def _most_messages(
     pairs: Iterable[tuple[int, ...]], mesh: MeshDescription, hardware: Hardware
 ) -> float:
-    """Counts the messages over the busiest link, for each device of a chip.
+    """Counts the messages of a permutation over the busiest link, for each device of a chip.
 
     Messages take shortest paths, first in x, then in y, then in z; if both ways around a ring are
     shortest, half of the message takes each.
@@ -286,13 +300,16 @@ def _most_messages(
 
 
 def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> _Route:
-    """Finds the links between the devices of a group over mesh axes; the worst if groups differ."""
+    """Finds how the devices along mesh axes are connected: the worst connection if groups differ.
+
+    Unknown without a mesh, or if it does not say where its devices are.
+    """
     if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
         return _UNKNOWN
     positions = np.arange(math.prod(mesh.axes.values())).reshape(*mesh.axes.values())
     over = [[*mesh.axes].index(axis) for axis in axes]
     size = math.prod(positions.shape[axis] for axis in over)
-    groups = np.moveaxis(positions, over, range(-len(over), 0)).reshape(-1, size)
+    groups = np.moveaxis(positions, over, range(-len(over), 0)).reshape(-1, size)  # (groups, size)
     known = {name: np.array(column) for name, column in mesh.coordinates.items()}
     if hardware.torus_dimensions:
         zeros = 0 * positions.ravel()

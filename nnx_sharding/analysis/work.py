@@ -1,7 +1,8 @@
 """What a program computes, reads and writes, in all runs of loops.
 
-A flop is an addition, multiplication or other operation on a pair of real numbers, so that figures
-compare with peak rates, of which a multiply-add is two (`work_of`):
+A program (`Module`) consists of computations, lists of instructions that call each other. Each has
+the *shapes* of its results. A flop is an addition, multiplication or other operation on a pair of
+real numbers, so that figures compare with peak rates, of which a multiply-add is two (`work_of`):
 
     elementwise   1 for each element, as XLA counts; of complex ones `_COMPLEX` (6 to multiply)
     product       2·m·k·n (`product_flops`); complex 8·m·k·n
@@ -32,7 +33,7 @@ import numpy as np
 
 from .cost import COMPILED, Cost, Operation
 from .hlo import Module
-from .instructions import Instruction, Shape, total_bytes
+from .instructions import Computation, Instruction, Shape, total_bytes
 from .opcodes import ELEMENTWISE, FREE, PRODUCTS, SLICES, TRANSCENDENTAL, base
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
@@ -95,8 +96,11 @@ ExecutedWork: TypeAlias = Mapping[str, list[tuple["Instruction", Work]]]  # by c
 
 
 def why_unknown(module: Module, parts: ExecutedWork) -> list[str]:
-    """Names the loops and the custom calls that make figures unknown."""
-    reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    """Returns texts that name the loops and the custom calls because of which figures are unknown.
+
+    ``parts`` has the instructions of each computation, with their work.
+    """
+    reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)  # unique names, in order
     for name, part in parts.items():
         for instruction, work in part:
             if work.unknown_runs:
@@ -109,29 +113,30 @@ def why_unknown(module: Module, parts: ExecutedWork) -> list[str]:
 
 
 def _operations(module: Module, parts: ExecutedWork) -> tuple[Operation, ...]:
-    """Lists what the device does one after the other, without what it copies or sends meanwhile.
+    """Returns what the device does one after the other, without what it copies or sends meanwhile.
 
     Operations whose ratios of flops to bytes differ by less than a fifth are added up: their sum
     takes about as long as they do, and reports of large programs stay small.
     """
-    fused: dict[str, Work] = {}  # what a run of a computation takes
-    sums: dict[tuple[int, bool, bool], Work] = {}
+    work_of_run: dict[str, Work] = {}  # by computation, with what it fuses
+    sums: dict[tuple[int, bool, bool], Work] = {}  # by ratio, and whether there are 8-bit numbers
     for name in module.callees_first or ():
         own = {instruction.name: work for instruction, work in parts.get(name, ())}
         runs = module.runs[name]
         total = Work()
         for instruction in module.by_name[name].instructions if name in parts else ():
             callees = instruction.callees if module.fused(instruction) else ()
-            inside = [fused[callee] for callee in callees]
+            inside = [work_of_run[callee] for callee in callees]
             work = _sum([own.get(instruction.name, Work()), *inside])
             total = total.plus(work)
             is_beside = instruction.collective or instruction.opcode.endswith(("-start", "-done"))
             if runs.is_fused or is_beside or not work.flops + work.bytes_accessed:
                 continue
             ratio = math.log2(work.flops + 1) - math.log2(work.bytes_accessed + 1)
+            # A quarter of a factor of two is about a fifth.
             kind = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0
             sums[kind] = sums.get(kind, Work()).plus(work, runs.least)
-        fused[name] = total
+        work_of_run[name] = total
     names = [field.name for field in dataclasses.fields(Operation)]
     return tuple(
         Operation(*(float(min(getattr(work, name), _MOST)) for name in names))
@@ -176,7 +181,13 @@ def _sum(parts: Iterable[Work]) -> Work:
 
 
 def work_of(instruction: Instruction, by_name: ByName, module: Module | None) -> Work:
-    """Counts the work of an instruction without what it calls; without a module, no bytes."""
+    """Counts the work of one instruction, without that of the computations that it calls.
+
+    Args:
+      instruction: the instruction.
+      by_name: the instructions of its computation, for the shapes of operands.
+      module: the program; None for an instruction in a fusion, whose bytes do not count.
+    """
     opcode = instruction.opcode
     if opcode in _NO_WORK or instruction.target in _WITHOUT_WORK:
         return Work()
@@ -251,7 +262,10 @@ def _is_complex(shape: Shape) -> bool:
 
 
 def applications(instruction: Instruction, by_name: ByName) -> list[tuple[str, int]]:
-    """Lists the computations that an instruction applies to elements, and how often."""
+    """Returns the computations that an instruction applies to elements, and how often.
+
+    A ``reduce`` of 8 numbers to one, for example, applies its addition 7 times.
+    """
     opcode, callees = instruction.opcode, instruction.callees
     if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return []
@@ -273,7 +287,7 @@ def applications(instruction: Instruction, by_name: ByName) -> list[tuple[str, i
 def _joined_in_windows(
     instruction: Instruction, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> int:
-    """Counts how often two elements are joined, to make one of each window that is not empty."""
+    """Counts how often a ``reduce-window`` joins two elements, to make one of each window."""
     window = window_of(instruction)
     sizes = window.get("size", [])
     if not inputs or not outputs or len(sizes) != len(inputs[0].dims):
@@ -281,7 +295,7 @@ def _joined_in_windows(
     # Windows that cover all elements at any position: a reduction whose result is repeated.
     if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, outputs[0].dims, strict=False)):
         return _elements(inputs)
-    elements = windows = 1
+    elements = windows = 1  # of all windows, and those that are not empty, without padding
     for axis, dims in enumerate(zip(inputs[0].dims, sizes, outputs[0].dims, strict=True)):
         in_window = elements_in_windows(*dims, *_along(window, axis))
         elements *= int(in_window.sum())
@@ -363,8 +377,11 @@ def _read(instruction: Instruction, by_name: ByName, module: Module) -> Sequence
     if instruction.target in _HALVES:
         return [total_bytes(instruction.results)] * count
     callee = module.fused(instruction)
-    if callee is None:
-        return [None] * count
+    return [None] * count if callee is None else _read_by_fusion(callee, count, module)
+
+
+def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int | None]:
+    """Counts the bytes that a fusion of this computation reads of each of ``count`` operands."""
     parts: dict[int, int | None] = dict.fromkeys(range(count), 0)
     views: dict[str, int] = {}  # the operand whose bytes an instruction of the fusion has
     for user in callee.instructions:
@@ -420,7 +437,7 @@ def _is_view(instruction: Instruction, module: Module) -> bool:
 def _written(
     instruction: Instruction, by_name: ByName, module: Module
 ) -> list[tuple[Shape, int | None]]:
-    """Lists the arrays that an operation makes, each with the bytes that it writes of it.
+    """Returns the arrays that an operation makes, each with the bytes that it writes of it.
 
     The bytes are None if all of the array is written: only updates in place and scatters, also
     within a fusion, write a part.
@@ -454,7 +471,10 @@ _MAX_WINDOW = 1 << 30
 
 
 def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
-    """Counts the flops of a product; None for others, and for masks that depend on values."""
+    """Counts the flops of a dot, a convolution, or a library's call for one or for attention.
+
+    None for other instructions, and for attention with a mask that depends on values.
+    """
     operands = [made_by(by_name, name) for name in instruction.operand_names]
     if len(operands) < 2 or not instruction.results or not all(operands[:2]):
         return None
@@ -505,7 +525,8 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
     """Counts the flops of attention in cuDNN, at the positions that its mask leaves.
 
     Forward there are two products, with keys and with values; backward the scores again, and two
-    products for the gradient of each factor.
+    products for the gradient of each factor. ``config`` is the text in which XLA configures the
+    call, ``operands`` are the shapes of queries, keys and values.
     """
     matches = [pattern.search(config) for pattern in _ATTENTION]
     scores, mask, window = (match[1] if match else "" for match in matches)
@@ -543,10 +564,15 @@ _PAGED = '"is_paged_attention":true'
 def _convolution_flops(
     instruction: Instruction, lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int]
 ) -> int | None:
-    """Counts two for each multiplication, except with zeros of padding or between elements."""
+    """Counts the flops of a convolution, without products with zeros of padding or dilation.
+
+    ``lhs``, ``rhs`` and ``result`` are the shapes of input, kernel and output.
+    """
     labels = _LABELS.fullmatch(instruction.attributes.get("dim_labels", ""))
     if labels is None:
         return None
+    # The size of each dimension, by its label: b is the batch, f features, i and o those of the
+    # kernel, digits are spatial.
     dims = zip(labels.groups(), (lhs, rhs, result), strict=True)
     inputs, kernel, outputs = (dict(zip(names, sizes, strict=False)) for names, sizes in dims)
     window = window_of(instruction)
