@@ -80,11 +80,14 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
       dimension, of features, stays whole, unless all of the shape is that of the input.
     """
     is_like = x.shape == first.shape and spec is None
-    count = x.ndim if is_like else max(x.ndim - 1, 0)
+    count = x.ndim if is_like else max(x.ndim - 1, 0)  # of dimensions that may be like the input's
+    leading = []
     entries = jax.typeof(first).sharding.spec.partitions
-    dimensions = zip(x.shape[:count], first.shape, entries, strict=False)
-    same = itertools.takewhile(lambda dimension: dimension[0] == dimension[1], dimensions)
-    like = PartitionSpec(*(entry for *_, entry in same))
+    for size, size_of_first, entry in zip(x.shape[:count], first.shape, entries, strict=False):
+        if size != size_of_first:
+            break
+        leading.append(entry)
+    like = PartitionSpec(*leading)
     if spec is None:
         return like
     # An axis can shard one dimension only.

@@ -115,17 +115,24 @@ class Frame:
         return next((sharding for array, sharding in self._chosen if array is x), None)
 
     def record(self, out: object) -> None:
-        """Records what the call returns, if the trace is recorded."""
+        """Adds the arrays that the call returns to the record, if the trace is made for one."""
         if self._calls is None:
             return
-        path, name = self.tag.accessor, type(self.module).__name__
         leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
         for keys, x in leaves:
             if isinstance(x, jax.Array):
-                aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
-                output = jax.tree_util.keystr(keys)
-                where = path, name, self.method, output
-                self._calls.append(ReturnedArray(*where, aval, *self._final_sharding(x)))
+                sharding, chosen_by = self._final_sharding(x)
+                self._calls.append(
+                    ReturnedArray(
+                        path=self.tag.accessor,
+                        module=type(self.module).__name__,
+                        method=self.method,
+                        output=jax.tree_util.keystr(keys),
+                        aval=jax.ShapeDtypeStruct(x.shape, x.dtype),
+                        sharding=sharding,
+                        chosen_by=chosen_by,
+                    )
+                )
 
     def _final_sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
         """Returns how an output is sharded, and who decided so."""

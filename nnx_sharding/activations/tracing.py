@@ -10,7 +10,9 @@ call of a module comes to it (``intercept.py``), and it
     records    what was chosen, for reports (``calls.py``)
 
 Paths belong to the arguments of the function. A module in an inner trace is a copy, which gets the
-tag of the original (``pass_tags``).
+tag of the original (``pass_tags``). A *source* is one ``ActivationSharding``, of the user or of a
+strategy: filters for modules, each with shardings. A *schedule* runs calls in another order, as a
+pipeline does. The *plan* is what is known of the function before its trace.
 """
 
 from __future__ import annotations
@@ -288,10 +290,14 @@ class Scope:
         return bool(self._sources) or self._observes
 
     def run(self, fun: Call, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the user's function; a module's method is called as a method."""
+        """Calls the user's function, with this scope as the handler of the calls of modules in it.
+
+        If the function is itself a method of its first argument, its call is one of a module, too.
+        """
         named = {x.method for source in self._sources for x in source.shardings}
         name = getattr(fun, "__name__", "")
         if args and isinstance(args[0], nnx.Module):
+            # The function within decorators.
             method = original_of(inspect.getattr_static(type(args[0]), name, None))
             while method is not None and method is not fun:
                 method = original_of(getattr(method, "__wrapped__", None))
@@ -308,7 +314,10 @@ class Scope:
     def _with_uses(
         self, named: set[str], fun: Call, args: tuple[Any, ...], kwargs: Keywords
     ) -> Any:
-        """Calls a function, and reports schedules that it did not use."""
+        """Calls a function with this handler, and reports schedules that it did not use.
+
+        ``named`` are the methods to intercept though their names are private.
+        """
         outer = SCHEDULE_USES.get()
         if outer is not None or not self._schedules:
             return with_handler(self, named, fun, *args, **kwargs)
@@ -322,7 +331,10 @@ class Scope:
         return out
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
-        """Tags the modules in all arguments, and records the schedules that are given for them."""
+        """Tags the modules in all arguments, and records the schedules that are given for them.
+
+        ``sources`` are declared for all arguments; an argument may have one of its own.
+        """
         plan, unflattened = self._plan, self._unflattened
         parts: list[tuple[Argument, Part, ActivationSharding | None]] = []
         for argument in plan.graph_arguments:
@@ -371,6 +383,7 @@ class Scope:
         inside = self._axes - axes - {schedule.axis for schedule in schedules if schedule}
         for own_path, variable in own_variables(module) if axes or self._explicit_axes else ():
             value = _compat.get_value(variable)
+            # The spec that is declared for its array, by the position of that among all arrays.
             index = self._indices.get(id(variable))
             slots = () if index is None else self._plan.structure.slots[index]
             declared = self._plan.object_specs.get(slots[0]) if len(slots) == 1 else None
@@ -413,7 +426,8 @@ class Scope:
                 return redirected
             args, kwargs = redirected
         if (uses := SCHEDULE_USES.get()) is not None and method == "__call__":
-            (uses.call if schedule is None else uses.run)(tag.name, tag.path)
+            note = uses.call if schedule is None else uses.run
+            note(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
             try:
                 out = self._call_sharded(frame, schedule, call, args, kwargs)
@@ -696,9 +710,13 @@ class Scope:
         return changes
 
     def _gather(self, tag: Tag, path: Path, variable: Variable, value: jax.Array) -> jax.Array:
-        """Gathers a Variable's value as its module uses it: by its type, else by a constraint."""
+        """Returns a Variable's value as its module uses it, whole over the axes of the tag.
+
+        On Explicit axes it is resharded, on Auto axes constrained. The same array if it is so
+        already.
+        """
         spec = type_spec(value)
-        if spec is not None:
+        if spec is not None:  # on Explicit axes
             kept = spec
             if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
                 kept = with_entries(spec, keep_axes(spec, self._axes - tag.axes).partitions)
@@ -745,7 +763,11 @@ class Scope:
     def _constrain_array(
         self, x: AnyArray, spec: PartitionSpec | NamedSharding | None, frame: Frame, name: str
     ) -> AnyArray:
-        """Constrains an activation to a spec, or to the part of it that fits its shape."""
+        """Constrains an activation to a spec, or to the part of it that fits its shape.
+
+        A spec that does not fit is recorded for the error at the end of the trace; ``name`` is the
+        expression for the activation in it.
+        """
         if spec is None or not isinstance(x, jax.Array):
             return x
         pair = spec_and_mesh(spec, self._mesh)
@@ -827,6 +849,7 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
     Which dimensions were removed is inferred from the shapes; unsharded dimensions are preferred,
     then leading ones.
     """
+    # Each choice is the dimensions of the array that the slice may have kept.
     choices = [
         kept
         for kept in itertools.combinations(range(len(shape)), len(inner))

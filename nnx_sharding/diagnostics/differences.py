@@ -135,7 +135,11 @@ def distance(old: Facts, new: Facts) -> int:
 
 
 def compare(old: Facts, new: Facts) -> list[str]:
-    """Lists the outermost differences between two calls, in the order of the new one."""
+    """Returns a line for each of the outermost differences between two calls, in order.
+
+    If an attribute was replaced by an object of another class, for example, the attributes of that
+    are not listed.
+    """
     before, after = old.facts, new.facts
     different = {label for label, _ in old.items ^ new.items}
     order = [label for label in after | before if label in different]
@@ -170,7 +174,10 @@ def _below(label: str) -> tuple[str, ...]:
 
 
 def _change(a: Fact | None, b: Fact | None) -> str:
-    """Writes how fact a became fact b, after their label; None if a call has no such part."""
+    """Returns the text for how fact ``a`` became fact ``b``, to follow their label.
+
+    A fact is None if a call has no such part.
+    """
     if a is None or b is None or a.text != b.text:
         before, after = ("missing" if fact is None else fact.text for fact in (a, b))
         return f": {before} → {after}"
@@ -187,7 +194,10 @@ def _change(a: Fact | None, b: Fact | None) -> str:
 
 
 def _difference(a: Fact, b: Fact) -> str | None:
-    """Names the first elements in which two NumPy arrays of one shape and dtype differ."""
+    """Returns a text with the first element in which two NumPy arrays of one type differ.
+
+    None for facts that are not of such arrays.
+    """
     arrays = []
     for fact in (a, b):
         match fact.rest:
@@ -209,7 +219,10 @@ def _difference(a: Fact, b: Fact) -> str | None:
 
 
 def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
-    """Describes each part of the arguments by the expression for it."""
+    """Returns a fact for each part of the arguments, by the expression for the part.
+
+    Goes from the arguments to what they hold, through the entries of the structure.
+    """
     names = [*(signature.names[i] for i in signature.dynamic), "args"]
     facts: dict[str, Fact] = {}
     first_labels: dict[int, str] = {}  # of objects, by index

@@ -177,7 +177,10 @@ def explain_retraces(fun: object) -> Retraces:
 
 
 def _logs(fun: object) -> list[tuple[str, TraceLog]]:
-    """Finds the names and logs of a transformed function, or of a class's or object's methods."""
+    """Returns the name and the log of a transformed function, or of each method of a class.
+
+    For another object, those of the methods of its class.
+    """
     values = [fun]
     if not hasattr(type(_unwrapped(fun)), "trace_log"):
         owner = fun if isinstance(fun, type) else type(fun)
@@ -219,7 +222,10 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
 
 
 def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
-    """Explains compilations that follow no trace: JAX had already compiled the same trace."""
+    """Yields the compilations that follow no trace, as JAX had already compiled the same trace.
+
+    Each says which arrays have other shardings than in the most similar one before.
+    """
     traces = log.traces()
     compilations = list(log.compilations)
     for index, new in enumerate(compilations):
@@ -252,7 +258,7 @@ def shown(differences: Sequence[str], reason: str) -> list[str]:
 def nearest(
     new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]
 ) -> tuple[Trace, list[str]] | None:
-    """Finds the earlier trace with the fewest differences from a new one, and these differences.
+    """Returns the earlier trace with the fewest differences from a new one, and these differences.
 
     Args:
       new: the new trace.
@@ -260,9 +266,10 @@ def nearest(
       cache: the facts of traces that were compared before; new ones are added.
 
     Returns:
-      None if there is no earlier one.
+      The trace and a line for each difference. None if there is no earlier trace.
     """
 
+    # A fact describes one part of the arguments (`differences.py`).
     def facts(trace: Trace) -> Facts:
         side = trace.plan.signature, trace.plan.structure
         return cache.get(side) or cache.setdefault(side, facts_of(*side))
@@ -276,7 +283,7 @@ def nearest(
         captured = [(old, _captured(old, new)) for old in same]
         return min(captured, key=lambda pair: len(pair[1]), default=None)
     old = candidates[0]
-    least = math.inf
+    least = math.inf  # the number of differences of the best candidate so far
     for candidate in candidates:
         is_same = candidate.plan.structure == new.plan.structure
         count = 0 if is_same else distance(facts(candidate), facts(new))
@@ -307,7 +314,7 @@ def _captured(old: Trace, new: Trace) -> list[str]:
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[str]:
-    """Lists arrays whose shape, dtype or sharding differs."""
+    """Yields a line for each array whose shape, dtype or sharding differs."""
     before = dict(zip(old.plan.names, old.avals, strict=True))
     shape = "shape of each shard" if new.plan.transform.name == "shard_map" else "shape"
     for name, aval in zip(new.plan.names, new.avals, strict=True):
@@ -315,11 +322,11 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
             continue
         parts = []
         for key in ("shape", "dtype", "weak_type"):
-            a, b = (getattr(x, key, None) for x in (before[name], aval))
+            a, b = getattr(before[name], key, None), getattr(aval, key, None)
             if a != b:
                 parts.append(f"{shape if key == 'shape' else key} {a} → {b}")
         if not parts:
-            a, b = (getattr(x, "sharding", None) for x in (before[name], aval))
+            a, b = getattr(before[name], "sharding", None), getattr(aval, "sharding", None)
             parts = [f"type {before[name]} → {aval}" if a == b else f"sharding {_both(a, b)}"]
         yield f"{name}: {', '.join(parts)}"
 
@@ -407,7 +414,17 @@ class Observer(NamedTuple):
     def traced(
         self, plan: Plan, fun: object, leaves: Sequence[object], *, nested: bool
     ) -> Callable[[], None]:
-        """Records a trace, unless a limit forbids it; returns what removes the record."""
+        """Records that a function is traced, and returns a function that removes the record.
+
+        Args:
+          plan: the plan of the call.
+          fun: the user's function.
+          leaves: the tracers of its arrays.
+          nested: whether it is part of another trace.
+
+        Raises:
+          RetraceError: a limit on traces forbids it.
+        """
         # An operation of JAX that runs at once is not a trace.
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
