@@ -304,7 +304,10 @@ def typed_table(made: Sequence[MadeValue]) -> LineTable:
             modules[value.line].add(value.module)
     rows = []
     for line, kinds in counts.items():
-        types = [ValueType(*kind, count) for kind, count in kinds.items()]
+        types = [
+            ValueType(dtype, shape, spec, backward, count)
+            for (dtype, shape, spec, backward), count in kinds.items()
+        ]
         types.sort(key=lambda kind: kind.backward)  # the forward pass first
         file, number = line or (None, None)
         code = "" if line is None else source_text(*line)
@@ -498,5 +501,5 @@ def spec_of_shard(
     if len(found) != 1:
         return None
     # As in a spec: None for no axes, and one axis without a tuple.
-    plain = {(): None, **{(axis,): axis for axis in axes}}
+    plain: dict[tuple[str, ...], str | None] = {(): None, **{(axis,): axis for axis in axes}}
     return PartitionSpec(*(plain.get(entry, entry) for entry in found[0]))

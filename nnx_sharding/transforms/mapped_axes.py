@@ -169,9 +169,9 @@ class Mapped(InnerTransform):
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             # References are updated in place, and never stacked.
-            is_stacked = spec.index is not None and not _compat.is_ref(leaf)
-            if is_stacked and not _can_stack(leaf, spec.index):
-                lines.append(f"  {name}, {type_text(leaf)}: axis {spec.index}")
+            axis = None if _compat.is_ref(leaf) else spec.index
+            if axis is not None and not _can_stack(leaf, axis):
+                lines.append(f"  {name}, {type_text(leaf)}: axis {axis}")
         raise_listed(
             ValueError,
             f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
