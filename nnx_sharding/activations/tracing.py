@@ -790,7 +790,10 @@ class Scope:
         return new
 
     def _check(self) -> None:
-        """Refuses specs that did not fit, unused filters, and calls that never ran."""
+        """Raises errors at the end of a trace: for specs that did not fit, and unused filters.
+
+        Also for calls that a schedule was to run later, and never did.
+        """
         name = self._transform.name
         for pending in self._pending:
             pending.check_ran()

@@ -58,7 +58,10 @@ class Buffers:
 
 
 def read_buffers(folder: Path) -> Buffers | None:
-    """Reads what the compiler has written into a folder; None if it wrote no such files."""
+    """Reads which memory the program uses when, from the files that the compiler wrote.
+
+    None if the folder has no such files.
+    """
     # Names that begin with the module's.
     assignments = sorted(folder.glob("*optimizations-buffer-assignment.txt"))
     ranges = sorted(folder.glob("*optimizations-live-range.txt"))
@@ -66,6 +69,7 @@ def read_buffers(folder: Path) -> Buffers | None:
         return None
     schedule, _, live = ranges[0].read_text().partition("BufferLiveRange:")
     names = tuple(_STEP.findall(schedule))
+    # The first and the last step at which each array is live, by instruction and index.
     spans = {
         (name, index): (int(first), min(int(last), len(names) - 1))
         for name, index, first, last in _RANGE.findall(live)

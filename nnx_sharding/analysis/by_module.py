@@ -155,14 +155,16 @@ class ModuleTable(Pictured):
         sizes: Counter[tuple[str, str]] = Counter()
         items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         for row in self.rows:
+            item = _ITEM.match(row.path or "")
             for kind, size in (row.at_peak or {}).items():
                 # Modules in one list are alike, so that what they make is one line. Arguments are
                 # one line for the whole program.
-                item = _ITEM.match(row.path or "")
-                is_made = kind in ("activations", "gradients", "intermediates")
-                key = kind, (item[1] if item else row.path or "") if is_made else ""
-                sizes[key] += size
-                items[key].update([item[0]] if item else [])
+                path = ""
+                if kind in ("activations", "gradients", "intermediates"):
+                    path = item[1] if item else row.path or ""
+                sizes[kind, path] += size
+                if item:
+                    items[kind, path].add(item[0])
         words = []
         for (kind, path), size in sizes.most_common(most):
             count = len(items[kind, path]) if path else 0

@@ -406,7 +406,11 @@ class _Placement(NamedTuple):
     num_devices: int | None  # of the program
 
     def members_of(self, instruction: Instruction) -> _Members:
-        """Finds which devices take part in a collective, and over which axes."""
+        """Returns which devices take part in a collective, and over which mesh axes.
+
+        The instruction numbers devices by their positions in the mesh, or, in a program for one of
+        several slices, by those in the slice.
+        """
         is_permutation = instruction.collective == "collective-permute"
         groups = instruction.source_target_pairs
         if not is_permutation:

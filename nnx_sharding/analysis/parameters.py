@@ -217,7 +217,18 @@ def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
 
 
 def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **more: Any) -> Row:
-    """Makes the row of an array with this sharding."""
+    """Makes the row of an array with this sharding.
+
+    Args:
+      kind: the class of the row.
+      path: the path of the array.
+      array: the array, or what has its shape and dtype.
+      sharding: its sharding, if it has one.
+      **more: other fields of the row.
+
+    Raises:
+      ValueError: the sharding does not divide the shape.
+    """
     shape = shard_shape = tuple(array.shape)
     spec: PartitionSpec | str | None = None
     if sharding is not None:

@@ -300,12 +300,13 @@ class Origins:
         self._others: dict[Value, str] = {}
 
     def of(self, value: Value) -> frozenset[str]:
-        """Collects the names of the arguments from which a value is computed.
+        """Returns the names of the arguments from which a value is computed.
 
-        If some are not parameters, only one of these is returned.
+        If some are not parameters, only one of these, as that is enough to know.
         """
         names: set[str] = set()
-        users: dict[Value, Value | None] = {value: None}  # by what they are computed from
+        # The value from which the search came to each: one that is computed from it.
+        users: dict[Value, Value | None] = {value: None}
         pending = [value]
         while pending:
             value = pending.pop()
@@ -314,6 +315,7 @@ class Origins:
             if name is None and number is not None:
                 name = self._arguments.get(number, value.name)
             if name is not None and name not in self._parameters:
+                # All values on the way here are computed from it, too.
                 user: Value | None = value
                 while user is not None:
                     self._others[user], user = name, users[user]

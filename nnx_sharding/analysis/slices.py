@@ -38,6 +38,7 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
     Exchanges that are not understood stay as they are, so that the program counts as not read.
     """
     by_name = {instruction.name: instruction for instruction in instructions}
+    # The send and the receive of each exchange, which have the name of their rendezvous.
     exchanges: defaultdict[str, list[Instruction]] = defaultdict(list)
     for instruction in instructions:
         is_transfer = instruction.opcode in ("send", "recv")

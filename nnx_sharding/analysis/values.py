@@ -108,7 +108,12 @@ class Values:
         return [Value(value.computation, name) for name in maker.operand_names] if maker else []
 
     def passed(self, value: Value) -> list[Value]:
-        """Lists what a value is passed on from unchanged; of a loop, the initial and the last."""
+        """Returns the values that a value is an unchanged copy of: of which it may be either.
+
+        They are the operand of what only passes arrays on, or what a called computation returns; of
+        what a loop carries, the initial value and what its body returns. Empty for a value that an
+        instruction computes.
+        """
         maker, (home, _, index) = self.maker(value), value
         if maker is None:
             return []
@@ -179,7 +184,11 @@ class _Counter:
         self._known: dict[Value, _Number | None] = {}
 
     def count(self, home: str, loop: Instruction) -> int | None:
-        """Counts how often the body of a loop runs; None if it is unknown."""
+        """Returns how often the body of a loop runs; None if it is unknown.
+
+        The condition has to be ``counter < limit`` (or another comparison), where the limit is a
+        constant, and the body has to add a constant to the counter.
+        """
         condition = self._values.roots.get(dict(loop.calls).get("condition", ""))
         if loop.trip_count is not None or condition is None:
             return loop.trip_count
@@ -189,9 +198,8 @@ class _Counter:
         if maker is None or maker.opcode != "compare" or len(maker.operand_names) != 2:
             return None
         left, right = map(self._number, self._values.operands(test))
-        # Of counter < limit.
         direction, limit = maker.attributes.get("direction", ""), self._fixed(right)
-        if limit is None:  # limit > counter, then
+        if limit is None:  # the limit is on the left: limit > counter
             left, limit, direction = right, self._fixed(left), _MIRRORED.get(direction, direction)
         counter = None if left is None else left.carried
         if limit is None or left is None or counter is None or counter[:2] != (home, loop.name):

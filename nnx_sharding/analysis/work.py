@@ -145,13 +145,14 @@ def _operations(module: Module, parts: ExecutedWork) -> tuple[Operation, ...]:
 
 
 def executed_work(module: Module) -> ExecutedWork:
-    """Lists the instructions that do work in each computation that runs, with the work of one run.
+    """Returns the instructions that do work in each computation that runs, with that of one run.
 
-    What is applied to elements, and the bytes of what is fused, are the work of their callers.
+    What is applied to elements, such as the addition of a ``reduce``, and the bytes of what is
+    fused, are the work of their callers.
     """
     executed: dict[str, list[tuple[Instruction, Work]]] = {}
-    inside: dict[str, Work] = {}  # what an application of a computation takes
-    for name in module.callees_first or ():
+    inside: dict[str, Work] = {}  # what one application of a computation to an element takes
+    for name in module.callees_first or ():  # so that what a caller applies is known
         if name not in module.by_name:
             continue
         by_name = module.within[name]
@@ -170,7 +171,7 @@ def executed_work(module: Module) -> ExecutedWork:
             inside[name] = _sum(work for _, work in parts)
         else:
             executed[name] = parts
-    # Any measure of work finds the largest branch.
+    # Of conditionals only the largest branch counts, which any measure of work finds.
     weights = {name: sum(sum(work) for _, work in parts) for name, parts in executed.items()}
     taken = module.taken(weights)
     return {name: parts for name, parts in executed.items() if name in taken}
@@ -210,7 +211,7 @@ def work_of(instruction: Instruction, by_name: ByName, module: Module | None) ->
 def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
     """Counts the flops of an instruction that is not a product; None if unknown.
 
-    The flops of a computation that it applies to elements are counted elsewhere.
+    Those of a computation that it applies to elements are not counted here (`applications`).
     """
     opcode, results = instruction.opcode, instruction.results
     elements = _elements(results)
@@ -601,13 +602,13 @@ def elements_in_windows(
     """Counts the elements in each window of a kernel in one dimension, without padding.
 
     Args:
-      size: of the input.
-      kernel: its size.
+      size: the size of the input.
+      kernel: the size of the kernel.
       outputs: how many windows there are.
-      stride: from window to window.
-      low: the padding before the first element.
-      dilation: of the input, which has zeros between elements.
-      spacing: of the elements of the kernel.
+      stride: the distance from window to window.
+      low: the padding before the first element of the input.
+      dilation: the distance of elements of the input, with zeros in between.
+      spacing: the distance of elements of the kernel.
 
     Returns:
       The counts, of shape (outputs,).
@@ -615,8 +616,9 @@ def elements_in_windows(
     largest = max(size, kernel, stride, abs(low), dilation, spacing)
     if outputs > _MAX_WINDOWS or largest > _MAX_WINDOW or min(dilation, spacing) < 1:
         return np.array([kernel * outputs])
-    # A window begins at `start`, and its element k is at start + k·spacing: within the array for k
-    # from `first` to `last`, and at an element for each `step`-th of these, from `offset` on.
+    # A window begins at `start`, and its element k is at position start + k·spacing: within the
+    # array for k from `first` to `last`. Elements of the array are at multiples of the dilation,
+    # which this is for each `step`-th k, from `offset` on, if at all (`common` divides `start`).
     start = np.arange(outputs) * stride - low
     first = np.maximum(0, -(start // spacing))
     last = np.minimum(kernel - 1, ((size - 1) * dilation - start) // spacing)

@@ -88,7 +88,11 @@ class Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Meets the other processes at the end of the block, or tells them about an error in it."""
+        """Ends the operation on all processes alike: all return from the block, or all raise.
+
+        An error in the block is told to the others; otherwise this waits until they have ended
+        theirs. An ``OSError`` becomes a ``CheckpointError`` that names the place.
+        """
         _current.reset(self._token)
         with self._resources:
             try:

@@ -217,6 +217,7 @@ class Update(NamedTuple):
         has_new = len(after.entries) != num_arguments
         if has_new or not all(is_leaf_variable(after.entries[index]) for index in outcome.values):
             return False
+        # Where the new array of each changed Variable is among the outputs of the program.
         sources = [outcome.sources[after.slots[index][0]] for index in outcome.values]
         written = [(index, *source) for index, source in zip(outcome.values, sources, strict=True)]
         root_sources = [outcome.sources[slot] for slot in after.root_slots]

@@ -131,7 +131,11 @@ def as_products(
     preferred_element_type: Any,
     **_: Any,
 ) -> jax.Array:
-    """Computes what ``jax.lax.conv_general_dilated_p`` does with these parameters, by products."""
+    """Computes what ``jax.lax.conv_general_dilated_p`` does with these parameters, by products.
+
+    Either it adds up a product for each position of the kernel, or it makes one for each position
+    of the output, whichever are fewer.
+    """
     groups = feature_group_count * batch_group_count  # JAX refuses two that are not 1
     x = lax.transpose(lhs, dimension_numbers.lhs_spec)  # (rows, channels, *spatial)
     x = _split_groups(x, 0 if batch_group_count > 1 else 1, groups)

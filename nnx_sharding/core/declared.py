@@ -52,9 +52,12 @@ def is_committed(leaf: AnyArray) -> bool:
 def decide(
     leaf: AnyArray, declared: Sharding, on_committed: OnCommitted
 ) -> Literal["keep", "move", "refuse"]:
-    """Returns what a call does with an array that has a declared sharding.
+    """Returns what a call does with an array for which ``in_shardings`` declare a sharding.
 
-    References and traced arrays cannot be moved; other values are refused elsewhere.
+    Args:
+      leaf: the array. References and traced arrays cannot be moved, and are kept.
+      declared: its declared sharding.
+      on_committed: the user's choice for arrays that are committed to another sharding.
     """
     is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
     if not is_data or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):

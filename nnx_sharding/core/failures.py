@@ -203,7 +203,10 @@ def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
     "Without {in_name}, the types decide.",
 )
 def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields the arrays whose types have another spec over Explicit axes than declared."""
+    """Yields the arrays whose types have another spec over Explicit axes than declared.
+
+    JAX refuses these, where it compares the two.
+    """
     transform = plan.transform
     if not isinstance(transform, Sharded):
         return

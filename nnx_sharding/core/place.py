@@ -180,14 +180,14 @@ def _put(steps: _Steps, alias: bool = True) -> None:
 
     Without ``alias``, also those that are there are copied, since their memory must not be shared.
     """
+    pending: list[tuple[_Move, Any]] = []
     for move, target in steps:
-        if not (alias or move.is_ours) and _is_placed(move.array, target) and is_keys(move.array):
+        may_stay = alias or move.is_ours
+        if not may_stay and is_keys(move.array) and _is_placed(move.array, target):
             move.advance(copied(move.array))  # device_put refuses keys of several processes
-    pending = [
-        (move, target)
-        for move, target in steps
-        if not (_is_placed(move.array, target) and (alias or move.is_ours))
-    ]
+            may_stay = True
+        if not (may_stay and _is_placed(move.array, target)):
+            pending.append((move, target))
     if pending:
         # In one call, so that JAX makes all transfers together.
         arrays, targets = [move.array for move, _ in pending], [target for _, target in pending]

@@ -138,7 +138,16 @@ class _Fitter:
         self._remedy = ""
 
     def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
-        """Returns the sharding of one array; None to change nothing, also if something is wrong."""
+        """Returns the sharding of one array; None to leave it as it is.
+
+        What is wrong is noted for the errors and the warning of all arrays; then it is None, too.
+
+        Args:
+          slot: the position of the array.
+          name: the expression for it, in messages.
+          leaf: the array, or what is in its place.
+          spec: its spec, sharding or format; None without one.
+        """
         spec = self._adapt(spec, leaf)
         # `place` (`whole`) makes arrays of numbers; for others they stay unchanged.
         is_number = isinstance(leaf, bool | int | float | complex)

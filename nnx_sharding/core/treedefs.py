@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -26,10 +26,11 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
     node_type, data = treedef.node_data()
     if node_type in (tuple, list, dict):  # quicker than the general way below
         children = treedef.children()
-        # The data of a dict are its keys.
-        keys = map(path_key, map(jax.tree_util.DictKey, data)) if data else range(len(children))
-        pairs = zip(keys, map(container_keys, children), strict=True)
-        return tuple((key, *path) for key, paths in pairs for path in paths)
+        keys: Iterable[Any] = range(len(children))
+        if data:  # the keys of a dict
+            keys = [path_key(jax.tree_util.DictKey(key)) for key in data]
+        paths_below = zip(keys, map(container_keys, children), strict=True)
+        return tuple((key, *path) for key, paths in paths_below for path in paths)
     # JAX shows the keys of other node types only for a tree, which is made with other leaves.
     try:
         tree = jax.tree_util.tree_unflatten(treedef, [...] * count)

@@ -23,7 +23,11 @@ _BAR = threading.Lock()
 def progress(
     title: str, total: int | None = None, *, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
-    """Shows a bar on stderr once the block has taken two seconds; yields what to call each step."""
+    """Shows a bar on stderr once the block has taken two seconds.
+
+    Yields a function to call after each step, with its name. ``total`` is the number of steps;
+    None if it is unknown.
+    """
     if quiet or not _is_shown() or not _BAR.acquire(blocking=False):  # one bar at a time
         yield lambda _: None
         return

@@ -162,7 +162,15 @@ def _make(
     nondiff_argnums: Sequence[Any],
     modes: tuple[bool | None, bool | None],
 ) -> Any:
-    """Makes a function with rules, or a decorator if there is no function."""
+    """Makes the wrapper that ``custom_vjp`` or ``custom_jvp`` returns, or a decorator.
+
+    Args:
+      cls: the class of the wrapper.
+      name: the name of the transform.
+      fun: the user's function; None for a decorator.
+      nondiff_argnums: as the user gave it: positions, or filters for what is differentiated.
+      modes: the options ``graph`` and ``graph_updates``.
+    """
     if fun is None:
         # Called with options only, as a decorator.
         return lambda fun: _make(cls, name, fun, nondiff_argnums, modes)

@@ -427,7 +427,10 @@ class ValueAndGrad(Differentiable[P, R]):
     def _chosen_filters(
         self, call: SortedCall, arguments: Mapping[str, Argument]
     ) -> dict[str, Any]:
-        """Returns the filter for each differentiated argument, by the name of the argument."""
+        """Returns the filter for each differentiated argument, by the name of the argument.
+
+        Raises a ``ValueError`` for an argument that is named twice, or that there is not.
+        """
         name, wrt = self._transform.name, self._transform.wrt
         # As in Flax, whose tree mode differentiates everything.
         default = nnx.Param if self._modes["updates"] else ...

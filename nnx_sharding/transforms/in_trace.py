@@ -135,9 +135,10 @@ def may_keep(static: StaticLeaves) -> bool:
 def compile_at_top_level(
     call: Function, compile_with: Callable[[Function], Function] = jax.jit
 ) -> Function:
-    """Makes a function of the same leaves that is compiled if it is called outside of any trace.
+    """Returns a function of the same leaves that is compiled if it is called outside of any trace.
 
-    There JAX would trace, and for loops compile, it again at each call.
+    There JAX would trace, and for loops compile, it again at each call. ``compile_with`` makes a
+    program of a function of arrays.
     """
 
     # One program for each set of flags and settings; JAX itself tells types of arrays apart.

@@ -68,7 +68,14 @@ class DumpedProgram(NamedTuple):
 
 
 def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram:
-    """Traces and compiles a function, and reads what the compiler writes about its memory."""
+    """Traces and compiles a function, and reads what the compiler writes about its memory.
+
+    If the program does not fit into memory, the result is what the compiler wrote before it failed.
+
+    Args:
+      recorder: traces the function of a call, with its types.
+      compile_with: compiles what was lowered, as for the call, with more options.
+    """
     lowered = recorder.traced.lower()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

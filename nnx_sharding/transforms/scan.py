@@ -379,13 +379,16 @@ class Loop:
         return [leaves[slot] for slot in range(len(leaves))]
 
     def _make_step(self, static: StaticLeaves) -> Function:
-        """Makes what JAX runs at each step, for these flags and other static leaves."""
+        """Returns the body of the loop for JAX: of the carry and slices, returns the next carry.
+
+        ``static`` are the leaves that JAX does not trace, such as flags.
+        """
 
         def step(carry: OutputGroup, slices: Sequence[object]) -> tuple[OutputGroup, StepOutput]:
             leaves = self._leaves(static, carry, slices)
             *groups, outcome = self._function(*leaves)
             self._check_structure(groups, outcome)
-            arrays = outcome.arrays(leaves, groups)
+            arrays = outcome.arrays(leaves, groups)  # after the step
             # `_carried` comes first in the carry; the others behind it are passed on unchanged.
             new = [*carry.arrays]
             slots_after = self._slots_after(outcome)

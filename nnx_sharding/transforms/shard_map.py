@@ -259,9 +259,10 @@ _SPEC_TYPES = (PartitionSpec, NamedSharding)
 def _with_types(
     mapped: Callable[..., object], shardings: Sequence[NamedSharding]
 ) -> Callable[..., Any]:
-    """Makes a function that puts shardings into the types of arrays not committed to others.
+    """Returns the mapped function, called with arrays that have ``shardings`` in their types.
 
-    On Explicit axes, `jax.shard_map` compares the types of its arguments with the specs.
+    On Explicit axes, `jax.shard_map` compares the types of its arguments with the specs, and the
+    type of an uncommitted array has no sharding yet.
     """
 
     def with_type(leaf: object, sharding: NamedSharding) -> Any:

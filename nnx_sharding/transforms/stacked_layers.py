@@ -152,7 +152,10 @@ def loop(
 
 
 def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls one layer, and checks that the next one can take what it returns."""
+    """Returns what a layer returns; a ``TypeError`` if the next layer cannot take that.
+
+    ``x`` is what the layer before has returned; ``args`` and ``kwargs`` are the same for all.
+    """
     out = layer(x, *args, **kwargs)
     is_leaf = _compat.is_graph_object
     given, before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)

@@ -151,7 +151,7 @@ class _Vmap(Mapped):
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
     ) -> None:
-        """Checks as well that what is not mapped is the same for all elements."""
+        """Raises a ``ValueError`` also for results that are not mapped, but differ by element."""
         super().check_outputs(fun_name, names, leaves, specs)
         lines = [
             f"  {name}, {type_text(leaf)}"

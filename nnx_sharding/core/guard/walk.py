@@ -90,7 +90,8 @@ class PythonWalk:
     def match(self, arguments: tuple[Any, ...]) -> Matched | None:
         """Returns what another graph of the same structure holds; None if the structure differs.
 
-        Statics have to be equal, and objects others, but shared in the same places.
+        Statics have to be equal, and objects others, but shared in the same places: where the
+        recorded graph had one object twice, this one has to as well.
         """
         stream = self._read(arguments)
         if stream is None:
