@@ -213,13 +213,13 @@ class Plan:
         return self.donated if self.transform.strict else frozenset()
 
     @functools.cached_property
-    def _static_values(self) -> list[Any]:
-        values = values_in(self.structure)
-        return [value.value if isinstance(value, Static) else value for value in values]
+    def _values(self) -> list[Any]:
+        return values_in(self.structure)  # statics hold the user's objects weakly
 
     def reached_from(self, objects: Objects) -> Iterator[Any]:
         """Yields what a function can reach from its arguments, these objects, except arrays."""
-        yield from self._static_values
+        for value in self._values:
+            yield value.value if isinstance(value, Static) else value
         for index in self.structure.static_indices():
             yield objects[index]
 

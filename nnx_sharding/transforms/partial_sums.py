@@ -84,8 +84,8 @@ class PartialSums:
         for variable, slots in zip(objects, slots_of_objects, strict=True):
             if id(variable) in parameters:
                 for slot in slots:
-                    is_inexact = jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
-                    if is_inexact and self._is_replicated(leaves[slot]):
+                    leaf = leaves[slot]
+                    if self._is_replicated(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
                         result.add(slot)
         return result
 

@@ -295,8 +295,8 @@ def _make_layers(
     arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}  # digits are not names
     streams = {key: x for key, x in arguments.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
 
-    def make_one(streams_of_layer: dict[str, Any]) -> Any:
-        mine = arguments | streams_of_layer
+    def make_one(streams: dict[str, Any]) -> Any:
+        mine = arguments | streams  # of the streams, the part for this layer
         positional = [mine[str(i)] for i in range(len(args))]
         return make(*positional, **{key: mine[key] for key in kwargs})
 
