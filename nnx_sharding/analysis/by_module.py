@@ -196,6 +196,7 @@ class ModuleTable(Pictured):
         return words if self.why is None else f"{words}; unknown: {self.why}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields what ``print`` shows: a sentence on the peak, and a row for each module."""
         yield text(self.summary())
         header = ("module", "at the peak", "mostly", "flops", "bytes", "sent", "at least")
         lines = []

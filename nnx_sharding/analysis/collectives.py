@@ -213,6 +213,10 @@ class Collectives(tuple[Collective, ...], Pictured):
         return dict(sums)
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
+        """Yields what ``print`` shows: a row for each collective, or for several alike, and a sum.
+
+        Alike are the same collectives of modules in one list.
+        """
         if not self:
             yield text("no collectives")
             return
@@ -240,19 +244,19 @@ def axes_text(axes: MeshAxes) -> str:
 
 
 def _cells(collective: Collective) -> tuple[str, ...]:
-    sizes = bytes_text(collective.bytes), bytes_text(collective.bytes_sent)
+    """Returns the texts of a row: kind, axes, bytes, sent, times, purpose, of, source."""
     times = "?" if collective.times is None else str(collective.times)
     if collective.conditional and collective.times is not None:
         times = f"≤ {times}"
-    purpose, source = collective.purpose or "", collective.source or ""
     return (
         collective.kind,
         axes_text(collective.axes),
-        *sizes,
+        bytes_text(collective.bytes),
+        bytes_text(collective.bytes_sent),
         times,
-        purpose,
+        collective.purpose or "",
         collective.of,
-        source,
+        collective.source or "",
     )
 
 

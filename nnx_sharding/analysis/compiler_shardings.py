@@ -26,12 +26,12 @@ from .program import ProgramReport
 
 
 def read_sharding(written: str, rank: int, sizes: Mapping[str, int]) -> PartitionSpec | None:
-    """Reads a sharding of the compiler; None for one that no spec on the mesh has.
+    """Returns the spec of a sharding as the compiler writes it; None if no spec says the same.
 
     Args:
-      written: its text.
-      rank: that of the array.
-      sizes: those of the mesh axes, in its order.
+      written: the text.
+      rank: the number of dimensions of the array.
+      sizes: the sizes of the mesh axes, in their order.
 
     Example:
       >>> from nnx_sharding.analysis.compiler_shardings import read_sharding
@@ -44,7 +44,7 @@ def read_sharding(written: str, rank: int, sizes: Mapping[str, int]) -> Partitio
     if written == "{replicated}":
         return PartitionSpec(*[None] * rank)
     named = _NAMED.match(written)
-    if named is not None:
+    if named is not None:  # with the axes of each dimension; parts of axes have no spec
         entries = [tuple(_AXIS.findall(part)) for part in _BRACES.findall(named[1])]
         is_whole = len(entries) == rank and "):(" not in written and ":(" not in named[1]
         known = all(axis in sizes for axes in entries for axis in axes)

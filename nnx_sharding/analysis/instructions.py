@@ -262,6 +262,10 @@ class Instruction(_Written):
 
 @functools.lru_cache(maxsize=1 << 14)
 def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
+    """Returns the arrays that an instruction makes, from the shape as it is written.
+
+    Of the start of an asynchronous operation, that also holds operands and a context.
+    """
     shape = read_shape(shape_text)
     # An all-reduce-start has the shape of the result, from some compilers ((operand, ...), result);
     # a copy-start is (result, operand, ...), a send (operand, ...), a recv (result, ...); other
@@ -324,12 +328,16 @@ ABBREVIATED = ("call", "custom-call", "fusion")
 
 
 def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
-    """Splits text at commas that are in no bracket, up to a closing one; also returns its end."""
+    """Splits text at commas that are in no bracket, from ``start`` to a closing bracket.
+
+    Returns:
+      The parts, and the position after the bracket; all of the text without one.
+    """
     parts: list[str] = []
     depth = 0
     for match in _TOKEN.finditer(text, start):
         token = match[0]
-        if len(token) > 1:
+        if len(token) > 1:  # a string or a whole bracket
             continue
         if token in "([{":
             depth += 1

@@ -63,6 +63,7 @@ class Memory(Pictured):
     )
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields what ``print`` shows: a bar for each figure, and what holds the peak."""
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-2]}
         # Most programs have nothing on the host.
         known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}

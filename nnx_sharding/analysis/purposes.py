@@ -331,7 +331,8 @@ class Origins:
     def is_weighted(self, value: Value) -> bool:
         """Tells whether a value is a partial result of a product with a parameter.
 
-        Sums and other products after that product end the search: what comes before them is summed.
+        The search goes back to the last products and sums before the value: what they are computed
+        from is summed already.
         """
 
         def is_one_of(x: Value, *opcodes: str) -> bool:

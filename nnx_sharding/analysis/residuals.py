@@ -64,6 +64,7 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
         return (x for x in self if x.operation != "argument")
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields what ``print`` shows: the sums, and a line for each array."""
         host = self.bytes("host")
         on_host = f", {bytes_text(host)} on the host" if host else ""
         yield text(f"kept for the backward pass: {bytes_text(self.bytes())} on the device{on_host}")

@@ -478,6 +478,7 @@ class Roofline(Pictured):
         return f"{rates}, as {'scheduled' if is_scheduled else 'if all of it overlapped'}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields what ``print`` shows: the times, a row for each link, and what can be hidden."""
         yield text(self)
         rows: list[tuple[str, ...]] = []
         for row in self.traffic:

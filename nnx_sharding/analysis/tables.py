@@ -36,6 +36,7 @@ class Pictured:
         return drawn(self)
 
     def _repr_html_(self) -> str:
+        """Returns HTML for notebooks, drawn by rich, with colours for any background."""
         from rich.terminal_theme import TerminalTheme
 
         # Colours with enough contrast on light and on dark: a notebook may be either.
@@ -102,6 +103,10 @@ class Table:
         footer: Sequence[Cell] | None,
         most: int | None,
     ):
+        """Keeps the first ``most`` rows, and counts the others in one more.
+
+        The last ``numbers`` columns are aligned to the right.
+        """
         every = [*rows]
         self._header, self._rows, self._footer = header, every[:most], footer
         if most is not None and len(every) > most:
@@ -110,6 +115,7 @@ class Table:
         self._is_number = [i >= len(header) - numbers for i in range(len(header))]
 
     def __rich__(self) -> RenderableType:
+        """Returns the table as rich draws it: without borders, with a rule below the header."""
         from rich.box import Box
         from rich.table import Table
 

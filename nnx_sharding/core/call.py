@@ -107,10 +107,9 @@ def run(
 def finish(
     plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int], results: list[Any]
 ) -> Any:
-    """Updates the caller's objects, and returns the output of the user's function.
+    """Updates the caller's objects, and returns the output; may be repeated if interrupted.
 
-    ``results`` has the outputs of the program, as its only item. It is emptied once they are
-    written back, so that this can be repeated if a signal interrupts it.
+    ``results`` holds the outputs of the program, as its only item, until they are written back.
     """
     *groups, outcome = results[0]
     update = outcome.update
@@ -238,8 +237,11 @@ class Update(NamedTuple):
         )
 
     def write_back(self, objects: Objects, leaves: Arrays, groups: Sequence[OutputGroup]) -> Any:
-        """Sets the Variables, in one step that a signal cannot split, and returns the output."""
-        outputs = [*(group.args[1] for group in groups), leaves]  # group -1: an input
+        """Sets the Variables, in one step that a signal cannot split, and returns the output.
+
+        ``leaves`` are the arrays that the program was given, ``groups`` those that it returned.
+        """
+        outputs = [*(group.args[1] for group in groups), leaves]  # the last, -1: inputs
         results = [outputs[group][i] for group, i in self.root_sources]
         # Before the step, since containers of the user's own types may raise errors.
         output = results[0] if self.root is LEAF else assemble(self.root, iter(results), objects)

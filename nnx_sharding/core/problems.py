@@ -18,7 +18,10 @@ from ..specs.types import AnyArray, Arrays
 
 
 def show(value: object) -> str:
-    """Returns a value as text: its name or its repr, shortened and without addresses."""
+    """Returns a value as text for a message: its name or its repr, in one short line.
+
+    The text is the same in each process and run, without addresses of objects.
+    """
     if isinstance(value, Mesh | AbstractMesh):
         return f"mesh {describe_mesh(value)}"
     if isinstance(value, set | frozenset) and value:  # in an order that each process has

@@ -58,8 +58,15 @@ class AxisTypeChange(NamedTuple):
     ) -> AxisTypeChange | None:
         """Returns the change of some axes of a mesh to one type; None if all have it already.
 
-        ``axes=True`` and ``axes=None`` are all that are not Manual, which cannot change. Raises a
-        ``ValueError`` for any other, in which the function has this name, and the axes this option.
+        Args:
+          mesh: the mesh.
+          axes: the axes; True or None for all that are not Manual, which cannot change.
+          kind: the type that they get.
+          name: the function that the user called, for messages.
+          option: the option with the axes, for messages.
+
+        Raises:
+          ValueError: the mesh has no such axis.
         """
         outer = mesh.abstract_mesh
         allowed = [axis for axis in outer.axis_names if axis not in axes_of_type(outer, _MANUAL)]

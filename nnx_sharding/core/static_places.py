@@ -107,10 +107,11 @@ def _misplaced(
         if isinstance(child, int):
             holder = structure.entries[child]
             if is_in_callers_own and not isinstance(holder, StaticObject):
+                # A module in an object that is not copied would be the caller's own.
                 if any(structure.slots[i] for i in _reachable(structure, [child])):
                     yield place, f"{holder.type.__name__} with arrays"
                 continue
-            if (child, is_argument) in seen:
+            if (child, is_argument) in seen:  # shared, or a cycle
                 continue
             seen.add((child, is_argument))
         elif isinstance(child, Static):

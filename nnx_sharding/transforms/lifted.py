@@ -113,7 +113,10 @@ class LiftedFunction(Generic[P, R]):
     def _split(
         self, args: tuple[object, ...], kwargs: dict[str, object], *, record: bool = False
     ) -> tuple[SortedCall, Flat]:
-        """Returns the arguments of a call, also flattened; records for a guard, if asked to."""
+        """Returns the arguments of a call by their roles (static, donated), and flattened.
+
+        With ``record``, what is read of them is recorded, to make a guard of it.
+        """
         _compat.leave_static_cache()
         call = self._sort(args, kwargs)
         recorder = recorder_of(call, args, kwargs) if record else None

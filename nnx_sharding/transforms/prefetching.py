@@ -125,12 +125,12 @@ class _Pullback(NamedTuple):
     arguments: Any  # the tree structure of the arguments of a step
     slots: Sequence[int]  # the slots of arguments that have cotangents
     treedef: Any  # the tree structure of the pullback
-    # For each array in the pullback: its number among constants and parameters, which are at hand;
-    # -1 minus its number among the slices; or None for a residual, which is kept.
+    # For each array in the pullback where it is in the backward pass: as a number n >= 0, the n-th
+    # of constants and parameters; as -1 - n, the n-th slice; or None for a residual.
     places: Sequence[int | None]
 
     def rebuild(self, known: Arrays, slices: Arrays, residuals: Arrays) -> Callable[..., Any]:
-        """Returns the pullback of a layer.
+        """Returns the pullback of a layer, as ``jax.vjp`` did: with arrays for its own.
 
         Args:
           known: the constants, then the gathered parameters of the layer.

@@ -434,7 +434,7 @@ class Loop:
             raise_listed(ValueError, head, lines)
 
     def _refuse_unknown_length(self) -> NoReturn:
-        """Raises an error for a loop without slices; or for a call that lacks an argument."""
+        """Raises an error for a loop without a number of steps, or the missing argument with it."""
         fun: Any = current_caller().fun  # type: ignore[union-attr]
         arguments = dict.fromkeys(self._signature.keywords)
         try:

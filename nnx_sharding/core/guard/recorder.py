@@ -54,13 +54,7 @@ class WalkRecorder:
     """
 
     def __init__(self, arguments: Sequence[object], dynamic: Sequence[int], static: Sequence[int]):
-        """Starts the stream with the arguments of a call.
-
-        Args:
-          arguments: all arguments.
-          dynamic: the positions of arguments that are not static.
-          static: the positions of static ones.
-        """
+        """Starts the stream with the arguments of a call."""
         self.static_positions = static
         self.leaf_positions: list[int] = []
         self.object_positions: list[int] = []
@@ -134,14 +128,13 @@ class WalkRecorder:
         """Records the parts of a static object; returns their positions.
 
         The parts are its items, then its attributes. Objects of common classes are opened by steps
-        that run no Python code.
+        that run no Python code, others by ``Opcode.STATIC``.
         """
         if type(value) is dict and {str, int}.issuperset(map(type, value)):
             # Its parts are keys and values in turns. Keys of these types cannot change unnoticed.
+            keys, values = tuple(parts[::2]), parts[1::2]
             positions: list[int] = []
-            for position_of_value in self._open(
-                Opcode.DICT, position, tuple(parts[::2]), parts[1::2]
-            ):
+            for position_of_value in self._open(Opcode.DICT, position, keys, values):
                 positions += UNRECORDED, position_of_value
             return positions
         cls: Any = kind.type
