@@ -75,7 +75,7 @@ LAST = (
 BESIDE = (
     *("agreement.py", "bounded.py", "code_names.py", "compiled_mismatches.py", "convolutions.py"),
     *("failures.py", "listing.py", "memory.py", "problems.py", "fingerprint.py", "publishing.py"),
-    "tree_shardings.py",
+    *("tree_shardings.py", "guard/known.py"),
 )
 
 # Narrow enough for the text to be legible on a phone.
