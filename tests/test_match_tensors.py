@@ -284,7 +284,7 @@ def test_square_matrices_without_a_convention_are_ambiguous(tmp_path, model):
         return nnx.Dict(up_proj=nnx.Einsum("ti,oi->to", (16, 16), rngs=nnx.Rngs(0)))
 
     with pytest.raises(
-        CheckpointError, match=r"up_proj.weight as '.* -> out in' or '.* -> in out'"
+        CheckpointError, match=r"up_proj.weight as '.* -> in out' or '.* -> out in'"
     ):
         match_tensors(nnx.eval_shape(einsum) if model is None else model, folder)
 
@@ -340,7 +340,7 @@ def test_layers_of_different_kinds(tmp_path):
     shapes = {0: (8, 4, 3), 1: (8, 6), 2: (8, 4, 3)}
     layers = [shaped(q__kernel=shape) for shape in shapes.values()]
     model, rules = loaded(written(tmp_path, tensors), nnx.Dict(layers=nnx.List(layers)))
-    assert [*rules] == [r"layers\.(0|2)\.attn\.wq\.weight", r"layers\.(1)\.attn\.wq\.weight"]
+    assert [*rules] == [rf"layers\.({i})\.attn\.wq\.weight" for i in range(3)]
     for i, layer in enumerate(model["layers"]):
         w = tensors[f"layers.{i}.attn.wq.weight"]
         np.testing.assert_array_equal(layer.q.kernel, w.T.reshape(shapes[i]))
@@ -358,17 +358,15 @@ class TestTiedEmbedding:
         model, _ = loaded(written(tmp_path, tensors), Llama(tied=True))
         assert_logits(model, published.llama(tensors, TOKENS))
 
-    def test_in_the_model_and_the_file_has_it_twice(self, tmp_path):
+    def test_in_the_model_and_the_file_has_a_head(self, tmp_path):
+        """Whether it is the embedding again, only its user knows without reading it."""
         tensors = published.decoder_tensors(tied=True)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-        model, rules = loaded(written(tmp_path, tensors), Llama(tied=True))
-        assert rules[r"lm_head\.weight"] is None
-        assert_logits(model, published.llama(tensors, TOKENS))
-
-    def test_in_the_model_but_not_in_the_file(self, tmp_path):
-        folder = written(tmp_path, published.decoder_tensors())
-        with pytest.raises(CheckpointError, match=r"Tensors without an array:\n  lm_head.weight"):
+        folder = written(tmp_path, tensors)
+        with pytest.raises(CheckpointError, match=r"without an array:\n  lm_head.weight"):
             match_tensors(nnx.eval_shape(lambda: Llama(tied=True)), folder)
+        model, _ = loaded(folder, Llama(tied=True), rules={r"lm_head\.weight": None})
+        assert_logits(model, published.llama(tensors, TOKENS))
 
 
 def llama_with(**changes):

@@ -9,7 +9,7 @@ that are possible, with three exceptions, each of which the rules mention:
 - A square matrix fits in two ways. An array that is called ``kernel`` is (in, out), as all of Flax
   are, and ``embedding`` is as PyTorch has it.
 - All arrays of stacked layers have these in the same dimension.
-- A file without a tensor for the head has a model whose head is its embedding.
+- In a file without a tensor for the head, the embedding is the head.
 
 What a file cannot show is not seen here: the order of rotary dimensions within heads, a norm that
 adds 1 to its scale, or which of two halves an activation is applied to. The model has to be as the
@@ -33,15 +33,12 @@ from ..errors import CheckpointError, by_kind, raise_listed
 from . import names, tensor_files
 from .safetensors import WEIGHTS, weights
 from .tensor_candidates import Candidate, Convention, Shape, Share, candidates
-from .tensor_files import Box, StoredTensor, read_box
 from .tensor_matching import fill_by_rules
 from .tensor_names import FUSED, Template, pair, read_name, settled
 from .tensor_rules import Rule, Tensor, read_rules
 from .tensor_table import Match, TensorRules, loaded_rules
 
 _MATCH = "match_tensors"
-
-_CHUNK = 2**22  # numbers that are compared at a time
 
 Numbers: TypeAlias = tuple[int, ...]
 
@@ -96,7 +93,9 @@ class Link:
         if not self.fused:
             return None
         key = numbers if self.of_tensor else source
-        shapes = [group.shapes.get(key, (0,)) for group in self.fused]  # without one, none fits
+        shapes = tuple(
+            group.shapes.get(key, (0,)) for group in self.fused
+        )  # without one, none fits
         return Share(self.index, shapes, self.of_tensor)
 
 
@@ -107,7 +106,7 @@ class Fit:
     link: Link
     numbers: Numbers
     sources: list[Numbers]
-    ways: list[Candidate]
+    ways: Sequence[Candidate]
 
 
 @_compat.api_boundary
@@ -174,7 +173,6 @@ def match_tensors(
             {name: x.leaf.shape for name, x in others.items() if name not in taken},
         )
         matching.link_names()
-        matching.ignore(tensors)
         # An Einsum has text for the order of its dimensions, so its kernel may have any.
         einsums = {id(x.kernel) for x in flat.objects if isinstance(x, nnx.Einsum)}
         of_einsum = {name for name, x in others.items() if id(x.variable) in einsums}
@@ -207,7 +205,6 @@ class _Matching:
     def __init__(self, tensors: Mapping[str, Shape], arrays: Mapping[str, Shape]):
         self._tensors, self._arrays = _grouped(tensors), _grouped(arrays)
         self._links = list[Link]()
-        self._ignored = dict[str, str]()  # templates of tensors that no array needs, and why
         self._rules = dict[str, dict[Numbers, list[Tensor]]]()  # by template and numbers
         self._ambiguous, self._misfits = list[str](), list[str]()
         self._settled = set[str]()  # names and paths that have a rule, or another problem
@@ -221,7 +218,7 @@ class _Matching:
             for array in {arrays.template.text: arrays for _, arrays in unclear}.values():
                 rivals = [tensors for tensors, other in unclear if other is array]
                 for numbers, path in array.names.items():
-                    several = " or ".join(x.names.get(numbers, _first(x)) for x in rivals)
+                    several = " or ".join(x.names.get(numbers, x.template.text) for x in rivals)
                     self._ambiguous.append(f"  {path}: {several}")
                 self._settled |= {*array.names.values()}
                 self._settled |= {name for x in rivals for name in x.names.values()}
@@ -264,22 +261,6 @@ class _Matching:
             unclear += [(left[x], right[y]) for x, y in possible]
         return clear, unclear
 
-    def ignore(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Finds tensors that no array needs: buffers, and a head that is the embedding again."""
-        linked = {id(link.tensors) for link in self._links}
-        embeddings = [x for x in self._tensors if x.template.part == "embed"]
-        has_head = any(group.template.part == "head" for group in self._arrays)
-        for group in self._tensors:
-            if id(group) in linked:
-                continue
-            text = group.template.text
-            if _BUFFERS.fullmatch(text):
-                self._ignored[text] = "computed by the model"
-                continue
-            may_be_tied = group.template.part == "head" and len(embeddings) == 1 and not has_head
-            if may_be_tied and _are_equal(stored[_first(group)], stored[_first(embeddings[0])]):
-                self._ignored[text] = "equal to the embedding, number by number"
-
     def choose_ways(self, unusual: Collection[str]) -> None:
         """Decides how tensors fill arrays; by convention, unless a path is among ``unusual``."""
         fits = [fit for link in self._links for fit in self._fits(link, unusual)]
@@ -292,11 +273,10 @@ class _Matching:
             if not fit.ways:
                 shapes = link.tensors.shapes[fit.sources[0]], link.arrays.shapes[fit.numbers]
                 several = f" of {len(fit.sources)}" if link.stacked else ""
-                self._misfits.append(
-                    f"  {source}, shape {shapes[0]}{several}: {path}, shape {shapes[1]}"
-                )
+                text = f"  {source}, shape {shapes[0]}{several}: {path}, shape {shapes[1]}"
+                self._misfits.append(text)
             elif len(fit.ways) > 1 and len(usual) != 1:
-                several = " or ".join(repr(way.dimensions) for way in fit.ways)
+                several = " or ".join(repr(way.tensor.dimensions) for way in fit.ways)
                 self._ambiguous.append(f"  {path}: {source} as {several}")
             else:
                 self._choose(fit, (usual if len(usual) == 1 else fit.ways)[0])
@@ -304,7 +284,7 @@ class _Matching:
     def _choose(self, fit: Fit, way: Candidate) -> None:
         """Notes the rule of an array, and a row of the table for the first of each template."""
         link = fit.link
-        template, tensor = link.tensors.template.text, way.tensor(link.path)
+        template, tensor = link.tensors.template.text, way.rule(link.path)
         by_numbers = self._rules.setdefault(template, {})
         is_new = not any(tensor in others for others in by_numbers.values())
         for numbers in fit.sources:
@@ -326,11 +306,11 @@ class _Matching:
             if not (sources := link.sources(numbers)):
                 continue
             shapes = [*{link.tensors.shapes[source] for source in sources}]
-            stack = [
+            stack = tuple(
                 (f"{{{i}}}", len({source[i] for source in sources}))
                 for i in map(counted.index, link.stacked)
-            ]
-            ways = list[Candidate]()
+            )
+            ways: Sequence[Candidate] = ()
             if len(shapes) == 1:  # tensors of different shapes cannot be stacked
                 convention = _convention(link, is_unusual=path in unusual)
                 share = link.share(numbers, sources[0])
@@ -340,37 +320,35 @@ class _Matching:
     def problems(self, wanted: Collection[str]) -> dict[str, list[str]]:
         """Returns what has no rule, of arrays only those that are wanted."""
         spare = {
-            name: group
+            name: (group, numbers)
             for group in self._tensors
-            if group.template.text not in self._ignored
-            for name in group.names.values()
+            if not _BUFFERS.fullmatch(group.template.text)
+            for numbers, name in group.names.items()
             if name not in self._settled
         }
+        sizes = {name: math.prod(x.shapes[numbers]) for name, (x, numbers) in spare.items()}
         missing = list[str]()
         for group in self._arrays:
             for numbers, path in group.names.items():
-                if path in self._settled or path not in wanted:
-                    continue
-                shape = group.shapes[numbers]
-                sizes = {name: math.prod(_shape_of(x, name)) for name, x in spare.items()}
-                alike = [name for name, size in sizes.items() if size == math.prod(shape)][:3]
-                hint = f"; of this size: {' or '.join(alike)}" if alike else ""
-                missing.append(f"  {path}, shape {shape}{hint}")
+                if path in wanted and path not in self._settled:
+                    shape = group.shapes[numbers]
+                    alike = [name for name in sizes if sizes[name] == math.prod(shape)][:3]
+                    hint = f"; of this size: {' or '.join(alike)}" if alike else ""
+                    missing.append(f"  {path}, shape {shape}{hint}")
         return {
             "Arrays without a tensor": missing,
-            "Tensors without an array": [self._spare(name, x) for name, x in spare.items()],
+            "Tensors without an array": [self._spare(name, *x) for name, x in spare.items()],
             "Ambiguous": self._ambiguous,
             "Of another shape": self._misfits,
         }
 
-    def _spare(self, name: str, group: Group) -> str:
+    def _spare(self, name: str, group: Group, numbers: Numbers) -> str:
         """Describes a tensor without an array, with the one that took the array, if any."""
-        numbers = next(n for n, x in group.names.items() if x == name)
         for link in self._links:
             path = link.arrays.names.get(numbers)
-            if link.arrays.template.role == group.template.role and path and link.sources(numbers):
-                first = link.tensors.names[link.sources(numbers)[0]]
-                return f"  {name}: {path} has {first}"
+            if path and link.arrays.template.role == group.template.role:
+                others = [link.tensors.names[source] for source in link.sources(numbers)]
+                return f"  {name}: {path} has {', '.join(others)}"
         return f"  {name}, shape {group.shapes[numbers]}"
 
     def rules(self) -> dict[str, Rule]:
@@ -379,31 +357,16 @@ class _Matching:
         order = {group.template.text: i for i, group in enumerate(self._tensors)}
         for group in self._tensors:
             text = group.template.text
-            if text in self._ignored:
+            if _BUFFERS.fullmatch(text) and text not in self._rules:
                 rules[_pattern(text)] = None
-                self.matches.append(
-                    Match(text, "", next(iter(group.shapes.values())), (), self._ignored[text])
-                )
                 continue
-            alike: dict[tuple[Tensor, ...], list[Numbers]] = {}
-            for numbers, targets in self._rules[text].items():
-                alike.setdefault(tuple(targets), []).append(numbers)
-            for tensors, members in alike.items():
-                rule = [_shortest(x) for x in tensors]
-                for pattern in [_pattern(text)] if len(alike) == 1 else _patterns(text, members):
-                    rules[pattern] = rule[0] if len(rule) == 1 else rule
+            for numbers, tensors in self._rules[text].items():
+                is_alike = all(tensors == others for others in self._rules[text].values())
+                rule = [x.path if x.dimensions is None else x for x in tensors]
+                pattern = _pattern(text, None if is_alike else numbers)
+                rules[pattern] = rule[0] if len(rule) == 1 else rule
         self.matches.sort(key=lambda match: order[match.tensor])
         return rules
-
-
-def _first(group: Group) -> str:
-    """Returns the first name of a group."""
-    return next(iter(group.names.values()))
-
-
-def _shape_of(group: Group, name: str) -> Shape:
-    """Returns the shape of what has this name."""
-    return next(group.shapes[numbers] for numbers, x in group.names.items() if x == name)
 
 
 def _convention(link: Link, *, is_unusual: bool) -> Convention:
@@ -434,34 +397,8 @@ def _agree_on_stacks(fits: Sequence[Fit]) -> None:
             fit.ways = [way for way in fit.ways if place(fit, way) in common]
 
 
-def _are_equal(tensor: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors have the same bytes, which are read a few rows at a time."""
-    if (tensor.shape, tensor.dtype) != (other.shape, other.dtype) or isinstance(tensor.dtype, str):
-        return False
-    rows, *sizes = tensor.shape
-    step = max(1, _CHUNK // max(1, math.prod(sizes)))
-    for first in range(0, rows, step):
-        box = Box(tensor.shape, [(first, min(rows, first + step)), *((0, size) for size in sizes)])
-        if read_box(tensor, box).tobytes() != read_box(other, box).tobytes():
-            return False
-    return True
-
-
-def _pattern(text: str, groups: Sequence[str] | None = None) -> str:
+def _pattern(text: str, numbers: Numbers | None = None) -> str:
     """Returns the pattern of a template, with a group for each number: any, if none are given."""
     first, *parts = map(re.escape, text.split("{}"))
-    numbers = groups or [r"(\d+)"] * len(parts)
-    return first + "".join(a + b for a, b in zip(numbers, parts, strict=True))
-
-
-def _patterns(text: str, members: Sequence[Numbers]) -> list[str]:
-    """Returns the patterns of some names of a template: one, if their numbers vary freely."""
-    values = [sorted(set(column)) for column in zip(*members, strict=True)]
-    if math.prod(map(len, values)) == len(members):
-        return [_pattern(text, [f"({'|'.join(map(str, column))})" for column in values])]
-    return [_pattern(text, [f"({number})" for number in each]) for each in members]
-
-
-def _shortest(tensor: Tensor) -> str | Tensor:
-    """Returns a tensor that stays as it is as the path that it becomes."""
-    return tensor.path if tensor.dimensions is None else tensor
+    groups = [r"(\d+)"] * len(parts) if numbers is None else [f"({x})" for x in numbers]
+    return first + "".join(a + b for a, b in zip(groups, parts, strict=True))
