@@ -20,8 +20,8 @@ from faults import FAULTS, SURROUNDINGS, check
 SAMPLE = {
     "gradient of a column parallel input not summed": "tensor",
     "masked loss averaged on each shard": "fsdp",
-    "dropout with another key for replicas": "fsdp × tensor",
-    "norm of the rows of a shard": "data parallel",
+    "dropout with another key for replicas": "fsdp and tensor",
+    "weight decay scaled by the number of shards": "data parallel",
 }
 
 

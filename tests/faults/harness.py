@@ -57,7 +57,7 @@ SURROUNDINGS = {
     "data parallel": Surroundings({"data": 4, "model": 2}, "auto", replicated),
     "fsdp": Surroundings({"data": 2, "model": 2}, "auto", functools.partial(fsdp, min_size=0)),
     "tensor": Surroundings({"data": 2, "model": 4}, "auto", tensor_parallel),
-    "fsdp × tensor": Surroundings({"data": 2, "model": 2}, "explicit", fsdp_and_tensor),
+    "fsdp and tensor": Surroundings({"data": 2, "model": 2}, "explicit", fsdp_and_tensor),
 }
 
 

@@ -72,7 +72,7 @@ def the_same_noise_on_all_shards(wrong, x):
     return x + jax.lax.dynamic_slice_in_dim(noise, axis_index("data") * rows, rows)
 
 
-@step("random counter", where="outside of modules")
+@step("random counter", where=r"model \(Net\)")
 def random_counter_advanced_once_for_each_shard(wrong, around):
     def loss(model, x):
         shards = jax.sharding.get_abstract_mesh().shape["data"]
