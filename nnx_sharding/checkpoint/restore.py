@@ -57,7 +57,14 @@ _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
 
 
 def restore_into(folder: FilePath, given: ModelRestore) -> Any:
-    """Reads and checks everything, then fills the tree of a ``ModelRestore`` and returns it."""
+    """Reads a checkpoint and fills the tree of a ``ModelRestore``, which it returns.
+
+    All steps come before the last line, so that an error on any process changes nothing.
+
+    Args:
+      folder: the folder with the arrays.
+      given: the tree, and the options of ``restore``.
+    """
     with Operation("restore", folder) as operation:
         flat = flatten(given.tree)
         if not _compat.trace_is_clean():  # values would become its constants
@@ -66,7 +73,7 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         shardings = _shardings(given, flat, arrays)
         stored = opened("restore", folder)
         finder = _Finder(stored, given.rename)
-        targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
+        targets = [_Target(array, finder.source(array), shardings[array.slot]) for array in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
         operation.agree(arrays=names.digest(arrays))  # before anything is read
         values = load(stored, _wanted(stored, targets), operation)

@@ -122,14 +122,19 @@ def add_commands(subparsers: object) -> None:
     check.add_argument("--tolerance", type=percentage, default=TOLERANCE, help=text)
     summary = "compile a function with several strategies and show them in one table"
     _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
+    _add_plan_command(subparsers)
+
+
+def _add_plan_command(subparsers: object) -> None:
+    """Adds the parser of ``plan``, whose options are called like the parameters of the function."""
     summary = "search for the mesh and the strategy with which a training step is fastest"
     devices = "number of devices to plan for (default: those of --topology or this machine)"
     add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
     strategies = f"those to try (default: all), such as 'fsdp + tensor': {', '.join(OVER_DATA)}, "
     strategies += f"with none or some of {', '.join(STYLES)}"
     # Checked here, before anything is imported or compiled.
-    one = option(lambda name: checked_strategies([name])[0])
-    add("--strategies", nargs="+", type=one, metavar="STRATEGY", help=strategies)
+    strategy = option(lambda name: checked_strategies([name])[0])
+    add("--strategies", nargs="+", type=strategy, metavar="STRATEGY", help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
     add("--most", type=count, default=16, metavar="N", help=most)
     limit = "seconds after which no more programs are compiled"
@@ -147,7 +152,16 @@ def _add_parser(
     epilog: str,
     devices: str = "",
 ) -> argparse.ArgumentParser:
-    """Adds a command that calls a function of the user, with the options for this."""
+    """Adds a command that calls a function of the user, with the options for this.
+
+    Args:
+      subparsers: of argparse, which the parser is added to.
+      name: the name of the command.
+      run: runs it; returns the exit code.
+      summary: what it does, for the list of commands and its own help.
+      epilog: examples and exit codes.
+      devices: the help for ``--devices``, if that is not the number of virtual devices.
+    """
     description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
     # One summary in both places, so that they agree.
     texts = {"help": summary, "description": description, "epilog": epilog}

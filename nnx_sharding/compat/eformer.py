@@ -8,6 +8,7 @@ regular expression for paths such as ``blocks/3/up/kernel``, and a spec (a ``Par
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -225,47 +226,69 @@ def match_partition_rules(
         StateSharding(pairs)  # checks that there are only specs
     if min_size is None:  # read at each call, as eformer does
         min_size = int(os.environ.get("MIN_SHARDING_SIZE", 16384))
-    # By Variable, the numbers of all rules that match: not of the first alone, to know which of
-    # them decide nothing.
-    matches: list[list[int]] = []
-    unmatched: list[str] = []
-    mismatches: list[str] = []
+    chooser = _SpecChooser(pairs, min_size, strict, mesh)
+    result = map_variables(tree, chooser.choose)
+    problems = {
+        "no rule matches": chooser.unmatched,
+        "these specs do not fit the mesh": chooser.mismatches,
+    }
+    raise_listed(ValueError, f"{name}:", by_kind(problems))
+    _warn_of_unused(name, pairs, chooser.matches)
+    return result
 
-    def choose(variable: NamedVariable) -> Any:
-        """Returns the spec of a Variable, or of an array outside of any."""
+
+@dataclasses.dataclass
+class _SpecChooser:
+    """Chooses the spec of each Variable by rules, and collects what is wrong for one error.
+
+    Attributes:
+      pairs: the rules, each a filter and a spec.
+      min_size: arrays with fewer elements are replicated, if ``strict``.
+      strict: whether specs are truncated to the rank of their arrays.
+      mesh: the mesh that specs have to fit; None for no check.
+      matches: for each Variable, the numbers of all rules that match it, not of the first alone: so
+        it is known which of them decide nothing.
+      unmatched: lines about Variables without a rule.
+      mismatches: lines about specs that do not fit the mesh.
+    """
+
+    pairs: Sequence[tuple[Any, Any]]
+    min_size: int
+    strict: bool
+    mesh: AnyMesh | None
+    matches: list[list[int]] = dataclasses.field(default_factory=list)
+    unmatched: list[str] = dataclasses.field(default_factory=list)
+    mismatches: list[str] = dataclasses.field(default_factory=list)
+
+    def choose(self, variable: NamedVariable) -> Any:
+        """Returns the spec of a Variable, or of an array outside of any; None if it has none."""
         arrays = [x for x in variable.arrays if hasattr(x, "shape") or isinstance(x, Number)]
         shapes = [np.shape(array) for array in arrays]
-        if strict and not shapes:
+        if self.strict and not shapes:
             return None
         matching = [
             number
-            for number, (is_match, _) in enumerate(pairs)
+            for number, (is_match, _) in enumerate(self.pairs)
             if is_match(variable.path, variable.variable)
         ]
-        matches.append(matching)
+        self.matches.append(matching)
         # At least 2: a scalar has nothing to shard, whatever the rule.
-        if strict and all(math.prod(shape) < max(min_size, 2) for shape in shapes):
+        if self.strict and all(math.prod(shape) < max(self.min_size, 2) for shape in shapes):
             return PartitionSpec()
         if not matching:
-            shape = f", shape {shapes[0]}" if shapes else ""
-            unmatched.append(f"  {variable.name}{shape}")
+            shape_text = f", shape {shapes[0]}" if shapes else ""
+            self.unmatched.append(f"  {variable.name}{shape_text}")
             return None
-        _, spec = pairs[matching[0]]
-        if spec is not None and strict:
+        _, spec = self.pairs[matching[0]]
+        if spec is not None and self.strict:
             rank = min(len(shape) for shape in shapes)
             spec = with_entries(spec, spec.partitions[:rank])
-        for shape in shapes if mesh is not None else ():
-            fit = fit_sharding(spec, mesh, shape)
+        for shape in shapes if self.mesh is not None else ():
+            fit = fit_sharding(spec, self.mesh, shape)
             if fit.problems:
-                mismatches.append(fit.line(variable.name))
+                self.mismatches.append(fit.line(variable.name))
                 break  # one array of a Variable says enough
         return spec
-
-    result = map_variables(tree, choose)
-    problems = {"no rule matches": unmatched, "these specs do not fit the mesh": mismatches}
-    raise_listed(ValueError, f"{name}:", by_kind(problems))
-    _warn_of_unused(name, pairs, matches)
-    return result
 
 
 def _warn_of_unused(

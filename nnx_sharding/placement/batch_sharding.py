@@ -435,18 +435,19 @@ def _check_arrays(
     raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
 
 
-def _host_array(x: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
+def _host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
     """Returns a leaf of a batch as an array, which shares its memory if possible.
 
     What is no array becomes a ``TypeError`` that says why. It is returned and not raised: the spec
     of the leaf may be None, which passes it through, and one error lists all others.
     """
-    if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
-        return np.asarray(x, jnp.result_type(type(x)))
-    if isinstance(x, jax.Array):
-        return x
+    if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
+        return np.asarray(leaf, jnp.result_type(type(leaf)))  # the dtype that JAX gives a number
+    if isinstance(leaf, jax.Array):
+        return leaf
+    is_of_numpy = isinstance(leaf, np.ndarray | np.generic)
     try:
-        array = np.asarray(x if isinstance(x, np.ndarray | np.generic) else _converted(x))
+        array = np.asarray(leaf if is_of_numpy else _converted(leaf))
     except TypeError as error:
         return error
     # Objects, bytes, text, dates and time spans; also records, which JAX does not have either.

@@ -1,4 +1,8 @@
-"""A self-contained HTML page of a report, of a comparison of reports, or of what changed."""
+"""A self-contained HTML page of a report, of a comparison of reports, or of what changed.
+
+The page is a template (``page.html``) with the data as JSON and one script, which is put together
+from the files in ``script/``. A policy in the page allows this script and style only, by hashes.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +53,16 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
         title = title or next(iter(report.explained()))
         head, report = head or "\n".join(report.explained()), report.comparison
     report = report if isinstance(report, Changes) else load(report)
+    reports: list[ProgramReport]
     if isinstance(report, Changes):
         name, reports = "What changed", []
     elif isinstance(report, Comparison):
-        name, reports = f"{len(report.compiled)} strategies compared", [*report.compiled.values()]
+        reports = list(report.compiled.values())
+        name = f"{len(reports)} strategies compared"
     else:
         name, reports = report.name, [report]
     style = _part("page.css")
-    script = "\n".join(_part(f"script/{name}.js") for name in _SCRIPT)
+    script = "\n".join(_part(f"script/{file}.js") for file in _SCRIPT)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'  # in one scope
     parts = {
         "title": _escaped(title or name),
