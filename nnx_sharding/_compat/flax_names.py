@@ -99,16 +99,17 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     """
     is_plain = is_plain_pytree(node)
     attributes = get_dict(node) if is_plain else {}
+    names, in_dict = tuple(attributes), list(attributes.values())
+    # Which attributes are data, by name; the marks are True, False, or what a user puts there.
     statuses = _untagged(getattr(node, STATUSES, {}))
     is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
-    names, in_dict = (*attributes,), [*attributes.values()]
-    marks = (*is_data.values(),)  # True, False, or what a user's class puts there
-    # With the types of the marks, since 1 equals True. None ends the names, of which there may be
-    # any number.
-    key = (type(node), *names, None, *is_data, *marks, *{*map(type, marks)})
+    marks = tuple(is_data.values())
+    # All in one flat tuple, which is quicker to hash than a nested one; None ends the names. With
+    # the types of the marks, since 1 equals True.
+    key = (type(node), *names, None, *is_data, *marks, *set(map(type, marks)))
     form = (forms.get(key) or _FORMS.get(key)) if is_plain else None
     if form is not None:
-        values = [*form.pick(in_dict)]
+        values = list(form.pick(in_dict))
         if form.statuses is not None:
             values[form.keys.index(STATUSES)] = form.statuses
         return NodeItems(form, values, in_dict)
@@ -321,6 +322,8 @@ def node_operations(
 ) -> list[Operation]:
     """Returns the operations that change the attributes of a node; none is run here.
 
+    An operation is a function with its arguments, as a tuple.
+
     Args:
       node: the node.
       changed: the keys and values of its new or changed attributes.
@@ -330,7 +333,7 @@ def node_operations(
     if not isinstance(node, nnx.Pytree):
         impl = _GRAPH_NODE_TYPES[type(node)]
         return [(impl.clear, node), (impl.init, node, all_attributes())]
-    attributes = vars(node)
+    attributes = vars(node)  # past the ``__setattr__`` of modules, which may raise
     operations: list[Operation] = [(dict.pop, attributes, str(key), None) for key in removed]
     # The state, with the trace of the node, stays that of the object.
     values = {str(key): value for key, value in changed if key != STATE}
@@ -498,16 +501,18 @@ def get_mapping(state: nnx.State[Any, Any]) -> Any:
 
 
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
-    """Returns the children of a tuple, list, dict or State, in the object that keeps them.
+    """Returns the object that holds the children of a pytree: a tuple, a list, or a dict.
 
-    None for other pytrees, and where a class decides itself on its children, so that JAX has others
-    than the object.
+    A guard looks at this object in later calls, instead of flattening the pytree again. None for
+    other pytrees than tuples, lists, dicts and States, and where a class flattens itself to other
+    children than it holds.
     """
     level = jax.tree_util.default_registry.flatten_one_level(tree)
-    if level is None:
+    if level is None:  # a leaf
         return None
     children = list(level[0])
-    if type(tree) in (tuple, list) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+    is_named_tuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if type(tree) in (tuple, list) or is_named_tuple:
         return tree if _are_same(children, tree) else None
     if type(tree) is not dict and (type(tree) is not nnx.State or len(vars(tree)) != 1):
         return None

@@ -347,7 +347,15 @@ def _is_same_dtype(there: Any, here: np.dtype[Any] | type, cast: bool) -> bool:
 
 
 def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
-    """Returns the sharding with which each stored array is read; None to read it to the host."""
+    """Decides how each stored array is read: with a sharding, each process its own shards.
+
+    Args:
+      stored: the open checkpoint.
+      targets: the arrays of the model, each with the stored arrays that it is made of.
+
+    Returns:
+      By stored name the sharding; None to read the array to the host of each process.
+    """
     wanted: dict[Name, Sharding | None] = {}
     for target in targets:
         # An array of this process alone is not read with its sharding.
@@ -488,7 +496,14 @@ def _like(value: Any, leaf: Any, sharding: Sharding | None) -> Any:
 def _placed(
     value: Any, dtype: np.dtype[Any], sharding: Sharding | None, is_weak: bool = False
 ) -> jax.Array:
-    """Returns what was read as an array on devices, of this dtype and sharding."""
+    """Moves what was read to devices, and converts it to the dtype of the model's array.
+
+    Args:
+      value: an array of NumPy, or of JAX if it was read with its sharding.
+      dtype: the dtype of the result.
+      sharding: that of the result; None for the default device.
+      is_weak: whether the result has a weak type.
+    """
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
         value = jnp.asarray(host) if sharding is None else place_arrays([host], [sharding])[0]
@@ -496,6 +511,7 @@ def _placed(
         # It was read without the unreduced or reduced axes, which Orbax lacks.
         value = place_arrays([value], [sharding])[0]
     if value.dtype != dtype or value.weak_type != is_weak:
-        value = _program(sharding, (), dtype, is_weak)([(value, ())])
+        pieces = [(value, ())]  # one, of which all layers are taken
+        value = _program(sharding, (), dtype, is_weak)(pieces)
     placed: jax.Array = value
     return placed

@@ -218,7 +218,14 @@ class _AxisMode:
             raise
 
     def _change(self, flat: Flat, specs: Specs) -> AxisTypeChange | None:
-        """Returns the outer and the inner mesh; None if the function can be called as it is.
+        """Finds the mesh of a call, and which of its axes get another type in the function.
+
+        Args:
+          flat: the arguments, flattened; the types of their arrays name a mesh.
+          specs: the user's specs.
+
+        Returns:
+          The outer and the inner mesh; None if the function can be called as it is.
 
         Raises:
           NoMeshError: ``explicit_axes`` has no mesh.
@@ -278,6 +285,7 @@ class _AxisMode:
         inside = [retype(leaf, change.inner, spec) for leaf, spec in pairs]
         arrays = RetypedArrays(change, flat.leaves, inside)
         after = self._call_retyped(flat, arrays)
+        # Back on the outer mesh: arrays that the arguments had keep their type.
         outer, untyped = arrays.leave(flat.structure, after)
         # What is new has no spec, and needs none: over Auto axes, a type names no sharding.
         for slot, array in untyped.items():
