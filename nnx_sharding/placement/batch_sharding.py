@@ -187,7 +187,14 @@ class Leaf(NamedTuple):
 
 
 class BatchSharding:
-    """The structure and shardings of all batches, taken from the first one."""
+    """The structure and shardings of all batches, taken from the first one.
+
+    Attributes:
+      leaves: the leaves of a batch, in the order of its pytree.
+      rows: the sharding of the first dimension of leaves with rows, as an array of rank 1.
+      size: the number of rows of a full global batch; 0 until :meth:`set_size`.
+      own_rows: the indices of those rows that this process holds.
+    """
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | AbstractMesh | None):
         """Decides on the sharding of each array, from the first batch.
@@ -210,6 +217,7 @@ class BatchSharding:
             Leaf(name, sharding, _kind(array), sharding is not None and array.ndim > 0)
             for name, sharding, array in zip(names, shardings, arrays, strict=True)
         ]
+        # The names and shardings of the leaves with rows.
         self._by_rows: list[tuple[str, Sharding]] = [
             (leaf.name, leaf.sharding)
             for leaf in self.leaves
@@ -224,8 +232,8 @@ class BatchSharding:
         # The rows are sharded like the leaf with the most shards along them.
         shardings_of_rows = [sharding for _, sharding in self._by_rows]
         self.rows = _of_rows(max(shardings_of_rows, key=_parts))
-        self.size = 0  # of a full global batch, once it is set
-        self.own_rows: Rows = np.arange(0)  # the rows of such a batch that this process holds
+        self.size = 0
+        self.own_rows: Rows = np.arange(0)
 
     def arrays(self, batch: Any) -> list[HostArray]:
         """Returns the leaves of a batch as host arrays, checked to be like those of the first one.
