@@ -69,8 +69,10 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         flat = flatten(given.tree)
         if not _compat.trace_is_clean():  # values would become its constants
             raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
+        # What is wanted: the arrays that `only` selects, and where they go.
         arrays = names.selected("restore", names.named_arrays(flat), given.only, names.is_storable)
         shardings = _shardings(given, flat, arrays)
+        # Where it is in the checkpoint, and whether it fits.
         stored = opened("restore", folder)
         finder = _Finder(stored, given.rename)
         targets = [_Target(array, finder.source(array), shardings[array.slot]) for array in arrays]
@@ -223,16 +225,20 @@ class _Finder:
     def _find_stack(self, name: Name, leaf: Any, levels: int) -> _Source | None:
         """Finds the stored stack of which an array of the model, in a list, is one layer.
 
-        ``blocks/3/kernel`` is layer 3 of ``blocks/layers/kernel``.
+        ``blocks/3/kernel`` is layer 3 of ``blocks/layers/kernel``. In nested stacks, several keys
+        are indices of layers; those of other lists stay as they are.
         """
-        digits = [i for i, key in enumerate(name) if key.isdecimal()]
-        for count in range(1, len(digits) + 1):  # in nested stacks, several keys are indices
-            for places in itertools.combinations(digits, count):
-                stack = tuple(_LAYERS if i in places else key for i, key in enumerate(name))
-                if stack in self._names:
-                    piece = _Piece(self._names[stack], tuple(int(name[i]) for i in places))
-                    is_shared = self._extra(piece, leaf, levels) < 0
-                    return _Source([_Piece(piece.name) if is_shared else piece])
+        numbers = [i for i, key in enumerate(name) if key.isdecimal()]
+        for count in range(1, len(numbers) + 1):
+            for replaced in itertools.combinations(numbers, count):
+                stack = tuple(_LAYERS if i in replaced else key for i, key in enumerate(name))
+                if stack not in self._names:
+                    continue
+                stored_name = self._names[stack]
+                layer = _Piece(stored_name, tuple(int(name[i]) for i in replaced))
+                # Without a dimension of layers, all layers share the array.
+                is_shared = self._extra(layer, leaf, levels) < 0
+                return _Source([_Piece(stored_name) if is_shared else layer])
         return None
 
     def _extra(self, piece: _Piece, leaf: Any, levels: int) -> int:

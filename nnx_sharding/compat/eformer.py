@@ -482,11 +482,11 @@ def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
     its attribute ``sharding``, becomes a sharding on ``mesh``.
     """
 
-    def read(leaf: object) -> list[NamedSharding | None]:
+    def read(leaf: object) -> NamedSharding | None:
         sharding = leaf if isinstance(leaf, PartitionSpec) else sharding_of(leaf)
         if isinstance(sharding, PartitionSpec):
-            return [NamedSharding(mesh or get_incontext_mesh(), sharding)]
-        return [sharding if isinstance(sharding, NamedSharding) else None]
+            return NamedSharding(mesh or get_incontext_mesh(), sharding)
+        return sharding if isinstance(sharding, NamedSharding) else None
 
     return _extracted(pytree, read)
 
@@ -505,40 +505,43 @@ def get_partition_spec(tree: Any) -> Any:
     Other leaves, and those on several devices without a ``NamedSharding``, are a ValueError.
     """
 
-    def read(leaf: object) -> list[PartitionSpec]:
+    def read(leaf: object) -> Any:
         sharding = sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
-            return [sharding.spec]
+            return sharding.spec
         # On one device every spec is the same.
         is_single = isinstance(sharding, Sharding) and sharding.num_devices == 1
         is_known = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
-        return [PartitionSpec()] if is_known and (sharding is None or is_single) else []
+        return PartitionSpec() if is_known and (sharding is None or is_single) else _NO_RESULT
 
     return _extracted(tree, read)
 
 
-def _extracted(tree: object, read: Callable[[Any], list[Any]]) -> Any:
+_NO_RESULT = object()  # for an array without what is read
+
+
+def _extracted(tree: object, read: Callable[[Any], Any]) -> Any:
     """Returns the tree with what a function reads from its arrays, such as their specs.
 
     Args:
       tree: a pytree of arrays and modules.
-      read: returns a list with the one thing to put in the place of an array, or an empty one if
-        the array has none.
+      read: returns what to put in the place of an array, or ``_NO_RESULT``.
 
     Raises:
-      ValueError: lists the Variables with an array that has none, or with arrays that differ.
+      ValueError: lists the Variables with an array without a result, or with different results.
     """
     missing: list[str] = []
 
     def choose(variable: NamedVariable) -> Any:
         results = [read(leaf) for leaf in variable.arrays]
-        # A Variable has one entry in the result, whatever its value holds.
-        if [] in results or any(result != results[0] for result in results):
+        # A Variable has one entry in the new tree, whatever its value holds.
+        has_all = all(result is not _NO_RESULT for result in results)
+        if not has_all or any(result != results[0] for result in results):
             leaves = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
             listed = "; ".join(dict.fromkeys(map(str, leaves)))
             missing.append(f"  {variable.name or 'the root'}: {listed}")
             return None
-        return results[0][0] if results else None
+        return results[0] if results else None
 
     result = map_variables(tree, choose)
     head = "expected numbers and arrays with a NamedSharding, the same one in each Variable, got:"

@@ -281,9 +281,11 @@ def _rule_of_einsum(
 
 
 def _style_of_pairs(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
-    """Returns a style for the two matrices of an MLP, (a, b) and (b, a): both shard the same size.
+    """Returns a style for the matrices of an MLP, by the shapes (a, b) and (b, a) of two of them.
 
-    It is empty if no two matrices have such shapes; dimensions in front of them are equal.
+    They lead into hidden features and back. Both shard these, the larger size: of up (8, 32) and
+    down (32, 8), the style is ``{"up": -1, "down": -2}``. Dimensions of experts in front are equal.
+    It is empty if no two matrices have such shapes.
     """
     style: dict[str, int | None] = {}
     for name, shape in shapes.items():

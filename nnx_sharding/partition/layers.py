@@ -201,20 +201,7 @@ class LayerDimensions:
         Variables of its class, and then to those that the metadata name. What the metadata call
         the dimensions that are found is a name for layers from then on.
         """
-        remaining = known.candidates
-        for length in range(len(known.path)):  # from the whole model to the layer itself
-            common = self._common_axes[known.path[:length]][type(known.variable)]
-            allowed = [axes.dimensions(known.shape) for axes in common]
-            agreeing = {
-                candidate
-                for candidate in remaining
-                if any(
-                    dimensions is not None and set(candidate).issuperset(dimensions)
-                    for dimensions in allowed
-                )
-            }
-            # None agrees in a module that was put together from layers stacked in different ways.
-            remaining = agreeing or remaining
+        remaining = self._agreeing_with_others(known)
         names = _names(known.variable, len(known.shape))
         if names:
             named = {
@@ -227,6 +214,24 @@ class LayerDimensions:
         self._resolved[id(known.variable)] = stacked
         if names and not stacked.is_ambiguous:
             self._names.update(names[d] for d in stacked.dimensions)
+
+    def _agreeing_with_others(self, known: _KnownVariable) -> Set[tuple[int, ...]]:
+        """Returns the candidates with axes that all Variables of the class have in common.
+
+        Each module around the parameter is asked, from the whole model to the layer itself.
+        """
+        remaining = known.candidates
+        for length in range(len(known.path)):
+            common = self._common_axes[known.path[:length]][type(known.variable)]
+            allowed = [axes.dimensions(known.shape) for axes in common]
+            agreeing: set[tuple[int, ...]] = set()
+            for dimensions in allowed:
+                if dimensions is not None:
+                    # More dimensions may be layers: of stacks within the module.
+                    agreeing.update(c for c in remaining if set(c).issuperset(dimensions))
+            # None agrees in a module that was put together from layers stacked in different ways.
+            remaining = agreeing or remaining
+        return remaining
 
     def _follow_neighbors(
         self, common_axes: Mapping[type, Set[_Axes]], subject: object, shape: Shape

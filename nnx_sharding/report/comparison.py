@@ -228,16 +228,21 @@ class Comparison(JsonForm):
 
     def _held_by_module(self) -> Iterable[RenderableType]:
         """Yields which modules hold the memory at the peak, by strategy, if reports have that."""
-        tables = {name: r.by_module for name, r in self.compiled.items() if r.by_module is not None}
-        yield from (text(f"{name}: {modules.summary()}") for name, modules in tables.items())
+        tables = {
+            name: report.by_module
+            for name, report in self.compiled.items()
+            if report.by_module is not None
+        }
+        for name, modules in tables.items():
+            yield text(f"{name}: {modules.summary()}")
         if len(tables) < 2:
             return
+        # By strategy: the bytes that each outermost module holds, by its path.
         held = {name: modules.at_depth(1).held_by_path() for name, modules in tables.items()}
-        paths = dict.fromkeys(path for sizes in held.values() for path in sizes)
-        rows = [
-            (path_text(path), *(bytes_text(x.get(path, 0)) for x in held.values()))
-            for path in paths
-        ]
+        rows = []
+        for path in dict.fromkeys(path for sizes in held.values() for path in sizes):
+            sizes_of_path = [sizes.get(path, 0) for sizes in held.values()]
+            rows.append((path_text(path), *map(bytes_text, sizes_of_path)))
         yield table(("held at the peak", *held), rows, numbers=len(held))
 
     def _table(self, width: int) -> RenderableType:
