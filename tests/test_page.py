@@ -473,7 +473,7 @@ def test_lines(browser, tmp_path):
         text = page.tab.locator("#lines").inner_text()
         assert "14.0 MFLOP (53.8%)" in text and "no line of yours" in text and "model.py" in text
         heat = [x.get_attribute("style") for x in page.tab.locator("#lines summary").all()]
-        assert heat[1] == "--heat: 60%;" and heat[2] == "--heat: 0%;"
+        assert heat[1] == "--heat: 45%;" and heat[2] == "--heat: 0%;"
         page.tab.locator("#collectives").get_by_role("button", name="model.py:12").first.click()
         assert lines.nth(0).get_attribute("open") is not None
         opened = lines.nth(0).inner_text()
