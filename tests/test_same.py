@@ -17,6 +17,7 @@ from nnx_sharding import jit, shard_map, stack
 from nnx_sharding.checkpoint import save
 from nnx_sharding.partition import fsdp, pipeline
 from nnx_sharding.testing import assert_same, replay
+from nnx_sharding.testing.rounding import rounded
 from zoo import P, mesh_of
 
 AXES = ("data", "model")
@@ -349,3 +350,13 @@ def test_neither_xla_nor_jax_warns_of_copies(capfd):
     specs = fsdp(model, mesh=MESH, min_size=0), P("data")
     assert_same(step, model, tokens, shardings=specs, mesh=MESH, steps=1)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_that_stand_for_infinity_are_not_rounded(dtype):
+    """As in masks that modules pass on: their mean is infinite, and would be added to scores."""
+    least = jnp.finfo(dtype).min
+    x = jnp.array([0.5, -1, least, least, 0, -jnp.inf], dtype)
+    changed = rounded(x, jnp.float32(0.25))
+    np.testing.assert_array_equal(changed[2:], x[2:])
+    np.testing.assert_array_equal(jnp.abs(changed - x)[:2], [0.5 * 0.25, 0.25])

@@ -76,11 +76,15 @@ def rounded(x: jax.Array, error: jax.Array) -> jax.Array:
     """Returns an array whose elements are changed by ±error of their size; as it is if that is 0.
 
     A small element may be what is left of large terms, so the size is at least the mean. Zeros
-    stay, as they are masked or padded more often than computed. The signs follow from the bits of
-    the elements, which differ in each run since its inputs do; no state has to be passed.
+    stay, as they are masked or padded more often than computed, and so do numbers that stand for
+    infinity, as ``finfo.min`` in masks: larger ones would be infinite, and their mean is. The signs
+    follow from the bits of the elements, which differ in each run since its inputs do; no state has
+    to be passed.
     """
     size = jnp.abs(x)
-    scale = jnp.where((x != 0) & jnp.isfinite(size), jnp.maximum(size, size.mean()), 0)
+    most = min(float(jnp.finfo(x.dtype).max) / 4, 1e30)  # type: ignore[no-untyped-call]
+    size = jnp.where(size < most, size, 0)
+    scale = jnp.where(size == 0, 0, jnp.maximum(size, size.mean()))
     bits = jax.lax.bitcast_convert_type(jnp.real(x).astype(jnp.float32), jnp.uint32)
     # Multiplicative hashing (Knuth): the highest bit depends on all others.
     mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x9E3779B1)
