@@ -6,6 +6,7 @@ Each returns what JSON can hold. What does not work raises an error, whose text 
 from __future__ import annotations
 
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -89,8 +90,10 @@ def with_pipeline(model: PublicModel) -> str:
     """Compares training in a pipeline of two stages, with fsdp over two devices."""
     mesh = make_mesh({"data": 2, "stage": 2}, AxisType.Auto, devices=jax.devices()[:4])
 
+    rows = model.rows
+
     def strategy(model: Any, **options: Any) -> StateSharding:
-        base = pipeline(model, microbatches=2, **options)
+        base = pipeline(model, microbatches=2, rows=rows, **options)
         return fsdp(model, base=base, min_size=0, **options)
 
     return _compare(model.program(Size.SMALL), mesh, strategy, P("data"))
@@ -168,9 +171,8 @@ def memory(model: PublicModel) -> Mapping[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the first sentence of an error."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text[:200]
+    """Returns the beginning of an error, without line breaks."""
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
 MEASURES: Mapping[str, Callable[[PublicModel], Any]] = {

@@ -55,12 +55,14 @@ class PublicModel:
       source: the package, or the repository whose folder has to be on the path.
       program: makes the program of a size.
       sequences: whether a batch is of tokens, which context parallelism may shard.
+      rows: as for ``pipeline``.
     """
 
     name: str
     source: str
     program: Callable[[Size], Program]
     sequences: bool = False
+    rows: tuple[str, ...] = ()
 
 
 # Tokens of a row, for the real widths and for numbers.
@@ -262,7 +264,8 @@ def _dinov3_loss(_: Any, model: Any, images: jax.Array, __: Any) -> jax.Array:
 
 
 def _vjepa2_loss(_: Any, model: Any, videos: jax.Array, __: Any) -> jax.Array:
-    return square_loss(model(videos)["predictor_last_hidden_state"])
+    # Its predictor calls ``int`` with an array, which no jit can trace.
+    return square_loss(model(videos, skip_predictor=True)["last_hidden_state"])
 
 
 def _video(size: Size) -> jax.ShapeDtypeStruct:
@@ -276,6 +279,11 @@ def _whisper_loss(_: Any, model: Any, spectrum: jax.Array, config: Any) -> jax.A
     hidden = model.encoder(spectrum)
     states = model.decoder(tokens, nnx.make_causal_mask(tokens), hidden, None, decode=False)
     return next_token_loss(model.decoder.embed_tokens.attend(states), tokens)
+
+
+def _channels_first(size: Size) -> jax.ShapeDtypeStruct:
+    side = 32 if size is Size.SMALL else 224
+    return jax.ShapeDtypeStruct((3, side, side), jnp.float32)
 
 
 def _spectrum(size: Size) -> jax.ShapeDtypeStruct:
@@ -369,7 +377,7 @@ _BONSAI = {
         "dinov3",
         "Dinov3ViTModel",
         _sized("dinov3_vitl16", {"num_hidden_layers": 2}, _DINO),
-        _images(32),
+        _channels_first,
         _dinov3_loss,
     ),
     "V-JEPA 2 L": _bonsai(
@@ -457,9 +465,13 @@ _BONSAI = {
     ),
 }
 _TOKENS = ("Qwen3 8B", "Gemma 3 4B", "Mamba 2 130M", "UMT5")
+_ROWS = {"Whisper tiny": ("self_mask", "encoder_hiddens")}
 
 MODELS = [
     *_TUNIX,
-    *(PublicModel(name, "bonsai", make, name in _TOKENS) for name, make in _BONSAI.items()),
+    *(
+        PublicModel(name, "bonsai", make, name in _TOKENS, _ROWS.get(name, ()))
+        for name, make in _BONSAI.items()
+    ),
     PublicModel("DINOv2 B/16", "jimmy-vision", _jimmy),
 ]
