@@ -123,6 +123,20 @@ def used_equations(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0].eqns
 
 
+def used_part(
+    closed: Any, is_used: Sequence[bool], *, effects: bool
+) -> tuple[Any, tuple[int, ...]]:
+    """Returns what computes some outputs of a traced program, and the positions of its inputs.
+
+    ``effects`` says whether equations with side effects and without results belong to it.
+    """
+    from jax.interpreters import partial_eval
+
+    kept = [x for x in closed.jaxpr.eqns if effects or x.outvars or not x.effects]
+    part, inputs = partial_eval.dce_jaxpr(closed.jaxpr.replace(eqns=kept), [*is_used])
+    return closed.replace(jaxpr=part), tuple(i for i, used in enumerate(inputs) if used)
+
+
 @contextlib.contextmanager
 def without_cache(stage: Any) -> Iterator[None]:
     """Within the block, JAX's persistent cache neither has nor gets what a stage compiles to.

@@ -41,7 +41,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -51,14 +52,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.tracing import pass_tags
-from ..core.flatten import Flat
+from ..core.flatten import Flat, flatten
 from ..core.rebuild import update_operations
 from ..core.structure import VariableEntry
-from ..core.unflatten import perform
+from ..core.unflatten import perform, unflatten
 from ..specs.fitting import axes_of, keep_axes, spec_axes
 from ..specs.paths import Path
 from ..specs.types import AnyMesh
-from ..transforms.in_trace import replace_slots
+from ..transforms.in_trace import is_traced, replace_slots, traced_slots
 from ..transforms.mapped_axes import Carry, captures
 from ..transforms.remat import remat
 from ..transforms.scan import scan
@@ -77,6 +78,10 @@ from ..transforms.vmap import vmap
 
 # The further arguments of layers: positional and keyword ones.
 Further: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+# Whether a call is within a pipeline, where stacks and blocks are called as they are.
+RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +180,7 @@ class PipelineLoop:
         stages = jnp.arange(self._sizes.stages)
         inputs = jax.tree.map(functools.partial(self._feed_first_stage, tick), buffer, inputs)
         outputs = self._call_stages(layers, inputs, stages, tick)
-        sent = jax.tree.map(self._send_to_next, outputs)
+        sent = jax.tree.map(self.send, outputs)
         return jax.tree.map(functools.partial(self._store_last_stage, tick), buffer, sent), sent
 
     def call_stage(self, layers: Any, x: Any, stage: jax.Array, tick: jax.Array) -> Any:
@@ -208,17 +213,89 @@ class PipelineLoop:
         write_back(flat, flatten_layer(group), before, put_into_repeat)
         return out
 
+    @property
+    def axis(self) -> str:
+        """The mesh axis of the stages."""
+        return self._sizes.axis
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, S."""
+        return self._sizes.stages
+
+    @property
+    def is_remat(self) -> bool:
+        """Whether only the input of a stage is kept for its backward pass."""
+        return self._stack.remat is True
+
+    def layers_by_stage(self) -> dict[int, jax.Array]:
+        """Returns the arrays of the layers on their stages, (S, D, …), by slot; for one repeat."""
+        return {slot: self._to_stages(slot)[:, 0] for slot in self._slots}
+
+    def write_layers(self, arrays: Mapping[int, jax.Array]) -> None:
+        """Writes arrays, (S, D, …), to the layers."""
+        copy = with_arrays(self._flat, arrays)
+        old = {slot: self._flat.leaves[slot] for slot in arrays}
+        in_form = lambda _, leaf: self._from_stages(leaf[:, None])
+        write_back(self._flat, flatten_layer(copy), old, in_form)
+
+    def other_arrays(self) -> list[Any]:
+        """Returns what layers get besides their own arrays and the rows.
+
+        These are the arrays in further arguments, and those that all layers share.
+        """
+        self._flat_further = flatten(self._further)
+        self._further_slots = traced_slots(self._flat_further.leaves)
+        shared = {*range(len(self._flat.leaves))}.difference(self._slots)
+        self._shared_slots = [s for s in shared if is_traced(self._flat.leaves[s])]
+        return [
+            *(self._flat_further.leaves[slot] for slot in self._further_slots),
+            *(self._flat.leaves[slot] for slot in self._shared_slots),
+        ]
+
+    def call_group(
+        self, arrays: Mapping[int, jax.Array], x: Any, others: Sequence[Any]
+    ) -> tuple[Any, dict[int, jax.Array]]:
+        """Calls the layers of one stage, with other arrays in place of their own.
+
+        Args:
+          arrays: the arrays of the layers, (D, …), by slot.
+          x: what the first one gets.
+          others: as in :meth:`other_arrays`.
+
+        Returns:
+          What the last one returns, and the arrays that layers have written, by slot.
+        """
+        count = len(self._further_slots)
+        shared = dict(zip(self._shared_slots, others[count:], strict=True))
+        group = with_arrays(self._flat, {**arrays, **shared})
+        before = flatten_layer(group)
+        pass_tags(self._flat, before)
+        flat = self._flat_further
+        leaves = replace_slots(flat.leaves, self._further_slots, others[:count])
+        further = unflatten(flat.structure, leaves)
+        pass_tags(flat, further)
+        args, kwargs = further.root
+        token = RUNNING.set(True)
+        try:
+            out = self._call_group(group, x, args, kwargs)
+        finally:
+            RUNNING.reset(token)
+        after = flatten_layer(group)
+        pairs = ((slot, after.leaves[slot]) for slot in arrays)
+        return out, {slot: x for slot, x in pairs if x is not before.leaves[slot]}
+
     def _feed_first_stage(self, tick: jax.Array, buffer: jax.Array, x: jax.Array) -> jax.Array:
         """Gives the first stage a microbatch: (S, M, rows, …) and (S, rows, …) → (S, rows, …)."""
         stages = jnp.arange(self._sizes.stages)
         is_first = stages.reshape(-1, *[1] * (x.ndim - 1)) == 0  # (S, 1, …)
         microbatch = _take(buffer, tick % self._sizes.microbatches, axis=1)
-        return self._constrain(jnp.where(is_first, microbatch, x), *self._row_entry)
+        return self.constrain(jnp.where(is_first, microbatch, x), *self._row_entry)
 
-    def _send_to_next(self, x: jax.Array) -> jax.Array:
-        """Sends what each stage returned, (S, rows, …), to the next one."""
+    def send(self, x: jax.Array, shift: int = 1) -> jax.Array:
+        """Sends what each stage returned, (S, rows, …), to the next one, or to the one before."""
         axis, stages = self._sizes.axis, self._sizes.stages
-        to_next = [(i, (i + 1) % stages) for i in range(stages)]
+        to_next = [(i, (i + shift) % stages) for i in range(stages)]
         # Not `jnp.roll`, whose gradient would be two permutations.
         send: Callable[[jax.Array], jax.Array] = jax.shard_map(
             lambda x: jax.lax.ppermute(x, axis, to_next),
@@ -227,7 +304,23 @@ class PipelineLoop:
             out_specs=PartitionSpec(axis),
             axis_names={axis},
         )
-        return self._constrain(send(x), *self._row_entry)
+        return self.constrain_rows(send(x))
+
+    def take_on_stages(self, x: jax.Array, indices: jax.Array) -> jax.Array:
+        """Takes a part of each stage's own array: (S, K, …), and indices (S,) → (S, …)."""
+        # Not `vmap`, whose gather the compiler may not divide over the stages.
+        take: Callable[[jax.Array, jax.Array], jax.Array] = jax.shard_map(
+            lambda x, index: _take(x, index[0], axis=1),
+            mesh=self._mesh,
+            in_specs=PartitionSpec(self._sizes.axis),
+            out_specs=PartitionSpec(self._sizes.axis),
+            axis_names={self._sizes.axis},
+        )
+        return self.constrain(take(x, indices))
+
+    def constrain_rows(self, x: jax.Array) -> jax.Array:
+        """Shards the first dimension over the stages, and the rows, which are the next, as such."""
+        return self.constrain(x, *self._row_entry)
 
     def _store_last_stage(self, tick: jax.Array, buffer: jax.Array, sent: jax.Array) -> jax.Array:
         """Stores what the first stage got from the last one: (S, rows, …) into (S, M, rows, …)."""
@@ -235,13 +328,13 @@ class PipelineLoop:
         index = item % self._sizes.microbatches
         # Until the last stage has an item, the first one has not read this microbatch.
         stored = jnp.where(item >= 0, sent, _take(buffer, index, axis=1))
-        return self._constrain(_put(buffer, stored, index, axis=1), None, *self._row_entry)
+        return self.constrain(_put(buffer, stored, index, axis=1), None, *self._row_entry)
 
     def _split_rows(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches: (batch, …) → (S, M, rows, …)."""
         parts = self._microbatches(leaf)
         buffers = jnp.broadcast_to(parts, (self._sizes.stages, *parts.shape))
-        return self._constrain(buffers, None, *self._row_entry)
+        return self.constrain(buffers, None, *self._row_entry)
 
     def _microbatches(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches, on all stages: (batch, …) → (M, rows, …)."""
@@ -261,7 +354,7 @@ class PipelineLoop:
         groups = jnp.swapaxes(groups, 0, 1)  # (S, R, D, …)
         axes = {*spec_axes(spec)}
         if axis not in axes:
-            return self._constrain(groups)
+            return self.constrain(groups)
         # A block of a list: each stage has a part of all layers, in this dimension of a layer, and
         # gets all of its own layers.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
@@ -274,12 +367,12 @@ class PipelineLoop:
             axis_names=axes,
         )
         moved = move(groups.reshape(leaf.shape))  # (L, …), in the order of the stages
-        return self._constrain(moved.reshape(groups.shape))
+        return self.constrain(moved.reshape(groups.shape))
 
     def _from_stages(self, leaf: jax.Array) -> jax.Array:
         """Puts an array back into the order of the layers: (S, R, D, …) → (L, …)."""
         groups = jnp.swapaxes(leaf, 0, 1)  # (R, S, D, …)
-        return self._constrain(groups.reshape(-1, *leaf.shape[3:]))
+        return self.constrain(groups.reshape(-1, *leaf.shape[3:]))
 
     def _collect_sown(self, rows: int) -> None:
         """Puts what layers sowed for ``nnx.capture`` into the form that it has in one call."""
@@ -307,9 +400,9 @@ class PipelineLoop:
         # (S, R, M, D, rows, …) → (R, S, D, rows, M, …)
         layers = jnp.moveaxis(items, (1, 0, 3, 4, 2), range(5))
         batch = rows * sizes.microbatches
-        return self._constrain(layers.reshape(self._stack.length, batch, *layers.shape[5:]))
+        return self.constrain(layers.reshape(self._stack.length, batch, *layers.shape[5:]))
 
-    def _constrain(self, x: jax.Array, *entries: object) -> jax.Array:
+    def constrain(self, x: jax.Array, *entries: object) -> jax.Array:
         """Shards the first dimension over the stages, and the next ones as these entries say."""
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
         # Other dimensions stay as the compiler and the layers shard them.

@@ -14,7 +14,6 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -35,14 +34,13 @@ from ..transforms.mapped_axes import captures
 from ..transforms.stack import Stack, stack
 from ..transforms.stacked_layers import flatten_layer, locations_of
 from .pipeline_blocks import BlockCalls, calls_before
-from .pipeline_loop import Further, PipelineLoop, PipelineSizes, write_back
+from .pipeline_loop import RUNNING, Further, PipelineLoop, PipelineSizes, write_back
+from .pipeline_loss import PIPELINE_CALL
 
 NO_PREFETCH = (
     "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
     "prefetch=1 of base or of the Stack."
 )
-# Whether a call is within a pipeline, where stacks and blocks are called as they are.
-_RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +50,12 @@ class Schedule(PipelineSizes):
     blocks: int = 0  # those of a list; 0 for a Stack
     specs: tuple[tuple[Path, PartitionSpec], ...] = ()  # of the Variables in a block
     rows: tuple[str, ...] = ()  # the parameters of a layer that have the rows of the batch
+    interleaves: bool = False  # whether accumulated gradients run forward and backward in turn
 
     @property
     def is_running(self) -> bool:
         """Whether a call is within a pipeline."""
-        return _RUNNING.get()
+        return RUNNING.get()
 
     def redirect(
         self, tag: Tag, module: nnx.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -101,18 +100,20 @@ class Schedule(PipelineSizes):
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
             call_mesh = mesh_in_trace(mesh)
             schedule = self._on_mesh(call_mesh, len(module))
+            if PIPELINE_CALL.get() is not None:  # the loss has the rows of one microbatch
+                schedule = dataclasses.replace(schedule, microbatches=1, rows=())
             _check_axis_types(call_mesh)
             layer = module[0] if self.blocks else module.layers
-            args, kwargs = self._by_name(layer, args, kwargs)
+            args, kwargs = schedule._by_name(layer, args, kwargs)
             schedule._check_inputs(module, x, (args, kwargs))
             run = schedule._run_blocks if self.blocks else schedule._run_stack
             # Stacks inside of a layer are called as usual.
-            token = _RUNNING.set(True)
+            token = RUNNING.set(True)
             try:
                 with _explain_changed_arguments(args, kwargs):
                     return run(module, x, (args, kwargs), call_mesh, row_axes)
             finally:
-                _RUNNING.reset(token)
+                RUNNING.reset(token)
 
         return run_stages
 
@@ -124,6 +125,8 @@ class Schedule(PipelineSizes):
         of_rows = {name: x for name, x in kwargs.items() if self._has_rows(name, x)}
         rest = args, {name: x for name, x in kwargs.items() if name not in of_rows}
         loop = PipelineLoop(self, layers, rest, mesh, row_axes, dict(self.specs))
+        if (interleaved := PIPELINE_CALL.get()) is not None:
+            return interleaved.run(loop, x)
         return loop.run(x, of_rows)
 
     def _run_blocks(
@@ -221,6 +224,7 @@ class Schedule(PipelineSizes):
                 f"  {name}: shape {jnp.shape(leaf)}"
                 for name, leaf in _named_leaves(*further)
                 if isinstance(leaf, jax.Array) and leaf.ndim and leaf.shape[0] == batch > 1
+                if count > 1
             ],
             "They are the same for all microbatches. Give them a first dimension of 1; or, if they "
             "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or pass them on "
@@ -334,3 +338,15 @@ def _explain_changed_arguments(
             "random streams and statistics. Give each layer its own, as an attribute."
         )
         raise ValueError(message(head, lines, remedy)) from error
+
+
+def has_interleaved_pipeline(objects: Iterable[object]) -> bool:
+    """Whether a strategy has chosen ``schedule="1f1b"`` for some of these modules."""
+    nodes = [x for x in objects if _compat.is_node(x)]
+    tagged = ((x, tag) for x in nodes if (tag := _compat.tag_of(x)) is not None)
+    schedules = (
+        source.find_schedule(tag.path, module, "__call__")
+        for module, tag in tagged
+        for source in tag.sources
+    )
+    return any(isinstance(x, Schedule) and x.interleaves for x in schedules)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -68,6 +68,7 @@ def pipeline(
     microbatches: int = 8,
     repeats: int = 1,
     rows: tuple[str, ...] = (),
+    schedule: Literal["gpipe", "1f1b"] = "gpipe",
     across_slices: bool = True,
 ) -> StateSharding:
     """Pipeline parallelism: each stage runs some layers of the model's ``Stack`` or ``nnx.List``.
@@ -151,13 +152,16 @@ def pipeline(
     wrong = [f"  {name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 1]
     raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
     names = (rows,) if isinstance(rows, str) else tuple(rows)
-    schedule = Schedule(axis, mesh.shape[axis], microbatches, repeats, rows=names)
-    stacks, activations = _find_stacks(model, schedule), activations_of(base)
+    interleaves = _interleaves(schedule, repeats)
+    sizes = Schedule(
+        axis, mesh.shape[axis], microbatches, repeats, rows=names, interleaves=interleaves
+    )
+    stacks, activations = _find_stacks(model, sizes), activations_of(base)
     _check_names(stacks, names)
     # Here, rather than when the first call is traced.
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(NO_PREFETCH)
-    _warn_of_left_out(model, stacks, schedule)
+    _warn_of_left_out(model, stacks, sizes)
     parameters = variables(model)
     specs = base_specs("pipeline", parameters, base, mesh)
     block_specs = _shard_layers(specs, model, stacks, axis, mesh)
@@ -166,9 +170,20 @@ def pipeline(
         blocks = len(module) if isinstance(module, nnx.List) else 0
         # The calls that the schedule replaces: of a Stack itself, or of each block of a list.
         called = [(*path, number) for number in range(blocks)] or [path]
-        own = dataclasses.replace(schedule, blocks=blocks, specs=tuple(block_specs[path].items()))
+        own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
     return with_optimizer(specs, parameters, optimizer, activations.extended(filters))
+
+
+def _interleaves(schedule: str, repeats: int) -> bool:
+    """Whether the schedule is 1F1B; refuses other names, and repeats of that."""
+    if schedule not in ("gpipe", "1f1b"):
+        raise ValueError(f'pipeline: expected schedule="gpipe" or "1f1b", got {schedule!r}.')
+    if schedule == "1f1b" and repeats > 1:
+        raise ValueError(
+            f'pipeline: schedule="1f1b" has no repeats, got repeats={repeats}. Leave out one of both.'
+        )
+    return schedule == "1f1b"
 
 
 def _shard_layers(

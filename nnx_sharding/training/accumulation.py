@@ -35,6 +35,8 @@ from ..core.arguments import PathFunction
 from ..core.constrain import type_mesh, type_spec
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
+from ..partition.pipeline_1f1b import accumulate_interleaved
+from ..partition.pipeline_schedule import has_interleaved_pipeline
 from ..specs.fitting import axes_of, keep_axes, pad_entries, spec_axes, suggestion
 from ..specs.paths import Path, accessor, enclosing_paths, path_key
 from ..transforms import Carry, scan, value_and_grad
@@ -178,6 +180,8 @@ class _Accumulation:
         bound.arguments.update(rest)  # with the types that `explicit_axes` has given them
         sums = _partial_sums_over_rows(batch)
         prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
+        if has_interleaved_pipeline(prepared.flat.objects):
+            return self._interleave(bound, batch)
 
         def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
             """Adds the gradients of one microbatch to the totals, and returns its value."""
@@ -196,6 +200,17 @@ class _Accumulation:
         # Microbatches are equal, so the mean of their means is the mean of the batch.
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, prepared.build_gradient(self._means(prepared, totals))
+
+    def _interleave(self, bound: inspect.BoundArguments, batch: _Arguments) -> tuple[Any, Any]:
+        """Returns the mean value and gradient of the microbatches, in the stages of a pipeline."""
+        parts = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
+        first = jax.tree.map(lambda x: x[0], parts)
+        bound.arguments.update(first)
+        call = self.gradient.prepare(bound.args, bound.kwargs)
+        pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(parts), strict=True)]
+        out, totals = accumulate_interleaved(self.gradient, call, pairs, self.dtype)
+        _check_aux(out[1] if self.has_aux else ())
+        return out, call.build_gradient([x / self.steps for x in totals])
 
     def _zeros(self, prepared: PreparedCall, sums: PartialSums | None) -> list[jax.Array]:
         """Returns a total of zero for each array that is differentiated."""

@@ -1,0 +1,511 @@
+"""1F1B: a pipeline in which each stage runs one forward and one backward pass in turn.
+
+GPipe (``pipeline_loop.py``) is one loop forward, which JAX differentiates, so that the activations
+of all M microbatches are kept. Here the backward pass of a microbatch starts as soon as its loss is
+known. Stage s of S computes microbatch i forward at tick ``i + s``, and backward at tick
+``i + 2 (S-1) - s``. For S = 3 and M = 5, with A for the backward pass of microbatch a::
+
+    tick      0   1   2   3   4   5   6   7   8
+    stage 0   a   b   c   d   eA  .B  .C  .D  .E
+    stage 1   .   a   b   cA  dB  eC  .D  .E  .
+    stage 2   .   .   aA  bB  cC  dD  eE  .   .
+              └ warm ─┘──── steady ────┘─ cool ┘
+              forward        both       backward
+
+A stage has at most K = 2S - 1 microbatches in flight, so what its backward pass needs is in a ring
+of K slots, that of the forward pass at tick t in slot t mod K. S - 1 ticks have only a forward
+pass, M have both, and S - 1 only a backward pass: M + S - 1 of each, as with GPipe, and so is the
+share of idle time.
+
+All ticks of a phase are one ``scan``. The backward pass cannot come from JAX's transposition of
+that, so gradients are sums in the carry: each tick calls the ``vjp`` of a stage forward, puts its
+residuals into the ring, and calls its transpose with others from there. Residuals that depend only
+on parameters, such as these themselves, are computed again, so that the ring does not hold them.
+What is around the layers in the loss comes from ``pipeline_loss.py``.
+
+The schedule is PipeDream's with flushes (Narayanan et al., 2021, arXiv:2006.09503).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import raise_listed
+from ..transforms.grad import PreparedCall, ValueAndGrad
+from ..transforms.in_trace import Function, replace_slots, traced_slots
+from .pipeline_loss import HEAD, Part, PipelineCall, TracedLoss, as_type, find_call, positions_of
+
+Arrays: TypeAlias = Sequence[Any]
+
+
+def accumulate_interleaved(
+    gradient: ValueAndGrad[..., Any],
+    call: PreparedCall,
+    batch: Sequence[tuple[jax.Array, jax.Array]],
+    dtype: Any,
+) -> tuple[Any, Arrays]:
+    """Differentiates a loss microbatch by microbatch, in the stages of its pipeline.
+
+    Args:
+      gradient: differentiates the loss.
+      call: its call with the first microbatch.
+      batch: the arrays of this, and those of all microbatches, (M, rows, …).
+      dtype: that of sums of gradients; None for their own.
+
+    Returns:
+      The mean of the losses, or with auxiliary data a pair with these, stacked, and the sum of the
+      gradients of each array that is differentiated.
+    """
+    flat = call.flat
+    slots = traced_slots(flat.leaves)
+    position = {slot: i for i, slot in enumerate(slots)}
+    parts = {id(first): all_parts for first, all_parts in batch}
+    leaves = {position[slot]: flat.leaves[slot] for slot in slots}
+    by_position = {i: parts[id(x)] for i, x in leaves.items() if id(x) in parts}
+
+    def differentiate(function: Function, arrays: Arrays) -> tuple[Arrays, tuple[Any, ...]]:
+        found = find_call(function, arrays)
+        loss = TracedLoss(function, arrays, flat, slots, found, found.written_types())
+        targets = [position[slot] for slot in call.slots]
+        loop = OneForwardOneBackward(loss, arrays, targets, by_position, dtype)
+        (values, *others), state, totals = loop.run()
+        return totals, loss.outputs([values.mean(), *others], state)
+
+    return gradient.differentiate(call.plan, flat, slots, differentiate)
+
+
+class TracedStage:
+    """The layers of one stage: their forward pass, and its transpose, as functions of arrays.
+
+    The inputs are the arrays of the layers, what the first one gets, and the others.
+
+    Attributes:
+      written: the slots of the arrays that layers write.
+      kept: the numbers of the residuals that the ring keeps.
+      residual_types: the types of these.
+    """
+
+    def __init__(
+        self, call: PipelineCall, types: tuple[Arrays, Arrays, Arrays], targets: Sequence[int],
+        invariant: Collection[int], varying: Collection[int],
+    ):
+        """Traces the layers.
+
+        Args:
+          call: the call of the pipeline.
+          types: the types of the inputs of one stage.
+          targets: the positions of the inputs that are differentiated.
+          invariant: the positions of those that are the same for all microbatches.
+          varying: the positions of those that differ between stages.
+        """
+        starts = len(types[0]), len(types[0]) + len(types[1])
+        x = range(*starts)
+
+        def forward(*arrays: Any) -> list[Arrays]:
+            def run(chosen: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+                merged = replace_slots(arrays, targets, chosen)
+                parts = merged[: starts[0]], merged[slice(*starts)], merged[starts[1] :]
+                out, written = call.call_layers(*parts)
+                self.written = [*written]
+                return [out[i - starts[0]] for i in targets if i in x], (out, [*written.values()])
+
+            run_or_remat = jax.checkpoint(run, prevent_cse=False) if call.loop.is_remat else run
+            chosen = [arrays[i] for i in targets]
+            _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
+            residuals, self._transpose = jax.tree.flatten(transpose)
+            return [out, written, residuals]
+
+        flat = [x for part in types for x in part]
+        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*flat)
+        out, written, residuals = positions_of(shapes)
+        depends = [{*Part(closed, [i]).used} for i in residuals]
+        self.kept = [n for n, used in enumerate(depends) if not used <= {*invariant}]
+        self.residual_types = [shapes[2][n] for n in self.kept]
+        self._counts = len(out), len(written)
+        self._axis = call.loop.axis
+        self._in_axes = [0 if i in varying else None for i in range(len(flat))]
+        self._forward = Part(closed, [*out, *written, *(residuals[n] for n in self.kept)])
+        recomputed = [n for n in range(len(residuals)) if n not in self.kept]
+        self._recomputed = Part(closed, [residuals[n] for n in recomputed])
+        self._order = [*recomputed, *self.kept]  # of the residuals that the transpose gets
+
+    def forward(self, inputs: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """Runs all stages forward, on inputs with a first dimension of S; the others are for all.
+
+        Returns:
+          What the layers return and write, and the residuals that are kept.
+        """
+        outputs = self._on_stages(self._forward, inputs)
+        out, written = self._counts
+        return outputs[:out], outputs[out : out + written], outputs[out + written :]
+
+    def backward(self, inputs: Arrays, kept: Arrays, d_out: Arrays) -> Arrays:
+        """Runs all stages backward.
+
+        Args:
+          inputs: as for the forward pass; only those that are invariant are read.
+          kept: the residuals that were kept.
+          d_out: the gradients of what the layers returned, apart from integers.
+
+        Returns:
+          The gradients of the targets.
+        """
+        residuals = [*self._on_stages(self._recomputed, inputs), *kept]
+        ordered = [x for _, x in sorted(zip(self._order, residuals, strict=True), key=lambda p: p[0])]
+
+        def transpose(residuals: Arrays, d_out: Arrays) -> Arrays:
+            return jax.tree.unflatten(self._transpose, residuals)(d_out)[0]
+
+        return jax.vmap(transpose, spmd_axis_name=self._axis)(ordered, [*d_out])
+
+    def _on_stages(self, part: Part, inputs: Arrays) -> Arrays:
+        """Calls a part of the trace for all stages."""
+        if not part.used:
+            return []
+        axes = [self._in_axes[i] for i in part.used]
+        run = jax.vmap(part.call, in_axes=axes, spmd_axis_name=self._axis)
+        return part.ordered(run(*(inputs[i] for i in part.used)))
+
+
+class _Carry(NamedTuple):
+    """What one tick passes to the next."""
+
+    sent: Arrays  # what each stage gets for its forward pass, (S, rows, …)
+    d_sent: Arrays  # what it gets for its backward pass, the gradients of what it returned
+    written: Arrays  # the Variables that layers write, (S, D, …)
+    early: Arrays  # the state of the microbatch that enters
+    late: Arrays  # the state of the microbatch that leaves
+    residuals: Arrays  # a ring, (S, K, …)
+    past_early: Arrays  # a ring of the states of microbatches in flight, (K, …)
+    past_varying: Arrays  # a ring of other arrays that layers get, (K, …)
+    totals: Arrays  # the sums of gradients outside of the layers
+    fixed_totals: Arrays  # those of layers, (S, D, …), and of others, (S, …)
+
+
+class OneForwardOneBackward:
+    """The loop over the ticks of M microbatches."""
+
+    def __init__(
+        self,
+        loss: TracedLoss,
+        arrays: Arrays,
+        targets: Sequence[int],
+        batch: Mapping[int, jax.Array],
+        dtype: Any,
+    ):
+        """Sorts inputs and outputs of a loss, and traces the layers.
+
+        Args:
+          loss: the loss.
+          arrays: its inputs, with a microbatch; without what the pipeline returns and writes.
+          targets: the positions of those that are differentiated.
+          batch: the arrays of all microbatches, (M, rows, …), by the position of the input.
+          dtype: that of sums of gradients; None for their own.
+        """
+        assert loss.call.loop is not None
+        self._loss, self._arrays, self._targets, self._batch = loss, arrays, targets, batch
+        self._dtype, self._loop = dtype, loss.call.loop
+        self._count = len(next(iter(batch.values())))
+        self._stages = self._loop.stages
+        self._slots = 2 * self._stages - 1  # of a ring
+        self._sort_outputs()
+        closed = loss.closed
+        self._x = Part(closed, [i for i in loss.x if self._is_float(i)])
+        self._prefix = Part(closed, [*loss.x, *self._varying, *self._early])
+        self._suffix = Part(closed, [*loss.returned, *self._late], effects=True)
+        self._trace_stage()
+
+    def _is_float(self, output: int) -> bool:
+        """Whether an output has a gradient."""
+        return jnp.issubdtype(self._loss.closed.out_avals[output].dtype, jnp.inexact)
+
+    def _sort_outputs(self) -> None:
+        """Sorts state, and what layers get, by what it depends on."""
+        loss = self._loss
+        depends = {i: loss.depends(i) for i in range(len(loss.closed.out_avals))}
+        self._ending = [i for i in loss.state if depends[i] & {*loss.written}]
+        outside = [i for i in loss.state if i not in self._ending]
+        late, previous = set[int](), None
+        while late != previous:
+            previous = set(late)
+            after = {*loss.results} | {loss.state[i] for i in late}
+            late |= {i for i in outside if depends[i] & after}
+        self._late = [i for i in outside if i in late]
+        self._early = [i for i in outside if i not in late]
+        changing = {*self._batch} | {loss.state[i] for i in self._early}
+        self._varying = [i for i in loss.others if depends[i] & changing]
+        own = {*loss.written} | {loss.state[i] for i in self._ending}
+        after = {*loss.results} | {loss.state[i] for i in late}
+        targets = {*self._targets}
+        outer = [*loss.returned, *outside, *loss.x, *loss.others]
+        entering = [*loss.x, *self._varying, *self._early]
+        problems = {
+            "what layers write is used outside of them": any(depends[i] & own for i in outer)
+            or any(depends[i] & (changing | after) for i in self._ending),
+            "what layers get depends on what is written after they are called": any(
+                depends[i] & after for i in entering
+            ),
+            "the parameters of layers depend on the microbatch": any(
+                depends[i] & (changing | after) for i in loss.layers
+            ),
+            "further arguments of layers depend on the microbatch and on parameters": any(
+                depends[i] & targets and self._is_float(i) for i in self._varying
+            ),
+        }
+        raise_listed(
+            ValueError, f"{HEAD}:", [f"  {x}" for x, is_so in problems.items() if is_so],
+            "Pass values from layer to layer, x, y = blocks((x, y)), or leave out the schedule.",
+        )
+        fixed = [*loss.layers, *(i for i in loss.others if i not in self._varying)]
+        self._fixed, self._d_fixed = fixed, [
+            i for i in fixed if depends[i] & targets and self._is_float(i)
+        ]
+
+    def _trace_stage(self) -> None:
+        """Traces the layers of one stage."""
+        loss, types = self._loss, [as_type(x) for x in self._loss.closed.out_avals]
+        inputs = [*loss.layers, *loss.x, *loss.others]  # outputs of the loss, in the stage's order
+        position = {output: i for i, output in enumerate(inputs)}
+        layers = [jax.ShapeDtypeStruct(types[i].shape[1:], types[i].dtype) for i in loss.layers]
+        stage_types = layers, [types[i] for i in loss.x], [types[i] for i in loss.others]
+        # In the order of their positions, as of the gradients.
+        d_x = [i for i in loss.x if self._is_float(i)]
+        self._targets_of_stage = [i for i in inputs if i in self._d_fixed or i in d_x]
+        slots = [*loss.call.layers]
+        written = [i for i, slot in zip(loss.layers, slots, strict=True) if slot in loss.call.written]
+        self._stage_inputs, self._written = inputs, written
+        self._stage = TracedStage(
+            loss.call,
+            stage_types,
+            [position[i] for i in self._targets_of_stage],
+            {position[i] for i in self._fixed if i not in written},
+            {position[i] for i in inputs if i not in loss.others or i in self._varying},
+        )
+
+    def run(self) -> tuple[Arrays, Arrays, Arrays]:
+        """Runs all ticks.
+
+        Returns:
+          What the loss returns, of all microbatches (M, …), the new state, in the order of
+          ``TracedLoss.state``, and the sums of the gradients of the targets.
+        """
+        fixed = Part(self._loss.closed, self._fixed)(self._inputs())
+        self._fixed_values = dict(zip(self._fixed, fixed, strict=True))
+        d_part = Part(self._loss.closed, self._d_fixed)
+        arrays = [self._arrays[i] for i in self._targets]
+        _, pull_fixed = jax.vjp(d_part.of_changed(self._inputs(), self._targets), arrays)
+        carry = self._first_carry()
+        warm, steady = self._stages - 1, self._count
+        carry, _ = self._scan(self._run_warm, carry, 0, warm)
+        carry, returned = self._scan(self._run_steady, carry, warm, steady)
+        carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
+        [from_layers] = pull_fixed(self._fixed_gradients(carry))
+        totals = [x + y.astype(x.dtype) for x, y in zip(carry.totals, from_layers, strict=True)]
+        final = self._inputs(early=carry.early, late=carry.late, written=carry.written)
+        ending = Part(self._loss.closed, self._ending)(final)
+        new = dict(zip(self._ending, ending, strict=True))
+        new |= zip([*self._early, *self._late], [*carry.early, *carry.late], strict=True)
+        return returned, [new[i] for i in self._loss.state], totals
+
+    def _scan(self, run: Callable[..., Any], carry: _Carry, start: int, count: int) -> Any:
+        return jax.lax.scan(run, carry, start + jnp.arange(count))
+
+    def _run_warm(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
+        """Runs a tick with a forward pass only."""
+        carry, out = self._forward(carry, tick)
+        return carry._replace(sent=self._send(out, 1)), None
+
+    def _run_steady(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, Arrays]:
+        """Runs a tick with a forward pass, a loss and a backward pass."""
+        carry, out = self._forward(carry, tick)
+        carry, returned, d_out = self._differentiate(carry, tick, [x[-1] for x in out])
+        is_last = jnp.arange(self._stages) == self._stages - 1
+        d_sent = [_where(is_last, x, y) for x, y in zip(d_out, carry.d_sent, strict=True)]
+        carry = self._backward(carry, tick, d_sent)
+        return carry._replace(sent=self._send(out, 1)), returned
+
+    def _run_cool(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
+        """Runs a tick with a backward pass only."""
+        return self._backward(carry, tick, carry.d_sent), None
+
+    def _forward(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, Arrays]:
+        """Runs the forward pass of one tick; returns what the stages return, (S, rows, …)."""
+        loss, stages, slot = self._loss, jnp.arange(self._stages), tick % self._slots
+        microbatch = jnp.minimum(tick, self._count - 1)
+        inputs = self._inputs(microbatch, carry.early)
+        values = self._prefix(inputs)
+        x, varying = values[: len(loss.x)], values[len(loss.x) :][: len(self._varying)]
+        early = values[len(loss.x) + len(varying) :]
+        past_early = [_put(ring, x, slot) for ring, x in zip(carry.past_early, carry.early, strict=True)]
+        past_varying = [_put(ring, x, slot) for ring, x in zip(carry.past_varying, varying, strict=True)]
+        enters = tick < self._count
+        is_first = stages == 0
+        item = tick - stages  # the microbatch of each stage
+        is_busy = (item >= 0) & (item < self._count)
+        sent = [self._loop.constrain_rows(_where(is_first, a, b)) for a, b in zip(x, carry.sent, strict=True)]
+        of_items = [self._loop.constrain(jnp.take(ring, item % self._slots, axis=0)) for ring in past_varying]
+        out, written, residuals = self._stage.forward(self._with_fixed(carry.written, sent, of_items))
+        carry = carry._replace(
+            early=[jnp.where(enters, new, old) for new, old in zip(early, carry.early, strict=True)],
+            past_early=past_early,
+            past_varying=past_varying,
+            written=[_where(is_busy, new, old) for new, old in zip(written, carry.written, strict=True)],
+            residuals=[_put(ring, x, slot, 1) for ring, x in zip(carry.residuals, residuals, strict=True)],
+        )
+        return carry, out
+
+    def _differentiate(
+        self, carry: _Carry, tick: jax.Array, results: Arrays
+    ) -> tuple[_Carry, Arrays, Arrays]:
+        """Computes the loss of the microbatch that leaves the last stage, and its gradient.
+
+        Returns:
+          The carry, what the loss returns, and the gradient of the results.
+        """
+        loss = self._loss
+        microbatch = tick - (self._stages - 1)
+        inputs = self._inputs(microbatch, self._past(carry, microbatch), carry.late, results)
+        d_results = [i for i, x in zip(loss.results, results, strict=True) if _is_float(x)]
+        positions = [*self._targets, *d_results]
+        function = self._suffix.of_changed(inputs, positions)
+
+        def value(arrays: Arrays) -> tuple[Any, Arrays]:
+            outputs = function(arrays)
+            return outputs[0], outputs
+
+        arrays = [inputs[i] for i in positions]
+        gradients, outputs = jax.grad(value, has_aux=True)(arrays)
+        count = len(self._targets)
+        carry = carry._replace(
+            late=outputs[len(loss.returned) :], totals=_add(carry.totals, gradients[:count])
+        )
+        return carry, outputs[: len(loss.returned)], gradients[count:]
+
+    def _backward(self, carry: _Carry, tick: jax.Array, d_out: Arrays) -> _Carry:
+        """Runs the backward pass of one tick, from the gradients of what stages returned."""
+        stages, last = jnp.arange(self._stages), self._stages - 1
+        item = tick - 2 * last + stages
+        is_busy = (item >= 0) & (item < self._count)
+        # Their forward passes were at the tick item + stage.
+        kept = [self._loop.take_on_stages(ring, (item + stages) % self._slots) for ring in carry.residuals]
+        inputs = self._with_fixed(carry.written, None, None)
+        gradients = dict(zip(self._targets_of_stage, self._stage.backward(inputs, kept, d_out), strict=True))
+        # Idle stages compute with what is in the ring, of which gradients need not be finite.
+        fixed = [_where(is_busy, gradients[i], 0) for i in self._d_fixed]
+        d_x = [gradients[i] for i in self._loss.x if self._is_float(i)]
+        return carry._replace(
+            fixed_totals=_add(carry.fixed_totals, fixed),
+            totals=_add(carry.totals, self._prefix_gradients(carry, tick - 2 * last, d_x)),
+            d_sent=self._send(d_x, -1),
+        )
+
+    def _prefix_gradients(self, carry: _Carry, item: jax.Array, d_x: Arrays) -> Arrays:
+        """Returns the gradients of the targets of which the input of the first stage depends."""
+        microbatch = jnp.maximum(item, 0)
+        inputs = self._inputs(microbatch, self._past(carry, microbatch))
+        arrays = [inputs[i] for i in self._targets]
+        _, pull = jax.vjp(self._x.of_changed(inputs, self._targets), arrays)
+        [gradients] = pull([jnp.where(item >= 0, x[0], 0) for x in d_x])
+        return gradients
+
+    def _first_carry(self) -> _Carry:
+        """Returns the carry of the first tick."""
+        loss, stages, slots = self._loss, self._stages, self._slots
+        types = loss.closed.out_avals
+        x = [jnp.zeros((stages, *types[i].shape), types[i].dtype) for i in loss.x]
+        x = [self._loop.constrain_rows(leaf) for leaf in x]
+        early = [self._arrays[loss.state[i]] for i in self._early]
+        fixed = [self._fixed_values[i] for i in self._d_fixed]
+        is_layer = [i in loss.layers for i in self._d_fixed]
+        fixed = [a if own else jnp.broadcast_to(a, (stages, *a.shape)) for a, own in zip(fixed, is_layer, strict=True)]
+        return _Carry(
+            sent=x,
+            d_sent=[leaf for leaf in x if _is_float(leaf)],
+            written=[self._fixed_values[i] for i in self._written],
+            early=early,
+            late=[self._arrays[loss.state[i]] for i in self._late],
+            residuals=[self._loop.constrain(_zeros((stages, slots, *a.shape), a.dtype)) for a in self._stage.residual_types],
+            past_early=[jnp.broadcast_to(a, (slots, *a.shape)) for a in early],
+            past_varying=[_zeros((slots, *types[i].shape), types[i].dtype) for i in self._varying],
+            totals=[jnp.zeros_like(self._arrays[i], self._dtype) for i in self._targets],
+            fixed_totals=[self._loop.constrain(jnp.zeros_like(a, self._dtype)) for a in fixed],
+        )
+
+    def _inputs(
+        self,
+        microbatch: jax.Array | None = None,
+        early: Arrays | None = None,
+        late: Arrays | None = None,
+        results: Arrays | None = None,
+        written: Arrays | None = None,
+    ) -> list[Any]:
+        """Returns the inputs of the loss; None for those that the part that is called ignores."""
+        loss = self._loss
+        inputs = [*self._arrays, *[None] * (len(loss.results) + len(loss.written))]
+        if microbatch is not None:
+            for i, parts in self._batch.items():
+                inputs[i] = _take(parts, microbatch)
+        state = {loss.state[i]: x for i, x in zip(self._early, early or (), strict=bool(early))}
+        state |= {loss.state[i]: x for i, x in zip(self._late, late or (), strict=bool(late))}
+        state |= zip(loss.results, results or (), strict=bool(results))
+        state |= zip(loss.written, written or (), strict=bool(written))
+        return replace_slots(inputs, state, state.values())
+
+    def _with_fixed(
+        self, written: Arrays, x: Arrays | None, varying: Arrays | None
+    ) -> list[Any]:
+        """Returns the inputs of all stages, with a first dimension of S for all but fixed others."""
+        values = self._fixed_values | dict(zip(self._written, written, strict=True))
+        values |= zip(self._loss.x, x or (), strict=bool(x))
+        values |= zip(self._varying, varying or (), strict=bool(varying))
+        return [values.get(i) for i in self._stage_inputs]
+
+    def _past(self, carry: _Carry, microbatch: jax.Array) -> Arrays:
+        """Returns the early state with which a microbatch entered."""
+        return [_take(ring, microbatch % self._slots) for ring in carry.past_early]
+
+    def _fixed_gradients(self, carry: _Carry) -> Arrays:
+        """Returns the gradients of what layers get, as it is before it is split over the stages."""
+        types = self._loss.closed.out_avals
+        return [
+            (x if i in self._loss.layers else x.sum(0)).astype(types[i].dtype)
+            for i, x in zip(self._d_fixed, carry.fixed_totals, strict=True)
+        ]
+
+    def _send(self, x: Arrays, shift: int) -> Arrays:
+        """Sends arrays, (S, rows, …), to the next stage, or with a shift of -1 to the one before."""
+        return [self._loop.send(leaf, shift) for leaf in x]
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def _put(ring: jax.Array, x: jax.Array, slot: jax.Array, axis: int = 0) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(ring, x, slot, axis)
+
+
+def _where(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
+    """Chooses between arrays, (S, …), by stage; one may lack the first dimension."""
+    ndim = max(jnp.ndim(x), jnp.ndim(y))
+    return jnp.where(on_stage.reshape(-1, *[1] * (ndim - 1)), x, y)
+
+
+def _add(totals: Arrays, new: Arrays) -> Arrays:
+    return [total + x.astype(total.dtype) for total, x in zip(totals, new, strict=True)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns an array of zeros, also of keys."""
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.zeros(shape, dtype)
+    key = jax.random.key(0, impl=dtype._impl.name)
+    return jnp.broadcast_to(key, shape)

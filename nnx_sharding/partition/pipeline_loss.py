@@ -1,0 +1,279 @@
+"""The loss of one microbatch, cut at the call of a pipeline.
+
+The loss calls the pipeline, and JAX differentiates the loss: so a schedule by itself cannot start
+the backward pass of one microbatch before the forward pass of the last. Here the loss is traced
+once, with what the pipeline returns as further inputs, and cut by what depends on what::
+
+    parameters ──► layers, constants                 casts, blocks of a list → stack
+    microbatch, early state ──► prefix ──► x         an embedding
+    … , what the pipeline returns ──► suffix ──► loss, auxiliary data
+    what its layers wrote ──► ending ──► Variables of the layers
+
+Nothing has to be known of the model: each part is the trace without what it does not need, so
+what both sides use, such as a skip connection around the pipeline, is computed for both. State is
+*early* if it does not depend on what the pipeline returns, so that the next microbatch can have it
+at once (random streams), and *late* otherwise (statistics of a head).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from .. import _compat
+from ..core.flatten import Flat
+from ..core.outcome import INPUT, Outcome, OutputGroup
+from ..core.rebuild import kept_places
+from ..transforms.in_trace import Function, replace_slots
+from .pipeline_loop import PipelineLoop
+
+Arrays: TypeAlias = Sequence[Any]
+
+HEAD = 'pipeline: schedule="1f1b" cannot interleave this loss'
+
+
+class PipelineCall:
+    """Takes the place of a pipeline's call while a loss is traced, and runs nothing.
+
+    Attributes:
+      loop: the loop that would run; None before the call.
+      x: the arrays that it would get.
+      layers: the arrays of the layers, (S, D, …), by slot.
+      others: all other arrays that layers get: further arguments, and what all layers share.
+      written: the slots of the arrays of the layers that the call writes.
+    """
+
+    def __init__(self, results: Arrays | None = None, written: Mapping[int, Any] | None = None):
+        """Chooses what the call returns and writes.
+
+        Args:
+          results: the arrays that it returns; None for those that it gets.
+          written: the arrays of the layers that it writes, (S, D, …), by slot.
+        """
+        self.loop: PipelineLoop | None = None
+        self.x: list[Any] = []
+        self.layers: dict[int, jax.Array] = {}
+        self.others: list[Any] = []
+        self._results, self.written = results, written or {}
+        self._trace = _compat.new_trace_state()
+
+    def run(self, loop: PipelineLoop, x: object) -> Any:
+        """Records the call; returns what was chosen."""
+        if self.loop is not None:
+            raise ValueError(f"{HEAD}: it calls the layers more than once.")
+        if _compat.new_trace_state() != self._trace:
+            raise ValueError(
+                f"{HEAD}: it calls the layers within another transform, such as jit, remat or "
+                "scan. Call the model in the loss itself, and give remat=True to stack."
+            )
+        self.x, treedef = jax.tree.flatten(x)
+        self.loop, self.layers, self.others = loop, loop.layers_by_stage(), loop.other_arrays()
+        self._treedef = treedef
+        if self.written:
+            loop.write_layers(self.written)
+        return x if self._results is None else jax.tree.unflatten(treedef, self._results)
+
+    def call_layers(
+        self, layers: Arrays, x: Arrays, others: Arrays
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """Calls the layers of one stage.
+
+        Args:
+          layers: their arrays, (D, …), in the order of ``layers``.
+          x: what the first one gets.
+          others: in the order of ``others``.
+
+        Returns:
+          What the last one returns, and the arrays that layers have written, by slot.
+        """
+        assert self.loop is not None
+        by_slot = dict(zip(self.layers, layers, strict=True))
+        tree = jax.tree.unflatten(self._treedef, x)
+        out, written = self.loop.call_group(by_slot, tree, others)
+        return jax.tree.leaves(out), written
+
+    def written_types(self) -> dict[int, jax.ShapeDtypeStruct]:
+        """Returns the types of the arrays that layers write, (S, D, …), by slot."""
+        assert self.loop is not None
+        stages = self.loop.stages
+        layers = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.layers.values()]
+        _, written = jax.eval_shape(self.call_layers, layers, self.x, self.others)
+        return {
+            slot: jax.ShapeDtypeStruct((stages, *x.shape), x.dtype) for slot, x in written.items()
+        }
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Takes the place of pipelines within the block."""
+        token = PIPELINE_CALL.set(self)
+        try:
+            yield
+        finally:
+            PIPELINE_CALL.reset(token)
+        if self.loop is None:
+            raise ValueError(f"{HEAD}: it does not call the layers.")
+
+
+# What takes the place of a pipeline's call in the current trace, if anything.
+PIPELINE_CALL: ContextVar[PipelineCall | None] = ContextVar("PIPELINE_CALL", default=None)
+
+
+def find_call(function: Function, arrays: Arrays) -> PipelineCall:
+    """Returns the call of a pipeline in a function of arrays, with abstract arrays."""
+    calls = list[PipelineCall]()
+
+    def run(arrays: Arrays) -> None:
+        calls.append(PipelineCall())
+        with calls[-1].in_place():
+            function(arrays)
+
+    jax.eval_shape(run, arrays)
+    call = calls[-1]
+    call.x, call.others, call.layers = jax.tree.map(as_type, (call.x, call.others, call.layers))
+    return call
+
+
+def as_type(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+class Part:
+    """Some outputs of a traced function, as a function of all its inputs, of which it uses some.
+
+    Attributes:
+      used: the positions of these inputs.
+      call: takes only these.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, outputs: Iterable[int], *, effects: bool = False):
+        """Takes what computes the outputs at some positions.
+
+        Without ``effects``, callbacks that return nothing, such as ``jax.debug.print``, are left
+        out, so that they run in one part only.
+        """
+        outputs = [*outputs]
+        is_used = [i in outputs for i in range(len(closed.out_avals))]
+        part, self.used = _compat.used_part(closed, is_used, effects=effects)
+        self.call = jaxpr_as_fun(part)
+        places = {output: i for i, output in enumerate(sorted(outputs))}
+        self._order = [places[output] for output in outputs]
+
+    def __call__(self, inputs: Arrays) -> list[Any]:
+        return self.ordered(self.call(*(inputs[i] for i in self.used)))
+
+    def ordered(self, results: Arrays) -> list[Any]:
+        """Returns the results of ``call`` in the order of the outputs that were asked for."""
+        return [results[i] for i in self._order]
+
+    def of_changed(self, inputs: Arrays, positions: Iterable[int]) -> Callable[[Arrays], list[Any]]:
+        """Returns the part as a function of the inputs at some positions only."""
+        return lambda arrays: self(replace_slots(inputs, positions, arrays))
+
+
+class TracedLoss:
+    """A loss of one microbatch, traced with what the pipeline returns and writes as inputs.
+
+    Inputs and outputs are named by their positions: inputs are the arrays of the arguments, then
+    the ``results`` of the pipeline, then what its layers have ``written``.
+
+    Attributes:
+      call: the call of the pipeline.
+      results: the positions of its results among the inputs.
+      written: those of the arrays that its layers write.
+      returned: the positions among the outputs of what the loss returns, the value first.
+      x: those of what the pipeline gets.
+      others: those of the other arrays that layers get.
+      layers: those of the arrays of the layers.
+      state: the positions of the outputs that Variables of the arguments get, and for each the
+        position of the input that it replaces.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        arrays: Arrays,
+        before: Flat,
+        slots: Sequence[int],
+        call: PipelineCall,
+        written: Mapping[int, jax.ShapeDtypeStruct],
+    ):
+        """Traces a loss.
+
+        Args:
+          function: the loss, of the arrays; returns ``([value], (*groups, outcome))``.
+          arrays: the arrays of its arguments.
+          before: the arguments.
+          slots: the slots of the arrays.
+          call: the call of the pipeline in an earlier trace.
+          written: the arrays of the layers that the pipeline writes, (S, D, …), by slot.
+        """
+        self._before, self._slots = before, slots
+        written_slots = [*written]
+
+        def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
+            self.call = PipelineCall(results, dict(zip(written_slots, written, strict=True)))
+            with self.call.in_place():
+                [value], (*groups, outcome) = function(arrays)
+            after = outcome.arrays(replace_slots(before.leaves, slots, arrays), groups)
+            self._sort(outcome, next(i for i, x in enumerate(after) if x is value))
+            return [
+                [after[slot] for slot in self._returned],
+                [after[slot] for slot in self._state],
+                self.call.x,
+                self.call.others,
+                [*self.call.layers.values()],
+            ]
+
+        inputs = [*arrays], call.x, [*written.values()]
+        self.closed, shapes = jax.make_jaxpr(program, return_shape=True)(*inputs)
+        _, self.results, self.written = positions_of(inputs)
+        self.returned, state, self.x, self.others, self.layers = positions_of(shapes)
+        position = {slot: i for i, slot in enumerate(slots)}
+        self.state = dict(zip(state, map(position.__getitem__, self._state.values()), strict=True))
+
+    def _sort(self, outcome: Outcome, value: int) -> None:
+        """Sorts the arrays after a call into state, and what the loss returns."""
+        self._outcome, before = outcome, self._before.structure
+        if outcome.nodes or outcome.metadata or outcome.statics or outcome.replaced:
+            raise ValueError(f"{HEAD}: it changes the structure of its arguments.")
+        # The slot of each array that a Variable of the arguments gets, and that which it had.
+        self._state = {
+            slot: old
+            for index in outcome.values
+            for slot, old in kept_places(before, outcome.structure, index)
+            if outcome.sources[slot][0] != INPUT
+        }
+        is_input = {i for i, (group, _) in enumerate(outcome.sources) if group == INPUT}
+        kept = is_input.difference(outcome.structure.root_slots) | self._state.keys()
+        others = [i for i in range(len(outcome.sources)) if i not in kept and i != value]
+        self._returned = [value, *others]
+
+    def outputs(self, returned: Arrays, state: Arrays) -> tuple[Any, ...]:
+        """Returns the groups of outputs, and the outcome, of a call that returns these arrays."""
+        slots = [*self._returned, *self._state]
+        position = {slot: (0, i) for i, slot in enumerate(slots)}
+        sources = self._outcome.sources
+        outcome = dataclasses.replace(
+            self._outcome,
+            sources=tuple(position.get(slot, source) for slot, source in enumerate(sources)),
+            update=None,
+        )
+        return OutputGroup(("",) * len(slots), (*returned, *state)), outcome
+
+    def depends(self, output: int) -> frozenset[int]:
+        """Returns the positions of the inputs of which an output depends."""
+        return frozenset(Part(self.closed, [output]).used)
+
+
+def positions_of(lists: Iterable[Arrays]) -> list[range]:
+    """Returns the positions of the items of some lists in all of them together."""
+    ends = [*itertools.accumulate(map(len, lists), initial=0)]
+    return [range(*pair) for pair in itertools.pairwise(ends)]
