@@ -29,7 +29,7 @@ The schedule is PipeDream's with flushes (Narayanan et al., 2021, arXiv:2006.095
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +90,12 @@ class TracedStage:
     """
 
     def __init__(
-        self, call: PipelineCall, types: tuple[Arrays, Arrays, Arrays], targets: Sequence[int],
-        invariant: Collection[int], varying: Collection[int],
+        self,
+        call: PipelineCall,
+        types: tuple[Arrays, Arrays, Arrays],
+        targets: Sequence[int],
+        invariant: Collection[int],
+        varying: Collection[int],
     ):
         """Traces the layers.
 
@@ -102,6 +106,8 @@ class TracedStage:
           invariant: the positions of those that are the same for all microbatches.
           varying: the positions of those that differ between stages.
         """
+        assert call.loop is not None
+        is_remat, self._axis = call.loop.is_remat, call.loop.axis
         starts = len(types[0]), len(types[0]) + len(types[1])
         x = range(*starts)
 
@@ -113,7 +119,7 @@ class TracedStage:
                 self.written = [*written]
                 return [out[i - starts[0]] for i in targets if i in x], (out, [*written.values()])
 
-            run_or_remat = jax.checkpoint(run, prevent_cse=False) if call.loop.is_remat else run
+            run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
             chosen = [arrays[i] for i in targets]
             _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
             residuals, self._transpose = jax.tree.flatten(transpose)
@@ -126,7 +132,6 @@ class TracedStage:
         self.kept = [n for n, used in enumerate(depends) if not used <= {*invariant}]
         self.residual_types = [shapes[2][n] for n in self.kept]
         self._counts = len(out), len(written)
-        self._axis = call.loop.axis
         self._in_axes = [0 if i in varying else None for i in range(len(flat))]
         self._forward = Part(closed, [*out, *written, *(residuals[n] for n in self.kept)])
         recomputed = [n for n in range(len(residuals)) if n not in self.kept]
@@ -155,10 +160,13 @@ class TracedStage:
           The gradients of the targets.
         """
         residuals = [*self._on_stages(self._recomputed, inputs), *kept]
-        ordered = [x for _, x in sorted(zip(self._order, residuals, strict=True), key=lambda p: p[0])]
+        ordered = [
+            x for _, x in sorted(zip(self._order, residuals, strict=True), key=lambda p: p[0])
+        ]
 
         def transpose(residuals: Arrays, d_out: Arrays) -> Arrays:
-            return jax.tree.unflatten(self._transpose, residuals)(d_out)[0]
+            [gradients] = jax.tree.unflatten(self._transpose, residuals)(d_out)
+            return gradients  # type: ignore[no-any-return]
 
         return jax.vmap(transpose, spmd_axis_name=self._axis)(ordered, [*d_out])
 
@@ -212,8 +220,10 @@ class OneForwardOneBackward:
         self._count = len(next(iter(batch.values())))
         self._stages = self._loop.stages
         self._slots = 2 * self._stages - 1  # of a ring
-        self._sort_outputs()
         closed = loss.closed
+        self._depends = [loss.depends(i) for i in range(len(closed.out_avals))]
+        self._sort_outputs()
+        self._check()
         self._x = Part(closed, [i for i in loss.x if self._is_float(i)])
         self._prefix = Part(closed, [*loss.x, *self._varying, *self._early])
         self._suffix = Part(closed, [*loss.returned, *self._late], effects=True)
@@ -221,30 +231,42 @@ class OneForwardOneBackward:
 
     def _is_float(self, output: int) -> bool:
         """Whether an output has a gradient."""
-        return jnp.issubdtype(self._loss.closed.out_avals[output].dtype, jnp.inexact)
+        return _is_float(self._loss.closed.out_avals[output])
 
     def _sort_outputs(self) -> None:
         """Sorts state, and what layers get, by what it depends on."""
         loss = self._loss
-        depends = {i: loss.depends(i) for i in range(len(loss.closed.out_avals))}
+        depends = self._depends
         self._ending = [i for i in loss.state if depends[i] & {*loss.written}]
         outside = [i for i in loss.state if i not in self._ending]
-        late, previous = set[int](), None
-        while late != previous:
-            previous = set(late)
-            after = {*loss.results} | {loss.state[i] for i in late}
-            late |= {i for i in outside if depends[i] & after}
-        self._late = [i for i in outside if i in late]
-        self._early = [i for i in outside if i not in late]
-        changing = {*self._batch} | {loss.state[i] for i in self._early}
-        self._varying = [i for i in loss.others if depends[i] & changing]
-        own = {*loss.written} | {loss.state[i] for i in self._ending}
-        after = {*loss.results} | {loss.state[i] for i in late}
+        self._late = list[int]()
+        # What depends on late state is late, too.
+        while late := [i for i in outside if depends[i] & self._after and i not in self._late]:
+            self._late += late
+        self._early = [i for i in outside if i not in self._late]
+        self._varying = [i for i in loss.others if depends[i] & self._changing]
+        self._fixed = [*loss.layers, *(i for i in loss.others if i not in self._varying)]
         targets = {*self._targets}
-        outer = [*loss.returned, *outside, *loss.x, *loss.others]
-        entering = [*loss.x, *self._varying, *self._early]
+        self._d_fixed = [i for i in self._fixed if depends[i] & targets and self._is_float(i)]
+
+    @property
+    def _changing(self) -> set[int]:
+        """The inputs that differ between microbatches, and are known before they enter."""
+        return {*self._batch} | {self._loss.state[i] for i in self._early}
+
+    @property
+    def _after(self) -> set[int]:
+        """The inputs that are known when the pipeline has returned."""
+        return {*self._loss.results} | {self._loss.state[i] for i in self._late}
+
+    def _check(self) -> None:
+        """Refuses a loss whose microbatches cannot pass each other."""
+        loss, depends, changing, after = self._loss, self._depends, self._changing, self._after
+        own = {*loss.written} | {loss.state[i] for i in self._ending}
+        outside = [*loss.returned, *self._early, *self._late, *loss.x, *loss.others]
+        entering = [*loss.x, *self._varying]
         problems = {
-            "what layers write is used outside of them": any(depends[i] & own for i in outer)
+            "what layers write is used outside of them": any(depends[i] & own for i in outside)
             or any(depends[i] & (changing | after) for i in self._ending),
             "what layers get depends on what is written after they are called": any(
                 depends[i] & after for i in entering
@@ -253,17 +275,15 @@ class OneForwardOneBackward:
                 depends[i] & (changing | after) for i in loss.layers
             ),
             "further arguments of layers depend on the microbatch and on parameters": any(
-                depends[i] & targets and self._is_float(i) for i in self._varying
+                depends[i] & {*self._targets} and self._is_float(i) for i in self._varying
             ),
         }
         raise_listed(
-            ValueError, f"{HEAD}:", [f"  {x}" for x, is_so in problems.items() if is_so],
+            ValueError,
+            f"{HEAD}:",
+            [f"  {text}" for text, is_so in problems.items() if is_so],
             "Pass values from layer to layer, x, y = blocks((x, y)), or leave out the schedule.",
         )
-        fixed = [*loss.layers, *(i for i in loss.others if i not in self._varying)]
-        self._fixed, self._d_fixed = fixed, [
-            i for i in fixed if depends[i] & targets and self._is_float(i)
-        ]
 
     def _trace_stage(self) -> None:
         """Traces the layers of one stage."""
@@ -276,7 +296,9 @@ class OneForwardOneBackward:
         d_x = [i for i in loss.x if self._is_float(i)]
         self._targets_of_stage = [i for i in inputs if i in self._d_fixed or i in d_x]
         slots = [*loss.call.layers]
-        written = [i for i, slot in zip(loss.layers, slots, strict=True) if slot in loss.call.written]
+        written = [
+            i for i, slot in zip(loss.layers, slots, strict=True) if slot in loss.call.written
+        ]
         self._stage_inputs, self._written = inputs, written
         self._stage = TracedStage(
             loss.call,
@@ -322,11 +344,12 @@ class OneForwardOneBackward:
     def _run_steady(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, Arrays]:
         """Runs a tick with a forward pass, a loss and a backward pass."""
         carry, out = self._forward(carry, tick)
-        carry, returned, d_out = self._differentiate(carry, tick, [x[-1] for x in out])
+        carry = carry._replace(sent=self._send(out, 1))
+        # From the first stage, which the last one has sent it to: XLA slices the last by a shift.
+        carry, returned, d_out = self._differentiate(carry, tick, [x[0] for x in carry.sent])
         is_last = jnp.arange(self._stages) == self._stages - 1
         d_sent = [_where(is_last, x, y) for x, y in zip(d_out, carry.d_sent, strict=True)]
-        carry = self._backward(carry, tick, d_sent)
-        return carry._replace(sent=self._send(out, 1)), returned
+        return self._backward(carry, tick, d_sent), returned
 
     def _run_cool(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         """Runs a tick with a backward pass only."""
@@ -340,21 +363,39 @@ class OneForwardOneBackward:
         values = self._prefix(inputs)
         x, varying = values[: len(loss.x)], values[len(loss.x) :][: len(self._varying)]
         early = values[len(loss.x) + len(varying) :]
-        past_early = [_put(ring, x, slot) for ring, x in zip(carry.past_early, carry.early, strict=True)]
-        past_varying = [_put(ring, x, slot) for ring, x in zip(carry.past_varying, varying, strict=True)]
+        past_early = [
+            _put(ring, x, slot) for ring, x in zip(carry.past_early, carry.early, strict=True)
+        ]
+        past_varying = [
+            _put(ring, x, slot) for ring, x in zip(carry.past_varying, varying, strict=True)
+        ]
         enters = tick < self._count
         is_first = stages == 0
         item = tick - stages  # the microbatch of each stage
         is_busy = (item >= 0) & (item < self._count)
-        sent = [self._loop.constrain_rows(_where(is_first, a, b)) for a, b in zip(x, carry.sent, strict=True)]
-        of_items = [self._loop.constrain(jnp.take(ring, item % self._slots, axis=0)) for ring in past_varying]
-        out, written, residuals = self._stage.forward(self._with_fixed(carry.written, sent, of_items))
+        sent = [
+            self._loop.constrain_rows(_where(is_first, a, b))
+            for a, b in zip(x, carry.sent, strict=True)
+        ]
+        of_items = [
+            self._loop.constrain(jnp.take(ring, item % self._slots, axis=0))
+            for ring in past_varying
+        ]
+        out, written, residuals = self._stage.forward(
+            self._with_fixed(carry.written, sent, of_items)
+        )
         carry = carry._replace(
-            early=[jnp.where(enters, new, old) for new, old in zip(early, carry.early, strict=True)],
+            early=[
+                jnp.where(enters, new, old) for new, old in zip(early, carry.early, strict=True)
+            ],
             past_early=past_early,
             past_varying=past_varying,
-            written=[_where(is_busy, new, old) for new, old in zip(written, carry.written, strict=True)],
-            residuals=[_put(ring, x, slot, 1) for ring, x in zip(carry.residuals, residuals, strict=True)],
+            written=[
+                _where(is_busy, new, old) for new, old in zip(written, carry.written, strict=True)
+            ],
+            residuals=[
+                _put(ring, x, slot, 1) for ring, x in zip(carry.residuals, residuals, strict=True)
+            ],
         )
         return carry, out
 
@@ -391,9 +432,14 @@ class OneForwardOneBackward:
         item = tick - 2 * last + stages
         is_busy = (item >= 0) & (item < self._count)
         # Their forward passes were at the tick item + stage.
-        kept = [self._loop.take_on_stages(ring, (item + stages) % self._slots) for ring in carry.residuals]
+        kept = [
+            self._loop.take_on_stages(ring, (item + stages) % self._slots)
+            for ring in carry.residuals
+        ]
         inputs = self._with_fixed(carry.written, None, None)
-        gradients = dict(zip(self._targets_of_stage, self._stage.backward(inputs, kept, d_out), strict=True))
+        gradients = dict(
+            zip(self._targets_of_stage, self._stage.backward(inputs, kept, d_out), strict=True)
+        )
         # Idle stages compute with what is in the ring, of which gradients need not be finite.
         fixed = [_where(is_busy, gradients[i], 0) for i in self._d_fixed]
         d_x = [gradients[i] for i in self._loss.x if self._is_float(i)]
@@ -409,6 +455,7 @@ class OneForwardOneBackward:
         inputs = self._inputs(microbatch, self._past(carry, microbatch))
         arrays = [inputs[i] for i in self._targets]
         _, pull = jax.vjp(self._x.of_changed(inputs, self._targets), arrays)
+        gradients: Arrays
         [gradients] = pull([jnp.where(item >= 0, x[0], 0) for x in d_x])
         return gradients
 
@@ -421,14 +468,20 @@ class OneForwardOneBackward:
         early = [self._arrays[loss.state[i]] for i in self._early]
         fixed = [self._fixed_values[i] for i in self._d_fixed]
         is_layer = [i in loss.layers for i in self._d_fixed]
-        fixed = [a if own else jnp.broadcast_to(a, (stages, *a.shape)) for a, own in zip(fixed, is_layer, strict=True)]
+        fixed = [
+            a if own else jnp.broadcast_to(a, (stages, *a.shape))
+            for a, own in zip(fixed, is_layer, strict=True)
+        ]
         return _Carry(
             sent=x,
             d_sent=[leaf for leaf in x if _is_float(leaf)],
             written=[self._fixed_values[i] for i in self._written],
             early=early,
             late=[self._arrays[loss.state[i]] for i in self._late],
-            residuals=[self._loop.constrain(_zeros((stages, slots, *a.shape), a.dtype)) for a in self._stage.residual_types],
+            residuals=[
+                self._loop.constrain(_zeros((stages, slots, *a.shape), a.dtype))
+                for a in self._stage.residual_types
+            ],
             past_early=[jnp.broadcast_to(a, (slots, *a.shape)) for a in early],
             past_varying=[_zeros((slots, *types[i].shape), types[i].dtype) for i in self._varying],
             totals=[jnp.zeros_like(self._arrays[i], self._dtype) for i in self._targets],
@@ -455,10 +508,8 @@ class OneForwardOneBackward:
         state |= zip(loss.written, written or (), strict=bool(written))
         return replace_slots(inputs, state, state.values())
 
-    def _with_fixed(
-        self, written: Arrays, x: Arrays | None, varying: Arrays | None
-    ) -> list[Any]:
-        """Returns the inputs of all stages, with a first dimension of S for all but fixed others."""
+    def _with_fixed(self, written: Arrays, x: Arrays | None, varying: Arrays | None) -> list[Any]:
+        """Returns the inputs of all stages; all but fixed others have a first dimension of S."""
         values = self._fixed_values | dict(zip(self._written, written, strict=True))
         values |= zip(self._loss.x, x or (), strict=bool(x))
         values |= zip(self._varying, varying or (), strict=bool(varying))
@@ -477,7 +528,7 @@ class OneForwardOneBackward:
         ]
 
     def _send(self, x: Arrays, shift: int) -> Arrays:
-        """Sends arrays, (S, rows, …), to the next stage, or with a shift of -1 to the one before."""
+        """Sends arrays, (S, rows, …), to the next stage; with a shift of -1 to the one before."""
         return [self._loop.send(leaf, shift) for leaf in x]
 
 
@@ -486,11 +537,11 @@ def _is_float(x: Any) -> bool:
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return cast(jax.Array, jax.lax.dynamic_index_in_dim(x, index, keepdims=False))
 
 
 def _put(ring: jax.Array, x: jax.Array, slot: jax.Array, axis: int = 0) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(ring, x, slot, axis)
+    return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(ring, x, slot, axis))
 
 
 def _where(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:

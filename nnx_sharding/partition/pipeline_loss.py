@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from .. import _compat
 from ..core.flatten import Flat
@@ -153,7 +153,7 @@ class Part:
       call: takes only these.
     """
 
-    def __init__(self, closed: ClosedJaxpr, outputs: Iterable[int], *, effects: bool = False):
+    def __init__(self, closed: Jaxpr, outputs: Iterable[int], *, effects: bool = False):
         """Takes what computes the outputs at some positions.
 
         Without ``effects``, callbacks that return nothing, such as ``jax.debug.print``, are left
@@ -167,6 +167,7 @@ class Part:
         self._order = [places[output] for output in outputs]
 
     def __call__(self, inputs: Arrays) -> list[Any]:
+        """Returns the outputs for all inputs of the traced function."""
         return self.ordered(self.call(*(inputs[i] for i in self.used)))
 
     def ordered(self, results: Arrays) -> list[Any]:

@@ -103,6 +103,10 @@ def pipeline(
     rows. Further arguments are the same for all rows, unless ``rows`` names them: then they are
     split with the batch, as masks, positions or segment ids of its rows.
 
+    With the default schedule, all forward passes come before the first backward pass, so the
+    activations of all microbatches are kept. ``schedule="1f1b"`` starts the backward pass of a
+    microbatch when its loss is known, with the same share of idle time.
+
     If the stack has ``remat=True``, only the inputs of a stage are kept for the backward pass.
     Another policy applies to each layer, as without a pipeline.
 
@@ -121,6 +125,10 @@ def pipeline(
       rows: the names of parameters of a layer's ``__call__``, other than the first, that have the
         rows of the batch in their first dimension, such as ``("mask",)``. One with a first
         dimension of 1 is the same for all rows.
+      schedule: ``"1f1b"`` to keep the activations of 2S - 1 microbatches for S stages, however many
+        there are. The microbatches are those of
+        :func:`~nnx_sharding.training.accumulate_gradients`, whose loss calls the layers once;
+        elsewhere, as in an evaluation, the schedule is ``"gpipe"``. Axes have to be Auto.
       across_slices: whether the axis may have devices of several TPU slices.
 
     Returns:
@@ -131,7 +139,7 @@ def pipeline(
         the axis times ``repeats`` does not divide their number; ``base`` or the ``Stack`` has
         ``prefetch=1``. In a call within ``jit``: the microbatches do not divide the batch, or there
         are fewer than stages for ``repeats``; blocks of a list are not called in turn; layers sow
-        values without rows.
+        values without rows; a loss whose microbatches cannot be interleaved.
 
     Example:
       >>> from flax import nnx
@@ -144,7 +152,8 @@ def pipeline(
       P('stage', None, None)
 
     The schedule is GPipe (Huang et al., 2019, arXiv:1811.06965), written like that of GSPMD (Xu et
-    al., 2021, arXiv:2105.04663, section 3.3).
+    al., 2021, arXiv:2105.04663, section 3.3). 1F1B is that of PipeDream with flushes (Narayanan et
+    al., 2021, arXiv:2006.09503).
     """
     mesh, axis = mesh_and_axis("pipeline", mesh, axis, across_slices=across_slices)
     # `type(x) is int` leaves out True, which counts as 1.
@@ -181,7 +190,7 @@ def _interleaves(schedule: str, repeats: int) -> bool:
         raise ValueError(f'pipeline: expected schedule="gpipe" or "1f1b", got {schedule!r}.')
     if schedule == "1f1b" and repeats > 1:
         raise ValueError(
-            f'pipeline: schedule="1f1b" has no repeats, got repeats={repeats}. Leave out one of both.'
+            f'pipeline: schedule="1f1b" has no repeats, got repeats={repeats}. Leave out one.'
         )
     return schedule == "1f1b"
 

@@ -207,6 +207,12 @@ class _Accumulation:
         first = jax.tree.map(lambda x: x[0], parts)
         bound.arguments.update(first)
         call = self.gradient.prepare(bound.args, bound.kwargs)
+        # The loop constrains activations on Auto axes, inside and outside of layers.
+        if any(type_spec(x) is not None for x in [*call.arrays(), *jax.tree.leaves(first)]):
+            raise ValueError(
+                'accumulate_gradients: pipeline(schedule="1f1b") needs Auto axes. Make the mesh '
+                "with axis_types=(AxisType.Auto,) * n, and leave out the option axis."
+            )
         pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(parts), strict=True)]
         out, totals = accumulate_interleaved(self.gradient, call, pairs, self.dtype)
         _check_aux(out[1] if self.has_aux else ())

@@ -1,0 +1,260 @@
+"""``pipeline(schedule="1f1b")``: the numbers of accumulated gradients on one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import accumulate_gradients, jit, stack, value_and_grad
+from nnx_sharding.partition import fsdp, pipeline, tensor_parallel
+from zoo import assert_close
+
+FEATURES, VOCABULARY = 8, 12
+
+
+class Block(nnx.Module):
+    """A layer with statistics and dropout."""
+
+    def __init__(self, *, rngs):
+        self.norm = nnx.BatchNorm(FEATURES, rngs=rngs)
+        self.up = nnx.Linear(FEATURES, 2 * FEATURES, rngs=rngs)
+        self.down = nnx.Linear(2 * FEATURES, FEATURES, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, mask=None, scale=1.0):
+        y = self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
+        return x + scale * (y if mask is None else jnp.where(mask[..., None], y, 0))
+
+
+class Paired(nnx.Module):
+    """A layer that passes on more than the rows, also integers."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+
+    def __call__(self, inputs):
+        x, mask, total = inputs
+        x = x + jnp.where(mask[..., None] > 0, self.linear(x), 0)
+        return x, mask, total + (x**2).mean(-1)
+
+
+class Model(nnx.Module):
+    """An embedding and a head around layers; ``call`` says how these are called."""
+
+    def __init__(self, call, *, options, block=Block, is_list=False):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.scale = nnx.Param(jnp.full(1, 0.5))
+        self.blocks = stack(block, 4, rngs=rngs, **options)
+        if is_list:
+            self.blocks = nnx.List(self.blocks)
+        self.norm = nnx.BatchNorm(FEATURES, rngs=rngs)
+        self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs)
+        self.call = call
+
+    def __call__(self, tokens):
+        return self.call(self, tokens)
+
+
+def plainly(model, tokens):
+    return model.head(model.blocks(model.embed(tokens)))
+
+
+def with_state_on_both_sides(model, tokens):
+    x = model.dropout(model.embed(tokens))
+    return model.head(model.norm(model.blocks(x) + x))  # a skip connection
+
+
+def tied(model, tokens):
+    return model.embed.attend(model.blocks(model.embed(tokens)))
+
+
+def with_a_mask_and_a_parameter(model, tokens):
+    return model.head(model.blocks(model.embed(tokens), tokens > 2, scale=model.scale[...]))
+
+
+def one_by_one(model, tokens):
+    x, mask = model.embed(tokens), tokens > 2
+    for block in model.blocks:
+        x = block(x, mask)
+    return model.head(x)
+
+
+def in_pairs(model, tokens):
+    x, _, total = model.blocks((model.embed(tokens), tokens, jnp.zeros(tokens.shape)))
+    return model.head(x) + total[..., None]
+
+
+def loss(model, tokens):
+    logits = model(tokens)
+    labels = jax.nn.one_hot(jnp.roll(tokens, 1, 1), VOCABULARY)
+    return -(jax.nn.log_softmax(logits) * labels).sum(-1).mean()
+
+
+def loss_and_logits(model, tokens):
+    return loss(model, tokens), tokens.sum()
+
+
+def sharding_of(model, mesh, strategy, **options):
+    base = strategy and strategy(model, mesh=mesh)
+    return pipeline(model, mesh=mesh, base=base, schedule="1f1b", **options)
+
+
+def check(model, stages, steps, strategy=None, fun=loss, atol=2e-5, **options):
+    """Checks a step in stages against one on one device; returns the compiled one."""
+    like, tokens = nnx.clone(model), jax.random.randint(jax.random.key(1), (16, 3), 0, VOCABULARY)
+    options = {"steps": steps, "wrt": nnx.Param, **options}
+
+    def gradients(model, tokens):
+        return accumulate_gradients(fun, **options)(model, tokens)
+
+    sizes = (stages, 2, 2)[: 3 if stages == 2 else 2]
+    names = ("stage", "data", "model")[: len(sizes)]
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    sharding = sharding_of(model, mesh, strategy)
+    step = jit(gradients, mesh=mesh, in_shardings=(sharding, P("data")))
+    compiled = step.lower(model, tokens).compile()
+    found = compiled(model, jax.device_put(tokens, jax.NamedSharding(mesh, P("data"))))
+    expected = jit(gradients)(like, tokens)
+    assert_close((found, nnx.state(model)), (expected, nnx.state(like)), atol=atol)
+    return compiled
+
+
+def fsdp_small(model, mesh):
+    return fsdp(model, mesh=mesh, min_size=16)
+
+
+def columns(model, mesh):
+    return tensor_parallel(model, mesh=mesh)
+
+
+CASES = {
+    "all alike": (plainly, {}, 4, 8, {}),
+    "fewer microbatches than stages": (plainly, {}, 4, 2, {}),
+    "one microbatch": (plainly, {"remat": True}, 2, 1, {}),
+    "fsdp": (plainly, {}, 4, 8, {"strategy": fsdp_small}),
+    "tensor parallel": (plainly, {}, 2, 4, {"strategy": columns}),
+    "remat": (with_state_on_both_sides, {"remat": True}, 4, 8, {"strategy": fsdp_small}),
+    "remat of dots": (plainly, {"remat": "dots_saveable"}, 2, 4, {}),
+    "state": (with_state_on_both_sides, {}, 4, 8, {}),
+    "tied": (tied, {}, 4, 8, {"strategy": fsdp_small}),
+    "further arguments": (with_a_mask_and_a_parameter, {}, 4, 8, {}),
+    "pairs": (in_pairs, {"block": Paired}, 4, 8, {}),
+    "list": (one_by_one, {"is_list": True}, 4, 8, {"strategy": fsdp_small}),
+    "auxiliary data": (plainly, {}, 2, 4, {"fun": loss_and_logits, "has_aux": True}),
+    "sums in another dtype": (plainly, {}, 2, 4, {"dtype": jnp.bfloat16, "atol": 2e-2}),
+    "only the head": (plainly, {}, 2, 4, {"wrt": nnx.All(nnx.Param, nnx.PathContains("head"))}),
+    "only layers": (plainly, {}, 2, 4, {"wrt": nnx.All(nnx.Param, nnx.PathContains("blocks"))}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_device(name):
+    call, options, stages, steps, more = CASES[name]
+    named = {key: options[key] for key in ("block", "is_list") if key in options}
+    others = {key: x for key, x in options.items() if key not in named}
+    check(Model(call, options=others, **named), stages, steps, **more)
+
+
+def called_twice(model, tokens):
+    return model.head(model.blocks(model.blocks(model.embed(tokens))))
+
+
+def in_jit(model, tokens):
+    return jit(plainly)(model, tokens)
+
+
+def not_called(model, tokens):
+    return model.head(model.embed(tokens))
+
+
+def with_parameters_for_rows(model, tokens):
+    x = model.embed(tokens)
+    return model.head(model.blocks(x, scale=x.mean(-1, keepdims=True)))
+
+
+def with_statistics_of_layers(model, tokens):
+    logits = plainly(model, tokens)
+    return logits + model.blocks.layers.norm.mean.mean()
+
+
+WRONG = {
+    "twice": (called_twice, "more than once"),
+    "in jit": (in_jit, "within another transform"),
+    "not called": (not_called, "does not call the layers"),
+    "parameters for rows": (with_parameters_for_rows, "on the microbatch and on parameters"),
+    "statistics": (with_statistics_of_layers, "what layers write is used"),
+}
+
+
+def trace(call, kind=AxisType.Auto, **options):
+    model, tokens = Model(call, options={}), jnp.zeros((8, 3), int)
+    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind,) * 2)
+    sharding = sharding_of(model, mesh, None)
+    step = accumulate_gradients(loss, steps=4, wrt=nnx.Param, **options)
+    shardings = (sharding, P("data"))
+    return jit(lambda *args: step(*args), mesh=mesh, in_shardings=shardings).trace(model, tokens)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_losses_that_cannot_be_interleaved(name):
+    call, text = WRONG[name]
+    with pytest.raises(ValueError, match=text):
+        trace(call)
+
+
+@pytest.mark.parametrize("options", [{"kind": AxisType.Explicit}, {"axis": "data"}], ids=str)
+def test_explicit_axes_are_refused(options):
+    with pytest.raises(ValueError, match="needs Auto axes"):
+        trace(plainly, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"schedule": "interleaved"}, "expected schedule="), ({"repeats": 2}, "has no repeats")],
+)
+def test_options(options, text):
+    model = stack(nnx.Linear, 8, 4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=text):
+        pipeline(
+            model,
+            mesh=jax.sharding.AbstractMesh((4,), ("stage",)),
+            **{"schedule": "1f1b", **options},
+        )
+
+
+def lowered(microbatches, schedule):
+    """Lowers a step on microbatches of 2 rows for each of 2 shards of the data."""
+    model = Model(plainly, options={"remat": True})
+    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    tokens = jnp.zeros((4 * microbatches, 32), int)
+    options = {"mesh": mesh, "schedule": schedule, "microbatches": microbatches}
+    if schedule == "gpipe":
+        step = value_and_grad(loss, wrt=nnx.Param)
+    else:
+        step = accumulate_gradients(loss, steps=microbatches, wrt=nnx.Param)
+    shardings = (pipeline(model, **options), P("data"))
+    return jit(lambda *args: step(*args), mesh=mesh, in_shardings=shardings).lower(model, tokens)
+
+
+def test_memory_does_not_grow_with_the_microbatches():
+    """By hand: a ring of 2S - 1 inputs, and M + S - 1 ticks in both directions."""
+    rows = 2 * 32 * FEATURES * 4  # bytes of the input of a stage, for one microbatch on a device
+
+    def growth(schedule):
+        few, many = (lowered(count, schedule).compile() for count in (8, 24))
+        return [x.memory_analysis().temp_size_in_bytes for x in (few, many)], many
+
+    (few, many), compiled = growth("1f1b")
+    tokens = 2 * 32 * 4 * 16  # of 16 more microbatches, which are sliced from a copy
+    assert many - few <= 2 * tokens
+    assert few > (2 * 4 - 1) * rows
+    permutes = [x.times for x in compiled.collectives() if x.kind == "collective-permute"]
+    assert sorted(permutes) == [3, 3, 24, 24]
+    (few, many), _ = growth("gpipe")
+    assert many - few >= 16 * rows
