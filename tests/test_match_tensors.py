@@ -514,3 +514,24 @@ def test_rules_of_all_kinds_are_saved(tmp_path):
     )
     rules.save(tmp_path / "rules")
     assert TensorRules.load(tmp_path / "rules") == rules
+
+
+def test_each_device_reads_its_own_slices(tmp_path):
+    """By the rules that are inferred, each number is read once, for the device that has it."""
+    tensors = published.decoder_tensors()
+    folder = written(tmp_path, tensors)
+    columns = StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P()})
+    model = abstract_init(Llama, columns, MESH)
+    rules = match_tensors(model, folder)
+    read, boxes = tensor_files.read_box, []
+
+    def count(tensor, box, out=None):
+        boxes.append((tensor.shape, int(np.prod(box.shape))))
+        return read(tensor, box, out)
+
+    with mock.patch.object(tensor_files, "read_box", count):
+        load_safetensors(folder, model, rules)
+    assert sum(size for _, size in boxes) == sum(x.size for x in tensors.values())
+    of_up = [size for shape, size in boxes if shape == (HIDDEN, EMBED)]
+    quarter, whole = HIDDEN * EMBED // 4, HIDDEN * EMBED  # of `up`, and of `gate`
+    assert sorted(of_up) == LAYERS * 4 * [quarter] + LAYERS * [whole]
