@@ -358,6 +358,13 @@ def is_variable(x: object) -> TypeGuard[nnx.Variable[Any]]:
     return nnx.Variable in type(x).__mro__
 
 
+def is_any_variable(x: object) -> TypeGuard[nnx.Variable[Any]]:
+    """Whether ``x`` is a Variable of any kind: ``isinstance``, which runs Python code of Flax."""
+    return nnx.Variable in type(x).__mro__ or (
+        type(x) is not ArrayImpl and isinstance(x, nnx.Variable)
+    )
+
+
 def is_graph_object(x: object) -> bool:
     """Whether ``x`` has an identity that the graph keeps: a node or a Variable."""
     return type(x) in _GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__

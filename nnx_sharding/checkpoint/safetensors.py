@@ -186,7 +186,8 @@ def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
         return read(everything)
     sharding = names.present_sharding(leaf)
     if sharding is None:
-        return jnp.asarray(read(everything))
+        uncommitted: jax.Array = jax.device_put(read(everything))  # CPUs adopt the memory
+        return uncommitted
     array: jax.Array = jax.make_array_from_callback(leaf.shape, without_reductions(sharding), read)
     # Otherwise what is read for the next array would take memory simultaneously.
     jax.block_until_ready(array)
@@ -408,7 +409,9 @@ def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
         yield [(0, size) for size in value.shape], np.asarray(value)
         return
     # Of unreduced arrays, a file has the sums.
-    summed: jax.Array = place_arrays([value], [without_reductions(value.sharding)])[0]
+    sharding, summed = without_reductions(value.sharding), value
+    if sharding is not value.sharding:
+        [summed] = place_arrays([value], [sharding])
     for shard in summed.addressable_shards:
         if shard.replica_id == 0:  # of all copies, one is written
             bounds = zip(shard.index, summed.shape, strict=True)

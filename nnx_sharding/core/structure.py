@@ -178,6 +178,9 @@ class Structure:
             elif isinstance(child, int) and child not in seen:  # an object that is met first
                 seen.add(child)
                 entry, variable, slots = self.entries[child], None, iter(self.slots[child])
+                if is_leaf_variable(entry):  # nearly all
+                    yield Location(path, child, self.slots[child])
+                    continue
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
                     pairs = zip(entry.keys, entry.children, strict=True)

@@ -20,13 +20,15 @@ the flattened model (``Flat``).
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from .. import _compat
 from ..core.flatten import Flat
 from ..specs.paths import Path, plain_key
 from ..transforms.stack import count_layer_dimensions
@@ -71,7 +73,8 @@ class _Axes(NamedTuple):
 class _KnownVariable(NamedTuple):
     """A parameter of a layer of Flax, whose shape for one layer is known."""
 
-    path: Path
+    path: Path  # from its layer, or in the model
+    layer: int  # the index of that
     variable: nnx.Variable[Any]
     shape: Shape
     candidates: Set[tuple[int, ...]]  # the dimensions that may be stacked layers, by shape
@@ -110,7 +113,7 @@ class LayerDimensions:
         self._slots = {
             id(variable): flat.structure.slots[index]
             for index, variable in enumerate(flat.objects)
-            if isinstance(variable, nnx.Variable)
+            if _compat.is_any_variable(variable)
         }
         self._norms: set[int] = set()  # by id, the Variables of normalization layers
         # By the path of a module and a class of Variables: the axes that all known ones of this
@@ -120,7 +123,8 @@ class LayerDimensions:
         self._resolved: dict[int, Stacked] = {}  # by id, the known Variables
         known = list(self._known_variables(flat))
         is_any_stacked = any(candidate for x in known for candidate in x.candidates)
-        if is_any_stacked:  # most models have no layers stacked by a transform
+        if is_any_stacked:  # most models have no layers stacked by a transform, and need no paths
+            known = self._with_paths(known, flat)
             self._find_common_axes(known)
             for variable in known:
                 self._resolve(variable)
@@ -149,6 +153,8 @@ class LayerDimensions:
             return Stacked(tuple(sorted(named.union(in_stack.dimensions))))
         if id(subject) in self._resolved:
             return self._resolved[id(subject)]
+        if not self._common_axes:
+            return in_stack
         modules = (path[:length] for length in reversed(range(len(path))))  # the closest one first
         known_axes = next((self._common_axes[m] for m in modules if m in self._common_axes), None)
         if known_axes is None:
@@ -163,16 +169,12 @@ class LayerDimensions:
 
         Also fills ``_norms`` with those of normalization layers.
         """
-        layers = {index: x for index, x in enumerate(flat.objects) if _shapes(x)}
-        paths = flat.structure.paths_to_objects([((), flat.structure.root)]) if layers else {}
-        for index, layer in layers.items():
-            first_path = paths[index][0]  # a shared layer has several
-            path = tuple(map(plain_key, first_path))
+        for index, layer in enumerate(flat.objects):
             for name, layer_shape in _shapes(layer).items():
-                variable = getattr(layer, name, None)
+                variable: Any = getattr(layer, name, None)
                 if isinstance(layer, _NORMS):
                     self._norms.add(id(variable))
-                if not isinstance(variable, nnx.Variable):
+                if not _compat.is_any_variable(variable):
                     continue
                 shape = getattr(variable.get_raw_value(), "shape", None)
                 if shape is None:  # a Variable of None or of a pytree
@@ -180,7 +182,15 @@ class LayerDimensions:
                 slots = self._slots.get(id(variable), ())
                 stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
                 candidates = _candidates(shape, layer_shape, stack_count)
-                yield _KnownVariable((*path, name), variable, shape, candidates)
+                yield _KnownVariable((name,), index, variable, shape, candidates)
+
+    @staticmethod
+    def _with_paths(known: Iterable[_KnownVariable], flat: Flat) -> list[_KnownVariable]:
+        """Returns the same parameters by their paths in the model."""
+        paths = flat.structure.paths_to_objects([((), flat.structure.root)])
+        # A shared layer has several paths, of which the first counts.
+        layers = {index: tuple(map(plain_key, found[0])) for index, found in paths.items()}
+        return [x._replace(path=(*layers[x.layer], *x.path)) for x in known]
 
     def _find_common_axes(self, known: Sequence[_KnownVariable]) -> None:
         """Fills ``_common_axes``: which axes may all Variables of a class in a module have?"""
@@ -286,7 +296,7 @@ def _candidates(
 
 def _names(subject: object, rank: int) -> tuple[Any, ...]:
     """Returns the names that metadata give the dimensions; ``()`` unless each has an entry."""
-    metadata = subject.get_metadata() if isinstance(subject, nnx.Variable) else {}
+    metadata = subject.get_metadata() if _compat.is_any_variable(subject) else {}
     names = metadata.get("out_sharding")
     names = names.partitions if isinstance(names, PartitionSpec) else names
     return tuple(names) if isinstance(names, tuple | list) and len(names) == rank else ()
@@ -297,8 +307,15 @@ _NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMS
 
 def _shapes(layer: object) -> Mapping[str, Sequence[int | None]]:
     """Returns the shapes of the parameters of a layer of Flax, by attribute; None is any size."""
-    cls = next((cls for cls in type(layer).__mro__ if cls in _SHAPES), None)
+    kind: Any = type(layer)
+    cls = _layer_class(kind)
     return {} if cls is None else _SHAPES[cls](layer)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layer_class(cls: type) -> type | None:
+    """Returns the class of Flax's layers that a class is derived from; None for other classes."""
+    return next((base for base in cls.__mro__ if base in _SHAPES), None)
 
 
 def _norm_shapes(layer: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ it. A *layer* is one of those that a model stacks in one array (``layers.py``), 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -382,10 +383,16 @@ def shard_dimension(
         return None
     all_axes = (*axes_of(entries[dimension]), *axes)
     entry = all_axes if len(all_axes) > 1 else all_axes[0]
-    if fit_sharding(PartitionSpec(entry), mesh, [shape[dimension]]).problems:
+    if not _divides(entry, mesh, shape[dimension]):
         return None
     entries[dimension] = entry
     return with_entries(spec, entries)
+
+
+@functools.lru_cache(maxsize=4096)  # a model has few different sizes
+def _divides(entry: AxisName | tuple[AxisName, ...], mesh: AnyMesh, size: int) -> bool:
+    """Whether a dimension may be sharded over some axes of a mesh."""
+    return not fit_sharding(PartitionSpec(entry), mesh, [size]).problems
 
 
 def shard_largest(

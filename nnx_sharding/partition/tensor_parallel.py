@@ -31,7 +31,7 @@ from .strategies import (
     mesh_and_axes,
     shard_dimension,
 )
-from .variables import NamedVariable, SpecsByPath, paths_in, variables
+from .variables import Listing, NamedVariable, SpecsByPath, listing_of
 
 # Keys between a layer and the attribute that says what it is for.
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
@@ -111,7 +111,8 @@ def tensor_parallel(
     arXiv:1909.08053), sequences as by Korthikanti et al. (2022, arXiv:2205.05198).
     """
     mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis, across_slices=across_slices)
-    every = variables(model)
+    listing = listing_of(model)
+    every = listing.variables
     before = base_specs("tensor_parallel", every, base, mesh)
     known = {_identity(variable.path, variable.variable): variable for variable in every}
     specs = dict(before)
@@ -120,8 +121,8 @@ def tensor_parallel(
     size = math.prod(mesh.shape[each] for each in axes)
     undivided = dict[Path, set[int]]()  # by parameter: sizes that the axes do not divide
     # From the inside, so that the rule of attention replaces those of its linear layers.
-    for layer in _layers(model, known):
-        parameters = _parameters_of(layer, known)
+    for layer in _layers(listing, known):
+        parameters = _parameters_of(layer, listing, known)
         styles = layer.styles()
         styled, style = _apply_first_style(styles, parameters, before, axes, mesh)
         specs.update(styled)
@@ -222,7 +223,7 @@ def _warn_of_large(
 
 def _is_parameter(named: NamedVariable) -> bool:
     """Whether it is trained, or an array of a model without Variables; caches are neither."""
-    return not isinstance(named.variable, nnx.Variable) or isinstance(named.variable, nnx.Param)
+    return not _compat.is_any_variable(named.variable) or isinstance(named.variable, nnx.Param)
 
 
 def _identity(path: Path, subject: object) -> int | Path:
@@ -230,13 +231,14 @@ def _identity(path: Path, subject: object) -> int | Path:
 
     A layer shares its Variables with the model; a bare array is known by its path only.
     """
-    return id(subject) if isinstance(subject, nnx.Variable) else path
+    return id(subject) if _compat.is_any_variable(subject) else path
 
 
 class _RuledLayer(NamedTuple):
     """A layer of the model with one of the rules for it."""
 
     path: Path
+    index: int  # of the module, in the flattened model
     module: Any
     name: str  # of the attribute that holds it: ``q_proj``
     rule: Rule
@@ -249,26 +251,27 @@ class _RuledLayer(NamedTuple):
         return self.rule(self.module, self.name) if callable(self.rule) else self.rule
 
 
-def _layers(model: object, known: Mapping[int | Path, NamedVariable]) -> Iterator[_RuledLayer]:
+def _layers(listing: Listing, known: Mapping[int | Path, NamedVariable]) -> Iterator[_RuledLayer]:
     """Yields each layer of a model once for each of its rules; inner layers come first.
 
     ``known`` are the parameters of the model by :func:`_identity`.
     """
     layers = []
-    for path, module in nnx.iter_graph(model, graph=True):
+    for path, index in listing.modules():
+        module = listing.flat.objects[index]
         rules, attributes = rules_of_layer(module, known)
         keys = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
         name = next(keys, "") if rules else ""
-        layers += [_RuledLayer(path, module, name, rule, attributes) for rule in rules]
+        layers += [_RuledLayer(path, index, module, name, rule, attributes) for rule in rules]
     return iter(sorted(layers, key=lambda layer: -len(layer.path)))
 
 
 def _parameters_of(
-    layer: _RuledLayer, known: Mapping[int | Path, NamedVariable]
+    layer: _RuledLayer, listing: Listing, known: Mapping[int | Path, NamedVariable]
 ) -> dict[str, NamedVariable]:
     """Returns the parameters that the rule of a layer is for, by their path in the layer."""
     parameters = {}
-    for path, subject in paths_in(layer.module):
+    for path, subject in listing.below(layer.index):
         key = path_string(path)
         parameter = known.get(_identity((*layer.path, *path), subject))
         if parameter is not None and (layer.attributes is None or key in layer.attributes):
