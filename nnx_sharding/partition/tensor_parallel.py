@@ -238,7 +238,7 @@ class _RuledLayer(NamedTuple):
     """A layer of the model with one of the rules for it."""
 
     path: Path
-    index: int  # of the module, in the flattened model
+    entry: int  # the index of the module in the flattened model
     module: Any
     name: str  # of the attribute that holds it: ``q_proj``
     rule: Rule
@@ -271,7 +271,7 @@ def _parameters_of(
 ) -> dict[str, NamedVariable]:
     """Returns the parameters that the rule of a layer is for, by their path in the layer."""
     parameters = {}
-    for path, subject in listing.below(layer.index):
+    for path, subject in listing.below(layer.entry):
         key = path_string(path)
         parameter = known.get(_identity((*layer.path, *path), subject))
         if parameter is not None and (layer.attributes is None or key in layer.attributes):
