@@ -178,11 +178,10 @@ class Structure:
             elif isinstance(child, int) and child not in seen:  # an object that is met first
                 seen.add(child)
                 entry, variable, slots = self.entries[child], None, iter(self.slots[child])
-                if is_leaf_variable(entry):  # nearly all
-                    yield Location(path, child, self.slots[child])
-                    continue
                 value = entry.value if isinstance(entry, VariableEntry) else None
-                if isinstance(entry, NodeEntry):
+                if value is LEAF:  # nearly all
+                    yield Location(path, child, self.slots[child])
+                elif isinstance(entry, NodeEntry):
                     pairs = zip(entry.keys, entry.children, strict=True)
                     parts = [((key,), part) for key, part in pairs if type(part) is not Static]
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
@@ -327,8 +326,6 @@ def identities_in(children: Iterable[Child]) -> Iterator[Static]:
 
 def holds_objects(entry: VariableEntry) -> bool:
     """Whether there are Variables or modules in the value of a Variable."""
-    if entry.value is LEAF:
-        return False
     parts = entry.value.children if isinstance(entry.value, Container) else [entry.value]
     return any(isinstance(part, int) for part in parts)
 
