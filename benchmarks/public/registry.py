@@ -465,7 +465,7 @@ _BONSAI = {
     ),
 }
 _TOKENS = ("Qwen3 8B", "Gemma 3 4B", "Mamba 2 130M", "UMT5")
-_ROWS = {"Whisper tiny": ("self_mask", "encoder_hiddens")}
+_ROWS = {"Whisper tiny": ("self_mask", "encoder_hidden_states")}
 
 MODELS = [
     *_TUNIX,
