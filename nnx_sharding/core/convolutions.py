@@ -216,9 +216,10 @@ def _span(size: int, step: int) -> int:
 def _slice(
     x: jax.Array, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]
 ) -> jax.Array:
-    """Returns every ``steps``-th position of the spatial dimensions, the last ones of ``x``.
+    """Returns a strided slice of the spatial dimensions, the last ones of ``x``.
 
-    There are ``sizes`` positions from ``starts`` on, which are tracers in a loop.
+    In each of them, ``sizes`` positions from ``starts`` on, at distances of ``steps``. The starts
+    are tracers in a loop.
     """
     spans = map(_span, sizes, steps)
     first = x.ndim - len(sizes)

@@ -244,9 +244,9 @@ def make_plan(
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
     if not graph:
         structure.check_tree()
-    arguments = _arguments(transform, parameters, call, structure)
+    arguments = _arguments(transform, parameters, call, structure)  # with the user's specs
     check_static_places(structure, named_parts(arguments), signature.static_names)
-    locations = locate(structure, arguments)
+    locations = locate(structure, arguments)  # of each Variable and array
     names = [
         name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))
     ]
@@ -257,10 +257,10 @@ def make_plan(
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
     shapes = [shape_of(leaf) for leaf in leaves]
     specs = transform.input_specs(resolved.slots, leaves)
-    specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)
+    specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)  # by slot
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = _array_attributes(structure, leaves) if graph and updates else {}
-    placed = _placed(transform, structure, shardings, attributes)
+    placed = _placed(transform, structure, shardings, attributes)  # what a call moves
     batch = structure.root_slots if _shards_activations(transform, arguments) else ()
     return Plan(
         transform=transform,

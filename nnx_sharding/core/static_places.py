@@ -119,6 +119,7 @@ def _misplaced(
                 yield place, f"{type(child.value).__name__} with arrays"
             elif is_argument:
                 yield from _arrays_in(place, child.value)
+        # On to what it holds.
         is_static_object = isinstance(holder, StaticObject)
         is_own = child in callers_own if isinstance(child, int) else is_in_callers_own
         for path, part in reversed(parts_of(holder).items()):

@@ -234,8 +234,9 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
             for old in compilations[:index]
             if old.avals == new.avals and old.structure == new.structure
         ]
-        if not same_trace:
+        if not same_trace:  # the first compilation of a trace
             continue
+        # Compilations and traces are numbered together.
         last = same_trace[-1].number
         traces_since = (trace for trace in traces if last < trace.number <= new.number)
         if any(trace.plan.structure == new.structure for trace in traces_since):

@@ -212,7 +212,10 @@ class _ShardMap(Sharded):
         return Program(jitted, top_level, inline=inline, traced_each_time=per_call)
 
     def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
-        """Makes what a call within a trace executes; ``map_over`` takes a mesh and axis names."""
+        """Returns the mapped function for calls in a trace, where the mesh may have other types.
+
+        ``map_over`` is ``jax.shard_map`` of the pure function, without a mesh and axis names.
+        """
 
         def inline(*leaves: object) -> Any:
             # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
