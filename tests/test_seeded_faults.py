@@ -24,6 +24,9 @@ SAMPLE = {
     "weight decay scaled by the number of shards": "data parallel",
 }
 
+# Missed: `jit` does not warn of captured arrays that are replicated.
+MISSED = {("evaluation captures the weights of its first call", "data parallel")}
+
 
 def run_cell(name, around, is_wrong):
     start = time.process_time()
@@ -33,7 +36,9 @@ def run_cell(name, around, is_wrong):
         cell |= {"is_named": is_named, "seconds": time.process_time() - start}
         with open(results, "a") as file:
             file.write(json.dumps(cell) + "\n")
-    if is_wrong:
+    if is_wrong and (name, around) in MISSED:
+        assert not text, f"no longer missed: {text}"
+    elif is_wrong:
         assert is_named, text or "nothing is said"
     else:
         assert not text, text

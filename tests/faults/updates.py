@@ -59,10 +59,11 @@ def loss_averaged_before_its_gradient_is_summed(wrong, model, x):
 
     def loss(model, x):
         value = square_error(model, x)
-        return psum(value, "data") / axis_size("data") if wrong else value
+        return (psum(value, "data") if wrong else value) / axis_size("data")
 
-    value, gradients = gradients_of(model, x, loss)
-    descend(model, psum(gradients, "data") / axis_size("data"))
+    value = pmean(square_error(model, x), "data")
+    _, gradients = gradients_of(model, x, loss)
+    descend(model, psum(gradients, "data"))
     return value
 
 
