@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 from nnx_sharding import jit
 from nnx_sharding.core.guard import native, store, walk
@@ -423,6 +424,33 @@ def test_a_model_in_what_exists_once_is_refused() -> None:
     model.hook = Bare(model)
     with pytest.raises(ValueError, match=r"\n  m\.hook\.part: Model with arrays\n"):
         jit(lambda m: m.w[...])(model)
+
+
+class WithStreams(nnx.Module):
+    """Passes `rngs` on to a Variable, whose metadata it becomes, as some public models do."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(jnp.ones(()), rngs=rngs, stream=rngs.params)
+
+
+def test_random_streams_in_metadata_are_no_arrays_of_the_program() -> None:
+    rngs = nnx.Rngs(0)
+    model = WithStreams(rngs)
+    traces = []
+
+    @jit
+    def double(m: WithStreams) -> None:
+        traces.append(m)
+        m.w[...] *= 2
+
+    double(model)
+    rngs.params()  # what a program cannot read does not change it
+    double(model)
+    assert len(traces) == 1 and model.w[...] == 4
+    assert model.w.get_metadata()["rngs"] is rngs
+    for draw in (lambda m: m.w.rngs.params(), lambda m: m.w.stream()):
+        with pytest.raises(TraceContextError, match="Cannot mutate RngCount"):
+            jit(draw)(model)
 
 
 class Named(nnx.Module):

@@ -10,10 +10,11 @@ import ast
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..analysis.json_codec import file_path
 from ..analysis.tables import Pictured, table
+from ..core.publishing import write_file
 from ..errors import CheckpointError
 from .tensor_rules import Rule, Tensor, read_rules
 
@@ -76,7 +77,7 @@ class TensorRules(dict[str, Rule]):
         Args:
           path: the file, which is replaced.
         """
-        Path(path).write_text(f"{self!r}\n", encoding="utf-8")
+        write_file(file_path(path), f"{self!r}\n".encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TensorRules:
@@ -89,7 +90,7 @@ class TensorRules(dict[str, Rule]):
           FileNotFoundError: there is no such file.
           CheckpointError: it has something else than rules; the message has the line.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        text = file_path(path).read_text(encoding="utf-8")
         try:
             rules = _value(ast.parse(text, mode="eval").body)
         except (SyntaxError, TypeError, ValueError) as error:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import jax
+from flax import nnx
 
 from .. import _compat
 from ..errors import raise_listed
@@ -25,7 +26,15 @@ from ..specs.paths import accessor
 from .flatten import flatten
 from .static_equality import Static
 from .static_parts import can_be_made, is_cache
-from .structure import Child, StaticObject, Structure, atoms, children_of, parts_of
+from .structure import (
+    Child,
+    StaticObject,
+    Structure,
+    VariableEntry,
+    atoms,
+    children_of,
+    parts_of,
+)
 
 
 def not_copied(structure: Structure) -> frozenset[int]:
@@ -88,6 +97,15 @@ def _is_hidden(static: Static) -> bool:
     return static.by_identity and (is_variable or _compat.is_ref(value))
 
 
+def _is_random_stream(part: Child) -> bool:
+    """Whether a part of a Variable is ``Rngs`` in its metadata, as of ``nnx.Param(x, rngs=rngs)``.
+
+    Public models have these by mistake, and never draw from them. A program cannot: to draw is to
+    count, and Flax refuses to write to the caller's counter in a trace.
+    """
+    return isinstance(part, Static) and isinstance(part.value, nnx.Rngs | nnx.RngStream)
+
+
 def _misplaced(
     structure: Structure, starts: list[tuple[str, Child, bool]], callers_own: Set[int]
 ) -> Iterator[tuple[str, str]]:
@@ -123,6 +141,8 @@ def _misplaced(
         is_static_object = isinstance(holder, StaticObject)
         is_own = child in callers_own if isinstance(child, int) else is_in_callers_own
         for path, part in reversed(parts_of(holder).items()):
+            if isinstance(holder, VariableEntry) and _is_random_stream(part):
+                continue
             # What a cached_property stores follows from the rest, and is dropped after a trace.
             is_cached = is_static_object and is_cache(holder.type, path[-1])
             if not is_cached or not isinstance(part, Static):
