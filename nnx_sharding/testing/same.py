@@ -98,13 +98,13 @@ def assert_same(
         )
         return
     mesh = _with_devices(mesh)
-    device = np.array(mesh.devices.flat[:1]).reshape([1] * mesh.devices.ndim)
-    device_mesh = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
+    device = mesh.devices.flat[0]
+    device_mesh = _mesh_of_one(mesh, device)
     options["in_shardings"] = shardings
     run_on_mesh = RecordedStep(step, mesh, options)
     run_dropping = RecordedStep(step, mesh, options, is_dropping=True)
     for name in {"in_shardings", "out_shardings"} & options.keys():
-        options[name] = jax.tree.map(lambda x: _on_device(x, device.flat[0]), options[name])
+        options[name] = jax.tree.map(lambda x: _on_device(x, device), options[name])
     # Each run changes its own copy, which is its input in the next step.
     device_args, mesh_args = copied(args), [copied(args) for _ in range(runs)]
     dropping_args = copied(args)
@@ -134,10 +134,7 @@ def assert_same(
                     raise AssertionError(message(head, lines))
             comparison = Comparison(before, on_device, spread, on_mesh, rounding, mesh)
             lines = comparison.shared_masks() or comparison.differences()
-            if not lines and comparison.has_masks():
-                with _compat.without_compiler_warnings():
-                    lines = comparison.masks_of_replicas(run_dropping(dropping_args))
-            if lines:
+            if lines := lines or _masks_of_replicas(comparison, run_dropping, dropping_args):
                 head = f"{place} is not the same on {mesh.size} devices:"
                 raise AssertionError(message(head, lines))
 
@@ -164,6 +161,22 @@ def _sized(
     return mesh
 
 
+def _mesh_of_one(mesh: Mesh | AbstractMesh, device: jax.Device) -> Mesh:
+    """Returns a mesh with the same axes, of size 1."""
+    devices = np.array(device).reshape([1] * len(mesh.axis_names))
+    return Mesh(devices, mesh.axis_names, mesh.axis_types)
+
+
+def _masks_of_replicas(
+    comparison: Comparison, run_dropping: RecordedStep, args: tuple[Any, ...]
+) -> list[str]:
+    """Runs the step with its dropouts, if there are any, and lists the masks that are wrong."""
+    if not comparison.has_masks():
+        return []
+    with _compat.without_compiler_warnings():
+        return comparison.masks_of_replicas(run_dropping(args))
+
+
 def _on_device(sharding: Any, device: jax.Device) -> Any:
     """Returns the same sharding on a mesh of one device; specs have none."""
     if isinstance(sharding, StateSharding):
@@ -174,7 +187,6 @@ def _on_device(sharding: Any, device: jax.Device) -> Any:
             activations=sharding.activations,
         )
     if isinstance(sharding, NamedSharding):
-        axes = sharding.mesh.axis_names
-        mesh = Mesh(np.array(device).reshape([1] * len(axes)), axes, sharding.mesh.axis_types)
+        mesh = _mesh_of_one(sharding.mesh, device)
         return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     return sharding
