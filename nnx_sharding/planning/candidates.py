@@ -35,6 +35,7 @@ from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
 from ..partition.pipelining import layers_of
 from ..partition.variables import variables
 from ..specs.fitting import axes_of, suggestion
+from ..specs.state_sharding import StateSharding
 from ..training import offload
 from ..transforms.stack import Stack
 
@@ -159,6 +160,8 @@ class Arguments:
         self.layers = sorted({layers.length for layers in layered if isinstance(layers, Stack)})
         self.stages = sorted({len(layers) for layers in layered})
         self.experts = next(filter(None, map(_experts, models)), 0)
+        # Of the first strategies of chains, with which many chains begin.
+        self._shardings: dict[Any, StateSharding] = {}
 
     def _models(self) -> dict[str, nnx.Module]:
         modules = {name: x for name, x in self.parts.items() if _compat.is_graph_object(x)}
@@ -202,7 +205,7 @@ class Arguments:
         Returns:
           The shardings of all arguments, the lines of a recipe that make them, and its result.
         """
-        recipe = _Recipe(mesh)
+        recipe = _Recipe(mesh, self._shardings)
         owners = self._owners
         # Models without an optimizer.
         alone = {name: name for name in self._models() if name not in owners.values()}
@@ -244,8 +247,8 @@ class Arguments:
 class _Recipe:
     """Makes shardings, and writes the lines that make them."""
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, known: dict[Any, StateSharding]):
+        self._mesh, self._known = mesh, known
         self.made: dict[str, Any] = {}  # by their names in the lines
         self.lines: list[str] = []
 
@@ -261,6 +264,7 @@ class _Recipe:
         """
         name = f"sharding{len(self.made) + 1 if self.made else ''}"
         chain = chain or [(replicated, {})]
+        key: tuple[Any, ...] = (self._mesh, model[0])
         for i, (strategy, options) in enumerate(chain):
             given, more = [model[0], "mesh=mesh"], dict[str, Any]()
             if i > 0:
@@ -269,8 +273,12 @@ class _Recipe:
             if optimizer[1] is not None and i == len(chain) - 1:
                 given.append(f"optimizer={optimizer[0]}")
                 more["optimizer"] = optimizer[1]
-            given += [f"{key}={value!r}" for key, value in options.items()]
-            self.made[name] = strategy(model[1], mesh=self._mesh, **more, **options)
+                key = (*key, optimizer[0])
+            given += [f"{option}={value!r}" for option, value in options.items()]
+            key = (*key, strategy, *options.items())
+            if key not in self._known:
+                self._known[key] = strategy(model[1], mesh=self._mesh, **more, **options)
+            self.made[name] = self._known[key]
             self.lines.append(f"{name} = {strategy.__name__}({', '.join(given)})")
         return name
 

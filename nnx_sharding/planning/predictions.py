@@ -38,7 +38,8 @@ from ..analysis.work import elements_in_windows
 from ..experimental.context import OverSequence
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
-from ..report.sharding import ShardingRow, check_sharding
+from ..partition.variables import listing_of
+from ..report.sharding import ShardingRow, sharding_rows
 from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, pad_entries, spec_and_mesh
 from ..specs.state_sharding import StateSharding
@@ -202,7 +203,7 @@ class _Sums:
         if not isinstance(sharding, StateSharding):
             self._add_arrays(sharding, part)
             return
-        rows = check_sharding(part, sharding, self.mesh).rows
+        rows = sharding_rows(listing_of(part).flat, sharding, self.mesh)
         if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
             raise ValueError("these specs do not fit: " + "; ".join(faults))
         self.bytes += sum(row.bytes_per_device for row in rows if not _is_on_host(row))

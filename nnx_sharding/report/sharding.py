@@ -193,21 +193,11 @@ def check_sharding(
     mesh = _compat.context_mesh() if mesh is None else mesh
     if mesh is None and any(isinstance(spec, PartitionSpec) for spec in sharding.shardings):
         raise NoMeshError("check_sharding: a PartitionSpec has no mesh. Pass mesh=...")
-    flat = flatten(model)
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
-    action = on_indivisible or sharding.on_indivisible or "error"
-    # What is refused is shown with the part of its spec that fits.
-    shown: OnIndivisible = "drop" if action == "error" else action
-    # Layers that are alike have few specs and shapes.
-    fit = functools.cache(functools.partial(_fit, mesh=mesh, action=shown))
+    flat = flatten(model)
     decisions = [*_decisions(flat, sharding)]
-    rows, indivisible = list[ShardingRow](), list[str]()
-    for decision in decisions:
-        strict = action == "error"
-        for row, is_indivisible in _rows(flat, decision, sharding, rules, fit, strict=strict):
-            rows.append(row)
-            if is_indivisible:
-                indivisible.append(row.path)
+    pairs = [*_rows_of(flat, decisions, sharding, rules, mesh, on_indivisible)]
+    rows = [row for row, _ in pairs]
     idle = shadowed(len(rules), [decision.matches for decision in decisions])
     keys = {key for decision in decisions for key in decision.path_in_module}
     total = sum(row.bytes_total for row in rows)
@@ -219,7 +209,7 @@ def check_sharding(
         rules=rules,
         rows=tuple(rows),
         unmatched=tuple(row.path for row in rows if row.rule is None and row.is_fault),
-        on_indivisible=tuple(indivisible),
+        on_indivisible=tuple(row.path for row, is_indivisible in pairs if is_indivisible),
         unused=tuple(number for number, by in idle.items() if not by),
         shadowed={number: by for number, by in idle.items() if by},
         bytes_total=total,
@@ -230,6 +220,16 @@ def check_sharding(
         problems=[str(row) for row in rows if row.is_fault],
         warnings=[*corrections, *_rule_warnings(sharding, rules, idle, keys)],
     )
+
+
+def sharding_rows(flat: Flat, sharding: StateSharding, mesh: AbstractMesh) -> list[ShardingRow]:
+    """Returns the rows of ``check_sharding`` alone, without the texts of the rules, in less time.
+
+    A search needs them for hundreds of shardings of one flattened model.
+    """
+    rules = [""] * len(sharding.filters)
+    decisions = _decisions(flat, sharding)
+    return [row for row, _ in _rows_of(flat, decisions, sharding, rules, mesh, None)]
 
 
 class _Decision(NamedTuple):
@@ -269,6 +269,24 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
             if matches:
                 break
         yield _Decision(location, path, below, matches, subject)
+
+
+def _rows_of(
+    flat: Flat,
+    decisions: Iterable[_Decision],
+    sharding: StateSharding,
+    rules: Sequence[str],
+    mesh: Mesh | AbstractMesh | None,
+    on_indivisible: OnIndivisible | None,
+) -> Iterator[tuple[ShardingRow, bool]]:
+    """Yields a row for each array of a model, and whether its spec does not divide it."""
+    action = on_indivisible or sharding.on_indivisible or "error"
+    # What is refused is shown with the part of its spec that fits.
+    shown: OnIndivisible = "drop" if action == "error" else action
+    # Layers that are alike have few specs and shapes.
+    fit = functools.cache(functools.partial(_fit, mesh=mesh, action=shown))
+    for decision in decisions:
+        yield from _rows(flat, decision, sharding, rules, fit, strict=action == "error")
 
 
 def _rows(
