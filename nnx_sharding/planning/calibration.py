@@ -59,9 +59,9 @@ def calibrate(
       dtype: of the products; for programs in float32, that.
       side: of the matrices; None for as large as the time allows, up to 4096. The memory that is
         needed on a device is about 160 ``side ** 2`` bytes.
-      time_limit: seconds after which no other measurement starts. The flops and the bandwidths are
-        measured in any case, if only once. The latency and the spread are None if there was no time
-        for them, and ``sources`` says of how many sizes and training steps they are.
+      time_limit: seconds after which no other measurement starts. The flops, the bandwidths and one
+        training step are measured in any case, if only once. ``sources`` says of how many sizes the
+        latency is, which is None of one, and of how many training steps the spread.
 
     Returns:
       The figures, with the name of the kind of device and the date. Those that cannot be measured
@@ -210,7 +210,7 @@ def _interconnect(clock: _Clock, mesh: Mesh, side: int) -> tuple[float | None, f
 def _steps(
     clock: _Clock, mesh: Mesh, side: int, dtype: Any, measured: Hardware
 ) -> Iterator[tuple[float, float]]:
-    """Yields the measured and the estimated seconds of training steps, while there is time."""
+    """Yields the measured and the estimated seconds of a training step, more while there is time."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         return jnp.square(jax.nn.relu(x @ weights[0]) @ weights[1]).mean(dtype=jnp.float32)
@@ -220,8 +220,8 @@ def _steps(
         return jax.tree.map(lambda w, g: w - 0.01 * g, weights, grads)
 
     # Compute and each kind of collective.
-    for width, spec in ((side, P()), (side, P("device")), (side // 2, P())):
-        if not clock.has_time:
+    for i, (width, spec) in enumerate(((side, P("device")), (side, P()), (side // 2, P()))):
+        if i and not clock.has_time:
             return
         shardings = NamedSharding(mesh, spec), NamedSharding(mesh, P("device"))
         compiled = jit(step, in_shardings=shardings, out_shardings=shardings[0])
