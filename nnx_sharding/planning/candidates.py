@@ -192,7 +192,7 @@ class Arguments:
         return max(models, key=fit)
 
     def shard(
-        self, calls: Sequence[Call], mesh: Mesh, batch: PartitionSpec, *, offloaded: bool = False
+        self, calls: Sequence[Call], mesh: Mesh | AbstractMesh, batch: PartitionSpec, *, offloaded: bool = False
     ) -> tuple[tuple[Any, ...], list[str], str]:
         """Applies a chain of strategies to each model, with its optimizer.
 
@@ -247,7 +247,7 @@ class Arguments:
 class _Recipe:
     """Makes shardings, and writes the lines that make them."""
 
-    def __init__(self, mesh: Mesh, known: dict[Any, StateSharding]):
+    def __init__(self, mesh: Mesh | AbstractMesh, known: dict[Any, StateSharding]):
         self._mesh, self._known = mesh, known
         self.made: dict[str, Any] = {}  # by their names in the lines
         self.lines: list[str] = []

@@ -54,6 +54,7 @@ from .candidates import (
     mesh_sizes,
     strategies_of,
 )
+from .remedies import remedies
 from .search import Search, is_of_compiler
 from .variants import variants_of
 
@@ -69,6 +70,8 @@ class PlanningResult(Pictured):
       least: a lower bound, in seconds, of the time of each candidate that may fit, but was not
         compiled, or whose time is unknown: the products of the step at the peak rate of all
         devices. Infinite if there is none; None if the hardware is unknown, or the products are.
+      remedies: if none fits, what would, by estimates for one change at a time: devices, remat,
+        microbatches, offload, batch.
       predicted: the time of each candidate that may fit, compiled or not, as it was predicted from
         shapes: in seconds, if all communication is hidden behind compute, and if none is.
     """
@@ -77,6 +80,7 @@ class PlanningResult(Pictured):
     candidates: Mapping[str, Candidate]
     least: float | None = None
     predicted: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    remedies: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate | None:
@@ -109,7 +113,8 @@ class PlanningResult(Pictured):
             yield f"best: none was compiled in time; predicted to be fastest: {fastest}"
             return
         if self.best is None:
-            yield "best: none fits"
+            yield "best: none fits" + ("; one of these would:" if self.remedies else "")
+            yield from (f"  {line}" for line in self.remedies)
             return
         yield f"best: {self.best.name}"
         if self.gap == 0:
@@ -392,7 +397,9 @@ def prepare(
                 search.add(strategy, mesh, index)
             advance(strategy)
     if not search.programs:
-        raise ValueError(_listed_once("plan: no candidate can fit:", search.ruled_out))
+        ways = "; or ".join(remedies(search, {}))
+        remedy = f"By the arguments alone, one of these would fit: {ways}." if ways else ""
+        raise ValueError(_listed_once("plan: no candidate can fit:", search.ruled_out, remedy))
     return search, _devices_of_compilers([mesh for _, mesh in pairs], target)
 
 
@@ -470,6 +477,7 @@ def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult
             for name, entry in entries.items()
             if entry.least is not None  # the products and the hardware are known
         },
+        () if ranked.fitting else tuple(remedies(search, reports)),
     )
 
 
@@ -507,11 +515,11 @@ def _strategies(
     return dict.fromkeys(checked_strategies(names))
 
 
-def _listed_once(head: str, reasons: Mapping[str, str]) -> str:
+def _listed_once(head: str, reasons: Mapping[str, str], remedy: str = "") -> str:
     """Writes a message with each reason once, after the candidates that it holds for."""
     names = names_by_value(reasons)
     lines = [
         f"  {'; '.join(candidates)}: {reason}" if len(names) > 1 else f"  {reason}"
         for reason, candidates in names.items()
     ]
-    return message(head, lines)
+    return message(head, lines, remedy)

@@ -12,12 +12,12 @@ import inspect
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..analysis.hardware import HARDWARE, Hardware
 from ..analysis.program import ProgramReport
@@ -26,9 +26,9 @@ from ..report.comparison import Comparison, Failure
 from ..report.compiling import Lower
 from ..report.strategies import Strategy, lowered
 from ..transforms.jit import jit
-from .candidates import Arguments, Axes, Candidate, batch_spec, chains
+from .candidates import Arguments, Axes, Candidate, batch_spec, chains, split_name
 from .predictions import Prediction, Products, predict, products_of
-from .variants import Variant
+from .variants import Variant, with_less_memory, with_prefetch
 
 
 class PredictedCandidate(NamedTuple):
@@ -40,13 +40,14 @@ class PredictedCandidate(NamedTuple):
     least: float | None  # a lower bound of its time, if known
     lower: Lower
     alike: tuple[str, str]  # variant and strategy: the predictions of these are as far off
+    number: int  # of the variant
 
 
 @dataclasses.dataclass
 class Search:
     """The candidates, and which of them is compiled next."""
 
-    variants: Sequence[Variant]
+    variants: list[Variant]
     functions: Mapping[str, Callable[..., Any] | None]  # of the user; None for strategies of ours
     axes: Axes
     hardware: Hardware | None
@@ -58,6 +59,10 @@ class Search:
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The candidate with the smallest arguments, whether they fit or not, and their bytes.
+        self.smallest: tuple[Candidate, int, int] | None = None
+        self._given = len(self.variants)  # by the user; the search adds others
+        self._varied = set[str]()  # the candidates for which it did
         self._seen: dict[Any, str] = {}
         # The names of candidates by strategy, mesh and variant, and by the rows of their batches.
         self._families: dict[tuple[str, Mesh, int], dict[int, list[str]]] = {}
@@ -83,7 +88,7 @@ class Search:
         start = Candidate(strategy, dict(mesh.shape), variant.name, (), mesh, rows=arguments.rows)
         names = self._families.setdefault((strategy, mesh, index), {})[start.rows] = []
         try:
-            candidates = [*self._sharded(start, arguments, variant, args)]
+            candidates = [*self._sharded(start, arguments, variant, args, mesh)]
         except Exception as error:  # of a strategy, which may be the user's
             self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
             return
@@ -95,6 +100,8 @@ class Search:
             except Exception as error:
                 self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
                 continue
+            if self.smallest is None or prediction.arguments < self.smallest[-1]:
+                self.smallest = candidate, index, prediction.arguments
             key = variant.text, variant.lines, candidate.rows, prediction.key
             # Equal shardings compile to equal programs.
             same = self._seen.setdefault(key, candidate.name)
@@ -106,7 +113,7 @@ class Search:
             else:
                 products = self._products_of(index)
                 self._enter(
-                    candidate, prediction, products and products.times(growth), variant, args
+                    candidate, prediction, products and products.times(growth), index, args
                 )
                 names.append(candidate.name)
 
@@ -115,10 +122,11 @@ class Search:
         candidate: Candidate,
         prediction: Prediction,
         products: Products | None,
-        variant: Variant,
+        index: int,
         args: tuple[Any, ...],
     ) -> None:
         """Adds a candidate that may be compiled."""
+        variant = self.variants[index]
         peak, count = self.hardware, candidate.mesh.size
         strategy = Strategy(candidate.in_shardings, candidate.mesh)
         entry = PredictedCandidate(
@@ -129,6 +137,7 @@ class Search:
             least=products.least_seconds(count, peak) if products and peak else None,
             lower=partial(lowered, strategy, variant.fun, args, variant.options),
             alike=(variant.name, candidate.strategy),
+            number=index,
         )
         self.entries[candidate.name] = entry
         self.programs[candidate.name] = entry.lower
@@ -142,13 +151,35 @@ class Search:
             )
         return self._products[index]
 
+    def arguments_of(
+        self, candidate: Candidate, index: int, *, rows: int = 0, offload: bool = False
+    ) -> int:
+        """Predicts the bytes of the arguments on each device, with the first options of a chain.
+
+        Raises:
+          ValueError: the strategy does not apply.
+        """
+        mesh: Mesh | AbstractMesh = candidate.mesh
+        if not offload:  # which needs devices; shapes do not, and a larger mesh may have none
+            mesh = AbstractMesh(tuple(candidate.sizes.values()), tuple(candidate.sizes))
+        variant = self.variants[index]._replace(offload=offload)
+        args = self._arguments[index].with_rows(rows) if rows else variant.args
+        arguments = Arguments(args, variant.names)
+        _, sharded = next(self._sharded(candidate, arguments, variant, args, mesh))
+        return predict(sharded, args, arguments, self.axes).arguments
+
     def _sharded(
-        self, start: Candidate, arguments: Arguments, variant: Variant, args: tuple[Any, ...]
+        self,
+        start: Candidate,
+        arguments: Arguments,
+        variant: Variant,
+        args: tuple[Any, ...],
+        mesh: Mesh | AbstractMesh,
     ) -> Iterator[tuple[str, Candidate]]:
         """Yields candidates with shardings and recipes, each after the options that differ."""
-        mesh, function = start.mesh, self.functions[start.strategy]
+        function = self.functions.get(start.strategy)
         if function is not None:
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(start.mesh):
                 shardings = function(*args)
             if not isinstance(shardings, tuple) or len(shardings) != len(args):
                 raise TypeError(
@@ -180,6 +211,7 @@ class Search:
             self._resize(found)
         elif found is not None:
             self._rule_out_slow(found)
+            self._vary(found)
         if not self.programs:
             return None
         corrections = _Corrections(self.entries, {} if found is None else found.compiled)
@@ -198,6 +230,44 @@ class Search:
 
         # The first of those that are equal, as they were added.
         return min(self.programs, key=order)
+
+    def _vary(self, found: Comparison) -> None:
+        """Adds variants that decide: of less memory while nothing fits, else with ``prefetch``."""
+        fitting = found.fitting
+        for name, report in found.compiled.items() if not fitting else ():
+            entry, memory = self.entries[name], report.memory
+            # By its arguments alone it would fit, so its activations decide.
+            if memory and memory.peak is not None and self._is_new(name, entry):
+                rows = entry.candidate.rows
+                self._add_variants(entry, with_less_memory(self.variants[entry.number], rows))
+        if fitting:
+            times = found.figures
+            best = min(fitting, key=lambda name: times[name]["roofline"] or math.inf)
+            entry, roofline = self.entries[best], found.compiled[best].roofline
+            waits = (roofline and roofline.exposed_s) or 0.0
+            # Less than a twentieth of a step is not worth a slot.
+            is_worth = roofline and roofline.estimate and waits > roofline.estimate / 20
+            is_gathered = split_name(entry.candidate.strategy)[0] in ("fsdp", "hsdp")
+            if is_worth and is_gathered and self._is_new(best, entry):
+                ahead = with_prefetch(self.variants[entry.number])
+                self._add_variants(entry, [ahead] if ahead else [])
+
+    def _is_new(self, name: str, entry: PredictedCandidate) -> bool:
+        """Whether a candidate has a variant of the user, and gets others now for the first time."""
+        is_new = entry.number < self._given and name not in self._varied
+        self._varied.add(name)
+        return is_new
+
+    def _add_variants(self, entry: PredictedCandidate, variants: Iterable[Variant]) -> None:
+        """Adds variants of a candidate on its mesh, those that it shares with others once."""
+        names = {variant.name: i for i, variant in enumerate(self.variants)}
+        for variant in variants:
+            index = names.get(variant.name, len(self.variants))
+            if index == len(self.variants):
+                self.variants.append(variant)
+                self._arguments.append(Arguments(variant.args, variant.names))
+            if (entry.candidate.strategy, entry.candidate.mesh, index) not in self._families:
+                self.add(entry.candidate.strategy, entry.candidate.mesh, index)
 
     def _rule_out(self, name: str, why: str) -> None:
         del self.programs[name]
@@ -274,7 +344,7 @@ class Search:
         return int(rows) if low < rows < high and rows >= best else None
 
 
-def _recipe(mesh: Mesh, variant: Variant, lines: Sequence[str], shardings: str) -> str:
+def _recipe(mesh: Mesh | AbstractMesh, variant: Variant, lines: Sequence[str], shardings: str) -> str:
     """Writes the code that makes the mesh, the shardings and the step."""
     types = ""
     if {*mesh.axis_types} != {AxisType.Explicit}:  # the default of make_mesh

@@ -28,16 +28,15 @@ class Variant(NamedTuple):
     offload: bool  # whether the state of the optimizer is on the host
     text: str  # the function, in a recipe
     lines: tuple[str, ...]  # before that
+    chosen: Mapping[str, Any]  # the values of options, by the user or by the search
+    vary: Callable[[Mapping[str, Any]], Variant]  # makes the variant with other values
 
     @property
     def names(self) -> list[str]:
         """The names of the arguments in a recipe: as in the function, as far as known."""
-        try:
-            parameters = [*inspect.signature(self.fun).parameters.values()]
-        except (TypeError, ValueError):  # of a function written in C, say
-            parameters = []
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [parameter.name for parameter in parameters if parameter.kind in by_position]
+        parameters = _parameters(self.fun)
+        names = [name for name, parameter in parameters.items() if parameter.kind in by_position]
         names = names[: len(self.args)]
         return [*names, *(f"arg{i}" for i in range(len(names), len(self.args)))]
 
@@ -67,10 +66,46 @@ def variants_of(
         text = f"steps[{name!r}]" if isinstance(step, Mapping) else text
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
-            variants.append(_variant(str(name), fun, text, own_args, chosen, kept))
+            variants.append(_variant(str(name), fun, text, own_args, kept, chosen))
     if not variants:
         raise ValueError("plan: expected at least one variant of the step, got none.")
     return variants
+
+
+def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
+    """Yields variants that keep fewer activations, by options that the user did not choose.
+
+    These are ``remat`` of each ``Stack``, and the parameter ``microbatches`` of the step, if it has
+    one with a default: two, four and eight times as many, as far as they divide the rows.
+    """
+    parameters = _parameters(variant.fun)
+    parameter = parameters.get("microbatches")
+    default = getattr(parameter, "default", None)
+    counts = [default]
+    if "microbatches" not in variant.chosen and type(default) is int and rows:
+        counts += [default * times for times in (2, 4, 8) if rows % (default * times) == 0]
+    policies: list[Any] = [None]
+    if "remat" not in variant.chosen and any(not stack.remat for _, stack in _stacks(variant)):
+        policies.append(True)
+    for count, policy in itertools.product(counts, policies):
+        more = {} if count == default else {"microbatches": count}
+        more |= {} if policy is None else {"remat": policy}
+        if more:
+            yield variant.vary({**variant.chosen, **more})
+
+
+def with_prefetch(variant: Variant) -> Variant | None:
+    """Returns the variant that gathers layers one ahead; None if it has none, or it was chosen."""
+    can_prefetch = "prefetch" not in variant.chosen and any(_stacks(variant))
+    return variant.vary({**variant.chosen, "prefetch": 1}) if can_prefetch else None
+
+
+def _parameters(fun: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function; none of one written in C, say."""
+    try:
+        return inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _variant(
@@ -78,10 +113,11 @@ def _variant(
     fun: Callable[..., Any],
     text: str,
     args: Sequence[Any],
-    chosen: Mapping[str, Any],
     options: dict[str, Any],
+    chosen: Mapping[str, Any],
 ) -> Variant:
     """Makes the variant of a function with one value of each option."""
+    vary = partial(_variant, name, fun, text, args, options)
     words = [name] if name else []
     full_name = ", ".join([*words, *(f"{option}={value}" for option, value in chosen.items())])
     # Options of this library; others are keyword arguments of the step.
@@ -93,7 +129,7 @@ def _variant(
     prefetch, offload = chosen.get("prefetch", 0), bool(chosen.get("offload", False))
     # Abstract copies of the modules, so that each variant can have its own policy.
     copies = abstract_of(args)
-    variant = Variant(full_name, fun, options, copies, prefetch, offload, text, ())
+    variant = Variant(full_name, fun, options, copies, prefetch, offload, text, (), chosen, vary)
     if "remat" in chosen:
         variant = variant._replace(lines=tuple(_set_remat(variant, chosen["remat"])))
     return variant
@@ -101,12 +137,19 @@ def _variant(
 
 def _set_remat(variant: Variant, policy: Any) -> Iterator[str]:
     """Sets the policy of all stacks in the arguments; yields the statements that do so."""
+    stacks = [*_stacks(variant)]
+    for name, module in stacks:
+        module.remat = policy
+        yield f"{name}.remat = {policy!r}"
+    if not stacks:
+        raise ValueError("plan: variants: remat is that of a Stack, and no argument has one.")
+
+
+def _stacks(variant: Variant) -> Iterator[tuple[str, Any]]:
+    """Yields each stack in the arguments once, after the expression that names it."""
     seen = set()
     for name, part in Arguments(variant.args, variant.names).parts.items():
         for path, module in modules_in(part) if isinstance(part, nnx.Module) else ():
             if isinstance(module, Stack) and id(module) not in seen:
                 seen.add(id(module))
-                module.remat = policy
-                yield f"{accessor(name, path)}.remat = {policy!r}"
-    if not seen:
-        raise ValueError("plan: variants: remat is that of a Stack, and no argument has one.")
+                yield accessor(name, path), module

@@ -1,0 +1,96 @@
+"""What would fit where no candidate of a plan does.
+
+The candidate that needs least is changed in one way at a time. Its arguments then are those that
+are predicted from shapes; all else that it needs, its activations and temporaries, is taken to grow
+with the rows that a device computes at once. So these are estimates, to be planned again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..analysis.program import ProgramReport
+from ..analysis.units import bytes_text
+from ..report.comparison import Failure
+from .candidates import Candidate, split_name
+from .search import Search
+
+_MOST_TIMES = 64  # as many devices, or microbatches; and a batch that is as small a part
+
+
+def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> Iterator[str]:
+    """Yields what would fit, as lines: memory, devices, remat, microbatches, offload, batch."""
+    limit, smallest = search.limit, _smallest(search, reports)
+    if limit is None or smallest is None:
+        return
+    candidate, index, arguments, rest = smallest
+    yield f"{bytes_text(arguments + rest)} on each device, for {candidate.name}"
+    yield from _devices(search, candidate, index, rest)
+    variant, rows = search.variants[index], candidate.rows
+    if rest and "remat" not in variant.chosen:
+        # Of a stack, it was tried.
+        yield f"remat, for blocks in a Stack: of {bytes_text(rest)} besides the arguments"
+    parts = [2**i for i in range(1, _MOST_TIMES.bit_length()) if rows and rows % 2**i == 0]
+    count = next((n for n in parts if arguments + rest / n <= limit), None)
+    if rest and count and "microbatches" not in variant.chosen:
+        yield f"{count} microbatches of accumulate_gradients: {_about(arguments + rest / count)}"
+    if not variant.offload:
+        held = _arguments_of(search, candidate, index, offload=True)
+        if held < arguments and held + rest <= limit:
+            yield f"offload of the optimizer's state: {_about(held + rest)}"
+    for n in parts:
+        held = _arguments_of(search, candidate, index, rows=rows // n)
+        if held + rest / n <= limit:
+            yield f"a batch of {rows // n} rows: {_about(held + rest / n)}"
+            return
+
+
+def _smallest(
+    search: Search, reports: Mapping[str, ProgramReport | Failure]
+) -> tuple[Candidate, int, int, int] | None:
+    """Finds the candidate that needs least: with its variant, arguments, and all else in bytes."""
+    peaks = dict[str, tuple[int, int]]()  # with the arguments
+    for name, report in reports.items():
+        memory = None if isinstance(report, Failure) else report.memory
+        if memory is not None and memory.peak is not None and memory.arguments is not None:
+            peaks[name] = memory.peak, memory.arguments
+    if peaks:
+        name = min(peaks, key=peaks.__getitem__)
+        (peak, arguments), entry = peaks[name], search.entries[name]
+        return entry.candidate, entry.number, arguments, peak - arguments
+    if search.smallest is None:
+        return None
+    return (*search.smallest, 0)
+
+
+def _devices(search: Search, candidate: Candidate, index: int, rest: int) -> Iterator[str]:
+    """Yields the least power of two times as many devices, with parameters sharded over data."""
+    _, styles = split_name(candidate.strategy)
+    strategy = " + ".join(("fsdp", *styles))
+    [axis] = search.axes.data
+    if search.functions.get(candidate.strategy) is not None:  # of the user
+        return
+    for i in range(1, _MOST_TIMES.bit_length()):
+        sizes: dict[str, Any] = {**candidate.sizes}
+        sizes[axis] = sizes.get(axis, 1) * 2**i
+        more = dataclasses.replace(candidate, strategy=strategy, sizes=sizes)
+        needs = _arguments_of(search, more, index) + rest / 2**i
+        if needs <= (search.limit or 0):
+            text = " × ".join(f"{name} {size}" for name, size in sizes.items())
+            yield f"{math.prod(sizes.values())} devices, {strategy}, {text}: {_about(needs)}"
+            return
+
+
+def _arguments_of(search: Search, candidate: Candidate, index: int, **how: Any) -> float:
+    """Predicts the bytes of the arguments; infinitely many where a strategy does not apply."""
+    try:
+        return search.arguments_of(candidate, index, **how)
+    except ValueError:
+        return math.inf
+
+
+def _about(size: float) -> str:
+    return f"about {bytes_text(int(size))} on each"
