@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ class Perceptron(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         widths = [512, 1024, 1024, 256]
         self.layers = nnx.List(
-            [nnx.Linear(*pair, rngs=rngs) for pair in zip(widths, widths[1:], strict=False)]
+            [nnx.Linear(*pair, rngs=rngs) for pair in itertools.pairwise(widths)]
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -60,7 +61,7 @@ class ConvNet(nnx.Module):
         self.convs = nnx.List(
             [
                 nnx.Conv(a, b, (3, 3), 2 if a > 3 else 1, rngs=rngs)
-                for a, b in zip(channels, channels[1:], strict=False)
+                for a, b in itertools.pairwise(channels)
             ]
         )
         self.head = nnx.Linear(128, 64, rngs=rngs)
@@ -234,7 +235,9 @@ def report(name: str, case: Case, hardware: Hardware, most: int, rounds: int) ->
     for each, estimate in estimates.items():
         roofline, low = rooflines[each], min(times[each])
         parts = ", ".join(f"{part} {1e3 * (x or 0):.2f}" for part, x in roofline.times.items())
-        waits = f"busy {1e3 * (roofline.busy_s or 0):.2f}, waits {1e3 * (roofline.exposed_s or 0):.2f}"
+        waits = (
+            f"busy {1e3 * (roofline.busy_s or 0):.2f}, waits {1e3 * (roofline.exposed_s or 0):.2f}"
+        )
         measured = f"{1e3 * float(np.median(times[each])):.2f} ms (least {1e3 * low:.2f})"
         print(f"  {each}: estimated {1e3 * estimate:.2f} ms ({parts}; {waits}), took {measured}")
     assert found.best is not None

@@ -352,7 +352,9 @@ def predict(name: str, one: Published) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning_by_hand", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning_by_hand", description=__doc__
+    )
     parser.add_argument("--scale", action="store_true", help="plan on 1,024 devices")
     parser.add_argument("--published", action="store_true", help="models that MaxText trains")
     parser.add_argument("--predicted", action="store_true", help="of these, compile nothing")

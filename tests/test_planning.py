@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
+import re
 import signal
 
 import jax
@@ -25,6 +27,7 @@ from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
 from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.planning.predictions import predict, products_of
+from nnx_sharding.planning.variants import variants_of, with_less_memory, with_prefetch
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.report.comparison import Failure
 from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, fingerprint
@@ -785,6 +788,47 @@ def test_no_time(tmp_path):
     assert f"predicted to be fastest: {fastest}" in str(found)
     found.comparison.save(tmp_path / "none.json")
     assert Comparison.load(tmp_path / "none.json") == found.comparison
+
+
+def accumulating(model, optimizer, x, *, microbatches=1):
+    loss, grads = accumulate_gradients(loss_of, steps=microbatches)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_options_that_the_user_did_not_choose_are_varied():
+    """Without anything compiled: which variants save memory, and which gather ahead."""
+    model, _, x = program("transformer")
+    [plain] = variants_of(accumulating, (model, None, x), {}, {})
+    names = [variant.name for variant in with_less_memory(plain, 12)]
+    assert names == [
+        "remat=True",
+        "microbatches=2",
+        "microbatches=2, remat=True",
+        "microbatches=4",
+        "microbatches=4, remat=True",
+    ]
+    assert with_prefetch(plain).prefetch == 1 and not plain.prefetch
+    saving = [*with_less_memory(plain, 12)][-1]
+    assert inspect.signature(saving.fun).parameters["microbatches"].default == 4
+    assert all("remat = True" in line for line in saving.lines) and saving.lines
+    grid = {"remat": [False], "microbatches": [1], "prefetch": [0]}
+    [chosen] = variants_of(accumulating, (model, None, x), grid, {})
+    assert [*with_less_memory(chosen, 12)] == [] and with_prefetch(chosen) is None
+
+
+def test_arguments_that_do_not_fit_say_what_would():
+    model, optimizer, x = program("mlp")
+    options = {"devices": 8, "strategies": ["dp", "fsdp"], "quiet": True}
+    with pytest.raises(ValueError, match="one of these would fit") as error:
+        plan(train_step, model, optimizer, x, memory_limit="100 KiB", **options)
+    text = " ".join(str(error.value).split())
+    need = re.search(r"fit: (.*?) on each device, for fsdp, data 8", text)
+    more = re.search(r"; or (\d+) devices, fsdp, data \1: about (.*?) on each", text)
+    least = int(more[1])
+    # Of all that is sharded, each device has its part; the limit was not reached with half of them.
+    assert read_bytes(need[1]) * 8 / least < read_bytes(more[2]) < 100 * 1024
+    assert read_bytes(need[1]) * 8 / (least / 2) > 80 * 1024
 
 
 @pytest.mark.usefixtures("compile_here")

@@ -210,7 +210,7 @@ def _interconnect(clock: _Clock, mesh: Mesh, side: int) -> tuple[float | None, f
 def _steps(
     clock: _Clock, mesh: Mesh, side: int, dtype: Any, measured: Hardware
 ) -> Iterator[tuple[float, float]]:
-    """Yields the measured and the estimated seconds of a training step, more while there is time."""
+    """Yields measured and estimated seconds: of a training step, of others while there is time."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         return jnp.square(jax.nn.relu(x @ weights[0]) @ weights[1]).mean(dtype=jnp.float32)

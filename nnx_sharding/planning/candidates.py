@@ -192,7 +192,12 @@ class Arguments:
         return max(models, key=fit)
 
     def shard(
-        self, calls: Sequence[Call], mesh: Mesh | AbstractMesh, batch: PartitionSpec, *, offloaded: bool = False
+        self,
+        calls: Sequence[Call],
+        mesh: Mesh | AbstractMesh,
+        batch: PartitionSpec,
+        *,
+        offloaded: bool = False,
     ) -> tuple[tuple[Any, ...], list[str], str]:
         """Applies a chain of strategies to each model, with its optimizer.
 

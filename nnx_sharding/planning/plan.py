@@ -55,7 +55,7 @@ from .candidates import (
     strategies_of,
 )
 from .remedies import remedies
-from .search import Search, is_of_compiler
+from .search import FAILS_ALIKE, Search, is_of_compiler
 from .variants import variants_of
 
 
@@ -216,7 +216,10 @@ def plan(
     is not compiled: candidates whose arguments alone exceed the memory, those that shard everything
     like another one or become the same program, those that raise an error, and those whose products
     alone take longer than what was compiled. The others are compiled side by side, those predicted
-    to be fastest first; what was compiled corrects the predictions of the others.
+    to be fastest first; what was compiled corrects the predictions of the others. While nothing
+    fits, ``remat`` of each ``Stack`` is tried, and more microbatches if the step has a parameter
+    ``microbatches`` with a default; and ``prefetch`` where the best step waits for what ``fsdp``
+    gathers. If still nothing fits, the result says what would.
 
     The chains have names such as ``"fsdp + tensor"``. Over the axes of the batch, ``data`` and
     ``replica``, and over ``expert`` and ``context``, if these are used:
@@ -321,7 +324,9 @@ def plan(
     failures = _failures_of_step(found)
     # The step is at fault, not the candidates.
     if failures and len(failures) == len(found.reports):
-        reasons = {name: failure.error for name, failure in failures.items()} | search.ruled_out
+        # Which of equal failures ended first is a matter of time.
+        others = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
+        reasons = {name: failure.error for name, failure in failures.items()} | others
         cause = next(iter(failures.values())).exception
         raise ValueError(_listed_once("plan: no candidate can be lowered:", reasons)) from cause
     ranks = {name: _rank(name, found, search) for name in found.reports}

@@ -30,6 +30,8 @@ from .candidates import Arguments, Axes, Candidate, batch_spec, chains, split_na
 from .predictions import Prediction, Products, predict, products_of
 from .variants import Variant, with_less_memory, with_prefetch
 
+FAILS_ALIKE = "fails like others with its strategy, on other meshes"
+
 
 class PredictedCandidate(NamedTuple):
     """A candidate before it is compiled."""
@@ -112,9 +114,7 @@ class Search:
                 self.ruled_out[candidate.name] = f"the arguments take {taken} on each device"
             else:
                 products = self._products_of(index)
-                self._enter(
-                    candidate, prediction, products and products.times(growth), index, args
-                )
+                self._enter(candidate, prediction, products and products.times(growth), index, args)
                 names.append(candidate.name)
 
     def _enter(
@@ -297,7 +297,7 @@ class Search:
         failing = {alike for (alike, _), count in counts.items() if count > 1}
         for name in [*self.programs]:
             if self.entries[name].alike in failing:
-                self._rule_out(name, "fails like others with its strategy, on other meshes")
+                self._rule_out(name, FAILS_ALIKE)
 
     def _resize(self, found: Comparison) -> None:
         """Adds larger batches of candidates that fit one, smaller ones while none does."""
@@ -344,7 +344,9 @@ class Search:
         return int(rows) if low < rows < high and rows >= best else None
 
 
-def _recipe(mesh: Mesh | AbstractMesh, variant: Variant, lines: Sequence[str], shardings: str) -> str:
+def _recipe(
+    mesh: Mesh | AbstractMesh, variant: Variant, lines: Sequence[str], shardings: str
+) -> str:
     """Writes the code that makes the mesh, the shardings and the step."""
     types = ""
     if {*mesh.axis_types} != {AxisType.Explicit}:  # the default of make_mesh
