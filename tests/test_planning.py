@@ -818,7 +818,8 @@ def test_options_that_the_user_did_not_choose_are_varied():
 
 
 def test_arguments_that_do_not_fit_say_what_would():
-    model, optimizer, x = program("mlp")
+    model, optimizer, _ = program("mlp")
+    x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
     options = {"devices": 8, "strategies": ["dp", "fsdp"], "quiet": True}
     with pytest.raises(ValueError, match="one of these would fit") as error:
         plan(train_step, model, optimizer, x, memory_limit="100 KiB", **options)
@@ -827,8 +828,8 @@ def test_arguments_that_do_not_fit_say_what_would():
     more = re.search(r"; or (\d+) devices, fsdp, data \1: about (.*?) on each", text)
     least = int(more[1])
     # Of all that is sharded, each device has its part; the limit was not reached with half of them.
-    assert read_bytes(need[1]) * 8 / least < read_bytes(more[2]) < 100 * 1024
-    assert read_bytes(need[1]) * 8 / (least / 2) > 80 * 1024
+    assert 0.9 * read_bytes(need[1]) * 8 / least < read_bytes(more[2]) < 100 * 1024
+    assert 1.1 * read_bytes(need[1]) * 8 / (least / 2) > 100 * 1024
 
 
 @pytest.mark.usefixtures("compile_here")

@@ -344,7 +344,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     title = "Plan: none fits" if best is None else f"Plan: {best.name}"
     write(arguments, found.comparison, title, "\n".join(found.explained()))
     if best is None:
-        say("plan: no candidate fits", error=True)
+        would = "; one of these would:" if found.remedies else ""
+        lines = [f"plan: no candidate fits{would}", *(f"  {line}" for line in found.remedies)]
+        say("\n".join(lines), error=True)
     elif arguments.json != "-":
         say("\n".join(found.summary()))
     return int(best is None)
