@@ -349,7 +349,7 @@ class CommandTest(parameterized.TestCase):
         }
         limits = "--mesh", "data=4", "--memory-limit", "100 KiB"
         code, _, error = self.run_command(*words, *limits)
-        assert (code, error) == (1, "plan: no candidate fits\n")
+        assert code == 1 and error.startswith("plan: no candidate fits")
         code, _, error = self.run_command(*words, "--mesh", "data=4", "--memory-limit", "1 KiB")
         assert code == 1 and error.startswith("plan: no candidate can fit:\n  dp, data 4: the arg")
         code, out, error = self.run_command("plan", f"{self.path}:forward", *words[2:])

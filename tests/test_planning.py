@@ -824,7 +824,7 @@ def test_arguments_that_do_not_fit_say_what_would():
     with pytest.raises(ValueError, match="one of these would fit") as error:
         plan(train_step, model, optimizer, x, memory_limit="100 KiB", **options)
     text = " ".join(str(error.value).split())
-    need = re.search(r"fit: (.*?) on each device, for fsdp, data 8", text)
+    need = re.search(r"would fit: (.*?) on each device, for fsdp, data 8", text)
     more = re.search(r"; or (\d+) devices, fsdp, data \1: about (.*?) on each", text)
     least = int(more[1])
     # Of all that is sharded, each device has its part; the limit was not reached with half of them.
