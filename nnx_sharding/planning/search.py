@@ -233,8 +233,10 @@ class Search:
 
     def _vary(self, found: Comparison) -> None:
         """Adds variants that decide: of less memory while nothing fits, else with ``prefetch``."""
-        fitting = found.fitting
-        for name, report in found.compiled.items() if not fitting else ():
+        fitting, started = found.fitting, len(self.entries) - len(self.programs)
+        # First what the user named: half of the programs, or all that there are.
+        is_late = not self.programs or (self.most is not None and 2 * started >= self.most)
+        for name, report in found.compiled.items() if is_late and not fitting else ():
             entry, memory = self.entries[name], report.memory
             # By its arguments alone it would fit, so its activations decide.
             if memory and memory.peak is not None and self._is_new(name, entry):
