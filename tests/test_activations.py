@@ -557,6 +557,58 @@ def test_a_cache_stays_where_the_batch_is(mesh):
     assert_no_collective(step.lower(model, x).compile(), axes="data")
 
 
+class OfPytreeCache(nnx.Module):
+    """Takes keys (layers, batch, length, heads, features) and a position, and returns new ones."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.key = nnx.LinearGeneral(32, (4, 8), rngs=rngs)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, tokens, cache):
+        keys, position = cache
+        new = self.key(self.embed(tokens))
+        keys = jax.lax.dynamic_update_slice(keys, new[None], (0, 0, position, 0, 0))
+        seen = jnp.einsum("bqhd,bkhd->bqd", new, keys[0])
+        return self.up(jnp.tile(seen, 4)), (keys, position + 1)
+
+    def next_tokens(self, tokens, cache):
+        logits, cache = self(tokens, cache)
+        return logits.argmax(-1), cache
+
+
+@pytest.mark.parametrize("is_keyword", [False, True])
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_cache_that_is_returned_keeps_its_sharding(mesh, is_keyword):
+    """It is not gathered, and the next call takes what the last one returned."""
+    model = OfPytreeCache(nnx.Rngs(0))
+    spec = P(None, "data", None, "model")
+    cache = jnp.zeros((1, 8, 16, 4, 8)), jnp.int32(0)
+    tokens = jnp.arange(8)[:, None]
+    expected = [tokens, cache]
+    placed = tuple(NamedSharding(mesh, each) for each in (spec, P(), P("data")))
+    *sharded, first_tokens = jax.device_put((*cache, tokens), placed)
+
+    def step(model, tokens, cache):
+        if is_keyword:
+            return model.next_tokens(tokens, cache=cache)
+        return model.next_tokens(tokens, cache)
+
+    specs = tensor_parallel(model, mesh=mesh), P("data"), (spec, P())
+    # A second trace would say that the returned cache has another type than the first one.
+    fun = jit(step, in_shardings=specs, mesh=mesh, max_traces=1)
+    sent = fun.lower(model, first_tokens, (*sharded,)).compile().collectives()
+    cache_bytes = 8 * 16 * 4 * 8 * 4
+    assert sent.bytes_sent < cache_bytes / 8
+    found = [first_tokens, (*sharded,)]
+    for _ in range(3):
+        found = fun(model, *found)
+        expected = OfPytreeCache(nnx.Rngs(0)).next_tokens(*expected)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[1][0], expected[1][0], rtol=1e-5, atol=1e-6)
+        assert found[1][0].sharding.is_equivalent_to(sharded[0].sharding, 5)
+
+
 class TestErrors:
     def test_filters_without_effect(self, network):
         chosen = {"blocks/*/upp": P("data"), nnx.Conv: P(), "up$": P()}

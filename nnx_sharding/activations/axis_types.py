@@ -8,8 +8,9 @@ result it cannot type. A strategy infers shardings, so its modules run with Auto
     method   the compiler chooses
     outputs  get a type again: each unchanged or updated array its old one, new ones by `retype`
 
-New arrays are typed by what is declared for them, and else like the leading dimensions of the first
-input (:func:`output_spec`): those of the batch, which most methods keep.
+New arrays are typed by what is declared for them. One with the shape and dtype of an input, such as
+a cache that is passed in and returned, is typed like that; others like the leading dimensions of
+the first input (:func:`output_spec`): those of the batch, which most methods keep.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
 
     Args:
       x: the output.
-      first: the first input with a type.
+      first: the input that it is typed like.
       spec: what is known of the output's spec, with ``OPEN`` where nothing is; None for nothing.
 
     Returns:
@@ -107,6 +108,16 @@ OPEN = PartitionSpec.UNCONSTRAINED
 def first_with_explicit_spec(inputs: object) -> jax.Array | None:
     """Returns the first array with a sharding over Explicit axes in its type, or None."""
     return next((x for x in arrays_in(inputs) if type_spec(x) is not None), None)
+
+
+def input_like(x: jax.Array, inputs: object) -> jax.Array | None:
+    """Returns the input by which an output is typed: of its shape and dtype, else the first one.
+
+    Only inputs with a sharding over Explicit axes in their types count; None without any.
+    """
+    typed = [each for each in arrays_in(inputs) if type_spec(each) is not None]
+    alike = (each for each in typed if each.shape == x.shape and each.dtype == x.dtype)
+    return next(alike, typed[0] if typed else None)
 
 
 def arrays_in(tree: object) -> list[jax.Array]:

@@ -76,6 +76,7 @@ from .axis_types import (
     arrays_in,
     explicit_axes_in_context,
     first_with_explicit_spec,
+    input_like,
     opened,
     output_spec,
     with_auto_axes,
@@ -536,7 +537,7 @@ class Scope:
         """Gives an output of a module that ran with Auto axes its type on the Explicit ones.
 
         The sharding is the one that was chosen for the array; otherwise the sharding of the columns
-        of a layer; otherwise that of the first input.
+        of a layer; otherwise that of an input of its shape and dtype, or of the first one.
 
         Args:
           frame: the call of the module.
@@ -547,7 +548,7 @@ class Scope:
         """
         explicit = axes_of_type(mesh, AxisType.Explicit)
         known = frame.sharding_of(x)
-        like = first_with_explicit_spec(inputs)
+        like = input_like(x, inputs)
         assert like is not None  # or no axis of the module would be Auto
         spec = opened(type_spec(x)) if known is None else keep_axes(known.spec, explicit)
         if spec is None and frame.tag.path and (columns := self._spec_of_columns(frame, x)):
@@ -646,8 +647,8 @@ class Scope:
             "Declare its output: jit(..., activation_shardings="
             f"{{{exact_path(frame.tag.path)!r}: {entry!r}}}); within the module, the compiler then "
             "chooses. Patterns such as r'blocks/\\d+/up$' match several. Strategies such as fsdp "
-            "or from_rules do so for all modules. Or give the operation an out_sharding, or use "
-            "jit(..., auto_axes=True), with out_shardings.",
+            "or from_rules do so for all modules in arguments. Or give the operation an "
+            "out_sharding, or use jit(..., auto_axes=True), with out_shardings.",
         )
         raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
 

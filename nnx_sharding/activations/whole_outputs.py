@@ -121,7 +121,8 @@ class WholeOutputs:
             [*dict.fromkeys(map(str, used))],
             "Compute what follows, such as a loss, in a method of the model: nothing is gathered "
             "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
-            f"so: activation_shardings={{'^$': {_short(used[0].spec)}}}.",
+            f"so: activation_shardings={{'^$': {_short(used[0].spec)}}}; of a module that returns "
+            "several arrays, in a tuple for these.",
         )
         warn_or_raise(UnshardedWarning, text, strict=strict, anchor="gathered-output")
 
