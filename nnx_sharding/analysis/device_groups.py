@@ -74,23 +74,22 @@ def _mesh_groups(text: str) -> Groups:
         devices = np.array(_sizes(order))
     else:
         devices = _iota(order or f"[{math.prod(sizes.values())}]")
-    # Each axis becomes three dimensions. The middle one is in the groups: an axis may be
-    # used in part, as in 'a':(2)4, which leaves 2 before and the rest after.
-    dims: list[int] = []
-    grouped = []
-    chosen = {
-        name: (int(before), int(size)) if before else (1, sizes[name])
-        for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes)
-        if name in sizes
-    }
-    for name, size in sizes.items():
-        before, taken = chosen.get(name, (size, 1))
-        if not before or not taken or size % (before * taken):
+    # By axis, the size of what is before the part that groups run along, and of that part.
+    parts = {name: (size, 1) for name, size in sizes.items()}  # no part
+    for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes):
+        if name in sizes:
+            parts[name] = (int(before), int(size)) if before else (1, sizes[name])
+    # Each axis becomes three dimensions: before the part, the part, after it.
+    dims, grouped = list[int](), list[int]()
+    for name, (before, taken) in parts.items():
+        if not before or not taken or sizes[name] % (before * taken):
             raise ValueError(f"{name} is not divisible into {before} × {taken}")
         grouped.append(len(dims) + 1)
-        dims += [before, taken, size // (before * taken)]
+        dims += [before, taken, sizes[name] // (before * taken)]
+    # (…, part, …) → (others, parts), with one group in each row.
     groups = np.moveaxis(devices.reshape(dims), grouped, range(-len(grouped), 0))
-    return _tuples(groups.reshape(-1, math.prod(dims[1::3])))
+    group_size = math.prod(taken for _, taken in parts.values())
+    return _tuples(groups.reshape(-1, group_size))
 
 
 def _tuples(groups: np.ndarray) -> Groups:

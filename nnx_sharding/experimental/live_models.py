@@ -307,25 +307,51 @@ def _plan(
     only: Any,
     donate: bool,
 ) -> list[_Step]:
-    """Returns the steps that move the arrays of one structure into the arrays of another."""
-    sources, targets = (
-        {x.path: x for x in selected("transfer", named_arrays(each), only, is_shardable, "arrays")}
-        for each in (given, flat)
+    """Returns the steps that move the arrays of one model into those of another.
+
+    Args:
+      given: the source, flattened.
+      flat: the target, flattened.
+      rules: which array of the target each array of the source belongs to; with ``reverse``, the
+        other way round, as rules for saving are.
+      reverse: see ``rules``.
+      cast: whether to convert arrays of another dtype.
+      only: the NNX filter that selects arrays of both models.
+      donate: whether the source gives its arrays up.
+
+    Raises:
+      CheckpointError: arrays are left over, or do not fit.
+      ValueError: arrays cannot be moved, such as those of processes that the other lacks.
+    """
+    sources = _arrays_by_path(given, only)
+    targets = _arrays_by_path(flat, only)
+    # The names in rules are those of one model, and say where in the other each array is.
+    named, placed = (targets, sources) if reverse else (sources, targets)
+    all_named = {array.path for array in named_arrays(given if reverse else flat)}
+    filled_by = fill_by_rules(
+        "transfer: the source does not fit the target.",
+        read_rules("transfer", rules),
+        {path: array.leaf for path, array in named.items()},
+        {path: array.leaf for path, array in placed.items()},
+        all_named,
+        cast=cast,
+        reverse=reverse,
+        nouns=("source", "array"),
     )
-    sides = [{path: x.leaf for path, x in each.items()} for each in (sources, targets)]
-    named, placed = sides[::-1] if reverse else sides
-    paths = {x.path for x in named_arrays(given if reverse else flat)}
-    head, nouns = "transfer: the source does not fit the target.", ("source", "array")
-    options: Any = {"cast": cast, "reverse": reverse, "nouns": nouns}
-    parts = fill_by_rules(head, read_rules("transfer", rules), named, placed, paths, **options)
     goals, obstacles = [], []
-    for path, pairs in parts.items():
+    for path, pairs in filled_by.items():
         used = [sources[name] for _, name in pairs]
-        goals.append(_goal(targets[path], used, [placement for placement, _ in pairs]))
-        found = dict.fromkeys(_obstacles(used, goals[-1]))
-        obstacles += [f"  {path}: {each}" for each in found]
+        goal = _goal(targets[path], used, [placement for placement, _ in pairs])
+        goals.append(goal)
+        obstacles += [f"  {path}: {obstacle}" for obstacle in dict.fromkeys(_obstacles(used, goal))]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
     return _steps(goals, given.leaves, donate)
+
+
+def _arrays_by_path(flat: Flat, only: Any) -> dict[str, NamedArray]:
+    """Returns the arrays of a model that a filter selects, by path."""
+    chosen = selected("transfer", named_arrays(flat), only, is_shardable, "arrays")
+    return {array.path: array for array in chosen}
 
 
 def _goal(

@@ -421,16 +421,26 @@ def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Dev
 def _all_pairs(
     functions: Mapping[str, Any], count: int, num_slices: int, axes: Axes, arguments: Arguments
 ) -> list[tuple[str, Mesh]]:
-    """Pairs each strategy with each mesh that so many devices can form."""
+    """Pairs each strategy with each mesh that so many devices can form.
+
+    Args:
+      functions: the strategies by name; None for those of this library, else the user's function.
+      count: the number of devices.
+      num_slices: the number of TPU slices that these are on.
+      axes: the names of the axes for data, for the model and so on.
+      arguments: those of the step, whose shapes limit the sizes of axes.
+    """
     pairs: list[tuple[str, Mesh]] = []
-    made: dict[tuple[tuple[str, int], ...], Mesh] = {}
+    meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}  # by axes and sizes; equal ones once
     for strategy, function in functions.items():
-        # A function of the user may use the axes for data and for the model.
-        for chain in [strategy] if function is None else ["dp", "dp + tensor"]:
+        # What axes a function of the user needs is not known: those of these two, as most do.
+        chains = [strategy] if function is None else ["dp", "dp + tensor"]
+        for chain in chains:
             for sizes in mesh_sizes(count, num_slices, axes, chain, arguments):
                 key = tuple(sizes.items())
-                made[key] = mesh = made.get(key) or planning_mesh(sizes)
-                pairs.append((strategy, mesh))
+                if key not in meshes:
+                    meshes[key] = planning_mesh(sizes)
+                pairs.append((strategy, meshes[key]))
     return pairs
 
 
@@ -463,7 +473,13 @@ _RANKED_BY: tuple[Column, ...] = ("roofline", "bytes_sent", "peak")
 
 
 def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult:
-    """Puts together what was compiled, why the rest was not, and how good the rest can be."""
+    """Puts together what was compiled, why the rest was not, and how good the rest can be.
+
+    Args:
+      search: all candidates.
+      ranked: the reports of those that were compiled, best first.
+      why_left: why no more were.
+    """
     reports, entries = ranked.reports, search.entries
     left = [name for name in entries if name not in reports and name not in search.ruled_out]
     untimed = [
@@ -471,17 +487,21 @@ def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult
         for name, report in ranked.compiled.items()
         if ranked.fits(name) is not False and getattr(report.roofline, "seconds", None) is None
     ]
+    # How fast a candidate without a time can be at best: the time of its matrix products alone.
     bounds = [entries[name].least for name in left + untimed]
-    is_known = not search.maximize and search.hardware is not None and None not in bounds
+    bound = None
+    if not search.maximize and search.hardware is not None and None not in bounds:
+        bound = min((least or 0.0 for least in bounds), default=math.inf)
+    product_seconds = {
+        name: (max(entry.seconds.values()), float(sum(entry.seconds.values())))
+        for name, entry in entries.items()
+        if entry.least is not None  # the products and the hardware are known
+    }
     return PlanningResult(
         dataclasses.replace(ranked, ruled_out=search.ruled_out | dict.fromkeys(left, why_left)),
         {name: entries[name].candidate for name in reports},
-        min((bound or 0.0 for bound in bounds), default=math.inf) if is_known else None,
-        {
-            name: (max(entry.seconds.values()), float(sum(entry.seconds.values())))
-            for name, entry in entries.items()
-            if entry.least is not None  # the products and the hardware are known
-        },
+        bound,
+        product_seconds,
         () if ranked.fitting else tuple(remedies(search, reports)),
     )
 

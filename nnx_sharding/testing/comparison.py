@@ -103,25 +103,29 @@ class Comparison:
         """Lists the arrays that differ after the call, after the first module that does."""
         lines = []
         for name, array in self._on_mesh.arrays.items():
-            if name in self._on_device.arrays:
-                expected = self._on_device.arrays[name]
-                limit = self._limit(expected, name)
-            else:  # only the mesh has it, so it is wrong
-                expected, limit = np.array(np.nan), 0.0
-            expected = numbers(expected)
-            shards = [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
-            distance = max(
-                largest_difference(shard, expected[index] if expected.ndim else expected)
-                for index, shard in shards
-            )
-            error = _Error(distance, limit)
-            if error.is_wrong:
-                # Of an array that the step changes, the change is what may be multiplied.
-                start = self._before.get(name, np.zeros_like(expected))
-                change, right = numbers(array) - start, expected - start
-                factor = _multiple(change, right, limit, self._mesh)
-                lines.append(f"  {name}: {error}{factor}{_unequal_replicas(array, shards, limit)}")
+            lines += self._difference(name, array)
         return [self._first_wrong_module(lines), *lines] if lines else []
+
+    def _difference(self, name: str, array: jax.Array) -> list[str]:
+        """Describes how an array of the mesh differs from that of one device; empty if not."""
+        if name in self._on_device.arrays:
+            expected = numbers(self._on_device.arrays[name])
+            limit = self._limit(self._on_device.arrays[name], name)
+        else:  # only the mesh has it, so it is wrong
+            expected, limit = np.array(np.nan), 0.0
+        # Each shard is compared, as replicas may differ, of which `np.asarray` shows only one.
+        shards = [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
+        distance = max(
+            largest_difference(shard, expected[index] if expected.ndim else expected)
+            for index, shard in shards
+        )
+        error = _Error(distance, limit)
+        if not error.is_wrong:
+            return []
+        # A sum over the wrong axes multiplies what the step adds to an array, not the array.
+        start = self._before.get(name, np.zeros_like(expected))
+        factor = _multiple(numbers(array) - start, expected - start, limit, self._mesh)
+        return [f"  {name}: {error}{factor}{_unequal_replicas(array, shards, limit)}"]
 
     def _first_wrong_module(self, lines: list[str]) -> str:
         """Describes the first module, in the order of execution, that computes something else.

@@ -73,8 +73,9 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
         tag = _compat.tag_of(module)
         if tag is None or id(module) in excluded:
             continue
-        # The stack or any of its strategies may ask; more than one layer ahead is not possible.
-        if max([ahead, *(source.prefetch for source in tag.sources)]):
+        # The stack may ask, or a strategy, which has left itself in the tag.
+        is_ahead = ahead > 0 or any(source.prefetch > 0 for source in tag.sources)
+        if is_ahead:
             # By identity, as `scan` below gets the same tracers as slices.
             gathers |= {id(gather.stacked): gather for gather in _gathers_of(module, tag)}
     token = _GATHERS.set(gathers)

@@ -212,12 +212,14 @@ class Guards:
         recorder = flat.recorder if isinstance(flat.recorder, WalkRecorder) else None
         walk = None if recorder is None else make_walk(recorder, arguments, plan.fun_name)
         if walk is None or recorder is None:
-            guards.misses += 2 * MAX_GUARDS  # so that it is rarely tried again
+            # Something here cannot be guarded: as after many misses, it is rarely tried again.
+            guards.misses += 2 * MAX_GUARDS
             return
         identities = recorder.identities.values()
         guard = self._add_guard(key, walk, plan, flat, identities)
+        # The template is the guard for other modules of these types, for a new model of the class.
         templates = self._templates
-        types = key[0]
+        types, _ = key
         references = tuple(watch(identities, lambda _: templates.pop(types, None)))
         # With a new walk: the walk of the template has recorded where this model is in memory.
         template = guard._replace(walk=FastestWalk(walk.recipe), references=references)
