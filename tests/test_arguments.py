@@ -14,6 +14,8 @@ import optax
 import pytest
 from absl.testing import parameterized
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Loose, Memory, Node, snapshot
@@ -534,3 +536,24 @@ class PassingTest(parameterized.TestCase):
         before = snapshot(args)
         nnx_sharding.jit(lambda m, tree, x: m(x[None]) + tree["a"][0].w[...])(*args)
         assert snapshot(args) == before
+
+
+@pytest.mark.parametrize(
+    "make_specs", [nnx.get_named_sharding, lambda state, _: nnx.get_partition_spec(state)]
+)
+def test_states_whose_variables_hold_specs(make_specs):
+    """As `nnx.get_named_sharding` makes them: for a State in a tree, and for a module."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    init = nnx.with_partitioning(nnx.initializers.ones, (None, "model"))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(model)
+        specs = make_specs(state, mesh)
+    x = jnp.ones((8, 8))
+    options = {"in_shardings": ({"s": specs, "x": P("data")},), "mesh": mesh}
+    step = nnx_sharding.jit(lambda tree: nnx.merge(graphdef, tree["s"])(tree["x"]), **options)
+    assert step({"s": state, "x": x}).sharding.spec == P("data", "model")
+    back = nnx_sharding.jit(lambda state: state, out_shardings=specs, mesh=mesh)(state)
+    assert back["kernel"].sharding.spec == P(None, "model")
+    call = nnx_sharding.jit(lambda model, x: model(x), in_shardings=(specs, P("data")), mesh=mesh)
+    assert call(model, x).sharding.spec == P("data", "model")

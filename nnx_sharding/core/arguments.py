@@ -290,6 +290,8 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
     """
     # A dict for a State, or for a module, has specs by path, as a State does.
     is_leaf = jax.tree_util.all_leaves([full])
+    if isinstance(prefix, nnx.Variable) and is_leaf:  # of nnx.get_named_sharding, or a tree.map
+        prefix = _compat.get_value(prefix)
     if isinstance(prefix, dict) and (isinstance(full, nnx.State) or is_leaf):
         prefix = nnx.State(prefix)
     if isinstance(prefix, nnx.State) and not isinstance(full, nnx.State):
