@@ -321,6 +321,7 @@ def plan(
     limits: dict[str, Any] = {"most": most, "time_limit": time_left}
     limits["ruled_out"] = search.ruled_out
     found = compile_all("plan", search.programs, search.pick, **limits, **how)
+    search.rule_out_failing(found.reports)  # which may have ended after the last choice
     failures = _failures_of_step(found)
     # The step is at fault, not the candidates.
     if failures and len(failures) == len(found.reports):

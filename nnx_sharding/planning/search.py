@@ -204,7 +204,7 @@ class Search:
         Returns:
           Its name; None if there is none, at least until more is compiled.
         """
-        self._rule_out_failing(reports)
+        self.rule_out_failing(reports)
         found = Comparison(reports, self.limit) if reports else None
         fitting = () if found is None else found.fitting
         if found is not None and self.maximize:
@@ -284,7 +284,7 @@ class Search:
             if least is not None and least >= best:
                 self._rule_out(name, f"takes {time_text(least)} or more by its products (bound)")
 
-    def _rule_out_failing(self, reports: Mapping[str, ProgramReport | Failure]) -> None:
+    def rule_out_failing(self, reports: Mapping[str, ProgramReport | Failure]) -> None:
         """Rules out what two others with the same strategy and variant could not be traced for.
 
         They were on different meshes, so their common error does not depend on the mesh.
