@@ -35,6 +35,7 @@ from ..analysis.memory import array_bytes
 from ..checkpoint.names import (
     NamedArray,
     filled,
+    is_reference,
     may_wrap,
     named_arrays,
     on_auto_axes,
@@ -159,8 +160,10 @@ def transfer(
     # All that a user's mistake can make fail comes before the target loses its values.
     built = [_built_on_host(step, given.leaves) for step in steps]
     releases = sum(goal.nbytes for step in steps for goal in step.goals) > _MOST_KEPT
-    # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted.
-    with signals_deferred() if donate or releases else contextlib.nullcontext():
+    # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted and
+    # the target changes in one step, which references do not.
+    is_at_once = not (donate or releases or any(map(is_reference, flat.leaves)))
+    with contextlib.nullcontext() if is_at_once else signals_deferred():
         if releases:
             flat = _released(flat, steps)  # this function holds the old values no longer
         return _run(steps, built, given.leaves, flat, donate)

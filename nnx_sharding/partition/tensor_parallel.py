@@ -242,9 +242,8 @@ class _RuledLayer(NamedTuple):
     module: Any
     name: str  # of the attribute that holds it: ``q_proj``
     rule: Rule
-    attributes: (
-        Sequence[str] | None
-    )  # those that the rule is for; None for all, also of layers in it
+    # Those that the rule is for; None for all, also of layers in it.
+    attributes: Sequence[str] | None
 
     def styles(self) -> Sequence[Style]:
         """Returns the ways to shard the layer, best first."""
