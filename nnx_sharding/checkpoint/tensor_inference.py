@@ -121,8 +121,8 @@ def match_tensors(
 
     It knows the names of Hugging Face, of Meta, and the usual ones in Flax. Weights may be
     transposed, split into heads, fused (``qkv``, ``gate_up``) on either side, stacked in any
-    dimension, and the embedding may be the head, too. Among several possibilities it never
-    chooses. Only headers are read.
+    dimension, and the embedding may be the head, too. Of several possibilities none is taken, but
+    for square kernels, which are (in, out), and the rules say so. Only headers are read.
 
     Rules say where numbers go, not what they mean. If the model orders rotary dimensions in
     another way than the file, or adds 1 to the scale of a norm, rules must be edited, or the model.
