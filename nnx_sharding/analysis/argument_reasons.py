@@ -81,7 +81,8 @@ class ArgumentReasons:
         if not isinstance(rules, StateSharding):
             return rules, [f"{option} has {_spec_text(rules)} for {name}."]
         subject = location.subject(self._objects, self._leaves)
-        path, first, declared = rules.find_below(location.part.below, location.paths[0], subject)
+        match = rules.find_below(location.part.below, location.paths[0], subject)
+        first, declared = match.index, match.sharding
         if first is None:
             return None, [f"No rule of {option} for {name} matches."]
         facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]
@@ -92,7 +93,7 @@ class ArgumentReasons:
             for number in range(first + 1, len(rules.filters))
             # A rule for the rest says nothing about this array.
             if rules.filters[number] not in (..., True)
-            and to_predicate(rules.filters[number])(path, subject)
+            and to_predicate(rules.filters[number])(match.path, subject)
         ]
         for number in overridden[:_MOST_OVERRIDDEN]:
             says = _spec_text(rules.shardings[number])

@@ -3,18 +3,21 @@
 A *spec* says how an argument is laid out, such as a ``PartitionSpec`` or the axis of a ``vmap``. As
 for ``jax.jit``, the user gives one for all arguments or a tuple with one for each positional
 parameter; or, unlike there, a mapping from the names of parameters. Entries of a tuple are for
-parameters of the function, so a call need not pass all of them. For *static* arguments, and *bound*
-ones such as ``self``, see ``signature.py``.
+parameters of the function, so a call need not pass all of them. From ``signature.py``:
+
+    Parameters   of the function. *Static* ones hold no arrays, so they get no spec; *bound* ones,
+                 such as ``self``, come first, and the user does not count them
+    Signature    of one call: the name of each argument, and which are static or *dynamic* (others)
+    ArgTree      something for each dynamic argument: (by position, by keyword)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import message, raise_listed, see
 from ..specs.fitting import suggestion
-from ..specs.types import Spec
 from .signature import ArgTree, Parameters, Signature
 
 
@@ -30,13 +33,21 @@ def align_specs(
       signature: the names and roles of the arguments of this call.
       option: the name of the specs in messages, such as ``in_shardings``.
       default: the spec of arguments that ``specs`` does not mention.
+
+    Raises:
+      ValueError: the number of specs is wrong, or there is no parameter with a name.
     """
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
-        spec_of = _specs_by_name(specs, parameters, option, default)
-        return (
-            tuple(spec_of(signature.names[i], i) for i in signature.dynamic),
-            {name: spec_of(name, None) for name in signature.dynamic_keywords},
-        )
+        _check_names(specs, parameters, option)
+        args = [
+            _spec_of_positional(specs, parameters, signature.names[i], i, default)
+            for i in signature.dynamic
+        ]
+        kwargs = {
+            name: _spec_of_keyword(specs, parameters, name, default)
+            for name in signature.dynamic_keywords
+        }
+        return tuple(args), kwargs
     if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):  # named tuples are trees
         return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
     by_position = _specs_by_position(specs, parameters, signature, option)
@@ -65,31 +76,40 @@ def _specs_by_position(
     Raises:
       ValueError: the number of specs is wrong.
     """
-    specs = [None] * parameters.bound + list(specs)  # the user counts without the bound object
-    by_keyword = {i for i, name in enumerate(parameters.positional) if name in signature.static}
-    # Including parameters that this call left out: entries are for parameters, not for arguments.
-    declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
-    static = {i for i in signature.static if isinstance(i, int)} | by_keyword | declared
     # The call may have more positional arguments (``*args``) than there are parameters, or fewer.
     names = max(signature.names, parameters.positional, key=len)
+    static = _static_positions(parameters, signature)
     dynamic = [i for i in range(len(names)) if i not in static]
-    # The user may leave out the entries of static parameters, or give None.
-    may_have_static = all(specs[i] is None for i in static if i < len(specs))
-    if len(specs) > len(dynamic) and may_have_static:
-        by_position = dict(enumerate(specs))
+    # The user counts without the bound object, which gets no spec.
+    entries = [None] * parameters.bound + list(specs)
+    static_entries = [entries[i] for i in static if i < len(entries)]
+    if len(entries) > len(dynamic) and all(entry is None for entry in static_entries):
+        by_position = dict(enumerate(entries))  # static parameters have an entry, too
     else:
-        by_position = dict(zip(dynamic, specs, strict=False))
+        by_position = dict(zip(dynamic, entries, strict=False))
     missing = [signature.names[i] for i in signature.dynamic if i not in by_position]
-    has_surplus = len(by_position) < len(specs) and parameters.var_positional is None
-    if missing or len(specs) > len(names) or has_surplus:
-        unbound = names[parameters.bound :]
+    has_surplus = len(by_position) < len(entries) and parameters.var_positional is None
+    if missing or len(entries) > len(names) or has_surplus:
         static_names = [names[i] for i in sorted(static) if i < len(names)]
-        raise _wrong_number(option, len(specs) - parameters.bound, unbound, static_names, missing)
+        raise _wrong_number(
+            option, len(specs), names[parameters.bound :], static=static_names, missing=missing
+        )
     return by_position
 
 
+def _static_positions(parameters: Parameters, signature: Signature) -> set[int]:
+    """Returns the positions of all static parameters, with those that a call left out.
+
+    Entries of a tuple of specs are for parameters, not for arguments.
+    """
+    passed = {key for key in signature.static if isinstance(key, int)}
+    by_keyword = {i for i, name in enumerate(parameters.positional) if name in signature.static}
+    declared = {i + parameters.bound for i in parameters.static.positions if i >= 0}
+    return passed | by_keyword | declared
+
+
 def _wrong_number(
-    option: str, count: int, names: Sequence[str], static: Sequence[str], missing: Sequence[str]
+    option: str, count: int, names: Sequence[str], *, static: Sequence[str], missing: Sequence[str]
 ) -> ValueError:
     """Returns the error for ``count`` specs of positional parameters with these names.
 
@@ -107,46 +127,40 @@ def _wrong_number(
     return see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
 
 
-def _specs_by_name(
-    specs: Mapping[str, Any], parameters: Parameters, option: str, default: object
-) -> Callable[[str, int | None], Spec]:
-    """Returns a function that finds the spec of an argument by its name and its position.
+def _check_names(specs: Mapping[str, Any], parameters: Parameters, option: str) -> None:
+    """Raises a ``ValueError`` if there is no parameter with the name of a spec."""
+    if parameters.var_keyword is not None:  # takes any name
+        return
+    names = [*parameters.positional, *parameters.keyword_only]
+    if parameters.var_positional is not None:
+        names.append(parameters.var_positional)
+    listed = f" (parameters: {', '.join(map(repr, names))})"
+    unknown = [name for name in specs if name not in names]
+    lines = [f"  {name!r}{suggestion(name, names)}{listed}" for name in unknown]
+    head = f"{option}: these are not parameters of the function:"
+    raise_listed(ValueError, head, lines, anchor="unknown-parameter")
 
-    The position is None for an argument that is passed by keyword.
 
-    Args:
-      specs: the user's specs, by the name of a parameter.
-      parameters: those of the user's function.
-      option: the name of the option with the specs, for messages.
-      default: the spec of parameters without one.
+def _spec_of_positional(
+    specs: Mapping[str, Any], parameters: Parameters, name: str, position: int, default: object
+) -> Any:
+    """Returns the spec of an argument that is passed by position, from specs by name."""
+    if name in specs or position < len(parameters.positional):
+        return specs.get(name, default)
+    # An argument in *args: they have one spec for all, or one for each.
+    var_specs = specs.get(parameters.var_positional or "", default)
+    is_for_each = isinstance(var_specs, tuple | list)
+    return var_specs[position - len(parameters.positional)] if is_for_each else var_specs
 
-    Raises:
-      ValueError: there is no parameter with a name.
-    """
-    named = (*parameters.positional, *parameters.keyword_only)
-    var_names = [x for x in (parameters.var_positional, parameters.var_keyword) if x is not None]
-    if parameters.var_keyword is None:
-        names = (*named, *var_names)
-        listed = f" (parameters: {', '.join(map(repr, names))})"
-        unknown = [name for name in specs if name not in names]
-        lines = [f"  {name!r}{suggestion(name, names)}{listed}" for name in unknown]
-        head = f"{option}: these are not parameters of the function:"
-        raise_listed(ValueError, head, lines, anchor="unknown-parameter")
 
-    def spec_of(name: str, position: int | None) -> Any:
-        # A keyword argument with the name of a positional-only parameter is one of **kwargs.
-        is_in_kwargs = position is None and name in named and name not in parameters.by_keyword
-        if not is_in_kwargs:
-            if name in specs:
-                return specs[name]
-            if name in named:
-                return default
-        # An argument in *args or **kwargs: one spec for all, or one for each.
-        if position is None:
-            var_specs = specs.get(parameters.var_keyword or "", default)
-            return var_specs.get(name, default) if isinstance(var_specs, Mapping) else var_specs
-        var_specs = specs.get(parameters.var_positional or "", default)
-        index = position - len(parameters.positional)
-        return var_specs[index] if isinstance(var_specs, tuple | list) else var_specs
-
-    return spec_of
+def _spec_of_keyword(
+    specs: Mapping[str, Any], parameters: Parameters, name: str, default: object
+) -> Any:
+    """Returns the spec of an argument that is passed by keyword, from specs by name."""
+    # **kwargs may hold an argument with the name of a parameter that takes no keyword.
+    is_positional_only = name in parameters.positional and name not in parameters.by_keyword
+    if not is_positional_only and (name in specs or name in parameters.by_keyword):
+        return specs.get(name, default)
+    # An argument in **kwargs: they have one spec for all, or one for each.
+    var_specs = specs.get(parameters.var_keyword or "", default)
+    return var_specs.get(name, default) if isinstance(var_specs, Mapping) else var_specs

@@ -4,6 +4,10 @@ JAX calls a pure function when it traces, with arrays only. What else the trace 
 user's function and objects, the call leaves here before, for its thread. JAX also reports the
 phases of each compilation here (``jax.monitoring``): they are attributed to the call, logged, and
 passed on to its observer.
+
+A `Plan` (``plan.py``) is what a function needs to know of one structure of arguments, such as
+specs and names. While JAX compiles for it, ``plan.reported`` has what JAX reported so far: the
+seconds of each phase, by its event.
 """
 
 from __future__ import annotations
@@ -48,11 +52,11 @@ class Caller(NamedTuple):
     its own call.
     """
 
-    fun: Any  # the user's function
+    fun: Any  # the user's function; None when a program is compiled that was traced before
     objects: Objects  # of its arguments, by index
     observer: Observer | None = None  # is notified of traces
     nested: bool = False  # whether the call is part of a trace
-    plan: Plan | None = None  # the plan of what JAX may compile, for a call at top level; else None
+    plan: Plan | None = None  # its plan, if JAX may compile for it; None within a trace
     leaves: Arrays = ()  # the arrays of a call at top level
 
 
@@ -94,9 +98,10 @@ def _on_event(event: str, **_: object) -> None:
 
 
 def _on_duration(event: str, duration_secs: float, **details: object) -> None:
-    """Notes how long JAX took for a phase of a compilation; after the last, logs and notifies.
+    """Records for the plan of the current call how long a phase of its compilation took.
 
-    JAX reports each phase of each compilation; only that of the current call's program counts.
+    JAX reports each phase when it ends, in the thread that compiles: tracing, lowering, and last
+    the compilation proper.
     """
     if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
@@ -104,21 +109,29 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
     if caller is None or caller.plan is None:
         return
     plan = caller.plan
-    # JAX also compiles the programs that move arguments to their shardings.
+    # JAX also compiles the programs that move arguments to their shardings: these are not counted.
     if details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:
-        plan.reported.pop(_compat.CACHE_HIT, None)  # belongs to a program that moved arguments
+        # The cache is asked after this, so a hit was reported for a program that moved arguments.
+        plan.reported.pop(_compat.CACHE_HIT, None)
     if event == _compat.COMPILATION:
-        _warn_of_cache(plan, caller.leaves)
-        if _LOGGER.isEnabledFor(logging.INFO):
-            _LOGGER.info("%s", _compilation_text(plan, caller.leaves))
-        plan.reported.clear()
-        if plan.donated and caller.fun is not None:
-            defer_signals()  # the program runs next, and consumes donated arrays
-        if caller.observer is not None:
-            caller.observer.compiled(plan, caller.leaves)
+        _after_compilation(plan, caller)
+
+
+def _after_compilation(plan: Plan, caller: Caller) -> None:
+    """Tells the log and the observer of a call that its program has just been compiled."""
+    _warn_of_cache(plan, caller.leaves)
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info("%s", _compilation_text(plan, caller.leaves))
+    plan.reported.clear()  # for the next compilation, for arrays of other shapes
+    # JAX runs the program next, unless it was compiled ahead of time, for no function. It consumes
+    # donated arrays: a signal before the new ones are written back would lose the model.
+    if plan.donated and caller.fun is not None:
+        defer_signals()
+    if caller.observer is not None:
+        caller.observer.compiled(plan, caller.leaves)
 
 
 def _compilation_text(plan: Plan, leaves: Arrays) -> str:

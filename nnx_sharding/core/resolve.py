@@ -19,24 +19,16 @@ from typing import Any, NamedTuple, TypeAlias
 from flax import nnx
 
 from ..errors import UnusedFilterWarning, message, raise_listed, warn_or_raise
-from ..specs.filters import (
-    Paths,
-    is_opaque,
-    names_paths,
-    spelling_hint,
-    subject_text,
-    to_predicate,
-)
+from ..specs.filters import Paths, is_opaque, names_paths, spelling_hint, subject_text, to_predicate
 from ..specs.fitting import OnIndivisible, describe_both
 from ..specs.paths import Path, accessor
-from ..specs.state_sharding import StateSharding, filter_remedy, filters_text
+from ..specs.state_sharding import FilterMatch, StateSharding, filter_remedy, filters_text
 from ..specs.types import Arrays, Axis, Objects, Spec
 from .arguments import Argument, Part
 from .problems import join_paths
 from .structure import Location, Structure
 
 SpecOf: TypeAlias = Callable[[Any], Any]  # a spec as the user wrote it → its final form
-Conflict: TypeAlias = tuple[str, Any, str, Any]  # two expressions for one Variable, with its specs
 
 
 class NamedLocation(NamedTuple):
@@ -44,7 +36,7 @@ class NamedLocation(NamedTuple):
 
     argument: Argument
     part: Part  # of the argument
-    location: Location  # the location
+    location: Location
     name: str  # the expression for it: ``model.blocks[3].kernel``
     paths: Sequence[Path]  # all paths from the part
 
@@ -93,6 +85,13 @@ class NamedSpec(NamedTuple):
 
 
 UNNAMED = NamedSpec("", None)
+
+
+class Conflict(NamedTuple):
+    """Two expressions for one Variable or array, with different specs."""
+
+    first: NamedSpec
+    other: NamedSpec
 
 
 class Resolved(NamedTuple):
@@ -144,8 +143,10 @@ def resolve(
             # By identity, as comparing filters takes long; uses of equal rules are joined later.
             use = uses.setdefault(id(spec), FilterUse(spec))
             subject = place.subject(objects, leaves)
-            filter_index, spec = use.decide(place, subject, spec_of, conflicts)
-            if filter_index is None and needs_filter(slots, subject):
+            matches = use.find(place, subject)
+            spec = matches[0].sharding
+            conflicts += _disagreements(place, matches, spec_of)
+            if matches[0].index is None and needs_filter(slots, subject):
                 use.unmatched.append((place.name, subject))
                 is_inside |= use.is_inside(place.paths[0])
                 continue
@@ -159,7 +160,7 @@ def resolve(
         if first.spec is None:
             decisions[key] = NamedSpec(place.name, spec)
         elif spec is not None and spec != first.spec:
-            conflicts.append((first.name, first.spec, place.name, spec))
+            conflicts.append(Conflict(first, NamedSpec(place.name, spec)))
         for slot in slots:
             result.slots[slot] = decisions[key].spec
     _check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
@@ -168,13 +169,23 @@ def resolve(
     return result
 
 
+def _disagreements(
+    place: NamedLocation, matches: Sequence[FilterMatch], spec_of: SpecOf
+) -> Iterator[Conflict]:
+    """Yields a conflict for each path of a shared Variable that has another spec than the first."""
+    first = NamedSpec(place.name_of(matches[0].path), matches[0].sharding)
+    for match in matches[1:]:
+        if spec_of(match.sharding) != spec_of(first.spec):
+            yield Conflict(first, NamedSpec(place.name_of(match.path), match.sharding))
+
+
 def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
     """Raises an error if one Variable has different specs under different paths."""
-    specs = "axes" if conflicts and isinstance(conflicts[0][1], Axis) else "shardings"
+    specs = "axes" if conflicts and isinstance(conflicts[0].first.spec, Axis) else "shardings"
     lines = []
-    for path, spec, other_path, other in conflicts:
-        text, other_text = describe_both(spec, other)
-        lines.append(f"  {path}: {text}\n  {other_path}: {other_text}")
+    for first, other in conflicts:
+        text, other_text = describe_both(first.spec, other.spec)
+        lines.append(f"  {first.name}: {text}\n  {other.name}: {other_text}")
     raise_listed(
         ValueError,
         f"Inconsistent aliasing: one Variable or array has different {specs} under different "
@@ -245,49 +256,34 @@ class FilterUse:
         self._keys: dict[Any, None] = {}  # all keys in paths, in their order
         self._arguments: dict[str, None] = {}  # the names of the arguments, likewise
 
-    def decide(
-        self,
-        place: NamedLocation,
-        subject: object,
-        spec_of: SpecOf,
-        conflicts: list[Conflict],
-    ) -> tuple[int | None, Any]:
-        """Returns the index of the filter that decides about a location, and its spec.
+    def find(self, place: NamedLocation, subject: object) -> list[FilterMatch]:
+        """Finds the filters that decide about a location: the first one does, others may disagree.
 
         All paths of a shared Variable are tried: a filter that names one of them has priority over
-        those that do not depend on paths. Adds disagreements between paths to ``conflicts``.
+        those that do not depend on paths.
         """
-        decisions: list[tuple[Path, int | None, Any]] = []  # path, index of the filter, its spec
+        matches = []
         for path in place.paths:
-            matched_path, index, spec = self.rules.find_below(place.part.below, path, subject)
-            self._record(index, matched_path, subject, place.argument.name)
-            decisions.append((path, index, spec))
-        if len(decisions) > 1:
-            by_path = [decision for decision in decisions if self._names_paths(decision[1])]
-            decisions = by_path or decisions[:1]
-        first_path, first_index, first_spec = decisions[0]
-        for path, _, spec in decisions[1:]:
-            if spec_of(spec) != spec_of(first_spec):
-                first = place.name_of(first_path)
-                conflicts.append((first, first_spec, place.name_of(path), spec))
-        return first_index, first_spec
+            match = self.rules.find_below(place.part.below, path, subject)
+            self._record(match, subject, place.argument.name)
+            matches.append(match._replace(path=path))
+        return [match for match in matches if self._names_paths(match.index)] or matches[:1]
 
-    def _record(self, index: int | None, path: Path, subject: object, argument: str) -> None:
+    def _record(self, match: FilterMatch, subject: object, argument: str) -> None:
         """Records which filter decided about a subject, and which later ones match it, too.
 
-        These may be in vain (*shadowed*), about which the user is warned. ``index`` is that of the
-        filter; None if no filter matched.
+        These may be in vain (*shadowed*), about which the user is warned.
         """
-        self._matched.add(index)
-        first_later = 0 if index is None else index + 1
+        self._matched.add(match.index)
+        first_later = 0 if match.index is None else match.index + 1
         for later in range(first_later, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
             # What is known is not asked again: models have thousands of Variables.
             if later in self._matched or later in self._shadowed or isinstance(filter_, Paths):
                 continue
-            if to_predicate(filter_)(path, subject):
+            if to_predicate(filter_)(match.path, subject):
                 self._shadowed.add(later)
-        self._keys.update(dict.fromkeys(path))
+        self._keys.update(dict.fromkeys(match.path))
         self._arguments[argument] = None
 
     def is_inside(self, path: Path) -> bool:

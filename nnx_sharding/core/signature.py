@@ -42,6 +42,13 @@ def _as_tuple(option: Any) -> tuple[Any, ...] | None:
     return tuple(x if isinstance(x, str) else operator.index(x) for x in several)
 
 
+class Declared(NamedTuple):
+    """The parameters that have one role, such as static: each by its position, by name, or both."""
+
+    positions: tuple[int, ...]  # without bound parameters; negative ones count from a call's end
+    names: frozenset[str]
+
+
 class Signature(NamedTuple):
     """The roles of the arguments for one number of positional arguments and these keywords."""
 
@@ -87,7 +94,7 @@ class Parameters:
     Attributes:
       positional, keyword_only, by_keyword: the names of such parameters.
       var_positional, var_keyword: those of ``*args`` and ``**kwargs``, or None.
-      static, donated: the positions and the names of the parameters with these roles.
+      static, donated: the parameters with these roles.
     """
 
     def __init__(
@@ -116,15 +123,15 @@ class Parameters:
         self._from_call = from_call or self.var_positional is not None
         self._all_must_be_passed = from_call
         self.static = self._complete(roles.static_argnums, roles.static_argnames)
-        positions, donated_names = self._complete(roles.donate_argnums, roles.donate_argnames)
+        donated = self._complete(roles.donate_argnums, roles.donate_argnames)
         # As in JAX, negative positions donate nothing if there are ``*args``.
-        self.donated = tuple(i for i in positions if i >= 0), donated_names
+        self.donated = donated._replace(positions=tuple(i for i in donated.positions if i >= 0))
         self._signatures: dict[tuple[int, tuple[str, ...]], Signature] = {}
 
     def _complete(
         self, positions: tuple[int, ...] | None, names: tuple[str, ...] | None
-    ) -> tuple[tuple[int, ...], frozenset[str]]:
-        """Returns the positions and names of a role; what the user left out follows from the other.
+    ) -> Declared:
+        """Returns the parameters with a role; what the user left out follows from the other.
 
         Negative positions become positive ones, unless they count from the end of each call.
         """
@@ -141,7 +148,7 @@ class Parameters:
         count = len(self.positional) - self.bound
         if not self._from_call and count:
             positions = tuple(i % count if i < 0 else i for i in positions or ())
-        return positions or (), frozenset(names or ())
+        return Declared(positions or (), frozenset(names or ()))
 
     def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
         """Returns the roles of the arguments of a call; the same object for equal calls.
@@ -166,7 +173,7 @@ class Parameters:
     def _passed(
         self,
         option: str,
-        declared: tuple[tuple[int, ...], frozenset[str]],
+        declared: Declared,
         num_positional: int,
         keywords: tuple[str, ...],
     ) -> frozenset[ArgKey]:
@@ -174,14 +181,14 @@ class Parameters:
 
         Args:
           option: the name of the option that declares the role, for messages.
-          declared: the positions and names that the user declared.
+          declared: the parameters that have it.
           num_positional: the number of positional arguments of the call, with bound ones.
           keywords: the names of its keyword arguments.
 
         Raises:
           ValueError: a negative position is before the first argument.
         """
-        positions, names = declared
+        positions = declared.positions
         count = num_positional - self.bound
         is_outside = any(i + count < 0 for i in positions)
         none_inside = count > 0 and not any(-count <= i < count for i in positions)
@@ -191,7 +198,7 @@ class Parameters:
             raise ValueError(message("these negative positions are out of range:", [line]))
         from_start = (i + count if i < 0 else i for i in positions)
         passed = frozenset(i + self.bound for i in from_start if 0 <= i < count)
-        return passed | names.intersection(keywords)
+        return passed | declared.names.intersection(keywords)
 
 
 class SortedCall(NamedTuple):

@@ -91,7 +91,7 @@ def _users_of(
         spec = place.part.spec
         if isinstance(spec, StateSharding):
             subject = place.subject(objects, leaves)
-            spec = spec.find_below(place.part.below, place.location.path, subject)[-1]
+            spec = spec.find_below(place.part.below, place.location.path, subject).sharding
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in users:
             users[spec].append(place.name)
     return users

@@ -42,12 +42,12 @@ from .. import _compat
 from ..specs.paths import Item, Path
 from .static_parts import (
     StaticKind,
+    attributes_of,
     fixed_parts,
     has_state,
     is_builtin,
     open_object,
     slots_of,
-    wraps_function,
 )
 from .treedefs import aux_of
 
@@ -275,7 +275,9 @@ def content_of(value: object) -> tuple[StaticKind, list[Any]] | None:
     cls = type(value)
     if issubclass(cls, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None
-    if _compat.is_hijax_variable(value) or _compat.is_ref(value) or wraps_function(value):
+    if _compat.is_hijax_variable(value) or _compat.is_ref(value):
+        return None
+    if "__wrapped__" in attributes_of(value):  # stands for a function, as by functools.wraps
         return None
     return open_object(value) if is_builtin(cls) or has_state(cls) else None
 

@@ -73,38 +73,46 @@ def _mapping(base: Any) -> _Builtin:
     )
 
 
-def _open_array(x: object) -> tuple[Hashable, Sequence[Any]]:
+class _ArrayDetail(NamedTuple):
+    """The detail of a NumPy array or scalar, and a part of that of a memoryview."""
+
+    dtype: np.dtype[Any] | str  # the format of a memoryview
+    shape: tuple[int, ...]
+    data: bytes | None  # None if the elements are Python objects, which are the array's items
+
+
+def _open_array(x: object) -> tuple[_ArrayDetail, Sequence[Any]]:
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else np.asarray(x)
     if plain.dtype.hasobject:
-        return (plain.dtype, plain.shape), plain.ravel().tolist()
-    return (plain.dtype, plain.shape, plain.tobytes()), ()
+        return _ArrayDetail(plain.dtype, plain.shape, None), plain.ravel().tolist()
+    return _ArrayDetail(plain.dtype, plain.shape, plain.tobytes()), ()
 
 
-def _empty_array(cls: type, detail: Any) -> Any:
-    zeros = np.zeros(detail[1], detail[0])
+def _empty_array(cls: type, detail: _ArrayDetail) -> Any:
+    zeros = np.zeros(detail.shape, detail.dtype)
     return zeros[()] if issubclass(cls, np.void) else zeros.view(cls)
 
 
-def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
+def _assign_array(x: Any, detail: _ArrayDetail, items: Sequence[Any]) -> list[Operation]:
     """Returns the operation that copies content into a NumPy array of the same shape and dtype."""
-    dtype, shape, *data = detail  # without data, the items are Python objects
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else x
-    if plain.shape != shape or plain.dtype != dtype:
+    if plain.shape != detail.shape or plain.dtype != detail.dtype:
         raise TypeError("the shape or dtype of a NumPy array was changed in place")
-    if data:
-        content = np.frombuffer(bytearray(data[0]), dtype)
+    if detail.data is not None:
+        content = np.frombuffer(bytearray(detail.data), detail.dtype)
     else:
-        content = np.empty(len(items), dtype)
-        content[:] = items
-    return [(type(plain).__setitem__, plain, ..., content.reshape(shape))]
+        content = np.empty(len(items), detail.dtype)
+        content[:] = items  # NumPy would open items that are lists if it made the array of them
+    return [(type(plain).__setitem__, plain, ..., content.reshape(detail.shape))]
 
 
-def _open_view(x: Any) -> tuple[Hashable, Sequence[Any]]:
-    return (x.format, x.shape, x.readonly, x.tobytes()), ()
+def _open_view(x: memoryview) -> tuple[Hashable, Sequence[Any]]:
+    return (x.readonly, _ArrayDetail(x.format, x.shape, x.tobytes())), ()
 
 
-def _assign_view(x: Any, detail: Any, _: Sequence[Any]) -> list[Operation]:
-    return [(memoryview.__setitem__, x.cast("B"), slice(None), detail[-1])]
+def _assign_view(x: memoryview, detail: Any, _: Sequence[Any]) -> list[Operation]:
+    _, content = detail  # a view does not change what it shows, or whether it is read-only
+    return [(memoryview.__setitem__, x.cast("B"), slice(None), content.data)]
 
 
 def _open_cell(x: Any) -> tuple[Hashable, Sequence[Any]]:
@@ -175,8 +183,7 @@ _BUILTINS: dict[type, _Builtin] = {
     np.ndarray: _Builtin(_open_array, assign=_assign_array, empty=_empty_array),
     np.void: _Builtin(_open_array, assign=_assign_array, empty=_empty_array),
     np.generic: _Builtin(
-        lambda x: ((x.dtype, x.tobytes()), ()),
-        lambda cls, detail, _: np.frombuffer(detail[1], detail[0])[0],
+        _open_array, lambda cls, detail, _: np.frombuffer(detail.data, detail.dtype)[0]
     ),
     memoryview: _Builtin(_open_view, assign=_assign_view, is_view=True),
     types.CellType: _Builtin(_open_cell, assign=_assign_cell, is_view=True),
@@ -307,11 +314,6 @@ def attributes_of(value: object) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = object.__getattribute__(value, "__dict__")
     return content
-
-
-def wraps_function(value: object) -> bool:
-    """Whether an object stands for a function, as wrappers by ``functools.wraps`` do."""
-    return "__wrapped__" in attributes_of(value)
 
 
 def is_cache(cls: type, name: Any) -> bool:

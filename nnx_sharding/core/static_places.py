@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -28,6 +28,7 @@ from .static_equality import Static
 from .static_parts import can_be_made, is_cache
 from .structure import (
     Child,
+    Entry,
     StaticObject,
     Structure,
     VariableEntry,
@@ -72,18 +73,18 @@ def check_static_places(
       arguments: the dynamic arguments and their parts, with the expressions for them.
       statics: the names of the static arguments.
     """
-    callers_own = not_copied(structure)
+    uncopied = not_copied(structure)
     has_hidden = any(map(_is_hidden, structure.identities()))
-    has_arrays = any(structure.slots[index] for index in callers_own)
+    has_arrays = any(structure.slots[index] for index in uncopied)
     static_arguments = zip(statics, structure.statics, strict=True)
-    starts = [(name, child, True) for name, child in static_arguments]
+    starts = [_Place(name, child, in_argument=True) for name, child in static_arguments]
     if has_hidden or has_arrays:  # rarely; only then, the dynamic arguments are searched as well
-        starts += [(name, child, False) for name, child in arguments]
+        starts += [_Place(name, child, in_argument=False) for name, child in arguments]
     raise_listed(
         ValueError,
         "static values must not hold Variables or arrays, which would become constants of the "
         "program:",
-        [f"  {place}: {what}" for place, what in _misplaced(structure, starts, callers_own)],
+        [f"  {place}: {what}" for place, what in _misplaced(structure, starts, uncopied)],
         "Pass them as ordinary arguments, or keep them in attributes of modules: what is static in "
         "a module is part of the key of the compiled function in any case.",
         anchor="static-argument-with-arrays",
@@ -106,49 +107,74 @@ def _is_random_stream(part: Child) -> bool:
     return isinstance(part, Static) and isinstance(part.value, nnx.Rngs | nnx.RngStream)
 
 
+class _Place(NamedTuple):
+    """A place in the arguments of a call."""
+
+    expression: str  # the user's expression for it
+    child: Child  # what is there
+    in_argument: bool  # whether it is in a static argument
+    in_uncopied: bool = False  # whether it is in an object of which a trace gets no copy
+
+
 def _misplaced(
-    structure: Structure, starts: list[tuple[str, Child, bool]], callers_own: Set[int]
+    structure: Structure, starts: Iterable[_Place], uncopied: Set[int]
 ) -> Iterator[tuple[str, str]]:
     """Yields the expression for each Variable or array in a static place, and what it is.
 
     Args:
       structure: describes all objects.
-      starts: where the search begins: a name, a child, and whether it is a static argument.
-      callers_own: the indices of objects that a trace does not copy.
+      starts: where the search begins.
+      uncopied: the indices of the objects of which a trace gets no copy.
     """
     seen: set[tuple[int, bool]] = set()
-    # The last item of each is whether the child is in an object that is not copied.
-    stack = [(place, child, is_argument, False) for place, child, is_argument in starts]
-    while stack:  # no recursion: statics may be nested deeply
-        place, child, is_argument, is_in_callers_own = stack.pop()
-        holder: Any = child  # the entry or child that holds further parts
-        if isinstance(child, int):
-            holder = structure.entries[child]
-            if is_in_callers_own and not isinstance(holder, StaticObject):
-                # A module in an object that is not copied would be the caller's own.
-                if any(structure.slots[i] for i in _reachable(structure, [child])):
-                    yield place, f"{holder.type.__name__} with arrays"
-                continue
-            if (child, is_argument) in seen:  # shared, or a cycle
-                continue
-            seen.add((child, is_argument))
-        elif isinstance(child, Static):
+    pending = [*starts]
+    while pending:  # no recursion: statics may be nested deeply
+        place = pending.pop()
+        child, holder = place.child, place.child
+        in_uncopied = place.in_uncopied
+        if isinstance(child, Static):
             if _is_hidden(child):
-                yield place, f"{type(child.value).__name__} with arrays"
-            elif is_argument:
-                yield from _arrays_in(place, child.value)
-        # On to what it holds.
-        is_static_object = isinstance(holder, StaticObject)
-        is_own = child in callers_own if isinstance(child, int) else is_in_callers_own
-        for path, part in reversed(parts_of(holder).items()):
-            if isinstance(holder, VariableEntry) and _is_random_stream(part):
+                yield place.expression, f"{type(child.value).__name__} with arrays"
+            elif place.in_argument:
+                yield from _arrays_in(place.expression, child.value)
+            continue
+        if isinstance(child, int):
+            entry = structure.entries[child]
+            if place.in_uncopied and not isinstance(entry, StaticObject):
+                # A module in an object that is not copied would be the caller's own.
+                if entry is not None and _holds_arrays(structure, child):
+                    yield place.expression, f"{entry.type.__name__} with arrays"
                 continue
-            # What a cached_property stores follows from the rest, and is dropped after a trace.
-            is_cached = is_static_object and is_cache(holder.type, path[-1])
-            if not is_cached or not isinstance(part, Static):
-                stack.append(
-                    (accessor(place, path), part, is_argument, is_static_object and is_own)
-                )
+            if (child, place.in_argument) in seen:  # shared, or a cycle
+                continue
+            seen.add((child, place.in_argument))
+            holder, in_uncopied = entry, child in uncopied
+        pending += reversed(_places_below(place, holder, in_uncopied=in_uncopied))
+
+
+def _holds_arrays(structure: Structure, index: int) -> bool:
+    """Whether there are arrays in an object, at any depth."""
+    return any(structure.slots[i] for i in _reachable(structure, [index]))
+
+
+def _places_below(
+    place: _Place, holder: Entry | Child | None, *, in_uncopied: bool
+) -> list[_Place]:
+    """Returns the places in ``holder``, the object at a place, that are searched.
+
+    ``in_uncopied`` says whether this is an object of which a trace gets no copy, or is in one.
+    """
+    is_static = isinstance(holder, StaticObject)
+    places = []
+    for path, part in parts_of(holder).items():
+        if isinstance(holder, VariableEntry) and _is_random_stream(part):
+            continue
+        # What a cached_property stores follows from the rest, and is dropped after a trace.
+        if is_static and isinstance(part, Static) and is_cache(holder.type, path[-1]):
+            continue
+        expression = accessor(place.expression, path)
+        places.append(_Place(expression, part, place.in_argument, is_static and in_uncopied))
+    return places
 
 
 def _arrays_in(place: str, value: object) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.experimental.layout import Format
@@ -29,6 +29,14 @@ from .filters import (
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .paths import Path, path_string
 from .types import Axis
+
+
+class FilterMatch(NamedTuple):
+    """The first filter of a ``StateSharding`` that matches a Variable or an array."""
+
+    path: Path  # the path that it matches: see `candidates`
+    index: int | None  # the number of the filter; None if no filter matches
+    sharding: Any  # as the user wrote it; also None if that is to be left to JAX
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -150,13 +158,13 @@ class StateSharding:
                 return index, self.shardings[index]
         return None, None
 
-    def find_below(self, start: Path, path: Path, variable: object) -> tuple[Path, int | None, Any]:
-        """Returns the first of :func:`candidates` that matches, and the result of :meth:`find`."""
+    def find_below(self, start: Path, path: Path, variable: object) -> FilterMatch:
+        """Finds the filter for the first of :func:`candidates`; the last path if none matches."""
         for candidate in candidates(start, path):
             index, sharding = self.find(candidate, variable)
             if index is not None:
                 break
-        return candidate, index, sharding  # of the last one, if none matches
+        return FilterMatch(candidate, index, sharding)
 
     def __repr__(self) -> str:
         pairs = zip(self.names, self.shardings, strict=True)
