@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from .static_equality import Static
 from .static_parts import StaticKind
@@ -33,6 +33,15 @@ def comparison_of(child: Child) -> Comparison:
     if type(child) is not Static:
         return Comparison.NONE
     return Comparison.BY_IDENTITY if child.by_identity else Comparison.BY_VALUE
+
+
+class TreePositions(NamedTuple):
+    """The positions of what one or several pytrees hold, in the order of JAX."""
+
+    leaves: Sequence[int]
+    aux: Sequence[
+        int
+    ]  # the data of node types that JAX compares by ``==`` only (`treedefs.aux_of`)
 
 
 class ReadRecorder(Protocol):
@@ -78,13 +87,11 @@ class ReadRecorder(Protocol):
     ) -> Sequence[int]:
         """Records the parts of a static object; returns their positions."""
 
-    def open_arguments(self, treedef: PyTreeDef) -> tuple[Sequence[int], Sequence[int]]:
-        """Records all dynamic arguments; returns the positions of their leaves and node data.
+    def open_arguments(self, treedef: PyTreeDef) -> TreePositions:
+        """Records all dynamic arguments; returns the positions of what they hold.
 
         ``treedef`` is that of ``(args, kwargs)``, or that of the only argument, a graph object.
         """
 
-    def open_tree(
-        self, position: int, tree: object, treedef: PyTreeDef
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Records what a pytree holds; returns the positions of its leaves and of its node data."""
+    def open_tree(self, position: int, tree: object, treedef: PyTreeDef) -> TreePositions:
+        """Records a pytree; returns the positions of what it holds."""

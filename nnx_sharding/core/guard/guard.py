@@ -22,7 +22,7 @@ from ..flatten import Flat
 from ..plan import Plan
 from ..structure import Structure
 from .recipe import Recipe
-from .walk import Walk
+from .walk import Matched, Walk
 
 
 class Guard(NamedTuple):
@@ -71,10 +71,10 @@ def match(
         return None
     if matched is None:
         return None
-    leaves, objects, statics, ids, traces = matched
+    other = Matched(*matched)
     # The recipe does not say to which trace another graph belongs: this call may only change those
     # of the current one.
-    if not _compat.are_current(traces):
+    if not _compat.are_current(other.traces):
         return None
-    recipe = walk.recipe._replace(statics=statics, ids=ids)
-    return Flat(structure, leaves, objects, updatable=True), recipe
+    recipe = walk.recipe._replace(statics=other.statics, ids=other.ids)
+    return Flat(structure, other.leaves, other.objects, updatable=True), recipe

@@ -8,17 +8,20 @@ one for each link to it), what was opened by its type, and the rest not at all.
 
 Reading some objects runs Python code, in which anything may happen. Their steps, and those for what
 they hold, are moved to the end, so that a walk is done with all others before any such code runs.
+
+All numbers are either *positions*, of items of the stream, or *indices*, of objects in the order in
+which ``flatten`` met them. A *kind* of static object is all but its parts: class and names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ... import _compat
-from ..recording import UNRECORDED, Comparison, comparison_of
+from ..recording import UNRECORDED, Comparison, TreePositions, comparison_of
 from ..static_equality import Static
 from ..static_parts import StaticKind, has_only_dict
 from ..treedefs import PyTreeDef, is_leaf_treedef
@@ -27,12 +30,22 @@ from .walk import ids_of, open_tree
 
 _IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-# The slots of Flax's objects that are read: each is a step, and its value is compared so.
-_VARIABLE_SLOTS = ((Opcode.TRACE, Comparison.BY_VALUE), (Opcode.VALUE, Comparison.NONE))
-_HIJAX_SLOTS = ((Opcode.TREEDEF, Comparison.BY_VALUE),)
-_NODE_STATE_SLOTS = (
-    (Opcode.INITIALIZING, Comparison.BY_VALUE),
-    (Opcode.IS_SETUP, Comparison.BY_VALUE),
+
+class _Field(NamedTuple):
+    """A field of one of Flax's objects that is read by a step of its own."""
+
+    opcode: Opcode
+    comparison: Comparison  # of its value
+
+
+_VARIABLE_FIELDS = (
+    _Field(Opcode.TRACE, Comparison.BY_VALUE),
+    _Field(Opcode.VALUE, Comparison.NONE),
+)
+_HIJAX_FIELDS = (_Field(Opcode.TREEDEF, Comparison.BY_VALUE),)
+_NODE_STATE_FIELDS = (
+    _Field(Opcode.INITIALIZING, Comparison.BY_VALUE),
+    _Field(Opcode.IS_SETUP, Comparison.BY_VALUE),
 )
 _trace_of = _compat.SLOTS["TRACE"].__get__
 
@@ -107,19 +120,19 @@ class WalkRecorder:
 
     def open_variable(self, position: int, variable: object, value: object) -> int:
         """Records the trace and the value of a Variable; returns the position of the value."""
-        trace = self._open_slots(_VARIABLE_SLOTS, position, (_trace_of(variable), value))
-        self._traces.append(trace)
-        return trace + 1
+        opened = self._open_fields(_VARIABLE_FIELDS, position, (_trace_of(variable), value))
+        self._traces.append(opened[0])
+        return opened[1]
 
     def open_node_state(self, position: int, state: object) -> None:
         """Records Flax's state of a module: whether it is set up, and its trace."""
         self._comparisons[position] = Comparison.BY_VALUE  # it is an object of its trace
         self._traces.append(position)
-        self._open_slots(_NODE_STATE_SLOTS, position, _compat.node_flags(state))
+        self._open_fields(_NODE_STATE_FIELDS, position, _compat.node_flags(state))
 
     def open_hijax(self, position: int, treedef: PyTreeDef, leaves: Sequence[Any]) -> range:
         """Records what a hijax Variable has; returns the positions of its leaves."""
-        self._open_slots(_HIJAX_SLOTS, position, (treedef,))
+        self._open_fields(_HIJAX_FIELDS, position, (treedef,))
         return self._open(Opcode.LEAVES, position, len(leaves), leaves)
 
     def open_static(
@@ -131,11 +144,11 @@ class WalkRecorder:
         that run no Python code, others by ``Opcode.STATIC``.
         """
         if type(value) is dict and {str, int}.issuperset(map(type, value)):
-            # Its parts are keys and values in turns. Keys of these types cannot change unnoticed.
+            # Its parts are keys and values in turns. Only values are read again: the step compares
+            # the keys, which cannot change unnoticed if they are of these types.
             keys, values = tuple(parts[::2]), parts[1::2]
-            positions: list[int] = []
-            for position_of_value in self._open(Opcode.DICT, position, keys, values):
-                positions += UNRECORDED, position_of_value
+            positions = [UNRECORDED] * len(parts)
+            positions[1::2] = self._open(Opcode.DICT, position, keys, values)
             return positions
         cls: Any = kind.type
         num_items = len(parts) - len(kind.names)
@@ -150,60 +163,48 @@ class WalkRecorder:
             return [*item_positions, *attribute_positions]
         return self._open(Opcode.STATIC, position, (kind, len(parts)), parts)
 
-    def open_arguments(self, treedef: PyTreeDef) -> tuple[list[int], list[int]]:
-        """Records all dynamic arguments; returns the positions of their leaves and node data.
+    def open_arguments(self, treedef: PyTreeDef) -> TreePositions:
+        """Records all dynamic arguments; returns the positions of what they hold.
 
         ``treedef`` is that of ``(args, kwargs)``, or that of the only argument, a graph object.
         """
-        leaves, aux = list[int](), list[int]()
         children = [child for side in treedef.children() for child in side.children()]
         children = [treedef] if is_leaf_treedef(treedef) else children
-        for position, child in zip(self._dynamic, children, strict=True):
-            self._open_tree(position, self._stream[position], child, leaves, aux)
-        return leaves, aux
+        trees = [self._stream[position] for position in self._dynamic]
+        return self._open_trees(self._dynamic, trees, children)
 
-    def open_tree(
-        self, position: int, tree: object, treedef: PyTreeDef
-    ) -> tuple[list[int], list[int]]:
-        """Records what a pytree holds; returns the positions of its leaves and of its node data."""
-        leaves, aux = list[int](), list[int]()
-        self._open_tree(position, tree, treedef, leaves, aux)
-        return leaves, aux
-
-    def _open_tree(
-        self, position: int, tree: Any, treedef: PyTreeDef, leaves: list[int], aux: list[int]
-    ) -> None:
-        """Records a pytree, level by level.
-
-        Args:
-          position: the position of the tree in the stream.
-          tree: the tree.
-          treedef: its structure.
-          leaves: gets the positions of the leaves.
-          aux: gets the positions of the node data.
-        """
+    def open_tree(self, position: int, tree: Any, treedef: PyTreeDef) -> TreePositions:
+        """Records a pytree, level by level; returns the positions of what it holds."""
         if is_leaf_treedef(treedef):
-            leaves.append(position)
-            return
+            return TreePositions([position], [])
         if tree is None:
             self._comparisons[position] = Comparison.BY_VALUE
-            return
+            return TreePositions([], [])
         items = _compat.own_items(tree)
-        children = treedef.children()
         if items is None:  # a pytree of a type that only JAX can open
             opened = self._open(Opcode.TREE, position, treedef, open_tree(tree)[0])
-            leaves += opened[: treedef.num_leaves]
-            aux += opened[treedef.num_leaves :]
-        elif isinstance(items, dict):
-            opcode = Opcode.DICT if tree is items else Opcode.STATE
-            opened = self._open(opcode, position, (*items,), items.values())
-            positions = dict(zip(items, opened, strict=True))
-            for key, child in zip(sorted(items), children, strict=True):  # JAX sorts the keys
-                self._open_tree(positions[key], items[key], child, leaves, aux)
-        else:
+            return TreePositions(opened[: treedef.num_leaves], opened[treedef.num_leaves :])
+        if not isinstance(items, dict):
             opened = self._open(Opcode.SEQUENCE, position, len(items), items)
-            for index, item, child in zip(opened, items, children, strict=True):
-                self._open_tree(index, item, child, leaves, aux)
+            return self._open_trees(opened, items, treedef.children())
+        opcode = Opcode.DICT if tree is items else Opcode.STATE
+        opened = self._open(opcode, position, (*items,), items.values())
+        position_of = dict(zip(items, opened, strict=True))
+        keys = sorted(items)  # as JAX has them in the treedef
+        return self._open_trees(
+            [position_of[key] for key in keys], [items[key] for key in keys], treedef.children()
+        )
+
+    def _open_trees(
+        self, positions: Iterable[int], trees: Iterable[Any], treedefs: Iterable[PyTreeDef]
+    ) -> TreePositions:
+        """Records several pytrees; returns the positions of what all of them hold."""
+        leaves, aux = list[int](), list[int]()
+        for position, tree, treedef in zip(positions, trees, treedefs, strict=True):
+            opened = self.open_tree(position, tree, treedef)
+            leaves += opened.leaves
+            aux += opened.aux
+        return TreePositions(leaves, aux)
 
     def _open(
         self,
@@ -225,20 +226,18 @@ class WalkRecorder:
         self._expected.append(expected)
         return range(start, len(self._stream))
 
-    def _open_slots(
-        self,
-        slots: Sequence[tuple[Opcode, Comparison]],
-        position: int,
-        values: Sequence[Any],
-    ) -> int:
-        """Adds a step for each of an object's slots; returns the position of the first value."""
+    def _open_fields(
+        self, fields: Sequence[_Field], position: int, values: Collection[Any]
+    ) -> range:
+        """Adds a step for each field of the object at a position; returns those of the values."""
         start = len(self._stream)
         self._stream += values
-        for offset, (opcode, comparison) in enumerate(slots):
-            self._steps += opcode, position, start + offset
+        opened = range(start, len(self._stream))
+        for (opcode, comparison), value_position in zip(fields, opened, strict=True):
+            self._steps += opcode, position, value_position
             self._comparisons.append(comparison)
-            self._expected.append(None)
-        return start
+            self._expected.append(None)  # a field has a value, and no names to compare
+        return opened
 
     def recipe(self) -> Recipe | None:
         """Returns the recipe of the walk: how to read the graph again, and what must be the same.
@@ -248,9 +247,8 @@ class WalkRecorder:
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
         order = self._order()
-        stream = order.stream
-        size = len(order.stream)
-        moved = order.new_position
+        stream, moved = order.stream, order.new_position
+        size = len(stream)
         comparisons = np.frombuffer(self._comparisons, np.uint8)  # by recorded position
         frozen = moved[comparisons == Comparison.BY_VALUE]
         mentions, first = self._ordered_mentions(moved, comparisons)

@@ -9,7 +9,16 @@ is built like an earlier one has its plan, and gets a guard of its own when it i
           ├─ a template matches ────────────────────────────── its plan; a guard the second time
           └─ neither: flatten, find or make a plan, ``add`` ── a guard and a template
 
-Nothing here keeps a model alive, and all tables are bounded.
+Nothing here keeps a model alive, and all tables are bounded. From elsewhere:
+
+    Plan      all that a function needs to know of arguments of one structure, to serve a call
+    Flat      the arguments as ``flatten`` returns them: structure, arrays and objects
+    Recipe    how to read some arguments again; a ``Walk`` does so. ``FastestWalk(recipe).follow``
+              returns None unless these are the same objects, with the same content
+    Guard     a walk, and what follows if it succeeds; ``check`` is ``walk.follow`` without errors,
+              ``match`` accepts other objects, and returns a recipe for these
+    WalkRecorder   makes the recipe while ``flatten`` reads; ``identities`` are the objects of which
+              the recipe has the ids alone, so that it is void when one is collected
 """
 
 from __future__ import annotations
@@ -18,7 +27,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from ... import _compat
 from ...specs.types import Arrays
@@ -42,10 +51,19 @@ MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
 MAX_RECENT = 4  # guards that the extension tries, whatever the arguments are
 
-# The types of the arguments, and the names of keyword arguments.
-_Types: TypeAlias = tuple[Any, ...]
-# With the ids of the modules among the arguments.
-_Key: TypeAlias = tuple[_Types, tuple[int, ...]]
+
+class _Form(NamedTuple):
+    """What is seen of arguments at first sight; the key of templates."""
+
+    types: tuple[type, ...]  # of all arguments, those by keyword last
+    names: tuple[str, ...]  # of keyword arguments
+
+
+class _Key(NamedTuple):
+    """The key of guards, which are for the same modules."""
+
+    form: _Form
+    modules: tuple[int, ...]  # the ids of the modules among the arguments
 
 
 def recorder_of(call: SortedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
@@ -128,10 +146,10 @@ class Guards:
             self._reads_context or self._reads_shapes or self._infers_specs
         ):
             self._plan_key = transform.key
-        # By types: picks the modules among the arguments.
-        self._modules_in: dict[_Types, Callable[[Sequence[Any]], Sequence[Any]]] = {}
+        # Functions that pick the modules among arguments of one form.
+        self._modules_in: dict[_Form, Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._guards: dict[_Key, _GuardList] = {}
-        self._templates: dict[_Types, _GuardList] = {}  # may match other modules of these types
+        self._templates: dict[_Form, _GuardList] = {}  # may match other modules of these types
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """Returns the plan that serves a call, and its flat arguments; None if no guard holds."""
@@ -147,7 +165,7 @@ class Guards:
                 if flat is not None and self._plan_key(flat.leaves) == guard.key:
                     self._move_to_front(guards, guard)
                     return guard.plan, flat
-        templates = self._templates.get(key[0])
+        templates = self._templates.get(key.form)
         return self._match(key, templates.guards, arguments) if templates is not None else None
 
     def _move_to_front(self, guards: _GuardList, guard: Guard) -> None:
@@ -165,7 +183,7 @@ class Guards:
     def _match(
         self, key: _Key, templates: Iterable[Guard], arguments: tuple[Any, ...]
     ) -> tuple[Plan, Flat] | None:
-        """Returns what ``find`` does, by guards of other modules whose structure these may have.
+        """Returns what ``find`` does, by templates: guards of modules that may be built alike.
 
         Where the same arguments come a second time, they get a guard of their own.
         """
@@ -177,7 +195,8 @@ class Guards:
             if self._plan_key(flat.leaves) != template.key:
                 continue
             if self._guards_of(key).count_miss(is_new=False):
-                # The references of a template are to the objects that are compared by identity.
+                # The references of a template are to these alone. None has been collected, as the
+                # template would be gone.
                 identities = [reference() for reference in template.references]
                 self._add_guard(key, FastestWalk(recipe), template.plan, flat, identities)
             return template.plan, flat
@@ -217,26 +236,28 @@ class Guards:
             return
         identities = recorder.identities.values()
         guard = self._add_guard(key, walk, plan, flat, identities)
-        # The template is the guard for other modules of these types, for a new model of the class.
-        templates = self._templates
-        types, _ = key
-        references = tuple(watch(identities, lambda _: templates.pop(types, None)))
-        # With a new walk: the walk of the template has recorded where this model is in memory.
-        template = guard._replace(walk=FastestWalk(walk.recipe), references=references)
-        templates.setdefault(types, _GuardList()).add(template)
+        self._add_template(key.form, guard, identities)
+
+    def _add_template(self, form: _Form, guard: Guard, identities: Iterable[object]) -> None:
+        """Adds a guard as a template, for a new model of the same class.
+
+        It serves also when the module of the guard is gone, but not without the ``identities``,
+        which its walk compares by identity.
+        """
+        templates = self._templates  # not self, which the references would keep alive
+        references = tuple(watch(identities, lambda _: templates.pop(form, None)))
+        # A walk of its own: that of the guard notes where its model is in memory.
+        walk = FastestWalk(guard.walk.recipe)
+        template = guard._replace(walk=walk, references=references)
+        templates.setdefault(form, _GuardList()).add(template)
         make_room(templates, MAX_ARGUMENTS)
 
     def _add_guard(
         self, key: _Key, walk: Walk, plan: Plan, flat: Flat, identities: Iterable[object]
     ) -> Guard:
-        """Adds a guard, which is dropped when any of its objects is gone.
+        """Adds the guard of some arguments, which is dropped when any of their modules is gone.
 
-        Args:
-          key: the key of the arguments.
-          walk: finds out whether the same objects are passed again.
-          plan: the plan that the guard stands for.
-          flat: the arguments.
-          identities: the objects that the walk compares by identity.
+        Likewise if one of ``identities`` is, the objects that the walk compares by identity.
         """
         all_guards, recent = self._guards, self.recent  # not self, which would live as long
         modules = []
@@ -249,8 +270,7 @@ class Guards:
             all_guards.pop(key, None)
 
         references = tuple(watch((*modules, *identities), forget))
-        names = tuple(name for name in key[0] if isinstance(name, str))
-        guard = self._make_guard(names, walk, plan, flat.leaves, references)
+        guard = self._make_guard(key.form.names, walk, plan, flat.leaves, references)
         self._guards_of(key).add(guard)
         return guard
 
@@ -262,14 +282,10 @@ class Guards:
         leaves: Arrays,
         references: tuple[Any, ...],
     ) -> Guard:
-        """Returns the guard for a walk, from what its plan depends on.
+        """Returns the guard for a walk of the arguments that a plan is for.
 
-        Args:
-          names: the names of the keyword arguments.
-          walk: finds out whether the same objects are passed again.
-          plan: the plan that the guard stands for.
-          leaves: the arrays of the call, by slot.
-          references: weak references that drop the guard when one of its objects is gone.
+        ``names`` are those of keyword arguments; ``references`` are weak ones, which drop the guard
+        when one of its objects is gone.
         """
         # Each call compares these arrays: arrays that it may have to place, or the shapes of all.
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
@@ -309,12 +325,9 @@ class Guards:
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:
-        """Returns the key under which the guards of some arguments are: types, and ids of modules.
-
-        ``names`` are those of the keyword arguments.
-        """
-        types = (*map(type, arguments), *names)
-        modules_in = self._modules_in.get(types)
+        """Returns the key of the guards of some arguments; ``names`` are of those by keyword."""
+        form = _Form((*map(type, arguments),), (*names,))
+        modules_in = self._modules_in.get(form)
         if modules_in is None:
             # Not Variables: they have no weak references, so their guards would accumulate.
             positions = [
@@ -322,9 +335,9 @@ class Guards:
                 for i, argument in enumerate(arguments)
                 if _compat.is_graph_object(argument) and type(argument).__weakrefoffset__
             ]
-            modules_in = self._modules_in.setdefault(types, items_getter(positions))
+            modules_in = self._modules_in.setdefault(form, items_getter(positions))
             make_room(self._modules_in, MAX_ARGUMENTS)
-        return types, (*map(_compat.identity, modules_in(arguments)),)
+        return _Key(form, (*map(_compat.identity, modules_in(arguments)),))
 
 
 def watch(objects: Iterable[object], forget: Callable[[Any], object]) -> Iterator[weakref.ref[Any]]:

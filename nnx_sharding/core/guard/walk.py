@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -30,8 +30,16 @@ from .recipe import Opcode, Recipe, unpack_int32
 Opened: TypeAlias = tuple[Iterable[Any], Any]
 # The arrays and the objects of a graph, by slot and by index.
 Followed: TypeAlias = tuple[Sequence[Any], Sequence[Any]]
-# The same of another graph; its statics and its ids, which are the pins of a recipe; its traces.
-Matched: TypeAlias = tuple[Sequence[Any], Sequence[Any], tuple[Any, ...], bytes, Sequence[Any]]
+
+
+class Matched(NamedTuple):
+    """What a graph holds that is built like the recorded one. ``walk.c`` returns plain tuples."""
+
+    leaves: Sequence[Any]  # its arrays, by slot
+    objects: Sequence[Any]  # by index
+    statics: tuple[Any, ...]  # the pins that a recipe of this graph has, as ``Recipe.statics``
+    ids: bytes  # likewise, as ``Recipe.ids``
+    traces: Sequence[Any]  # to which it says that it belongs
 
 
 class Walk(Protocol):
@@ -116,7 +124,7 @@ class PythonWalk:
         objects = self._objects_in(stream)
         if np.unique(np.frombuffer(ids_of(objects), np.uintp)).size != len(objects):
             return None
-        return self._leaves_in(stream), objects, tuple(statics), ids.tobytes(), traces
+        return Matched(self._leaves_in(stream), objects, tuple(statics), ids.tobytes(), traces)
 
     def _read(self, arguments: tuple[Any, ...]) -> list[Any] | None:
         """Returns the stream of a graph; None if something differs in type, names or length."""
