@@ -82,7 +82,7 @@ class ArgumentReasons:
             return rules, [f"{option} has {_spec_text(rules)} for {name}."]
         subject = location.subject(self._objects, self._leaves)
         match = rules.find_below(location.part.below, location.paths[0], subject)
-        first, declared = match.index, match.sharding
+        first, declared = match.number, match.sharding
         if first is None:
             return None, [f"No rule of {option} for {name} matches."]
         facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]

@@ -32,7 +32,7 @@ from .declared import place_as_declared
 from .failures import raise_explained
 from .flatten import Flat
 from .interrupts import defer_signals, deferred_handlers, deliver_signals
-from .outcome import Outcome, OutputGroup
+from .outcome import Outcome, OutputGroup, Source
 from .plan import Plan
 from .rebuild import NodeChange, update_operations
 from .static_parts import Operation
@@ -192,17 +192,16 @@ class Update(NamedTuple):
     It is computed once for each outcome. ``call.c`` does the same from the first three fields; here
     it is for calls without it, and for results in containers that Python code has to make. It takes
     a tenth of the time of the general way: 30 µs for 147 Variables.
-
-    A *source* is the number of an output group and the position in it; group -1 is the inputs.
     """
 
-    written: bytes  # rows of 32-bit integers: the index of a Variable, the source of its array
+    # Rows of three 32-bit integers: the index of a Variable, and the two of its array's `Source`.
+    written: bytes
     returned: bytes | None  # the sources of the output; None if Python has to put it together
     unflatten: Callable[[Sequence[Any]], Any] | None  # makes its containers; None for one array
     root: Child  # the output, in terms of the structure after the call
-    root_sources: Sequence[tuple[int, int]]
+    root_sources: Sequence[Source]
     variables_in: Callable[[Objects], Objects]  # picks the written Variables from all objects
-    sources: Sequence[tuple[int, int]]  # of their arrays
+    sources: Sequence[Source]  # of their arrays
 
     @classmethod
     def of(cls, outcome: Outcome, num_arguments: int) -> Update | Literal[False]:
@@ -241,7 +240,7 @@ class Update(NamedTuple):
 
         ``leaves`` are the arrays that the program was given, ``groups`` those that it returned.
         """
-        outputs = [*(group.args[1] for group in groups), leaves]  # the last, -1: inputs
+        outputs = [*(group.args[1] for group in groups), leaves]  # INPUT is -1, the last
         results = [outputs[group][i] for group, i in self.root_sources]
         # Before the step, since containers of the user's own types may raise errors.
         output = results[0] if self.root is LEAF else assemble(self.root, iter(results), objects)

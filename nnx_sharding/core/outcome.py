@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -29,7 +29,14 @@ from .trace_checks import check_donated
 if TYPE_CHECKING:
     from .plan import Plan
 
-INPUT = -1  # instead of the number of a group: the array is the input in this slot, unchanged
+INPUT = -1  # instead of the number of a group: the array is an input, unchanged
+
+
+class Source(NamedTuple):
+    """Where an array of the graph after a call comes from."""
+
+    group: int  # the number of a group of outputs, or INPUT
+    position: int  # in this group; of an input its slot
 
 
 class OutputGroup(Exception):
@@ -73,8 +80,7 @@ class Outcome:
 
     # The graph after the call: first the input objects, and as its root the output of the function.
     structure: Structure
-    # Where each of its arrays is: a group of outputs and the position in it; or INPUT and a slot.
-    sources: tuple[tuple[int, int], ...]
+    sources: tuple[Source, ...]  # of its arrays, by slot
     values: tuple[int, ...]  # input Variables whose arrays changed
     metadata: tuple[int, ...]  # those whose metadata or kind of value changed
     nodes: tuple[NodeChange, ...]  # the changed attributes of input modules
@@ -85,9 +91,9 @@ class Outcome:
     update: Any = dataclasses.field(default=None, compare=False)
 
     def arrays(self, inputs: Arrays, groups: Sequence[OutputGroup]) -> list[Any]:
-        """The arrays of ``structure``, from the inputs and outputs."""
+        """Returns the arrays of ``structure``, by slot, from the inputs and outputs."""
         outputs = [group.arrays for group in groups]
-        return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
+        return [inputs[i] if group == INPUT else outputs[group][i] for group, i in self.sources]
 
 
 jax.tree_util.register_pytree_node(
@@ -129,10 +135,10 @@ def pack(
     for slot, leaf in enumerate(after.leaves):
         is_ref = slot in ref_slots and _compat.is_ref(leaf)
         if is_ref and _compat.identity(leaf) in input_slots:
-            sources[slot] = (INPUT, input_slots[_compat.identity(leaf)])
+            sources[slot] = Source(INPUT, input_slots[_compat.identity(leaf)])
         elif slot not in sources:
             group = group_of_spec[specs[slot]]
-            sources[slot] = (group, len(outputs[group]))
+            sources[slot] = Source(group, len(outputs[group]))
             # A ref cannot leave a trace; its value can, and becomes a new ref outside.
             outputs[group].append(leaf[...] if is_ref else leaf)
             output_names[group].append(names[slot])
@@ -164,7 +170,7 @@ class _Changes:
 
 def _compare(
     plan: Plan, leaves: Arrays, after: Flat, specs: Sequence[Spec]
-) -> tuple[_Changes, dict[int, tuple[int, int]]]:
+) -> tuple[_Changes, dict[int, Source]]:
     """Compares the objects of the arguments before and after the call.
 
     Args:
@@ -174,9 +180,9 @@ def _compare(
       specs: the spec of each of its arrays.
 
     Returns:
-      What changed, and the sources of the unchanged arrays: (INPUT, slot before) by slot after.
+      What changed, and the sources of the unchanged arrays, by slot after the call.
     """
-    changes, sources = _Changes(), dict[int, tuple[int, int]]()
+    changes, sources = _Changes(), dict[int, Source]()
     for index, old in enumerate(plan.structure.entries):
         new = after.structure.entries[index]
         slots = after.structure.slots[index]
@@ -187,7 +193,7 @@ def _compare(
         # A tracer that is still the same is an array that the function did not change. It is an
         # output all the same if its buffer is donated, or if it gets another sharding.
         unchanged = {
-            slot: (INPUT, old_slot)
+            slot: Source(INPUT, old_slot)
             for slot, old_slot in kept_places(plan.structure, after.structure, index)
             if after.leaves[slot] is leaves[old_slot]
             and old_slot not in plan.donated
@@ -231,15 +237,14 @@ def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
     in one group, in the order of their slots. ``before`` is the structure of the arguments.
     """
     first = outcomes[0]
-    structure = outcomes[0].structure
-    # By slot: the source of its array in the first branch, if that is the input in all of them.
-    sources: list[tuple[int, int]] = []
+    structure = first.structure
+    sources: list[Source] = []  # by slot
     fresh: list[int] = []  # the slots of arrays that a branch changes
     for slot, by_branch in enumerate(zip(*(outcome.sources for outcome in outcomes), strict=True)):
-        if all(group == INPUT for group, _ in by_branch):
+        if all(source.group == INPUT for source in by_branch):
             sources.append(by_branch[0])
         else:
-            sources.append((0, len(fresh)))
+            sources.append(Source(0, len(fresh)))  # the only group
             fresh.append(slot)
     entries: Sequence[Any] = before.entries
     changed = sorted({change.node for outcome in outcomes for change in outcome.nodes})

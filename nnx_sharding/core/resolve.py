@@ -146,7 +146,7 @@ def resolve(
             matches = use.find(place, subject)
             spec = matches[0].sharding
             conflicts += _disagreements(place, matches, spec_of)
-            if matches[0].index is None and needs_filter(slots, subject):
+            if matches[0].number is None and needs_filter(slots, subject):
                 use.unmatched.append((place.name, subject))
                 is_inside |= use.is_inside(place.paths[0])
                 continue
@@ -267,15 +267,15 @@ class FilterUse:
             match = self.rules.find_below(place.part.below, path, subject)
             self._record(match, subject, place.argument.name)
             matches.append(match._replace(path=path))
-        return [match for match in matches if self._names_paths(match.index)] or matches[:1]
+        return [match for match in matches if self._names_paths(match.number)] or matches[:1]
 
     def _record(self, match: FilterMatch, subject: object, argument: str) -> None:
         """Records which filter decided about a subject, and which later ones match it, too.
 
         These may be in vain (*shadowed*), about which the user is warned.
         """
-        self._matched.add(match.index)
-        first_later = 0 if match.index is None else match.index + 1
+        self._matched.add(match.number)
+        first_later = 0 if match.number is None else match.number + 1
         for later in range(first_later, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
             # What is known is not asked again: models have thousands of Variables.

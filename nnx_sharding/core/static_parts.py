@@ -106,11 +106,11 @@ def _assign_array(x: Any, detail: _ArrayDetail, items: Sequence[Any]) -> list[Op
     return [(type(plain).__setitem__, plain, ..., content.reshape(detail.shape))]
 
 
-def _open_view(x: memoryview) -> tuple[Hashable, Sequence[Any]]:
+def _open_view(x: Any) -> tuple[Hashable, Sequence[Any]]:
     return (x.readonly, _ArrayDetail(x.format, x.shape, x.tobytes())), ()
 
 
-def _assign_view(x: memoryview, detail: Any, _: Sequence[Any]) -> list[Operation]:
+def _assign_view(x: Any, detail: Any, _: Sequence[Any]) -> list[Operation]:
     _, content = detail  # a view does not change what it shows, or whether it is read-only
     return [(memoryview.__setitem__, x.cast("B"), slice(None), content.data)]
 

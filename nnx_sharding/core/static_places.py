@@ -28,6 +28,7 @@ from .static_equality import Static
 from .static_parts import can_be_made, is_cache
 from .structure import (
     Child,
+    Container,
     Entry,
     StaticObject,
     Structure,
@@ -130,26 +131,24 @@ def _misplaced(
     pending = [*starts]
     while pending:  # no recursion: statics may be nested deeply
         place = pending.pop()
-        child, holder = place.child, place.child
-        in_uncopied = place.in_uncopied
+        child, in_uncopied = place.child, place.in_uncopied
         if isinstance(child, Static):
             if _is_hidden(child):
                 yield place.expression, f"{type(child.value).__name__} with arrays"
             elif place.in_argument:
                 yield from _arrays_in(place.expression, child.value)
-            continue
-        if isinstance(child, int):
+        elif isinstance(child, Container | StaticObject):
+            pending += reversed(_places_below(place, child, in_uncopied=in_uncopied))
+        elif isinstance(child, int):
             entry = structure.entries[child]
-            if place.in_uncopied and not isinstance(entry, StaticObject):
+            if in_uncopied and not isinstance(entry, StaticObject):
                 # A module in an object that is not copied would be the caller's own.
                 if entry is not None and _holds_arrays(structure, child):
                     yield place.expression, f"{entry.type.__name__} with arrays"
-                continue
-            if (child, place.in_argument) in seen:  # shared, or a cycle
-                continue
-            seen.add((child, place.in_argument))
-            holder, in_uncopied = entry, child in uncopied
-        pending += reversed(_places_below(place, holder, in_uncopied=in_uncopied))
+            elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
+                seen.add((child, place.in_argument))
+                below = _places_below(place, entry, in_uncopied=child in uncopied)
+                pending += reversed(below)
 
 
 def _holds_arrays(structure: Structure, index: int) -> bool:
@@ -158,22 +157,23 @@ def _holds_arrays(structure: Structure, index: int) -> bool:
 
 
 def _places_below(
-    place: _Place, holder: Entry | Child | None, *, in_uncopied: bool
+    place: _Place, holder: Entry | Container | None, *, in_uncopied: bool
 ) -> list[_Place]:
     """Returns the places in ``holder``, the object at a place, that are searched.
 
     ``in_uncopied`` says whether this is an object of which a trace gets no copy, or is in one.
     """
-    is_static = isinstance(holder, StaticObject)
     places = []
     for path, part in parts_of(holder).items():
         if isinstance(holder, VariableEntry) and _is_random_stream(part):
             continue
         # What a cached_property stores follows from the rest, and is dropped after a trace.
-        if is_static and isinstance(part, Static) and is_cache(holder.type, path[-1]):
+        is_static = isinstance(part, Static)
+        if is_static and isinstance(holder, StaticObject) and is_cache(holder.type, path[-1]):
             continue
         expression = accessor(place.expression, path)
-        places.append(_Place(expression, part, place.in_argument, is_static and in_uncopied))
+        in_static = isinstance(holder, StaticObject) and in_uncopied
+        places.append(_Place(expression, part, place.in_argument, in_static))
     return places
 
 

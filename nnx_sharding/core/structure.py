@@ -151,9 +151,7 @@ class Structure:
         for entry in self.entries:
             searched = entry.metadata if is_leaf_variable(entry) else entry
             entries[_compat.identity(searched)] = entry
-        children = [self.root, *self.statics]
-        for entry in entries.values():
-            children += children_of(entry)
+        children = [self.root, *self.statics, *chain(*map(children_of, entries.values()))]
         unique = {_compat.identity(x): x for x in children if type(x) is not int}
         self._unique = tuple(identities_in(unique.values()))
         return self._unique
@@ -233,25 +231,11 @@ class Structure:
         paths = self.paths_to_objects(((name,), child) for name, child in starts)
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
-    def _links(self, child: Child) -> Counter[int]:
-        """Counts the references to each object below ``child``, by its index."""
-        links: Counter[int] = Counter()
-        pending: list[Sequence[Child]] = [(child,)]
-        while pending:
-            for part in pending.pop():
-                if isinstance(part, int):
-                    if part not in links:
-                        pending.append(children_of(self.entries[part]))
-                    links[part] += 1
-                elif isinstance(part, Container | StaticObject):
-                    pending.append(part.children)
-        return links
-
     def shared_objects(self, child: Child) -> set[int]:
         """Returns the modules, Variables and refs in ``child`` with more than one reference."""
         # Flattening has recorded whether it met any object twice; counting takes as long again.
-        links = self._links(child) if self.shares else {}
-        shared = (index for index, count in links.items() if count > 1)
+        counts = count_links(self, child) if self.shares else {}
+        shared = (index for index, count in counts.items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticObject)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
@@ -296,6 +280,21 @@ class Structure:
         ]
         header = f"Structure({self.num_leaves} arrays, root={self.root!r}"
         return "\n".join([header, *lines]) + ("\n)" if lines else ")")
+
+
+def count_links(structure: Structure, child: Child) -> Counter[int]:
+    """Counts the references to each object below a child, by its index."""
+    counts: Counter[int] = Counter()
+    pending: list[Sequence[Child]] = [(child,)]
+    while pending:
+        for part in pending.pop():
+            if isinstance(part, int):
+                if part not in counts:
+                    pending.append(children_of(structure.entries[part]))
+                counts[part] += 1
+            elif isinstance(part, Container | StaticObject):
+                pending.append(part.children)
+    return counts
 
 
 def children_of(entry: Entry | None) -> Sequence[Any]:

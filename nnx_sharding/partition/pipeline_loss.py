@@ -29,7 +29,7 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from .. import _compat
 from ..core.flatten import Flat
-from ..core.outcome import INPUT, Outcome, OutputGroup
+from ..core.outcome import INPUT, Outcome, OutputGroup, Source
 from ..core.rebuild import kept_places
 from ..transforms.in_trace import Function, replace_slots
 from .pipeline_loop import PipelineLoop
@@ -250,9 +250,9 @@ class TracedLoss:
             slot: old
             for index in outcome.values
             for slot, old in kept_places(before, outcome.structure, index)
-            if outcome.sources[slot][0] != INPUT
+            if outcome.sources[slot].group != INPUT
         }
-        is_input = {i for i, (group, _) in enumerate(outcome.sources) if group == INPUT}
+        is_input = {i for i, x in enumerate(outcome.sources) if x.group == INPUT}
         kept = is_input.difference(outcome.structure.root_slots) | self._state.keys()
         others = [i for i in range(len(outcome.sources)) if i not in kept and i != value]
         self._returned = [value, *others]
@@ -260,7 +260,7 @@ class TracedLoss:
     def outputs(self, returned: Arrays, state: Arrays) -> tuple[Any, ...]:
         """Returns the groups of outputs, and the outcome, of a call that returns these arrays."""
         slots = [*self._returned, *self._state]
-        position = {slot: (0, i) for i, slot in enumerate(slots)}
+        position = {slot: Source(0, i) for i, slot in enumerate(slots)}
         sources = self._outcome.sources
         outcome = dataclasses.replace(
             self._outcome,

@@ -35,7 +35,7 @@ class FilterMatch(NamedTuple):
     """The first filter of a ``StateSharding`` that matches a Variable or an array."""
 
     path: Path  # the path that it matches: see `candidates`
-    index: int | None  # the number of the filter; None if no filter matches
+    number: int | None  # of the filter; None if no filter matches
     sharding: Any  # as the user wrote it; also None if that is to be left to JAX
 
 

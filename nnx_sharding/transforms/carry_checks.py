@@ -8,6 +8,7 @@ the user's names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 
@@ -72,18 +73,20 @@ def type_changes(
     return lines
 
 
+class Difference(NamedTuple):
+    """A place where two structures differ, in the user's words."""
+
+    place: str  # such as ``model.blocks[0].scale``
+    before: str  # what is there in one structure, such as ``an array``
+    after: str  # and in the other
+
+
 def structure_changes(
     names: Mapping[int, str], before: Structure, after: Structure
-) -> Iterator[tuple[str, str, str]]:
-    """Finds where two structures of the same objects differ.
+) -> Iterator[Difference]:
+    """Yields where two structures of the same objects differ.
 
-    Args:
-      names: the objects to compare, by index, with their names.
-      before: one structure.
-      after: the other.
-
-    Yields:
-      For each difference its place, and what is there in each structure.
+    ``names`` are those of the objects to compare, by index.
     """
     for index, name in names.items():
         old_entry = before.entries[index]
@@ -98,4 +101,4 @@ def structure_changes(
         for path in telling or changed:
             in_old = show_child(before, old[path]) if path in old else "nothing"
             in_new = show_child(after, new[path]) if path in new else "nothing"
-            yield accessor(name, path), in_old, in_new
+            yield Difference(accessor(name, path), in_old, in_new)

@@ -11,7 +11,15 @@ of what the branches did (:func:`~.outcome.union`): an array that one of them ch
 back, and is the old one where another branch ran.
 
 All branches have to leave the same structure: which of them runs is known only to the program, and
-the caller's objects can change in one way only.
+the caller's objects can change in one way only. From other modules:
+
+    Plan           what is known before the trace: ``structure`` of the operands, and ``names`` of
+                   their leaves
+    Outcome        ``outcome.sources`` says where the array in each slot after a branch is: in a
+                   group of outputs, or unchanged among the inputs (group ``INPUT``)
+    Caller         the call that is being traced: the pure function calls ``caller.fun``
+    static_leaves  those that JAX does not trace, such as flags. ``may_keep`` says that they are no
+                   objects of the user, so that a function with them may be kept for later calls
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +36,11 @@ from .. import _compat
 from ..activations.variables import reshard_like
 from ..core.arguments import named_parts
 from ..core.call_context import called_by, current_caller
-from ..core.outcome import Outcome, OutputGroup, union
+from ..core.outcome import INPUT, Outcome, OutputGroup, union
 from ..core.plan import Plan
 from ..core.rebuild import kept_places
 from ..errors import raise_listed
-from .carry_checks import structure_changes
+from .carry_checks import Difference, structure_changes
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import (
     Function,
@@ -182,8 +190,9 @@ class _Switch(InnerTransform):
         Its outputs are those of the branch that runs, in one group; see :class:`_Branches`.
         """
 
-        # JAX finds the traces of branches by the identity of the functions, so they are kept. Types
-        # and context are part of the key because `_Branches` records what its last traces did.
+        # JAX finds the traces of branches by the identity of their functions, so these are kept. It
+        # traces them again for other types and in another context, such as a mesh. These are in the
+        # key because `_Branches` records what its last trace did.
         @functools.lru_cache(maxsize=64)
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
             return _Branches(self, plan, function, static)
@@ -191,6 +200,7 @@ class _Switch(InnerTransform):
         def call(*leaves: object) -> Any:
             static = static_leaves(leaves)
             operands = [*filter(is_traced, leaves)]
+            # What is kept must not hold the user's objects, and a trace holds the refs it reads.
             if may_keep(static) and not any(map(_compat.is_ref, operands)):
                 types = tuple(map(jax.typeof, operands))
                 branches = kept_branches(static, types, _compat.context_key())
@@ -204,6 +214,13 @@ class _Switch(InnerTransform):
             return branches.outputs(results)
 
         return compile_at_top_level(call)
+
+
+class _NamedType(NamedTuple):
+    """An array after a branch."""
+
+    name: str
+    type: jax.core.AbstractValue | None  # None for what JAX cannot pass on, such as flags
 
 
 class _Branches:
@@ -228,16 +245,18 @@ class _Branches:
         self._function = function
         self._static = dict(static)
         # Recorded while JAX traces, by the number of the branch: what it does, a text for what it
-        # returns, and the name and the type of each array after it.
+        # returns, and the array in each slot after it.
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
-        self._types: dict[int, list[tuple[str, jax.core.AbstractValue | None]]] = {}
+        self._types: dict[int, list[_NamedType]] = {}
         caller = current_caller()
         assert caller is not None  # branches are made in calls
-        # An expert per branch is often one method of several objects, so objects count, too.
+        # Equal branches are traced under the number of the first of them. An expert per branch is
+        # often one method of several objects, so what a branch is bound to counts, too.
         keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
-        distinct = {key: functools.partial(self._trace, keys.index(key)) for key in {*keys}}
-        self.functions = [distinct[key] for key in keys]
+        numbers = [keys.index(key) for key in keys]
+        traces = {number: functools.partial(self._trace, number) for number in numbers}
+        self.functions = [traces[number] for number in numbers]
 
     def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
         """Traces one branch, as a function of the operands.
@@ -255,12 +274,12 @@ class _Branches:
         results = outcome.arrays(leaves, groups)
         self._keep_shardings(outcome, leaves, results)
         results = self._plain_results(results, operands)
-        # By group, the name of each of its arrays; the last group, -1, is the operands.
-        names = [*(group.names for group in groups), self._plan.names]
-        self._types[number] = [
-            (names[group][position], None if x is None else jax.typeof(x))
-            for x, (group, position) in zip(results, outcome.sources, strict=True)
+        names = [
+            self._plan.names[position] if group == INPUT else groups[group].names[position]
+            for group, position in outcome.sources
         ]
+        types = [None if x is None else jax.typeof(x) for x in results]
+        self._types[number] = [*map(_NamedType, names, types)]
         self._check_types(number)
         return results
 
@@ -315,9 +334,9 @@ class _Branches:
         ``results`` are all arrays after the branch that ran.
         """
         outcome = union(self._plan.structure, [*self._outcomes.values()])
-        # Group -1 is what no branch changes, so that the caller keeps it.
-        slots = [slot for slot, (group, _) in enumerate(outcome.sources) if group >= 0]
-        arrays = [results[slot] for slot in slots]
+        # The caller keeps what no branch changes.
+        sources = zip(results, outcome.sources, strict=True)
+        arrays = [x for x, source in sources if source.group != INPUT]
         return OutputGroup(("",) * len(arrays), arrays), outcome
 
     def _check_structures(self, number: int) -> None:
@@ -325,19 +344,18 @@ class _Branches:
         first, other = self._outcomes[0].structure, self._outcomes[number].structure
         if first == other:
             return
-        returned = self._returned[0], self._returned[number]
-        changes = [("output", *returned)] if returned[0] != returned[1] else []
+        changes = [Difference("output", self._returned[0], self._returned[number])]
         # Objects are compared that have the same name, and so the same place, after both.
         starts = named_parts(self._plan.graph_arguments)
         names = first.names([*starts, ("output", first.root)])
         other_names = other.names([*starts, ("output", other.root)])
         same = {index: name for index, name in names.items() if other_names.get(index) == name}
         changes += structure_changes(same, first, other)
-        labels = self._labels[0], self._labels[number]
         lines = [
-            f"  {place}: {x} in {labels[0]}, {y} in {labels[1]}"
-            for place, x, y in changes
-            if x != y
+            f"  {change.place}: {change.before} in {self._labels[0]}, "
+            f"{change.after} in {self._labels[number]}"
+            for change in changes
+            if change.before != change.after
         ]
         raise_listed(
             ValueError,
@@ -352,12 +370,14 @@ class _Branches:
     def _check_types(self, number: int) -> None:
         """Raises a ``TypeError`` if arrays after a branch have other types than after the first."""
         lines = []
-        for (name, x), (_, y) in zip(self._types[0], self._types[number], strict=True):
+        for first, other in zip(self._types[0], self._types[number], strict=True):
             # A weak type differs, but has the same text: JAX promotes it.
-            first, other = _type_text(x), _type_text(y)
-            if first != other:
-                labels = self._labels[0], self._labels[number]
-                lines.append(f"  {name}: {first} in {labels[0]}, {other} in {labels[1]}")
+            text, other_text = _type_text(first.type), _type_text(other.type)
+            if text != other_text:
+                lines.append(
+                    f"  {first.name}: {text} in {self._labels[0]}, "
+                    f"{other_text} in {self._labels[number]}"
+                )
         raise_listed(
             TypeError,
             f"{self._name}: the branches return, or write to the operands, arrays of different "

@@ -34,7 +34,7 @@ from ..core.constrain import type_spec
 from ..core.fingerprint import fingerprint_of
 from ..core.flatten import Flat, flatten
 from ..core.functions import FunctionGroup, name_of
-from ..core.outcome import Outcome, OutputGroup
+from ..core.outcome import INPUT, Outcome, OutputGroup, Source
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.structure import Location, Structure, VariableEntry
@@ -466,7 +466,7 @@ class _Call:
         ``tangents`` are those of the outputs, in groups.
         """
         return [
-            self._zero_tangent(i) if group < 0 else tangents[group][i]
+            self._zero_tangent(i) if group == INPUT else tangents[group][i]
             for group, i in outcome.sources
         ]
 
@@ -670,14 +670,14 @@ class _CallWithJvp(_Call):
         after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
         structure = outcome.structure
         # What is returned unchanged is not an output of JAX's function, and has no tangent here.
-        leaves = [None if group < 0 else outputs[group][i] for group, i in outcome.sources]
+        leaves = [None if group == INPUT else outputs[group][i] for group, i in outcome.sources]
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"
         after = replace_slots(after, form.slots, form.tangents_in(name, d_output))
         self._take_tangents_of_changes(outcome, d_args, after)
         by_source = dict(zip(outcome.sources, after, strict=True))
         d_outputs = [
-            [by_source[group, i] for i in range(len(arrays))]
+            [by_source[Source(group, i)] for i in range(len(arrays))]
             for group, arrays in enumerate(outputs)
         ]
         return outputs, d_outputs

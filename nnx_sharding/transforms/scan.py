@@ -15,8 +15,14 @@ JAX turns a carry that no step changes into a constant, so that nothing is lost 
 the third and fourth row. `while_loop` and `fori_loop` are the same loop without slices.
 
 The *leaves* of the arguments are arrays, numbers and flags, of which each has a *slot* (its
-position); the objects are in a table, the *structure*, in which each has an *index*. The *outcome*
-of a step is what it did to objects, with the structure after it.
+position); the objects are in a table, the *structure*, in which each has an *index*. From other
+modules:
+
+    Plan         what is known before the trace: ``structure`` of the arguments; the axes of leaves,
+                 by slot (``specs``), and of the groups of outputs (``out_specs``)
+    Outcome      what a step did: the ``structure`` after it, and for each slot of that the
+                 ``Source``: in which group of outputs the array is; unchanged arrays in ``INPUT``
+    OutputGroup  arrays with one axis; a pure function returns ``(*groups, outcome)``
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +41,11 @@ from ..activations.variables import reshard_like
 from ..core.arguments import named_parts
 from ..core.call_context import Caller, current_caller
 from ..core.functions import name_of
-from ..core.outcome import Outcome, OutputGroup
+from ..core.outcome import Outcome, OutputGroup, Source
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.static_equality import Static
-from ..core.structure import RefEntry, VariableEntry
+from ..core.structure import RefEntry, VariableEntry, count_links
 from ..core.unflatten import Unflattened
 from ..errors import raise_listed, see
 from ..specs.types import BROADCAST, CARRY, Axis
@@ -222,7 +228,7 @@ class Scan(Mapped):
         for argument in plan.graph_arguments:
             for part in argument.parts:
                 if part.spec is CARRY:
-                    carried.update(plan.structure._links(part.child))
+                    carried.update(count_links(plan.structure, part.child))
         return frozenset(carried)
 
 
@@ -234,6 +240,13 @@ def _argument(
         return args[key]
     arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
     return arguments[key] if isinstance(key, str) else [*arguments.values()][key]
+
+
+class _Place(NamedTuple):
+    """Where a carried array is in an object. A step changes its slot, but not this."""
+
+    entry: int  # the index of the object
+    number: int  # of the array, among those of the object
 
 
 class Loop:
@@ -262,7 +275,7 @@ class Loop:
         self._signature = plan.signature
         self._transform = cast("Scan", plan.transform)
         self._graph_arguments = plan.graph_arguments
-        # Of each group of outputs the axis along which it is stacked; None if it is not.
+        # The axis along which each group of outputs is stacked; None if it is carried.
         self._group_axes = [axis.index for axis in plan.out_specs]
         self._carry_group = plan.out_specs.index(CARRY) if CARRY in plan.out_specs else None
         self._sort_slots(plan)
@@ -285,9 +298,8 @@ class Loop:
                 "axis None: the next step then reads what a step writes to it."
             )
         self._has_refs = bool(refs)
-        # By slot: the index of the object that holds a carried array, and its number among the
-        # arrays of that. Slots differ after a step, these do not.
-        self._places: dict[int, tuple[int, int]] = {}
+        # Where carried arrays are in objects, by slot.
+        self._places: dict[int, _Place] = {}
         carried_objects = plan.transform.carried_objects(plan)
         for index, slots in enumerate(structure.slots):
             # Without graph updates, only Variables and the carry keep what a step writes.
@@ -295,7 +307,7 @@ class Loop:
             if plan.updates or is_variable or index in carried_objects:
                 for number, slot in enumerate(slots):
                     if slot not in self._mapped and slot not in refs:
-                        self._places[slot] = (index, number)
+                        self._places[slot] = _Place(index, number)
         self._carried = [*carry, *self._places]
         used = {*self._carried, *self._mapped}
         self._others = [slot for slot in range(len(specs)) if slot not in used]
@@ -308,10 +320,10 @@ class Loop:
         structure = plan.structure
         parts = (part for argument in plan.graph_arguments for part in argument.parts)
         unmapped = (part.child for part in parts if part.spec in (None, BROADCAST, CARRY))
-        fixed = set[int]().union(*map(structure._links, unmapped))
+        fixed = set[int]().union(*(count_links(structure, child) for child in unmapped))
         # What is empty before the first step may get an array, which is then stacked.
         fixed -= {index for index in captures(structure) if not structure.slots[index]}
-        return fixed | {index for index, _ in self._places.values()}
+        return fixed | {place.entry for place in self._places.values()}
 
     def __call__(self, *leaves: object) -> tuple[Any, ...]:
         """Runs the loop, as a function of the same leaves as the pure function of one step.
@@ -350,20 +362,18 @@ class Loop:
         Args:
           last: the last carry.
           stacked: the groups that were stacked; None for those in the carry.
-          outcome: what a step did, with the group and the position of each array after it.
+          outcome: what a step did.
         """
-        # The last values, by group and position among the outputs of a step. Not strict, since
-        # what no step changes is behind the rest in the carry.
-        final = {
-            outcome.sources[slot]: array
-            for slot, array in zip(self._slots_after(outcome), last.arrays, strict=False)
-        }
+        # The last values, by their sources among the outputs of a step. Behind them in the carry
+        # are the arrays that no step changes, which are no outputs.
+        carried = last.arrays[: len(self._carried)]
+        sources = [outcome.sources[slot] for slot in self._slots_after(outcome)]
+        final = dict(zip(sources, carried, strict=True))
         groups = []
         for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
-            if group is None or axis is None:
-                # The outputs of this group, in their order.
-                positions = sorted(position for owner, position in final if owner == number)
-                arrays = [final[number, position] for position in positions]
+            if group is None or axis is None:  # carried, in the order of a step's outputs
+                in_group = sorted(source for source in final if source.group == number)
+                arrays = [final[source] for source in in_group]
             else:
                 arrays = [_move_axis(array, 0, axis) for array in group.arrays]
             groups.append(OutputGroup(("",) * len(arrays), arrays))
@@ -407,8 +417,9 @@ class Loop:
     def _slots_after(self, outcome: Outcome) -> list[int]:
         """Returns the slot of each carried array after a step, in the order of ``_carried``."""
         after = outcome.structure
-        root = [s for s in after.root_slots if outcome.sources[s][0] == self._carry_group]
-        return [*root, *(after.slots[index][number] for index, number in self._places.values())]
+        root = [s for s in after.root_slots if outcome.sources[s].group == self._carry_group]
+        places = self._places.values()
+        return [*root, *(after.slots[place.entry][place.number] for place in places)]
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
         """Raises a ``ValueError`` unless all mapped arrays have one length along their axes."""
@@ -472,11 +483,11 @@ class Loop:
 
     def _new_outputs(self, groups: Sequence[OutputGroup], outcome: Outcome) -> list[str]:
         """Returns a line for each array that a step added to what is not stacked, nor the carry."""
-        known = {outcome.sources[slot] for slot in self._slots_after(outcome)}
+        carried = {outcome.sources[slot] for slot in self._slots_after(outcome)}
         lines = []
         for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True)):
             for position, name in enumerate(group.names):
-                if axis is None and (number, position) not in known:
+                if axis is None and Source(number, position) not in carried:
                     lines.append(f"  {name}: is new")
         return lines
 
