@@ -5,6 +5,7 @@ Each is also of the type that ``jax.jit`` raises for the same mistake, so code m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -199,9 +200,19 @@ def _users_level() -> int:
     """Returns the stack level of the nearest frame of user code."""
     # The `skip_file_prefixes` of Python 3.12 would do the same.
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level
+
+
+# Of the standard library: through their Python code, libraries call themselves, as for a
+# `cached_property` or the end of a block.
+_HELPERS = frozenset({contextlib.__file__, functools.__file__})
+
+
+def _is_between(filename: str) -> bool:
+    """Whether code of a file runs between the user's line and a warning."""
+    return is_library(filename) or filename in _HELPERS
 
 
 _FILES = (

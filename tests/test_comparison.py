@@ -27,6 +27,7 @@ from nnx_sharding.partition import fsdp, planning_mesh, replicated, sharded_init
 from nnx_sharding.report import Comparison, ProgramReport, Strategy, compare, compiling, diff
 from nnx_sharding.report.changes import Change, Changes
 from nnx_sharding.report.comparison import Failure, why_unknown
+from test_terminal import printed
 from zoo import MLP, P, mesh_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -304,6 +305,17 @@ class CompareTest(parameterized.TestCase):
         assert "odd: flops unknown, and ranked last: not understood: a = f32" in str(comparison)
         assert why_unknown(known) == {}
         assert [*why_unknown(dataclasses.replace(known, memory=None))] == ["peak"]
+
+    def test_columns_without_figures_are_left_out(self):
+        known = planned().reports["fsdp"].with_roofline("TPU v5e")
+        comparison = Comparison({"a": known, "b": known})
+        assert {"flops", "roofline", "sent"} <= {*printed(comparison, width=200).split()}
+        bare = dataclasses.replace(known, cost=None, roofline=None)
+        text = printed(Comparison({"a": bare, "b": bare}), width=200)
+        header = next(line for line in text.splitlines() if "strategy" in line)
+        assert "flops" not in header and "roofline" not in header and "sent" in header
+        # One that differs shows both.
+        assert "flops" in printed(Comparison({"a": known, "b": bare}), width=200)
 
     def test_bad_reports(self):
         with pytest.raises(ValueError, match="nothing to compare"):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnx_sharding.errors import MAX_LINES, MAX_WIDTH, by_kind, listed, message
+from nnx_sharding.errors import (
+    MAX_LINES,
+    MAX_WIDTH,
+    UnshardedWarning,
+    by_kind,
+    listed,
+    message,
+    warn_or_raise,
+)
 
 words = st.text("abc[].0:, P()", min_size=1, max_size=300)
 items = st.lists(words | st.lists(words, max_size=40).map("\n  ".join), max_size=300)
@@ -52,3 +63,24 @@ def test_the_rest_is_counted_in_items():
     *_, last = shown = listed(items)
     kept = sum(re.match("  [a-z]:", line) is not None for line in shown)
     assert last == f"  … and {26 - kept} more" and kept == 5
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "class A:\n  @cached_property\n  def x(self): warn()\ndef call(): return A().x",
+        "@contextmanager\ndef block():\n  yield\n  warn()\ndef call():\n  with block(): pass",
+    ],
+)
+def test_warnings_name_the_line_of_the_user(library):
+    # As code of this package that is called through the standard library.
+    names = {
+        "cached_property": functools.cached_property,
+        "contextmanager": contextlib.contextmanager,
+        "warn": functools.partial(warn_or_raise, UnshardedWarning, "text", strict=False),
+    }
+    file = warn_or_raise.__code__.co_filename
+    exec(compile(library, file, "exec"), names)
+    with pytest.warns(UnshardedWarning) as caught:
+        names["call"]()
+    assert [warning.filename for warning in caught] == [__file__]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -41,6 +42,8 @@ HEADS = {
 LAYERS = {
     "grows": (lambda r: nnx.Linear(8, 16, rngs=r), COLUMN),
     "is square": (lambda r: nnx.Linear(8, 8, rngs=r), COLUMN),
+    "head": (lambda r: nnx.Dict(head=nnx.Linear(16, 8, rngs=r)), {
+        f"head/{name}": spec for name, spec in COLUMN.items()}),
     "shrinks": (lambda r: nnx.Linear(16, 8, rngs=r), ROW),
     "only inputs": (lambda r: nnx.Linear(16, 18, rngs=r), ROW),
     "only outputs": (lambda r: nnx.Linear(18, 16, rngs=r), COLUMN),
@@ -123,6 +126,7 @@ class TensorParallelTest(parameterized.TestCase):
         ("other", "column"),
         ("proj", "row"),
         ("output", "row"),
+        ("lm_head", "column"),
     )
     def test_names(self, name, role):
         specs = COLUMN if role == "column" else ROW
@@ -369,6 +373,39 @@ def test_fewer_heads_than_devices_in_flat_layers(rules, gathers):
     x = jax.ShapeDtypeStruct((4, 16, 64), jnp.float32)
     found = apply.lower(model, x).compile().collectives()
     assert len(found.of("all-gather")) == gathers
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    num_key_value_heads: int = 2
+    num_attention_heads: int = 8
+
+
+@pytest.mark.parametrize(
+    ("attributes", "split"),
+    [
+        ({}, set()),  # nothing says how many there are
+        ({"num_kv_heads": 2}, {"k_proj", "v_proj"}),
+        ({"num_heads": 8, "head_dim": 8}, {"k_proj", "v_proj"}),
+        ({"config": Heads()}, {"k_proj", "v_proj"}),
+        ({"num_kv_heads": 4}, set()),
+        ({"head_dim": 4}, set()),
+        ({"num_heads": 2, "num_kv_heads": 8}, {"q_proj"}),
+    ],
+)
+def test_split_heads_are_noted(attributes, split):
+    def build():
+        model = FewHeads(nnx.Rngs(0))
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        return nnx.Dict(attention=model)
+
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    model = nnx.eval_shape(build)
+    rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
+    notes = {row.path.split("/")[1]: row.reason for row in rows if row.reason}
+    assert set(notes) == split
+    assert all("heads are split within a head over 'model' (4)" in x for x in notes.values())
 
 
 class Unnamed(nnx.Module):

@@ -87,7 +87,9 @@ class ArgumentReasons:
             return None, [f"No rule of {option} for {name} matches."]
         facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]
         if note := getattr(rules.filters[first], "note", ""):
-            facts = [f"The strategy leaves it replicated: {note}."]
+            is_whole = isinstance(declared, PartitionSpec) and not any(declared.partitions)
+            does = "leaves it replicated" if is_whole else "notes"
+            facts = [*([] if is_whole else facts), f"The strategy {does}: {note}."]
         overridden = [
             number
             for number in range(first + 1, len(rules.filters))

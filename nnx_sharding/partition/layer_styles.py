@@ -66,7 +66,7 @@ FUSED_GATES: Style = _style_of("dense_h dense_i", kernel=-1, bias=-1)
 # The names of layers whose outputs are sharded, and of those whose inputs are.
 _COLUMN_NAMES = """up gate in fc1 wi wi_0 wi_1 w1 w3 linear1 dense1 c_fc fc_in up_proj gate_proj
 gate_up gate_up_proj in_proj query key value q k v qkv q_proj k_proj v_proj qkv_proj wq wk wv wqkv
-c_attn to_q to_k to_v"""
+c_attn to_q to_k to_v head lm_head unembed classifier logits"""
 _ROW_NAMES = """down out fc2 wo w2 linear2 dense2 c_proj fc_out down_proj out_proj o o_proj to_out
 output_proj attn_out"""
 _COLUMNS, _ROWS = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())

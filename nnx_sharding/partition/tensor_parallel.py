@@ -22,6 +22,7 @@ from ..specs.fitting import axes_of
 from ..specs.paths import Path, path_string
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, AxisName
+from .heads import notes_of_split_heads
 from .layer_styles import Rule, Style, rules_of_layer
 from .optimizer import with_optimizer
 from .strategies import (
@@ -57,10 +58,10 @@ def tensor_parallel(
     The first of these dimensions that the axis divides is sharded, if any:
 
     * ``Linear``, ``LinearGeneral``, ``Einsum``: the output features with the bias (``up``,
-      ``gate``, ``fc1``, ``wi``, ``query`` …), or the input features with a replicated bias
-      (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the axis.
-      In a layer with another name, the inputs are sharded if they outnumber the outputs, or if both
-      are as many and it is called ``proj`` or ``output``; else the outputs. ``LoRA`` and
+      ``gate``, ``fc1``, ``wi``, ``query``, ``lm_head`` …), or the input features with a replicated
+      bias (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the
+      axis. In a layer with another name, the inputs are sharded if they outnumber the outputs, or
+      if both are as many and it is called ``proj`` or ``output``; else the outputs. ``LoRA`` and
       ``LoRALinear`` follow the adapted layer.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``. Other layers of
       these names (``q_proj``, ``kv_einsum`` …) with several dimensions of outputs: the heads, the
@@ -94,9 +95,10 @@ def tensor_parallel(
         activations are then sent.
 
     Returns:
-      The spec of each path. All of them divide the shapes. Why others are replicated is noted by
-      :func:`~nnx_sharding.report.check_sharding`. Of what has more than 5 % of the parameters, and
-      65,536 elements, an :class:`~nnx_sharding.errors.UnshardedWarning` says it.
+      The spec of each path. All of them divide the shapes. Why others are replicated, and which
+      heads are split, is noted by :func:`~nnx_sharding.report.check_sharding`. Of what has more
+      than 5 % of the parameters, and 65,536 elements, an
+      :class:`~nnx_sharding.errors.UnshardedWarning` says it.
 
     Example:
       >>> from flax import nnx
@@ -146,6 +148,7 @@ def tensor_parallel(
     notes = _notes(known.values(), specs, covered, undivided, axes, size)
     if size > 1:
         _warn_of_large(known.values(), notes, axes)
+    notes |= notes_of_split_heads(listing, known, specs, mesh)
     return with_optimizer(specs, every, optimizer, activations, notes)
 
 

@@ -24,7 +24,7 @@ from ..analysis.hlo import parse
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
 from ..analysis.program import ProgramReport
 from ..analysis.tables import table, text
-from ..analysis.units import bytes_text, count_text, read_bytes, time_text
+from ..analysis.units import UNKNOWN, bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_listed
 
 if TYPE_CHECKING:
@@ -286,16 +286,22 @@ class Comparison(JsonForm):
             "bound by": [getattr(report.roofline, "bound_by", None) or "" for report in compiled],
             "compiled in  ": figures("planning", time_text),
         }
-        if not any(columns["bound by"]):
-            del columns["bound by"]
         if self.memory_limit is not None:
             columns["fits"] = [fits[self.fits(name)] for name in sent]
         if width < _WIDE:
             columns = {title: cells for title, cells in columns.items() if title in _MAIN_COLUMNS}
-        rows = zip(*columns.values(), strict=True)  # the same by strategy
-        return table(list(columns), rows, numbers=len(columns) - 2)
+        # Figures that no strategy has, or all have as zero, tell none from another.
+        names = {title: columns.pop(title) for title in ("strategy", "mesh")}
+        told = {
+            title: cells
+            for title, cells in columns.items()
+            if not _NOTHING.issuperset(str(cell).strip(" *") for cell in cells)
+        }
+        rows = zip(*names.values(), *told.values(), strict=True)  # the same by strategy
+        return table([*names, *told], rows, numbers=len(told))
 
 
+_NOTHING = frozenset({"", "0", "0 B", "0 s", UNKNOWN})
 _WIDE = 140  # characters of a console that has room for all columns
 _MAIN_COLUMNS = ("strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits")
 

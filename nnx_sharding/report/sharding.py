@@ -50,7 +50,7 @@ class ShardingRow(parameters.ParameterRow):
       declared: the spec of this rule. None leaves the choice to JAX.
       why: what does not fit in ``declared``, if anything; ``spec`` is the part that fits.
       is_fault: whether the transforms refuse it.
-      reason: why a strategy left the array replicated, if the strategy notes it.
+      reason: what a strategy notes of the array: why it stays replicated, or that heads are split.
     """
 
     rule: int | None = None
@@ -333,8 +333,11 @@ def _rows(
             declared=declared,
             why="no rule matches" if is_open else fitted.reasons or None,
             is_fault=is_open or is_refused,
-            reason=f"replicated: {math.prod(array.shape)} elements, {note}" if note else None,
         )
+        if note:
+            is_whole = row.sharding is None or row.sharding.is_fully_replicated
+            size = f"replicated: {math.prod(array.shape)} elements, " if is_whole else ""
+            row = dataclasses.replace(row, reason=f"{size}{note}")
         yield row, fitted.is_indivisible
 
 

@@ -1,0 +1,102 @@
+"""Finds projections to heads whose spec splits a head, where the model says how many it has.
+
+A layer ``k_proj`` with 2 heads of 64 features has 128 outputs. Over 4 devices, each has half a
+head: numbers are right, but the attention gathers the keys again. Shapes alone do not show it, as
+128 may be any number of heads. The module around the layer, or its configuration, often does:
+
+    num_kv_heads = 2                      the heads of keys and values
+    num_heads = 8, head_dim = 64          those of queries, and the features of all
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..specs.fitting import axes_of, pad_entries
+from ..specs.paths import Path
+from ..specs.types import AnyMesh
+from .variables import Listing, NamedVariable, SpecsByPath
+
+_QUERIES = re.compile("query|(to_|w)?q(_proj)?")
+_KEYS = re.compile("key|value|(to_|w)?[kv](_proj)?")
+_NUM_QUERY_HEADS = re.compile("(num|n)_(attention_|query_|q_)?heads?")
+_NUM_KEY_HEADS = re.compile("((num|n)_)?(kv|key_value|k|key)_heads?")
+_HEAD_SIZE = re.compile("head_(dim|size|features)")
+_CONFIGURATIONS = ("config", "cfg", "configuration", "args", "options")
+
+
+def notes_of_split_heads(
+    listing: Listing,
+    known: Mapping[int | Path, NamedVariable],
+    specs: SpecsByPath,
+    mesh: AnyMesh,
+) -> dict[Path, str]:
+    """Says for each kernel whose spec splits heads what that costs, by its path.
+
+    Args:
+      listing: the flattened model.
+      known: its parameters.
+      specs: their specs.
+      mesh: the mesh of the specs.
+    """
+    modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
+    notes = {}
+    for parameter in known.values():
+        spec = specs[parameter.path]
+        dimensions = parameter.layer_dimensions
+        if len(dimensions) != 2 or not isinstance(spec, PartitionSpec):
+            continue  # three dimensions have heads of their own
+        name, module = _projection(parameter.path, modules)
+        if not name or not isinstance(module, nnx.Module):
+            continue
+        entries = pad_entries(spec, len(parameter.shapes[0]))
+        outputs = dimensions[-1]
+        axes = axes_of(entries[outputs])
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+        heads = _num_heads(module, name, parameter.shapes[0][outputs])
+        if heads and heads % devices:
+            over = ", ".join(map(repr, axes))
+            notes[parameter.path] = (
+                f"its {heads} heads are split within a head over {over} ({devices}), so attention "
+                f"gathers them. To keep heads whole, replicate it: override(sharding, "
+                f"{{'{name}': P()}})"
+            )
+    return notes
+
+
+def _projection(path: Path, modules: Mapping[Path, object]) -> tuple[str, object]:
+    """Returns the name of a projection to heads, and the module around it; "" for other kernels."""
+    for length in (len(path) - 1, len(path) - 2):  # a parameter ``wk``, or ``k_proj/kernel``
+        name = str(path[length]) if length >= 0 else ""
+        if _QUERIES.fullmatch(name) or _KEYS.fullmatch(name):
+            return name, modules.get(path[:length])
+    return "", None
+
+
+def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
+    """Returns the number of heads of a projection with so many outputs, if the module says it."""
+    is_query = bool(_QUERIES.fullmatch(name))
+    pattern = _NUM_QUERY_HEADS if is_query else _NUM_KEY_HEADS
+    numbers = dict(_numbers(module))
+    counts = {n for key, n in numbers.items() if pattern.fullmatch(key)}
+    sizes = {n for key, n in numbers.items() if _HEAD_SIZE.fullmatch(key)}
+    counts = counts or {size // n for n in sizes if size % n == 0}
+    count = counts.pop() if len(counts) == 1 else 0  # several would contradict each other
+    return count if count and size % count == 0 and size > count else None
+
+
+def _numbers(module: nnx.Module) -> Iterator[tuple[str, int]]:
+    """Yields the positive whole numbers that a module, or a configuration in it, has by name."""
+    attributes = vars(module)
+    configurations: list[Any] = [attributes[name] for name in _CONFIGURATIONS if name in attributes]
+    for holder in (*configurations, attributes):  # the module's own come last, and count
+        found = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
+        for key, value in found.items():
+            if type(value) is int and value > 0:
+                yield str(key), value
