@@ -20,12 +20,12 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, NamedSharding
 
 from nnx_sharding import StateSharding, experimental, jit, partition, shard_map, stack
-from nnx_sharding.analysis import HARDWARE
+from nnx_sharding.analysis import HARDWARE, Hardware
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
-from nnx_sharding.planning.plan import PlanningResult
+from nnx_sharding.planning.plan import PlanningResult, prepare
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.planning.variants import variants_of, with_less_memory, with_prefetch
 from nnx_sharding.report import Comparison, Strategy, compare
@@ -863,6 +863,29 @@ def test_says_which_method_of_attention_wins():
     assert of_four["all_to_all"] < min(of_four["ring"], of_four["all_gather"])
 
 
+def test_heads_are_exchanged_within_a_ring():
+    """Over two axes: heads for positions along one of them, keys and values around the other."""
+    model = nnx.eval_shape(lambda: stack([layer(nnx.Rngs(0)) for _ in range(2)]))
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+    strategies = {"strategies": ["fsdp + context"], "devices": 8, "hardware": "TPU v5 lite"}
+    search, _ = prepare(lambda model, x: model(x), (model, x), {}, quiet=True, **strategies)
+    found = {entry.candidate.name: entry for entry in search.entries.values()}
+    assert {name.split(", ")[1] for name in found if "ring " in name} == {
+        "data 2 × ring 2 × context 2", "data 1 × ring 2 × context 4", "data 1 × ring 4 × context 2",
+    }  # fmt: skip
+    name = "fsdp + context, data 1 × ring 2 × context 4, all_to_all"
+    candidate, sent = found[name].candidate, found[name].prediction.sent[0]
+    assert "axis=('context', 'ring'), method='all_to_all'" in candidate.recipe
+    assert "axis=('ring', 'context')" in candidate.recipe  # of fsdp
+    assert candidate.in_shardings[1] == P("data", ("ring", "context"))
+    # Of 16 tokens on 8 devices, 2 layers, forward and backward: a scale of 16 features of 4 bytes.
+    tokens = 2 * 2 * (16 / 8) * (16 * 4)
+    exchanged, around = 4 * (1 - 1 / 4), 3 * (2 - 1)
+    others = [x for x in found if "context 8" in x and "all_to_all" in x]
+    [alone] = [found[x].prediction.sent[0] for x in others]
+    assert sent - alone == pytest.approx(tokens * (exchanged + around - 4 * (1 - 1 / 8)))
+
+
 @pytest.mark.usefixtures("compile_here")
 def test_few_rows_and_devices_of_all_numbers():
     model = nnx.eval_shape(lambda: Transformer(nnx.Rngs(0)))
@@ -908,6 +931,48 @@ def test_slices_along_the_stages_of_a_pipeline():
         "replica 2 × stage 2 × data 2", "replica 2 × stage 4 × data 1",
         "stage 2 × data 4", "stage 4 × data 2",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("network", "num_slices", "first"),
+    [
+        (1e9, 2, "dp + pipeline, stage 2 × data 4, 16 microbatches"),
+        (1e11, 2, "hsdp, replica 2 × data 4"),
+        (1e9, 1, "hsdp, replica 4 × data 2"),
+    ],
+)
+def test_stages_over_slices_where_gradients_take_longer(network, num_slices, first):
+    """On hardware by hand: a step computes for 4 ms, and its gradients are 34 MB."""
+    rows, width, layers = 64, 1024, 8
+    model = nnx.eval_shape(lambda: stack(nnx.Linear, layers, width, width, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    flops = 3 * layers * 2 * rows * width**2
+    hardware = Hardware("mine", flops / 8 / 4e-3, 2**34, 1e12, 1e11, network_bandwidth=network)
+    search, _ = prepare(
+        lambda model, x: nnx.value_and_grad(loss_of)(model, x),
+        (model, x),
+        {},
+        devices=8,
+        num_slices=num_slices,
+        hardware=hardware,
+        strategies=["fsdp", "hsdp", "dp + pipeline", "fsdp + pipeline"],
+        quiet=True,
+    )
+    assert search.pick({}) == first
+    entry = search.entries[first]
+    times, between = entry.seconds, entry.prediction.sent[1]
+    of_layers = layers * (width**2 + width) * 4
+    if "pipeline" in first:
+        ticks = 17 / 16
+        assert times["compute"] == pytest.approx(4e-3 * ticks)
+        # A stage sends the rows of a device forward, and their gradients backward.
+        assert between == 2 * (rows / 4) * (width * 4) * (ticks + 1)
+        assert entry.prediction.sent[0] == pytest.approx(2 * of_layers / 2 * (1 - 1 / 4))
+        assert entry.exposed == 1  # 0.3 ms, and 0.25 ms within slices
+    else:
+        shards = of_layers / 4
+        assert times["compute"] == pytest.approx(4e-3)
+        assert between == pytest.approx(2 * shards * (1 - 1 / 2) * (num_slices - 1), rel=0.01)
 
 
 def test_host_memory_is_not_device_memory():

@@ -32,6 +32,7 @@ from ..errors import raise_listed
 from ..experimental import context_parallel, expert_parallel
 from ..experimental.context import METHODS
 from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
+from ..partition.mesh import axes_across_slices
 from ..partition.pipelining import layers_of
 from ..partition.variables import variables
 from ..specs.fitting import axes_of, suggestion
@@ -58,6 +59,7 @@ class Axes(NamedTuple):
     stage: tuple[str, ...] = ("stage",)
     data: tuple[str, ...] = ("data",)
     expert: tuple[str, ...] = ("expert",)
+    ring: tuple[str, ...] = ("ring",)
     context: tuple[str, ...] = ("context",)
     model: tuple[str, ...] = ("model",)
 
@@ -86,6 +88,20 @@ class Axes(NamedTuple):
         """Selects the axes of these roles that a mesh has, with at least so many devices."""
         names = (name for role in roles for name in getattr(self, role))
         return tuple(name for name in names if sizes.get(name, 0) >= least)
+
+    def between_slices(self, mesh: Mesh | AbstractMesh, num_slices: int) -> set[str]:
+        """Finds the axes of a mesh along which there are different slices of TPUs.
+
+        Virtual devices have no slices. Those that they stand for are along the first axes.
+        """
+        if crossing := axes_across_slices(mesh):
+            return crossing
+        for name, size in mesh.shape.items():
+            shared = math.gcd(size, num_slices)
+            num_slices //= shared
+            if shared > 1:
+                crossing.add(name)
+        return crossing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +385,8 @@ def mesh_sizes(
     """Yields the sizes of all meshes of so many devices that have a strategy's axes.
 
     Every axis but the one for data has at least two devices. Slices are along the axis for
-    replicas; or for stages, as a pipeline sends least.
+    replicas; or for stages, as a pipeline sends least. Contexts are over one axis, or over two,
+    of which one is that for rings.
     """
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
@@ -382,10 +399,13 @@ def mesh_sizes(
     roles = {"data", *(STYLES[style] for style in styles)}
     if data == "hsdp" and num_slices == 1:
         roles.add("replica")
+    if "context" in roles:
+        roles.add("ring")
+        divided["ring"] = arguments.length
     names = []  # with the role and the least size of each axis
     for role in Axes._fields:
         for i, name in enumerate(getattr(axes, role) if role in roles else ()):
-            names.append((name, role, 1 if i or role == "data" else 2))
+            names.append((name, role, 1 if i or role in ("data", "ring") else 2))
 
     def split(rest: int, axes_left: Sequence[tuple[str, str, int]]) -> Iterator[dict[str, int]]:
         (name, role, least), *others = axes_left
@@ -399,6 +419,11 @@ def mesh_sizes(
     kept = {axes.expert[0]: 1} if arguments.experts else {}  # the model may name this axis
     for replicas in (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,):
         for sizes in split(count // replicas, names):
+            positions = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "ring", "context"))
+            if arguments.length % positions:
+                continue
+            if sizes.get(axes.ring[0]) == 1:  # contexts over one axis
+                del sizes[axes.ring[0]]
             if replicas == num_slices or sizes[axes.stage[0]] % num_slices == 0:
                 slices = {axes.replica[0]: replicas} if replicas > 1 else {}
                 every = kept | slices | sizes
@@ -435,24 +460,27 @@ def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
         needed = []
     elif data == "hsdp":
         needed = [("replica",), SHARDING]
+    if axes.in_mesh(sizes, "ring", least=2) and "context" not in used:
+        return False
     return all(axes.in_mesh(sizes, *roles, least=2) for roles in needed) and all(
         bool(axes.in_mesh(sizes, role, least=2)) == (role in used) for role in STYLES.values()
     )
 
 
 # The axes that shard the rows of the batch, and those over which parameters are gathered as well.
-ROWS, SHARDING = ("replica", "data", "expert"), ("data", "expert", "context")
+ROWS, SHARDING = ("replica", "data", "expert"), ("data", "expert", "ring", "context")
 
 
 def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> PartitionSpec:
-    """Returns the spec of the batch: of rows, and over the axis for contexts of positions."""
+    """Returns the spec of the batch: of rows, and over the axes for contexts of positions."""
     over = axes.in_mesh(sizes, *ROWS)
     count = math.prod(sizes[axis] for axis in over)
     if arguments.rows % count:
         names = " and ".join(name for name in over if sizes[name] > 1)
         raise ValueError(f"{count} devices over {names} do not divide {arguments.rows} rows")
-    contexts = axes.in_mesh(sizes, "context", least=2)
-    return PartitionSpec(_one_or_all(over) if over else None, *contexts)  # rows, then positions
+    contexts = axes.in_mesh(sizes, "ring", "context", least=2)
+    positions = [_one_or_all(contexts)] if contexts else []
+    return PartitionSpec(_one_or_all(over) if over else None, *positions)
 
 
 def chains(
@@ -475,8 +503,11 @@ def chains(
         calls.append((expert_parallel, options))
     before: dict[str, list[Call]] = {"": calls}
     if "context" in styles:
-        options = {"axis": axes.context[0]}
-        before = {x: [*calls, (context_parallel, options | {"method": x})] for x in METHODS}
+        options, methods = {"axis": axes.context[0]}, [*METHODS]
+        if rings := axes.in_mesh(sizes, "ring", least=2):
+            # Heads are exchanged within the minor axis; keys and values go around the other one.
+            options, methods = {"axis": (axes.context[0], *rings)}, ["all_to_all"]
+        before = {x: [*calls, (context_parallel, options | {"method": x})] for x in methods}
     roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
     over = axes.in_mesh(sizes, *roles, least=2)
     last: list[Call] = []

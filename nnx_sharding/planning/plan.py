@@ -241,7 +241,9 @@ def plan(
       roofline: they compute in each tick;
     * ``+ context``: :func:`~nnx_sharding.experimental.context_parallel` over ``context``, which
       also shards the second dimension of the batch; by default where there are fewer rows than
-      devices. All three methods of attention are tried, and what each costs is printed.
+      devices. All three methods of attention are tried, and what each costs is printed; and, on
+      meshes that have the axis ``ring`` as well, all-to-all within ``context`` with a ring over
+      that, for more devices than heads.
 
     Args:
       step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are
@@ -255,7 +257,8 @@ def plan(
       topology: a TPU topology, such as ``"v5e:16x16"``, for which the TPU compiler compiles; None
         for the devices of this machine, or virtual ones.
       num_slices: the number of slices of the topology, over which the axis ``replica`` runs, or
-        that for the stages of a pipeline.
+        that for the stages of a pipeline. What slices send each other is predicted not to be hidden
+        behind compute, so stages over slices are compiled first where gradients take long.
       axes: the names that your step uses for the axes ``data`` and ``model``; three names, the
         first of them for ``replica``; or names by role, as in ``{"data": "dp", "stage": "pp"}``.
         ``model`` may be two axes, as in ``{"model": ("x", "y")}``: what does not divide by both is
@@ -395,7 +398,7 @@ def prepare(
         raise ValueError(
             "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
         )
-    search = Search(every, functions, named, peak, limit, most, maximize is not None)
+    search = Search(every, functions, named, peak, limit, most, maximize is not None, num_slices)
     predicting = progress("plan: predicting", len(pairs), quiet=quiet)
     with predicting as advance, models_unchanged():
         for strategy, mesh in pairs:

@@ -15,7 +15,9 @@ the batch, and n the number of devices on these:
     context                   tokens × features × …    keys and values, or heads for positions,
                               both ways: `CONTEXT_ROUNDS`
 
-First within slices, then between them. The features that go between stages and for attention are
+First within slices, then between them, over the axes along which there are different slices. What
+goes between stages does so where their axis is one of these: the devices next to another slice send
+it all over the slower network. The features that go between stages and for attention are
 as many as the smallest parameter of a layer has elements, such as the scale of a norm.
 """
 
@@ -152,25 +154,32 @@ class Prediction(NamedTuple):
         The largest is the time of a step if all communication is hidden, the sum if none is.
         """
         flops, accessed = (0.0, 0.0) if products is None else (products.flops, products.accessed)
-        network = hardware.network_bandwidth or hardware.interconnect_bandwidth
-        within, between = self.sent
+        within = self.sent[0] / hardware.interconnect_bandwidth
         return {
             "compute": flops / devices * self.idle / hardware.flops,
             # Arguments are read and written once.
             "memory": (2 * self.arguments + accessed / devices) / hardware.memory_bandwidth,
-            "interconnect": max(within / hardware.interconnect_bandwidth, between / network),
+            "interconnect": max(within, self.seconds_between_slices(hardware)),
         }
+
+    def seconds_between_slices(self, hardware: Hardware) -> float:
+        """Predicts how long slices send to each other."""
+        return self.sent[1] / (hardware.network_bandwidth or hardware.interconnect_bandwidth)
 
 
 def predict(
-    candidate: Candidate, args: Sequence[Any], arguments: Arguments, axes: Axes
+    candidate: Candidate,
+    args: Sequence[Any],
+    arguments: Arguments,
+    axes: Axes,
+    num_slices: int = 1,
 ) -> Prediction:
-    """Predicts what a candidate needs.
+    """Predicts what a candidate needs, on devices of so many slices of TPUs.
 
     Raises:
       ValueError: a spec does not fit.
     """
-    sums = _Sums(candidate, arguments, axes)
+    sums = _Sums(candidate, arguments, axes, num_slices)
 
     def is_single(sharding: Any) -> bool:
         return sharding is None or isinstance(sharding, StateSharding)
@@ -182,12 +191,13 @@ def predict(
 class _Sums:
     """The sums over all arguments; the formulas are at the top of this file."""
 
-    def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes):
+    def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int):
         self.arguments, self.axes, self.styles = arguments, axes, split_name(candidate.strategy)[1]
         names, sizes = zip(*candidate.sizes.items(), strict=True)
         # Shapes need no devices.
         self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
+        self.crossing = axes.between_slices(candidate.mesh, num_slices)
         self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
         self.key: list[Any] = [tuple(self.sizes.items())]
         self.tokens = arguments.tokens / self._devices("replica", *SHARDING)  # of one device
@@ -230,18 +240,24 @@ class _Sums:
         stacked = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
         # Of a token between two layers: as many bytes as the smallest parameter of a layer.
         per_token = min((row.bytes_total / row.shape[0] for row in stacked), default=0.0)
+        stages, sent = {*self.axes.in_mesh(self.sizes, "stage")}, 0.0
         if schedule is not None and not stacked:  # blocks of a list
-            stages = {*self.axes.in_mesh(self.sizes, "stage")}
             moved = [x.bytes_total for x in rows if stages & {*itertools.chain(*self._split(x))}]
             per_token = min(moved, default=0.0)
-            self.within += 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
+            sent = 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
         if schedule is not None:
             self.idle = schedule.ticks / schedule.microbatches
             # In each tick forward and backward; and what leaves the stages, and its gradient.
-            self.within += 2 * self.tokens * per_token * (self.idle + 1)
+            sent += 2 * self.tokens * per_token * (self.idle + 1)
+        if stages & self.crossing:
+            self.between += sent
+        else:
+            self.within += sent
         if (devices := self._devices("context")) > 1:
             layers = sum(self.arguments.layers[-1:])
+            # All-to-all may be within one axis, and a ring over another.
             rounds = CONTEXT_ROUNDS[_method_of(declared)](devices)
+            rounds += CONTEXT_ROUNDS["ring"](self._devices("ring"))
             self.within += 2 * self.tokens * per_token * rounds * layers
 
     def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
@@ -268,9 +284,8 @@ class _Sums:
         held: float = row.bytes_total / self._count(expert | stage | model)
         # The axes over which the same parameter is used for different tokens.
         others = {*self.axes.in_mesh(self.sizes, "replica", *SHARDING)} - expert
-        replica = {*self.axes.replica}
         sent = []
-        for axes in (others - replica, others & replica):  # within slices, then between
+        for axes in (others - self.crossing, others & self.crossing):  # within slices, then between
             shards, devices = self._count(axes & over), self._count(axes)
             sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
             held /= shards
