@@ -138,6 +138,16 @@ def gelu(x):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def layer_norm(w, name, x, eps=1e-5):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return x * w[name + ".weight"] + w[name + ".bias"]
+
+
+def gelu_exact(x):
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
 # Gemma 3: each sixth layer sees everything, the others only so many tokens.
 WINDOW, LOCAL_THETA, GLOBAL_THETA = 4, 10_000.0, 1_000_000.0
 GEMMA_LAYERS = 6
@@ -266,15 +276,13 @@ def vit_tensors(seed=0) -> Made:
 def vit(tensors: Tensors, image, *, activation=None) -> np.ndarray:
     """Logits of an image (height, width, channels), by default with GELU as it is defined."""
     w = wide(tensors)
-    activation = activation or (lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2)
+    activation = activation or gelu_exact
 
     def linear(name, x):
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
-    def norm(name, x, eps=1e-12):
-        x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
-        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+    def norm(name, x):
+        return layer_norm(w, name, x, 1e-12)
 
     side = IMAGE // PATCH
     patches = image.reshape(side, PATCH, side, PATCH, CHANNELS)
@@ -296,3 +304,101 @@ def vit(tensors: Tensors, image, *, activation=None) -> np.ndarray:
         y = activation(linear(layer + "intermediate.dense", norm(layer + "layernorm_after", x)))
         x = x + linear(layer + "output.dense", y)
     return linear("classifier", norm("vit.layernorm", x)[0])
+
+
+GPT_DIM = EMBED // HEADS  # of a head
+POSITIONS = 16
+ROTATED = GPT_DIM // 2  # features of each head that GPT-NeoX rotates, by `rotary_pct`
+
+
+def _with_biases(made: Made, names: dict[str, tuple[int, ...]], norms: tuple[str, ...]) -> None:
+    """Adds matrices of these shapes with a bias of the size of their outputs, and norms."""
+    for name, (*shape, outputs) in names.items():
+        made.matrix(name + ".weight", *shape)
+        made.vector(name + ".bias", outputs)
+    for name in norms:
+        made.vector(name + ".weight", EMBED, 1)
+        made.vector(name + ".bias", EMBED)
+
+
+def gpt2_tensors(seed=0) -> Made:
+    """Matrices are (in, out) in layers; `attn.bias` is the causal mask, which is stored, too."""
+    made, wide = Made(seed), 4 * EMBED
+    made.matrix("wte.weight", VOCAB, EMBED)
+    made.matrix("wpe.weight", POSITIONS, EMBED)
+    for i in range(LAYERS):
+        made[f"h.{i}.attn.bias"] = causal(POSITIONS)[None, None].astype(np.float32)
+        names = {
+            f"h.{i}.attn.c_attn": (EMBED, 3 * EMBED, 3 * EMBED),
+            f"h.{i}.attn.c_proj": (EMBED, EMBED, EMBED),
+            f"h.{i}.mlp.c_fc": (EMBED, wide, wide),
+            f"h.{i}.mlp.c_proj": (wide, EMBED, EMBED),
+        }
+        _with_biases(made, names, (f"h.{i}.ln_1", f"h.{i}.ln_2"))
+    _with_biases(made, {}, ("ln_f",))
+    return made
+
+
+def gpt2(tensors: Tensors, tokens) -> np.ndarray:
+    """The columns of `c_attn` are all queries, all keys and all values, each head by head."""
+    w = wide(tensors)
+
+    def linear(name, x):
+        return x @ w[name + ".weight"] + w[name + ".bias"]
+
+    x = w["wte.weight"][tokens] + w["wpe.weight"][: len(tokens)]
+    for i in range(LAYERS):
+        qkv = linear(f"h.{i}.attn.c_attn", layer_norm(w, f"h.{i}.ln_1", x))
+        q, k, v = (y.reshape(len(x), HEADS, GPT_DIM) for y in np.split(qkv, 3, -1))
+        y = attention(q, k, v, scale=GPT_DIM**-0.5, mask=causal(len(x)))
+        x = x + linear(f"h.{i}.attn.c_proj", y)
+        y = gelu(linear(f"h.{i}.mlp.c_fc", layer_norm(w, f"h.{i}.ln_2", x)))
+        x = x + linear(f"h.{i}.mlp.c_proj", y)
+    return layer_norm(w, "ln_f", x) @ w["wte.weight"].T
+
+
+def neox_tensors(seed=0) -> Made:
+    made, wide = Made(seed), 4 * EMBED
+    made.matrix("gpt_neox.embed_in.weight", VOCAB, EMBED)
+    for i in range(LAYERS):
+        layer = f"gpt_neox.layers.{i}."
+        made[layer + "attention.bias"] = causal(POSITIONS)[None, None]
+        made[layer + "attention.masked_bias"] = np.array(-1e9, np.float32)
+        made.vector(layer + "attention.rotary_emb.inv_freq", ROTATED // 2)
+        names = {
+            layer + "attention.query_key_value": (3 * EMBED, EMBED, 3 * EMBED),
+            layer + "attention.dense": (EMBED, EMBED, EMBED),
+            layer + "mlp.dense_h_to_4h": (wide, EMBED, wide),
+            layer + "mlp.dense_4h_to_h": (EMBED, wide, EMBED),
+        }
+        norms = layer + "input_layernorm", layer + "post_attention_layernorm"
+        _with_biases(made, names, norms)
+    _with_biases(made, {}, ("gpt_neox.final_layer_norm",))
+    made.matrix("embed_out.weight", VOCAB, EMBED)
+    return made
+
+
+def neox(tensors: Tensors, tokens) -> np.ndarray:
+    """The rows of `query_key_value` are, head by head, its query, its key and its value."""
+    w = wide(tensors)
+
+    def linear(name, x):
+        return x @ w[name + ".weight"].T + w[name + ".bias"]
+
+    def rotated(x):
+        return np.concatenate([rotary(x[..., :ROTATED], THETA), x[..., ROTATED:]], -1)
+
+    x = w["gpt_neox.embed_in.weight"][tokens]
+    for i in range(LAYERS):
+        layer = f"gpt_neox.layers.{i}."
+        y = layer_norm(w, layer + "input_layernorm", x)
+        qkv = linear(layer + "attention.query_key_value", y)
+        q, k, v = np.split(qkv.reshape(len(x), HEADS, 3 * GPT_DIM), 3, -1)
+        y = attention(rotated(q), rotated(k), v, scale=GPT_DIM**-0.5, mask=causal(len(x)))
+        added = linear(layer + "attention.dense", y)
+        # Attention and MLP see the same input, by `use_parallel_residual`.
+        y = linear(
+            layer + "mlp.dense_h_to_4h", layer_norm(w, layer + "post_attention_layernorm", x)
+        )
+        x = x + added + linear(layer + "mlp.dense_4h_to_h", gelu_exact(y))
+    return layer_norm(w, "gpt_neox.final_layer_norm", x) @ w["embed_out.weight"].T

@@ -27,7 +27,7 @@ from published import (
     QUERY_SCALE,
     VOCAB,
 )
-from test_match_tensors import TOKENS, Llama, bare, rotary, written, zeros
+from test_match_tensors import TOKENS, Llama, attend, bare, rotary, written, zeros
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -46,8 +46,11 @@ def filled(folder, tensors, model, rules=None):
     return load_safetensors(folder, model, rules)
 
 
-def assert_close(actual, expected):
-    np.testing.assert_allclose(np.squeeze(actual), expected, atol=1e-4)
+def assert_close(actual, expected, *, fails=False):
+    if fails:  # by far, not by rounding
+        assert not np.allclose(np.squeeze(actual), expected, atol=1e-2)
+    else:
+        np.testing.assert_allclose(np.squeeze(actual), expected, atol=1e-4)
 
 
 class Qwen3Attention(nnx.Module):
@@ -158,6 +161,26 @@ def test_mixtral_with_a_wrong_rule(tmp_path, mistake):
         assert_close(called(model, TOKENS), published.mixtral(tensors, TOKENS))
 
 
+@pytest.mark.parametrize("order", ["in out", "out in"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_that_the_file_has_in_one_tensor(tmp_path, order, stacked):
+    """As Llama 4 has them, (experts, in, out), or Granite, with gate and up one after the other."""
+    tensors = published.experts_tensors()
+    expected = published.mixtral(tensors, TOKENS)
+    for i in range(published.LAYERS):
+        names = f"model.layers.{i}.block_sparse_moe.experts."
+        w1, w3, w2 = (
+            np.stack([tensors.pop(f"{names}{x}.{name}.weight") for x in range(EXPERTS)])
+            for name in ("w1", "w3", "w2")
+        )  # (experts, out, in)
+        both = {"gate_up_proj": np.concatenate([w1, w3], 1), "down_proj": w2}
+        for name, x in both.items():
+            x = np.swapaxes(x, 1, 2) if order == "in out" else x
+            tensors[names + name] = np.ascontiguousarray(x)
+    model = filled(tmp_path, tensors, Llama(mlp=lambda: Mixture(stacked=stacked)))
+    assert_close(called(model, TOKENS), expected)
+
+
 class AddedNorm(nnx.Module):
     """As Gemma has it: the scale is added to 1."""
 
@@ -218,6 +241,96 @@ def test_gemma3(tmp_path):
     tensors = published.gemma3_tensors()
     model = filled(tmp_path, tensors, Gemma3())
     assert_close(called(model, TOKENS), published.gemma3(tensors, TOKENS))
+
+
+class GPTBlock(nnx.Module):
+    """Of GPT-2, or of GPT-NeoX: rotated in part, with attention and MLP side by side."""
+
+    def __init__(self, *, neox):
+        rngs, heads = nnx.Rngs(0), (HEADS, published.GPT_DIM)
+        self.neox = neox
+        self.ln_1, self.ln_2 = (nnx.LayerNorm(EMBED, epsilon=1e-5, rngs=rngs) for _ in range(2))
+        self.q, self.k, self.v = (nnx.LinearGeneral(EMBED, heads, rngs=rngs) for _ in range(3))
+        self.o = nnx.LinearGeneral(heads, EMBED, axis=(-2, -1), rngs=rngs)
+        self.up = nnx.Linear(EMBED, 4 * EMBED, rngs=rngs)
+        self.down = nnx.Linear(4 * EMBED, EMBED, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.ln_1(x)
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        if self.neox:
+            size = published.ROTATED
+            q, k = (
+                jnp.concatenate([rotary(each[..., :size], head_dim=size), each[..., size:]], -1)
+                for each in (q, k)
+            )
+        y = x + self.o(attend(q, k, v))
+        hidden = jax.nn.gelu(self.up(self.ln_2(x if self.neox else y)), approximate=not self.neox)
+        return y + self.down(hidden)
+
+
+class GPT(nnx.Module):
+    def __init__(self, *, neox):
+        rngs = nnx.Rngs(0)
+        self.tok = nnx.Embed(VOCAB, EMBED, rngs=rngs)
+        self.pos = None if neox else nnx.Embed(published.POSITIONS, EMBED, rngs=rngs)
+        self.blocks = nnx.List(GPTBlock(neox=neox) for _ in range(published.LAYERS))
+        self.norm = nnx.LayerNorm(EMBED, epsilon=1e-5, rngs=rngs)
+        self.head = bare(nnx.Linear, EMBED, VOCAB) if neox else None
+
+    def __call__(self, tokens):
+        x = self.tok(tokens)
+        if self.pos is not None:
+            x = x + self.pos(jnp.arange(len(tokens)))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.tok.attend(x) if self.head is None else self.head(x)
+
+
+C_ATTN = r"h\.(\d+)\.attn\.c_attn\.weight"
+QUERY_KEY_VALUE = r"gpt_neox\.layers\.(\d+)\.attention\.query_key_value\.weight"
+
+
+def fused(dimensions, names="qkv", **sizes):
+    """A rule by which arrays are thirds of a tensor along the axis of this size."""
+    [(axis, size)] = sizes.items()
+    third = size // 3
+    takes = [slice(third * i, third * (i + 1)) if third > 1 else i for i in range(3)]
+    return [
+        Tensor(f"blocks/{{0}}/{name}/kernel", dimensions, take={axis: take}, **sizes)
+        for name, take in zip(names, takes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        fused("in (h p d) -> in h d", p=3),
+        fused("in (h d) -> in h d", "qvk", h=3 * HEADS),
+    ],
+    ids=["inferred", "by head", "keys and values"],
+)
+def test_gpt2(tmp_path, wrong):
+    tensors = published.gpt2_tensors()
+    model = filled(tmp_path, tensors, GPT(neox=False), {C_ATTN: wrong} if wrong else None)
+    assert_close(called(model, TOKENS), published.gpt2(tensors, TOKENS), fails=bool(wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        fused("(h d) in -> in h d", h=3 * HEADS),
+        fused("(h p d) in -> in h d", "kqv", p=3),
+    ],
+    ids=["inferred", "one after the other", "queries and keys"],
+)
+def test_neox(tmp_path, wrong):
+    tensors = published.neox_tensors()
+    model = filled(tmp_path, tensors, GPT(neox=True), {QUERY_KEY_VALUE: wrong} if wrong else None)
+    assert_close(called(model, TOKENS), published.neox(tensors, TOKENS), fails=bool(wrong))
 
 
 class ViT(nnx.Module):

@@ -39,9 +39,9 @@ def zeros(*shape):
     return nnx.Param(jnp.full(shape, jnp.nan))
 
 
-def rotary(x, theta=THETA):
+def rotary(x, theta=THETA, head_dim=HEAD_DIM):
     """As Llama in Hugging Face: (length, heads, d), feature i with i + d / 2."""
-    angles = jnp.arange(len(x))[:, None] * theta ** (-jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = jnp.arange(len(x))[:, None] * theta ** (-jnp.arange(0, head_dim, 2) / head_dim)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

@@ -1,8 +1,9 @@
 """In which ways a tensor can fill an array, as far as their shapes tell.
 
-PyTorch stores the matrix of a linear layer as (out, in), with the heads of attention one after the
-other in its rows. ``_FORMS`` has what arrays make of it. Any of these may also be stacked, or share
-an array or a tensor with others: in a dimension for these, or one after the other.
+A file has the matrices of linear layers as (out, in), as PyTorch, or as (in, out), as GPT-2; with
+the heads of attention one after the other in the rows, or columns. ``_FORMS`` has what arrays make
+of it. Any of these may also be stacked, in the array or in the tensor, or share an array or a
+tensor with others: in a dimension for these, one after the other, or head by head.
 
 All ways that fit are returned, for the caller to decide, or not to. The numbers themselves say
 nothing: whether rows are ordered for one rotary embedding or another, nobody can see from shapes.
@@ -13,12 +14,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from .tensor_layouts import names_in
 from .tensor_rules import Tensor
 
 Shape: TypeAlias = tuple[int, ...]
+Order: TypeAlias = Literal["out in", "in out"]  # of the matrices in a file
 
 # Dimensions of tensors, and those of arrays. The first ones are what kernels of Flax have.
 _FORMS = {
@@ -30,8 +34,8 @@ _FORMS = {
     "out (h d)": ("h d out", "out h d"),
     "(k g d) in": ("in k g d", "k in g d", "k g in d", "k g d in"),
     "out (k g d)": ("k g d out", "out k g d"),
+    "e out in": ("e in out", "e out in"),
     "out in x": ("x in out", "out in x"),
-    "e out in": ("e in out",),
     "out in y x": ("y x in out", "out in y x"),
     "out in z y x": ("z y x in out", "out in z y x"),
     "one a": ("a",),
@@ -43,7 +47,7 @@ class Convention(NamedTuple):
     """What is known of dimensions without their sizes."""
 
     order: Literal["in, out", "as the tensor"] | None  # the usual one of such an array
-    heads: Literal["rows", "columns"] | None  # of the tensor, which an array may split
+    heads: Literal["in", "out"] | None  # the dimension of the tensor that an array may split
 
 
 class Share(NamedTuple):
@@ -52,6 +56,15 @@ class Share(NamedTuple):
     part: int
     shapes: tuple[Shape, ...]  # of all of them
     of_tensor: bool  # whether the tensor is the fused one
+    by_head: bool  # whether each head has all parts, instead of each part all heads
+
+
+class Stacked(NamedTuple):
+    """What one side has as a dimension, and the other one counts by names."""
+
+    axis: str
+    size: int
+    index: int | None  # of the array in the tensor; None if the array has the dimension
 
 
 class Candidate(NamedTuple):
@@ -66,8 +79,18 @@ class Candidate(NamedTuple):
         """Whether the dimensions of the tensor are in another order in the array."""
         left, right = self.tensor.sides(0)
         firsts = [names[0] for names in left]
-        order = [firsts.index(name) for [name] in right if name in firsts]
+        order = [firsts.index(names[0]) for names in right if names[0] in firsts]
         return order != sorted(order)
+
+    @property
+    def operation(self) -> str:
+        """What it does: its axes as numbers, as two forms may do the same."""
+        left, right = self.tensor.sides(0)
+        number = {axis: i for i, axis in enumerate(names_in(left))}
+        sides = [[number.get(axis, axis) for axis in names] for names in (*left, *right)]
+        taken = [(number[axis], part) for axis, part in self.tensor.take.items()]
+        put = [(number.get(axis, axis), part) for axis, part in self.tensor.put.items()]
+        return repr((sides, taken, put))
 
     def rule(self, path: str) -> Tensor:
         """Returns what does this to an array at a path."""
@@ -86,7 +109,7 @@ class Candidate(NamedTuple):
         if self.stacked_at:
             texts.append(f"stacked in dimension {', '.join(map(str, self.stacked_at))}")
         if tensor.put or tensor.take.keys() - {"one"}:
-            texts.append(f"a part of a fused {'array' if tensor.put else 'tensor'}, by its name")
+            texts.append(f"a part of {'an array' if tensor.put else 'a tensor'}, by its name")
         return ", ".join(texts)
 
 
@@ -94,33 +117,58 @@ class Candidate(NamedTuple):
 def candidates(
     shape: Shape,
     target: Shape,
+    order: Order,
     convention: Convention,
-    stack: tuple[tuple[str, int], ...] = (),
+    stack: tuple[Stacked, ...] = (),
     share: Share | None = None,
 ) -> tuple[Candidate, ...]:
     """Returns all ways in which a tensor of this shape can fill an array of the shape ``target``.
 
-    ``stack`` has a label and a size for each index that the array has as a dimension.
+    ``stack`` has what is a dimension on one of the sides only.
     """
-    known = dict(stack) | ({"part": len(share.shapes)} if share else {})
-    found = []
-    for left, right in ((left, right) for left, forms in _FORMS.items() for right in forms):
-        heads = (
-            {"(": "rows", "o": "columns"}[left[0]] if ") in" in left or "out (" in left else None
-        )
-        if heads and convention.heads not in (None, heads):
+    known = {x.axis: x.size for x in stack if x.index is None}
+    taken = {x.axis: x.size for x in stack if x.index is not None}
+    indices = {x.axis: x.index for x in stack if x.index is not None}
+    fixed = known | ({"part": len(share.shapes)} if share else {})
+    found = dict[str, Candidate]()  # by what is done, as two forms may do the same
+    for form, right in ((form, right) for form, rights in _FORMS.items() for right in rights):
+        dimensions = _in_order(form, order)
+        split = "in" if "out" in dimensions else "out"
+        if "(" in form and len(dimensions) > 1 and convention.heads not in (None, split):
             continue
-        kind = "as the tensor" if right == left else "in, out"
-        for stacked in _inserted(right.split(), [*dict(stack)]):
-            for axes, options in _shared(left, stacked, shape, target, share):
+        is_usual = {
+            "in, out": _is_in_out(right.split()),
+            "as the tensor": right == " ".join(dimensions),
+            None: False,
+        }[convention.order]
+        left = " ".join([*taken, *dimensions])
+        for stacked in _inserted(right.split(), [*known]):
+            for tensor_axes, axes, options in _shared(left, stacked, shape, target, share):
                 sizes = dict(zip(axes, target, strict=False))
-                if len(axes) != len(target) or not known.items() <= {**known, **sizes}.items():
+                if len(axes) != len(target) or not fixed.items() <= {**fixed, **sizes}.items():
                     continue
-                tensor = Tensor("", f"{left} -> {' '.join(axes)}", **options)
+                options["take"] = indices | options.get("take", {})
+                tensor = Tensor("", f"{tensor_axes} -> {' '.join(axes)}", **taken, **options)
                 if _fits(tensor, shape, target):
-                    places = tuple(axes.index(label) for label, _ in stack)
-                    found.append(Candidate(tensor, kind == convention.order, places))
-    return tuple(found)
+                    places = tuple(axes.index(axis) for axis in known)
+                    new = Candidate(tensor, is_usual, places)
+                    old = found.setdefault(new.operation, new)
+                    found[new.operation] = old._replace(is_usual=old.is_usual or is_usual)
+    return tuple(found.values())
+
+
+def _in_order(form: str, order: Order) -> list[str]:
+    """Returns the dimensions of a tensor of this form in a file with matrices in this order."""
+    dimensions = re.findall(r"\(.*?\)|\w+", form)
+    is_matrix = len(dimensions) > 1 and dimensions[-1] not in "abx"
+    if order == "in out" and is_matrix:
+        dimensions[-2:] = reversed(dimensions[-2:])
+    return dimensions
+
+
+def _is_in_out(axes: list[str]) -> bool:
+    """Whether all axes of inputs are before those of outputs, as in all kernels of Flax."""
+    return axes[0] == "in" or axes[-1] == "out" or {"in", "out"}.isdisjoint(axes)
 
 
 def _fits(tensor: Tensor, shape: Shape, target: Shape) -> bool:
@@ -141,28 +189,52 @@ def _inserted(axes: list[str], labels: list[str]) -> Iterator[list[str]]:
         yield row
 
 
+# The dimensions of the tensor, the axes of the array, and further options of ``Tensor``.
+Layout: TypeAlias = tuple[str, list[str], dict[str, Any]]
+
+
 def _shared(
     left: str, axes: list[str], shape: Shape, target: Shape, share: Share | None
-) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yields the axes of an array, and the options of ``Tensor`` for its share, if it is one."""
-    first = left.strip("(").split()[0]  # the outermost axis of rows, in which parts follow
-    if first == "one":
-        yield axes, {"take": {"one": 0}, "one": 1}
+) -> Iterator[Layout]:
+    """Yields the layouts of an array, or of its share if it shares an array or a tensor."""
+    names = re.findall(r"\w+", left)
+    outer = next(axis for axis in ("out", "h", "k", "one") if axis in names)
+    if outer == "one":
+        yield left, axes, {"take": {"one": 0}, "one": 1}
     elif share is None:
-        yield axes, {}
-    elif share.of_tensor:
-        size = target[axes.index(first)] if len(axes) == len(target) else 0
-        columns = math.prod(shape[1:])
-        rows = [math.prod(each) // columns for each in share.shapes]
-        if size and sum(rows) == shape[0] and rows[share.part] % size == 0:
-            unit = rows[share.part] // size  # rows of each index of the axis
-            start = sum(rows[: share.part]) // unit
-            yield axes, {"take": {first: slice(start, start + size)}, first: sum(rows) // unit}
-    elif len(axes) == len(target):
-        size, rows = target[axes.index(first)], [each[0] for each in share.shapes]
-        start, stop = (size * sum(rows[: share.part + k]) // sum(rows) for k in range(2))
-        if start < stop and size != len(rows):  # otherwise it is a dimension for the parts
-            yield axes, {"put": {first: slice(start, stop)}}
-    else:
+        yield left, axes, {}
+    elif not share.of_tensor and len(axes) != len(target):
         for place in _inserted(axes, ["part"]):
-            yield place, {"put": {"part": share.part}}
+            yield left, place, {"put": {"part": share.part}}
+    elif len(axes) == len(target):
+        size, parts = target[axes.index(outer)], [math.prod(each) for each in share.shapes]
+        if share.of_tensor:
+            yield from _part_of_tensor(left, axes, outer, size, share, parts)
+        elif size != len(parts) and not share.by_head:
+            # Parts have as many rows as numbers, in proportion.
+            ends = [size * sum(parts[: share.part + k]) // sum(parts) for k in range(2)]
+            if ends[0] < ends[1]:
+                yield left, axes, {"put": {outer: slice(*ends)}}
+
+
+def _part_of_tensor(
+    left: str, axes: list[str], outer: str, size: int, share: Share, parts: list[int]
+) -> Iterator[Layout]:
+    """Yields the layouts of an array that is a part of a tensor, in its rows or in each head.
+
+    ``size`` is that of the outermost axis of the array's part of the rows.
+    """
+    before, part, least = sum(parts[: share.part]), parts[share.part], min(parts)
+    is_grouped = len({*parts}) > 1
+    if not (share.by_head and not is_grouped) and part and size * before % part == 0:
+        start = size * before // part
+        take = {outer: slice(start, start + size)}
+        yield left, axes, {"take": take, outer: size * sum(parts) // part}
+    # With one head of keys, this would be the same.
+    if share.by_head and outer == "h" and least and not (is_grouped and size * least == part):
+        start, count = before // least, part // least
+        place = left.replace("h d", "h p d")
+        if count > 1:
+            axes = ["(h p)" if axis == "h" else axis for axis in axes]
+        take = {"p": slice(start, start + count) if count > 1 else start}
+        yield place, axes, {"take": take, "p": sum(parts) // least}

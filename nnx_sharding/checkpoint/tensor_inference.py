@@ -4,11 +4,13 @@ r"""``match_tensors``: rules for a file that nobody has described, or an error t
     paths of arrays ──┘ the same                ────►│  in which ways they fit      ────► rules
 
 Names alone decide what belongs together, and shapes alone how. Nothing is chosen among several
-that are possible, with three exceptions, each of which the rules mention:
+that are possible, with four exceptions, each of which the rules mention:
 
 - A square matrix fits in two ways. An array that is called ``kernel`` is (in, out), as all of Flax
-  are, and ``embedding`` is as PyTorch has it.
+  are, and ``embedding`` is as PyTorch has it. Matrices of a file are (out, in), unless those that
+  are not square show the other order.
 - All arrays of stacked layers have these in the same dimension.
+- Tensors called ``query_key_value`` have the parts of each head together, others all heads of each.
 - In a file without a tensor for the head, the embedding is the head.
 
 What a file cannot show is not seen here: the order of rotary dimensions within heads, a norm that
@@ -19,11 +21,12 @@ file's, or the rules have to be edited.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from flax import nnx
 
@@ -32,9 +35,9 @@ from ..core.flatten import flatten
 from ..errors import CheckpointError, by_kind, raise_listed
 from . import names, tensor_files
 from .safetensors import WEIGHTS, weights
-from .tensor_candidates import Candidate, Convention, Shape, Share, candidates
+from .tensor_candidates import Candidate, Convention, Order, Shape, Share, Stacked, candidates
 from .tensor_matching import fill_by_rules
-from .tensor_names import FUSED, Template, pair, read_name, settled
+from .tensor_names import FUSED, QKV_BY_HEAD, Template, pair, read_name, settled
 from .tensor_rules import Rule, Tensor, read_rules
 from .tensor_table import Match, TensorRules, loaded_rules
 
@@ -42,8 +45,9 @@ _MATCH = "match_tensors"
 
 Numbers: TypeAlias = tuple[int, ...]
 
-# Tensors that PyTorch stores, but computes again.
+# Tensors that PyTorch stores, but computes again; and causal masks, which are (1, 1, n, n).
 _BUFFERS = re.compile(r"(.*\.)?(inv_freq|position_ids|masked_bias|num_batches_tracked)")
+_MASKS = re.compile(r"(.*\.)?(attn|attention)\.bias")
 
 
 class Group(NamedTuple):
@@ -52,6 +56,13 @@ class Group(NamedTuple):
     template: Template
     names: dict[Numbers, str]
     shapes: dict[Numbers, Shape]
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether these tensors are no weights, so a model without them is not incomplete."""
+        are_masks = all(len(x) == 4 and x[:2] == (1, 1) for x in self.shapes.values())
+        pattern = _MASKS if are_masks else _BUFFERS
+        return pattern.fullmatch(self.template.text) is not None
 
 
 @dataclasses.dataclass
@@ -71,22 +82,44 @@ class Link:
         counted = self.arrays.template.numbers
         return [x for x in self.tensors.template.numbers if x not in counted]
 
-    @property
-    def path(self) -> str:
-        """The path in a rule, where {0} is the first number in the name of the tensor."""
+    @functools.cached_property
+    def _by_array(self) -> Mapping[Numbers, list[Numbers]]:
+        """The numbers of tensors, by those of them that arrays count, too."""
+        places = [i for i, x in enumerate(self.tensors.template.numbers) if x not in self.stacked]
+        grouped: dict[Numbers, list[Numbers]] = {}
+        for numbers in self.tensors.names:
+            grouped.setdefault(tuple(numbers[i] for i in places), []).append(numbers)
+        return grouped
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """How many different numbers arrays have, of each that they count."""
+        return [len({*numbers}) for numbers in zip(*self.arrays.names, strict=True)]
+
+    def path(self, numbers: Numbers) -> str:
+        """Returns the path in a rule, where {0} is the first number in the name of the tensor."""
         counted = self.tensors.template.numbers
-        places = (counted.index(x) for x in self.arrays.template.numbers)
-        return re.sub("{}", lambda _: f"{{{next(places)}}}", self.arrays.template.text)
+        places = iter(
+            f"{{{counted.index(x)}}}" if x in counted else str(number)
+            for x, number in zip(self.arrays.template.numbers, numbers, strict=True)
+        )
+        return re.sub("{}", lambda _: next(places), self.arrays.template.text)
 
     def sources(self, numbers: Numbers) -> list[Numbers]:
         """Returns the numbers of the tensors that fill an array."""
-        wanted = dict(zip(self.arrays.template.numbers, numbers, strict=True))
+        array = dict(zip(self.arrays.template.numbers, numbers, strict=True))
+        shared = [x for x in self.tensors.template.numbers if x in array]
+        return self._by_array.get(tuple(array[x] for x in shared), [])
+
+    def stack(self, numbers: Numbers, sources: Sequence[Numbers]) -> tuple[Stacked, ...]:
+        """Returns what an array, or its tensor, has as a dimension instead of by names."""
         counted = self.tensors.template.numbers
-        return [
-            each
-            for each in self.tensors.names
-            if wanted.items() <= dict(zip(counted, each, strict=True)).items()
-        ]
+        of_array = [(i, len({source[i] for source in sources})) for i in range(len(counted))]
+        arrays = zip(self.arrays.template.numbers, self._sizes, numbers, strict=True)
+        return (
+            *(Stacked(f"{{{i}}}", n, None) for i, n in of_array if counted[i] in self.stacked),
+            *(Stacked(f"{x}s", n, index) for x, n, index in arrays if x not in counted),
+        )
 
     def share(self, numbers: Numbers, source: Numbers) -> Share | None:
         """Returns which part of what is fused an array, or its tensor, is."""
@@ -96,7 +129,8 @@ class Link:
         shapes = tuple(
             group.shapes.get(key, (0,)) for group in self.fused
         )  # without one, none fits
-        return Share(self.index, shapes, self.of_tensor)
+        by_head = QKV_BY_HEAD in (self.tensors.template.part, self.arrays.template.part)
+        return Share(self.index, shapes, self.of_tensor, by_head)
 
 
 @dataclasses.dataclass
@@ -106,7 +140,14 @@ class Fit:
     link: Link
     numbers: Numbers
     sources: list[Numbers]
-    ways: Sequence[Candidate]
+    by_order: Mapping[Order, Sequence[Candidate]]  # by that of the matrices in the file
+    ways: Sequence[Candidate] = ()
+
+    def orders(self) -> set[Order]:
+        """Returns the orders in which it fits, and as usual if there is something usual."""
+        fitting = {order for order, ways in self.by_order.items() if ways}
+        usual = {order for order in fitting if any(x.is_usual for x in self.by_order[order])}
+        return usual or fitting
 
 
 @_compat.api_boundary
@@ -208,6 +249,7 @@ class _Matching:
         self._rules = dict[str, dict[Numbers, list[Tensor]]]()  # by template and numbers
         self._ambiguous, self._misfits = list[str](), list[str]()
         self._settled = set[str]()  # names and paths that have a rule, or another problem
+        self._rows = set[tuple[str | None, ...]]()  # what has a row in the table
         self.matches = list[Match]()
 
     def link_names(self) -> None:
@@ -264,6 +306,7 @@ class _Matching:
     def choose_ways(self, unusual: Collection[str]) -> None:
         """Decides how tensors fill arrays; by convention, unless a path is among ``unusual``."""
         fits = [fit for link in self._links for fit in self._fits(link, unusual)]
+        _agree_on_order(fits)
         _agree_on_stacks(fits)
         for fit in fits:
             link = fit.link
@@ -274,6 +317,8 @@ class _Matching:
                 shapes = link.tensors.shapes[fit.sources[0]], link.arrays.shapes[fit.numbers]
                 several = f" of {len(fit.sources)}" if link.stacked else ""
                 text = f"  {source}, shape {shapes[0]}{several}: {path}, shape {shapes[1]}"
+                if link.fused and link.tensors.template.part == QKV_BY_HEAD:
+                    text += '; an array without heads needs "(h p d) in -> in (h d)", h=…, p=3'
                 self._misfits.append(text)
             elif len(fit.ways) > 1 and len(usual) != 1:
                 several = " or ".join(repr(way.tensor.dimensions) for way in fit.ways)
@@ -284,9 +329,12 @@ class _Matching:
     def _choose(self, fit: Fit, way: Candidate) -> None:
         """Notes the rule of an array, and a row of the table for the first of each template."""
         link = fit.link
-        template, tensor = link.tensors.template.text, way.rule(link.path)
+        template, path = link.tensors.template.text, link.path(fit.numbers)
+        tensor = way.rule(path)
         by_numbers = self._rules.setdefault(template, {})
-        is_new = not any(tensor in others for others in by_numbers.values())
+        row = template, link.arrays.template.text, tensor.dimensions
+        is_new = row not in self._rows
+        self._rows.add(row)
         for numbers in fit.sources:
             by_numbers.setdefault(numbers, []).append(tensor)
         if is_new:
@@ -296,33 +344,34 @@ class _Matching:
                 notes.insert(1, f"by convention, as {len(fit.ways)} ways fit: {usual}")
             shapes = link.tensors.shapes[fit.sources[0]], link.arrays.shapes[fit.numbers]
             self.matches.append(
-                Match(template, link.path, *shapes, "; ".join(note for note in notes if note))
+                Match(template, path, *shapes, "; ".join(note for note in notes if note))
             )
 
     def _fits(self, link: Link, unusual: Collection[str]) -> Iterator[Fit]:
         """Yields the arrays of a link that have tensors, and all ways in which these fit."""
-        counted = link.tensors.template.numbers
         for numbers, path in link.arrays.names.items():
             if not (sources := link.sources(numbers)):
                 continue
-            shapes = [*{link.tensors.shapes[source] for source in sources}]
-            stack = tuple(
-                (f"{{{i}}}", len({source[i] for source in sources}))
-                for i in map(counted.index, link.stacked)
-            )
-            ways: Sequence[Candidate] = ()
-            if len(shapes) == 1:  # tensors of different shapes cannot be stacked
-                convention = _convention(link, is_unusual=path in unusual)
-                share = link.share(numbers, sources[0])
-                ways = candidates(shapes[0], link.arrays.shapes[numbers], convention, stack, share)
-            yield Fit(link, numbers, sources, ways)
+            shapes = {link.tensors.shapes[source] for source in sources}
+            by_order: dict[Order, Sequence[Candidate]] = {}
+            for order in get_args(Order):
+                if len(shapes) == 1:  # tensors of different shapes cannot be stacked
+                    by_order[order] = candidates(
+                        *shapes,
+                        link.arrays.shapes[numbers],
+                        order,
+                        _convention(link, is_unusual=path in unusual),
+                        link.stack(numbers, sources),
+                        link.share(numbers, sources[0]),
+                    )
+            yield Fit(link, numbers, sources, by_order)
 
     def problems(self, wanted: Collection[str]) -> dict[str, list[str]]:
         """Returns what has no rule, of arrays only those that are wanted."""
         spare = {
             name: (group, numbers)
             for group in self._tensors
-            if not _BUFFERS.fullmatch(group.template.text)
+            if not group.is_buffer
             for numbers, name in group.names.items()
             if name not in self._settled
         }
@@ -357,7 +406,7 @@ class _Matching:
         order = {group.template.text: i for i, group in enumerate(self._tensors)}
         for group in self._tensors:
             text = group.template.text
-            if _BUFFERS.fullmatch(text) and text not in self._rules:
+            if group.is_buffer and text not in self._rules:
                 rules[_pattern(text)] = None
                 continue
             for numbers, tensors in self._rules[text].items():
@@ -371,16 +420,41 @@ class _Matching:
 
 def _convention(link: Link, *, is_unusual: bool) -> Convention:
     """Returns what the names say of dimensions."""
-    leaf, tensor = link.arrays.template.text.rpartition("/")[2], link.tensors.template
+    leaf, part = link.arrays.template.text.rpartition("/")[2], link.tensors.template.part
     order: Literal["in, out", "as the tensor"] | None = None
     if leaf == "embedding" or link.arrays.template.part in {"embed", "pos", "cls"}:
         order = "as the tensor"
-    # Matrices that are called c_attn may be (in, out) in the file, as in GPT-2.
-    elif leaf == "kernel" and not is_unusual and not tensor.words[-1].startswith("c_"):
+    elif leaf == "kernel" and not is_unusual:
         order = "in, out"
-    if tensor.part in {"q", "k", "v", "qkv", "kv"}:
-        return Convention(order, "rows")
-    return Convention(order, "columns" if tensor.part == "o" else None)
+    if part in {"q", "k", "v", "kv", "qkv", QKV_BY_HEAD}:
+        return Convention(order, "out")
+    return Convention(order, "in" if part == "o" else None)
+
+
+def _agree_on_order(fits: Sequence[Fit]) -> None:
+    """Takes the ways of (in, out) where only these fit, and where other matrices have this order.
+
+    Square matrices do not show it, and those outside of layers say nothing of layers.
+    """
+    shown: dict[tuple[bool, int], set[Order]] = {}
+    unclear = list[tuple[Fit, set[Order]]]()
+    for fit in fits:
+        tensor = fit.link.tensors.template
+        rank = len(fit.link.tensors.shapes[fit.sources[0]])
+        orders = shown.setdefault((tensor.in_layer, rank), set())
+        own = fit.orders()
+        if len(own) == 1:
+            orders |= own
+            fit.ways = [way for order in own for way in fit.by_order[order]]
+        else:
+            unclear.append((fit, orders))
+    for fit, others in unclear:
+        words = fit.link.tensors.template.words[-1]
+        # Without others, layers of GPT-2 and of its heirs may have either.
+        orders = others or ({*get_args(Order)} if words.startswith("c_") else {"out in"})
+        ways = {way.operation: way for order in orders for way in fit.by_order[order]}
+        usual = {way.operation for order in orders for way in fit.by_order[order] if way.is_usual}
+        fit.ways = [way._replace(is_usual=name in usual) for name, way in ways.items()]
 
 
 def _agree_on_stacks(fits: Sequence[Fit]) -> None:

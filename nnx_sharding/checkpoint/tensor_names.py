@@ -31,6 +31,7 @@ _SPELLINGS = (
     (r"projection", "proj"),
     (r"embedd?ings?|embeds|embedder", "embed"),
     (r"_(?=\d+$)|^_+", ""),  # norm_1 as norm1
+    ("shared_experts?", "shared"),
 )
 _KINDS = {
     **dict.fromkeys(("weight", "kernel", "scale", "embedding", "w", "gamma"), "weight"),
@@ -44,6 +45,8 @@ _WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "
 # What tells apart the halves of a model that have parts of the same names.
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
 
+QKV_BY_HEAD = "qkv by head"  # as in GPT-NeoX, BLOOM and Falcon
+
 # How parts are called, the words of a name joined by dots. `proj` and the like may follow.
 # The first that matches applies, so what depends on the surroundings is first.
 _IN_LAYERS = (
@@ -51,31 +54,33 @@ _IN_LAYERS = (
     ("k_norm", "k_norm|norm_k"),
     ("norm_attn_after", r"post_attn_norm|attn\.output\.norm"),
     ("norm_mlp_after", r"post_mlp_norm|output\.norm"),
-    ("norm_attn", r"(input|pre_attn|pre_self_attn|attn|self_attn)_norm|norm1|norm_before"),
-    ("norm_mlp", r"(pre_)?mlp_norm|norm2|norm_after|final_norm"),
+    ("norm_attn", r"(input|pre_attn|pre_self_attn|attn|self_attn)_norm|norm1|norm_(before|attn)"),
+    ("norm_mlp", r"(pre_)?mlp_norm|norm2|norm_(after|mlp)|final_norm"),
+    (QKV_BY_HEAD, "q_k_v"),
     ("qkv", r"w?qkv|c_attn|attn\.in"),
     ("kv", "w?kv"),
     ("q", "w?q"),
     ("k", "w?k"),
     ("v", "w?v"),
-    ("down", r"mlp\.(wo|c_proj|proj|out|output)|down|w2|fc2|linear2|dense_4h_to_h"),
-    ("o", r"\w*attn\.(output\.dense|output|c_proj|proj)|w?o|out|attn_vec"),
+    ("down", r"mlp\.(wo|c_proj|proj|out|output)|down|w2|fc2|fc_out|linear2|dense_4h_to_h"),
+    ("o", r"\w*attn\.(output\.dense|dense|output|c_proj|proj)|w?o|out|attn_vec"),
     ("down", r"output\.dense"),
     ("gate_up", "gate_up|gating"),
     ("gate", "gate(?=_)|w1|wi_?0"),
     ("gate or router", "gate"),
-    ("up", r"up|w3|wi_?1|c_fc|fc1|linear1|intermediate\.dense|dense_h_to_4h"),
+    ("up", r"up|w3|wi_?1|c_fc|fc1|fc_in|linear1|intermediate\.dense|dense_h_to_4h"),
     ("router", "router"),
 )
 _ELSEWHERE = (
     ("patch", r"patch_embed(\.proj)?|conv_proj|\w*embed\.proj"),
     ("cls", "cls(_token)?|class_(token|embed)"),
-    ("pos", "wpe|embed_positions?|pos(ition(al)?)?_embed"),
-    ("embed", "embed(_tokens)?|tok(en)?_embed|word_embed|input_embed|wte"),
+    ("pos", "wpe|embed_positions?|pos(ition(al)?)?(_embed)?"),
+    ("embed", "embed(_tokens|_in)?|(tok(en)?|word|input|vocab)_embed|wte|tok(en)?s?|vocab|shared"),
     ("norm", "((final|out|output|post|decoder|encoder)_)?norm|norm_f|f_norm"),
-    ("head", "(lm_)?head|classifier|logits|unembed|output"),
+    ("head", "(lm_)?head|classifier|logits|unembed|embed_out|output|proj_out"),
 )
-FUSED = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
+_QKV = ("q", "k", "v")
+FUSED = {"qkv": _QKV, QKV_BY_HEAD: _QKV, "kv": ("k", "v"), "gate_up": ("gate", "up")}
 
 
 class Template(NamedTuple):
@@ -124,7 +129,9 @@ def read_name(name: str) -> tuple[Template, tuple[int, ...]]:
             words.append(segment)
             continue
         container = words[-1] if words else ""
-        counted.append("layer" if container in _LAYERS else container.removesuffix("s"))
+        counter = "layer" if container in _LAYERS else container.removesuffix("s")
+        # In T5, `block.3.layer.1` is the second part of a block.
+        counted.append(f"{counter}{len(counted)}" if counter in counted else counter)
     kind = _take_kind(words)
     words = [spelled for word in words if (spelled := _spelled(word)) not in _WRAPPERS]
     in_layer = not _LAYERS.isdisjoint(words)
@@ -160,6 +167,7 @@ def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
 def settled(templates: Sequence[Template]) -> list[Template]:
     """Returns the templates of one side, with parts whose meaning depends on what else it has."""
     parts = {(t.towers, t.part) for t in templates if t.in_layer}
+    modules = {(t.words[:-1], t.part) for t in templates}
 
     def has(template: Template, *others: str) -> bool:
         return any((template.towers, part) in parts for part in others)
@@ -169,7 +177,11 @@ def settled(templates: Sequence[Template]) -> list[Template]:
         part = template.part
         if part == "gate or router":  # `mlp.gate` chooses experts next to `experts.0.gate_proj`
             has_others = has(template, "gate", "gate_up") or any(t.is_in_expert for t in templates)
-            part = "router" if has_others and not template.is_in_expert else "gate"
+            module = template.words[:-1]
+            is_beside_up = (module, "up") in modules and (module, "gate") not in modules
+            part = (
+                "router" if has_others and not (template.is_in_expert or is_beside_up) else "gate"
+            )
         elif template.words[-1] == "w1" and not has(template, "up"):  # two matrices, w1 and w2
             part = "up"
         elif part == "norm_attn_after" and not has(template, "norm_mlp"):
