@@ -64,7 +64,7 @@ class Stacked(NamedTuple):
 
     axis: str
     size: int
-    index: int | None  # of the array in the tensor; None if the array has the dimension
+    at: int | None  # the index in the tensor; None if the array has the dimension
 
 
 class Candidate(NamedTuple):
@@ -126,34 +126,35 @@ def candidates(
 
     ``stack`` has what is a dimension on one of the sides only.
     """
-    known = {x.axis: x.size for x in stack if x.index is None}
-    taken = {x.axis: x.size for x in stack if x.index is not None}
-    indices = {x.axis: x.index for x in stack if x.index is not None}
+    known = {x.axis: x.size for x in stack if x.at is None}
+    taken: dict[str, Any] = {x.axis: x.size for x in stack if x.at is not None}
+    indices = {x.axis: x.at for x in stack if x.at is not None}
     fixed = known | ({"part": len(share.shapes)} if share else {})
     found = dict[str, Candidate]()  # by what is done, as two forms may do the same
     for form, right in ((form, right) for form, rights in _FORMS.items() for right in rights):
-        dimensions = _in_order(form, order)
-        split = "in" if "out" in dimensions else "out"
-        if "(" in form and len(dimensions) > 1 and convention.heads not in (None, split):
+        matrix = _in_order(form, order)
+        split = "in" if "out" in matrix else "out"
+        if "(" in form and len(matrix) > 1 and convention.heads not in (None, split):
             continue
         is_usual = {
             "in, out": _is_in_out(right.split()),
-            "as the tensor": right == " ".join(dimensions),
+            "as the tensor": right == " ".join(matrix),
             None: False,
         }[convention.order]
-        left = " ".join([*taken, *dimensions])
         for stacked in _inserted(right.split(), [*known]):
-            for tensor_axes, axes, options in _shared(left, stacked, shape, target, share):
+            layouts = _shared(" ".join([*taken, *matrix]), stacked, target, share)
+            for left, axes, options in layouts:
                 sizes = dict(zip(axes, target, strict=False))
                 if len(axes) != len(target) or not fixed.items() <= {**fixed, **sizes}.items():
                     continue
                 options["take"] = indices | options.get("take", {})
-                tensor = Tensor("", f"{tensor_axes} -> {' '.join(axes)}", **taken, **options)
+                dimensions = f"{left} -> {' '.join(axes)}"
+                tensor = Tensor("", dimensions, **{**taken, **options})
                 if _fits(tensor, shape, target):
                     places = tuple(axes.index(axis) for axis in known)
-                    new = Candidate(tensor, is_usual, places)
-                    old = found.setdefault(new.operation, new)
-                    found[new.operation] = old._replace(is_usual=old.is_usual or is_usual)
+                    way = Candidate(tensor, is_usual, places)
+                    if is_usual or way.operation not in found:
+                        found[way.operation] = way
     return tuple(found.values())
 
 
@@ -193,9 +194,7 @@ def _inserted(axes: list[str], labels: list[str]) -> Iterator[list[str]]:
 Layout: TypeAlias = tuple[str, list[str], dict[str, Any]]
 
 
-def _shared(
-    left: str, axes: list[str], shape: Shape, target: Shape, share: Share | None
-) -> Iterator[Layout]:
+def _shared(left: str, axes: list[str], target: Shape, share: Share | None) -> Iterator[Layout]:
     """Yields the layouts of an array, or of its share if it shares an array or a tensor."""
     names = re.findall(r"\w+", left)
     outer = next(axis for axis in ("out", "h", "k", "one") if axis in names)
@@ -228,13 +227,13 @@ def _part_of_tensor(
     is_grouped = len({*parts}) > 1
     if not (share.by_head and not is_grouped) and part and size * before % part == 0:
         start = size * before // part
-        take = {outer: slice(start, start + size)}
-        yield left, axes, {"take": take, outer: size * sum(parts) // part}
+        rows = {"take": {outer: slice(start, start + size)}, outer: size * sum(parts) // part}
+        yield left, axes, rows
     # With one head of keys, this would be the same.
     if share.by_head and outer == "h" and least and not (is_grouped and size * least == part):
         start, count = before // least, part // least
-        place = left.replace("h d", "h p d")
+        options: dict[str, Any] = {"take": {"p": start}, "p": sum(parts) // least}
         if count > 1:
             axes = ["(h p)" if axis == "h" else axis for axis in axes]
-        take = {"p": slice(start, start + count) if count > 1 else start}
-        yield place, axes, {"take": take, "p": sum(parts) // least}
+            options["take"] = {"p": slice(start, start + count)}
+        yield left.replace("h d", "h p d"), axes, options

@@ -83,16 +83,19 @@ class Link:
         return [x for x in self.tensors.template.numbers if x not in counted]
 
     @functools.cached_property
-    def _by_array(self) -> Mapping[Numbers, list[Numbers]]:
-        """The numbers of tensors, by those of them that arrays count, too."""
-        places = [i for i, x in enumerate(self.tensors.template.numbers) if x not in self.stacked]
+    def sources(self) -> Mapping[Numbers, list[Numbers]]:
+        """The numbers of the tensors that fill each array: equal ones of what both sides count."""
+        tensors, arrays = self.tensors.template.numbers, self.arrays.template.numbers
+        shared = [x for x in tensors if x in arrays]
         grouped: dict[Numbers, list[Numbers]] = {}
         for numbers in self.tensors.names:
-            grouped.setdefault(tuple(numbers[i] for i in places), []).append(numbers)
-        return grouped
+            key = tuple(numbers[tensors.index(x)] for x in shared)
+            grouped.setdefault(key, []).append(numbers)
+        keys = {each: tuple(each[arrays.index(x)] for x in shared) for each in self.arrays.names}
+        return {numbers: grouped[key] for numbers, key in keys.items() if key in grouped}
 
     @functools.cached_property
-    def _sizes(self) -> list[int]:
+    def _counts(self) -> list[int]:
         """How many different numbers arrays have, of each that they count."""
         return [len({*numbers}) for numbers in zip(*self.arrays.names, strict=True)]
 
@@ -105,20 +108,15 @@ class Link:
         )
         return re.sub("{}", lambda _: next(places), self.arrays.template.text)
 
-    def sources(self, numbers: Numbers) -> list[Numbers]:
-        """Returns the numbers of the tensors that fill an array."""
-        array = dict(zip(self.arrays.template.numbers, numbers, strict=True))
-        shared = [x for x in self.tensors.template.numbers if x in array]
-        return self._by_array.get(tuple(array[x] for x in shared), [])
-
-    def stack(self, numbers: Numbers, sources: Sequence[Numbers]) -> tuple[Stacked, ...]:
+    def stack(self, numbers: Numbers) -> tuple[Stacked, ...]:
         """Returns what an array, or its tensor, has as a dimension instead of by names."""
-        counted = self.tensors.template.numbers
-        of_array = [(i, len({source[i] for source in sources})) for i in range(len(counted))]
-        arrays = zip(self.arrays.template.numbers, self._sizes, numbers, strict=True)
+        tensors, arrays = self.tensors.template.numbers, self.arrays.template.numbers
+        columns = [*zip(*self.sources[numbers], strict=True)]
+        of_array = [(i, len({*columns[i]})) for i, x in enumerate(tensors) if x in self.stacked]
+        of_tensor = [i for i, x in enumerate(arrays) if x not in tensors]
         return (
-            *(Stacked(f"{{{i}}}", n, None) for i, n in of_array if counted[i] in self.stacked),
-            *(Stacked(f"{x}s", n, index) for x, n, index in arrays if x not in counted),
+            *(Stacked(f"{{{i}}}", size, None) for i, size in of_array),
+            *(Stacked(f"{arrays[i]}s", self._counts[i], numbers[i]) for i in of_tensor),
         )
 
     def share(self, numbers: Numbers, source: Numbers) -> Share | None:
@@ -126,9 +124,8 @@ class Link:
         if not self.fused:
             return None
         key = numbers if self.of_tensor else source
-        shapes = tuple(
-            group.shapes.get(key, (0,)) for group in self.fused
-        )  # without one, none fits
+        # Without one of them, none fits.
+        shapes = tuple(group.shapes.get(key, (0,)) for group in self.fused)
         by_head = QKV_BY_HEAD in (self.tensors.template.part, self.arrays.template.part)
         return Share(self.index, shapes, self.of_tensor, by_head)
 
@@ -315,7 +312,7 @@ class _Matching:
             usual = [way for way in fit.ways if way.is_usual]
             if not fit.ways:
                 shapes = link.tensors.shapes[fit.sources[0]], link.arrays.shapes[fit.numbers]
-                several = f" of {len(fit.sources)}" if link.stacked else ""
+                several = f" of {len(fit.sources)}" if len(fit.sources) > 1 else ""
                 text = f"  {source}, shape {shapes[0]}{several}: {path}, shape {shapes[1]}"
                 if link.fused and link.tensors.template.part == QKV_BY_HEAD:
                     text += '; an array without heads needs "(h p d) in -> in (h d)", h=…, p=3'
@@ -350,7 +347,7 @@ class _Matching:
     def _fits(self, link: Link, unusual: Collection[str]) -> Iterator[Fit]:
         """Yields the arrays of a link that have tensors, and all ways in which these fit."""
         for numbers, path in link.arrays.names.items():
-            if not (sources := link.sources(numbers)):
+            if not (sources := link.sources.get(numbers)):
                 continue
             shapes = {link.tensors.shapes[source] for source in sources}
             by_order: dict[Order, Sequence[Candidate]] = {}
@@ -361,7 +358,7 @@ class _Matching:
                         link.arrays.shapes[numbers],
                         order,
                         _convention(link, is_unusual=path in unusual),
-                        link.stack(numbers, sources),
+                        link.stack(numbers),
                         link.share(numbers, sources[0]),
                     )
             yield Fit(link, numbers, sources, by_order)
@@ -396,7 +393,7 @@ class _Matching:
         for link in self._links:
             path = link.arrays.names.get(numbers)
             if path and link.arrays.template.role == group.template.role:
-                others = [link.tensors.names[source] for source in link.sources(numbers)]
+                others = [link.tensors.names[source] for source in link.sources.get(numbers, ())]
                 return f"  {name}: {path} has {', '.join(others)}"
         return f"  {name}, shape {group.shapes[numbers]}"
 
