@@ -23,6 +23,7 @@ from mistakes import MISTAKES
 from nnx_sharding import __version__
 from nnx_sharding.cli.main import main
 from nnx_sharding.report import Comparison, ProgramReport
+from nnx_sharding.report.comparison import SearchInterrupted
 
 ROOT = Path(__file__).parents[1]
 
@@ -206,6 +207,14 @@ class CommandTest(parameterized.TestCase):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             code = main([*map(str, words)])
         return code, out.getvalue(), error.getvalue()
+
+    def test_an_interrupted_search_shows_what_it_has(self):
+        found = SearchInterrupted("best: dp")
+        with mock.patch("nnx_sharding.cli.programs.plan", side_effect=found):
+            code, out, error = self.run_command("plan", f"{self.path}:step")
+        self.assertEqual((code, out), (130, ""))
+        self.assertIn("plan: interrupted", error)
+        self.assertIn("best: dp", error)
 
     def inspect(self, function, *words):
         return self.run_command("inspect", f"{self.path}:{function}", *words)

@@ -28,8 +28,8 @@ from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strateg
 from nnx_sharding.planning.plan import PlanningResult, prepare
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.planning.variants import variants_of, with_less_memory, with_prefetch
-from nnx_sharding.report import Comparison, Strategy, compare
-from nnx_sharding.report.comparison import Failure
+from nnx_sharding.report import Comparison, Strategy, compare, compiling
+from nnx_sharding.report.comparison import Failure, SearchInterrupted
 from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, fingerprint
 from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients, fetched, offload
@@ -788,6 +788,32 @@ def test_no_time(tmp_path):
     assert f"predicted to be fastest: {fastest}" in str(found)
     found.comparison.save(tmp_path / "none.json")
     assert Comparison.load(tmp_path / "none.json") == found.comparison
+
+
+def test_an_interrupted_search_keeps_what_was_compiled(monkeypatch):
+    arguments, options = program("mlp"), {"devices": 8, "hardware": "TPU v5e", "most": 4}
+    finished = compiling._Workers.finished
+    ends = itertools.count()
+
+    def interrupted(workers, timeout):
+        if next(ends) == 1:  # after the first time that programs ended
+            raise KeyboardInterrupt
+        return finished(workers, timeout)
+
+    monkeypatch.setattr(compiling._Workers, "finished", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        plan(train_step, *arguments, **options)
+    found = caught.value.result
+    assert isinstance(caught.value, SearchInterrupted) and found.best is not None
+    reports = found.comparison.reports
+    assert 0 < len(reports) < 4 and {*found.predicted} <= {*reports, *found.ruled_out}
+    assert compiling.INTERRUPTED in found.ruled_out.values()
+    [note] = caught.value.__notes__
+    assert f"best: {found.best.name}" in note and "not compiled before the interruption" in note
+    ends = itertools.count(1)  # at once
+    with pytest.raises(SearchInterrupted) as caught:
+        plan(train_step, *arguments, **options)
+    assert not caught.value.result.comparison.reports and "best: none" in caught.value.__notes__[0]
 
 
 def accumulating(model, optimizer, x, *, microbatches=1):

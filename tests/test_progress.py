@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+import time
 import types
 
 import jax
@@ -114,6 +115,25 @@ def test_nothing_is_shown(why, open_terminal, monkeypatch):
     assert terminal.getvalue() == ""
 
 
+def test_logs_get_lines(open_terminal, monkeypatch):
+    log = open_terminal()
+    monkeypatch.setattr(log, "isatty", lambda: False)
+    monkeypatch.setattr(progress, "LINE_S", 0.02)
+    with progress.progress("work", 3) as advance:
+        _wait_for(log, "work: ")
+        advance("one")
+        _wait_for(log, "work: 1 of 3 done, the last: one; ")
+    assert log.getvalue().splitlines()[0] == "work: 0 s so far"
+
+
+def _wait_for(log, text):
+    for _ in range(500):
+        if text in log.getvalue():
+            return
+        time.sleep(0.01)
+    pytest.fail(f"{text!r} is not in {log.getvalue()!r}")
+
+
 @pytest.mark.parametrize("name", ["ipywidgets", None])
 def test_notebooks_need_ipywidgets(name, open_terminal, monkeypatch):
     """Without them, rich prints a warning in place of the bar."""
@@ -122,14 +142,14 @@ def test_notebooks_need_ipywidgets(name, open_terminal, monkeypatch):
     shell = type("ZMQInteractiveShell", (), {})
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=shell))
     monkeypatch.setattr(progress.importlib.util, "find_spec", {"ipywidgets": name}.get)
-    assert progress._is_shown() is (name is not None)
+    assert progress._has_bar() is (name is not None)
 
 
 def test_short_work_shows_nothing(monkeypatch):
     monkeypatch.delenv(progress.QUIET, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert progress._is_shown()
+    assert progress._has_bar()
     with progress.progress("work"):
         pass
     assert sys.stderr.getvalue() == ""

@@ -1,4 +1,8 @@
-"""Progress of work that takes seconds: a bar on terminals, and in notebooks with ipywidgets."""
+"""Progress of long work: a bar on terminals, and in notebooks with ipywidgets; else a few lines.
+
+Where a bar cannot be drawn, such as in the log of a job, work that takes minutes prints a line each
+half minute, so that it is not taken for a program that hangs.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from .. import _compat
 
 # Shorter work needs no bar.
 DELAY_S = 2.0
+LINE_S = 30.0  # between lines in a log
 QUIET = "NNX_SHARDING_QUIET"
 
 # Held while there is a bar: nested work shows none of its own.
@@ -23,14 +29,24 @@ _BAR = threading.Lock()
 def progress(
     title: str, total: int | None = None, *, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
-    """Shows a bar on stderr once the block has taken two seconds.
+    """Shows a bar on stderr once the block has taken two seconds, or lines in a log.
 
     Yields a function to call after each step, with its name. ``total`` is the number of steps;
     None if it is unknown.
     """
-    if quiet or not _is_shown() or not _BAR.acquire(blocking=False):  # one bar at a time
+    if quiet or _is_quiet() or not _BAR.acquire(blocking=False):  # one bar at a time
         yield lambda _: None
         return
+    show = _bar if _has_bar() else _lines
+    try:
+        with show(title, total) as advance:
+            yield advance
+    finally:
+        _BAR.release()
+
+
+@contextlib.contextmanager
+def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -53,20 +69,43 @@ def progress(
         timer.cancel()
         timer.join()  # it may be starting the bar
         bar.stop()
-        _BAR.release()
+
+
+@contextlib.contextmanager
+def _lines(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    names: list[str] = []  # of the steps that were done
+    start, is_done = time.monotonic(), threading.Event()
+
+    def print_lines() -> None:
+        while not is_done.wait(LINE_S):
+            count = len(names) if total is None else f"{len(names)} of {total}"
+            done = f"{count} done, the last: {names[-1]}; " if names else ""
+            seconds = time.monotonic() - start
+            print(f"{title}: {done}{seconds:.0f} s so far", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=print_lines, daemon=True)
+    thread.start()
+    try:
+        yield names.append
+    finally:
+        is_done.set()
+        thread.join()
 
 
 _WITHOUT_CURSOR = ("dumb", "unknown")  # as rich knows them, which then writes empty lines
 
 
-def _is_shown() -> bool:
-    """Whether stderr is shown to a user who wants to see progress."""
-    if os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0:
-        return False
+def _is_quiet() -> bool:
+    """Whether the user wants no progress, or another process shows it."""
+    is_off = os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0
+    return is_off or sys.stderr is None
+
+
+def _has_bar() -> bool:
+    """Whether a bar can be drawn on stderr."""
     if _is_notebook():  # no terminal; rich draws by ipywidgets, and warns without
         return importlib.util.find_spec("ipywidgets") is not None
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    return is_terminal and os.environ.get("TERM") not in _WITHOUT_CURSOR
+    return sys.stderr.isatty() and os.environ.get("TERM") not in _WITHOUT_CURSOR
 
 
 def _is_notebook() -> bool:

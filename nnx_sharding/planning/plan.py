@@ -41,8 +41,14 @@ from ..errors import message, raise_listed
 from ..experimental.context import METHODS
 from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
 from ..partition.variables import models_unchanged
-from ..report.comparison import Column, Comparison, Failure, names_by_value
-from ..report.compiling import Devices, compile_all
+from ..report.comparison import (
+    Column,
+    Comparison,
+    Failure,
+    SearchInterrupted,
+    names_by_value,
+)
+from ..report.compiling import INTERRUPTED, Devices, compile_all
 from ..report.strategies import AnyMesh
 from .candidates import (
     Arguments,
@@ -296,6 +302,7 @@ def plan(
     Raises:
       ValueError: no candidate can fit or be lowered: each reason is listed once; or the arguments
         of the search are wrong.
+      KeyboardInterrupt: by Ctrl-C. It shows what was compiled until then, and has it as ``result``.
 
     Example:
       >>> import jax
@@ -323,7 +330,11 @@ def plan(
     time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
     limits: dict[str, Any] = {"most": most, "time_limit": time_left}
     limits["ruled_out"] = search.ruled_out
-    found = compile_all("plan", search.programs, search.pick, **limits, **how)
+    try:
+        found = compile_all("plan", search.programs, search.pick, **limits, **how)
+    except SearchInterrupted as interrupt:
+        ranked = _ranked(interrupt.result, search)
+        raise SearchInterrupted(_result(search, ranked, INTERRUPTED)) from None
     search.rule_out_failing(found.reports)  # which may have ended after the last choice
     failures = _failures_of_step(found)
     # The step is at fault, not the candidates.
@@ -333,17 +344,27 @@ def plan(
         reasons = {name: failure.error for name, failure in failures.items()} | others
         cause = next(iter(failures.values())).exception
         raise ValueError(_listed_once("plan: no candidate can be lowered:", reasons)) from cause
-    ranks = {name: _rank(name, found, search) for name in found.reports}
-    order = sorted(ranks, key=ranks.__getitem__)  # the best that fits first
-    reports = {name: found.reports[name] for name in order}
-    if by_module and order and found.fits(order[0]):
-        best = {order[0]: search.entries[order[0]].lower}
-        reports |= compile_all("modules of the best", best, by_module=True, **how).compiled
-    compiled = len(reports) - len(failures)
+    ranked = _ranked(found, search)
+    compiled = len(ranked.reports) - len(failures)
     why = f"the {compiled} compiled are predicted to be better"
     if time_limit and compiled != most:
         why = f"not compiled within {time_limit} s"
-    return _result(search, dataclasses.replace(found, reports=reports), why)
+    best = next(iter(ranked.reports), None)
+    if by_module and best is not None and ranked.fits(best):
+        lower = {best: search.entries[best].lower}
+        try:
+            detailed = compile_all("modules of the best", lower, by_module=True, **how).compiled
+        except SearchInterrupted:
+            raise SearchInterrupted(_result(search, ranked, why)) from None
+        ranked = dataclasses.replace(ranked, reports={**ranked.reports, **detailed})
+    return _result(search, ranked, why)
+
+
+def _ranked(found: Comparison, search: Search) -> Comparison:
+    """Returns the same reports, the best that fits first."""
+    ranks = {name: _rank(name, found, search) for name in found.reports}
+    reports = {name: found.reports[name] for name in sorted(ranks, key=ranks.__getitem__)}
+    return dataclasses.replace(found, reports=reports)
 
 
 def prepare(

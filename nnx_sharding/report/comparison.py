@@ -50,6 +50,22 @@ class Failure:
     )
 
 
+class SearchInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended ``plan`` or ``compare``: ``result`` has what was compiled until then.
+
+    No public name, as a program that handles it catches a ``KeyboardInterrupt``.
+
+    Attributes:
+      result: what the function would have returned, the rest named in its ``ruled_out``.
+    """
+
+    def __init__(self, result: Any):
+        super().__init__("interrupted")
+        self.result = result
+        # Python prints notes below the traceback of an error that nothing catches.
+        self.add_note(f"`except KeyboardInterrupt as error` has this as error.result:\n{result}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison(JsonForm):
     """Reports side by side: what :func:`compare` returns. ``print`` shows a table.

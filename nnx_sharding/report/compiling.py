@@ -42,7 +42,7 @@ from ..analysis.program import ProgramReport
 from ..diagnostics.progress import progress
 from ..partition.mesh import topology_devices
 from ..transforms.stages import Compiled, Lowered
-from .comparison import Comparison, Failure
+from .comparison import Comparison, Failure, SearchInterrupted
 
 T = TypeVar("T")
 Program: TypeAlias = tuple[Lowered, Mesh | None]  # and the mesh that it is for
@@ -86,50 +86,94 @@ def compile_all(
       devices: what processes compile for; None for the devices of this process.
       by_module: whether reports have memory and cost by module.
       quiet: whether to show no progress.
+
+    Raises:
+      SearchInterrupted: Ctrl-C; its result is the comparison of those that were compiled.
     """
-    reports: dict[str, ProgramReport | Failure] = {}
-    seconds: dict[str, float] = {}
-    started: dict[str, str] = {}  # names by the digest of the program
-    slots = _Slots(most)
+    run = _Run(programs, _Slots(most), ruled_out)
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
     total = len(programs) if most is None else most
-    with (
-        _Workers(devices, cache, by_module=by_module) as workers,
-        progress(title, total, quiet=quiet) as advance,
-    ):
-        while (left := end - time.monotonic()) > 0:
-            # As long as a worker is free, this thread lowers a program for it; else it waits.
-            name = None
-            if workers.is_free and slots.is_free:
-                name = pick(reports) if pick else next(iter(programs), None)
-            if name is not None:
-                lowering_seconds, program = _timed(partial(attempt, programs.pop(name)))
-                is_compared = ruled_out is not None and not isinstance(program, Failure)
-                same = started.setdefault(_digest(program) if is_compared else name, name)
-                if ruled_out is not None and same != name:
-                    ruled_out[name] = f"compiles to the program of {same}"
-                    continue
-                if not isinstance(program, Failure):
-                    slots.taken.add(name)
-                workers.start(name, program, lowering_seconds)
-                continue
-            if not workers.running:
-                break
-            for name, report, duration in workers.finished(left):
-                if hardware is not None and isinstance(report, ProgramReport):
-                    report = report.with_roofline(hardware)
-                if isinstance(report, Failure):
-                    slots.note_failure(name, report)
-                reports[name], seconds[name] = report, round(duration, 3)
-                advance(name)
-    in_order = {name: reports[name] for name in started.values() if name in reports}
+    figures: dict[str, Any] = {"memory_limit": memory_limit, "hardware": hardware}
+    try:
+        with (
+            _Workers(devices, cache, by_module=by_module) as workers,
+            progress(title, total, quiet=quiet) as advance,
+        ):
+            while (left := end - time.monotonic()) > 0:
+                # As long as a worker is free, this thread lowers a program for it; else it waits.
+                name = None
+                if workers.is_free and run.slots.is_free:
+                    name = pick(run.reports) if pick else next(iter(programs), None)
+                if name is not None:
+                    run.start(name, workers)
+                elif not workers.running:
+                    break
+                else:
+                    for name, report, duration in workers.finished(left):
+                        run.note(name, report, duration, hardware)
+                        advance(name)
+    except KeyboardInterrupt:
+        unfinished = dict.fromkeys(run.unfinished(), INTERRUPTED)
+        raise SearchInterrupted(run.comparison(unfinished).judged(**figures)) from None
     # A comparison is not empty: without reports, it says why there are none.
-    late = () if reports else (*started.values(), *programs)
+    late = () if run.reports else run.unfinished()
     why_not = dict.fromkeys(late, "not compiled within the time limit")
-    return Comparison(in_order, None, seconds, why_not).judged(
-        memory_limit=memory_limit, hardware=hardware
-    )
+    return run.comparison(why_not).judged(**figures)
+
+
+INTERRUPTED = "not compiled before the interruption"
+
+
+class _Run:
+    """The programs of one call that were started, and the reports of those that ended."""
+
+    def __init__(
+        self,
+        programs: MutableMapping[str, Lower],
+        slots: _Slots,
+        ruled_out: MutableMapping[str, str] | None,
+    ):
+        self.reports: dict[str, ProgramReport | Failure] = {}
+        self.slots = slots
+        self._programs, self._ruled_out = programs, ruled_out
+        self._names = [*programs]  # ``pick`` may add others to these later
+        self._seconds: dict[str, float] = {}
+        self._started: dict[str, str] = {}  # names by the digest of the program
+
+    def start(self, name: str, workers: _Workers) -> None:
+        """Lowers a program and lets a worker compile it, unless an equal one was started."""
+        seconds, program = _timed(partial(attempt, self._programs.pop(name)))
+        is_compared = self._ruled_out is not None and not isinstance(program, Failure)
+        same = self._started.setdefault(_digest(program) if is_compared else name, name)
+        if self._ruled_out is not None and same != name:
+            self._ruled_out[name] = f"compiles to the program of {same}"
+            return
+        if not isinstance(program, Failure):
+            self.slots.taken.add(name)
+        workers.start(name, program, seconds)
+
+    def note(
+        self, name: str, report: ProgramReport | Failure, seconds: float, hardware: Hardware | None
+    ) -> None:
+        """Notes what came of a program, and how long it took."""
+        if hardware is not None and isinstance(report, ProgramReport):
+            report = report.with_roofline(hardware)
+        if isinstance(report, Failure):
+            self.slots.note_failure(name, report)
+        self.reports[name], self._seconds[name] = report, round(seconds, 3)
+
+    def unfinished(self) -> list[str]:
+        """Lists the programs that have no report, and are not equal to another one."""
+        names = dict.fromkeys((*self._names, *self._started.values(), *self._programs))
+        known = {*self.reports, *(self._ruled_out or ())}
+        return [name for name in names if name not in known]
+
+    def comparison(self, why_not: Mapping[str, str]) -> Comparison:
+        """Returns the reports in the order in which programs were started."""
+        started = self._started.values()
+        in_order = {name: self.reports[name] for name in started if name in self.reports}
+        return Comparison(in_order, None, self._seconds, why_not)
 
 
 _NUMBER = re.compile(r"\d+")

@@ -108,6 +108,7 @@ def compare(
     Raises:
       TypeError: an option is one that ``compare`` sets itself, such as ``in_shardings``, or
         ``fun`` is wrapped by something else than ``jit``.
+      KeyboardInterrupt: by Ctrl-C. It shows what was compiled until then, and has it as ``result``.
 
     Example:
       >>> import jax
