@@ -441,7 +441,7 @@ _BONSAI = {
     "U-Net": _bonsai(
         "unet",
         "UNet",
-        _sized("", {}, {"features": (8, 8, 16, 16, 32)}),
+        _sized("", {}, {"features": (4, 8, 16, 32, 64)}),
         _images(32, 256, 1),
         _regress,
     ),
