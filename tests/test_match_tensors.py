@@ -23,7 +23,7 @@ from nnx_sharding.checkpoint import (
     tensor_files,
 )
 from nnx_sharding.checkpoint.tensor_table import TensorRules
-from nnx_sharding.errors import CheckpointError, NoCheckpointError
+from nnx_sharding.errors import CheckpointError
 from nnx_sharding.partition import abstract_init
 from published import EMBED, HEAD_DIM, HEADS, HIDDEN, KV, LAYERS, THETA, VOCAB
 from zoo import mesh_of
@@ -433,11 +433,6 @@ def test_rules_that_are_given_come_first(tmp_path):
     np.testing.assert_array_equal(model.blocks[1].attn.query.kernel, own)
 
 
-def test_a_folder_that_is_none(tmp_path):
-    with pytest.raises(NoCheckpointError, match=str(tmp_path / "none")):
-        match_tensors(nnx.eval_shape(Llama), tmp_path / "none")
-
-
 @pytest.mark.parametrize("kept", [0, 5, 100, 0.5, 0.999])
 def test_a_file_that_is_downloaded_in_part(tmp_path, kept):
     path = written(tmp_path, published.decoder_tensors()) / "model.safetensors"
@@ -447,12 +442,96 @@ def test_a_file_that_is_downloaded_in_part(tmp_path, kept):
         match_tensors(nnx.eval_shape(Llama), tmp_path)
 
 
-def test_an_index_that_names_a_file_that_is_not_there(tmp_path):
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    safetensors.save_file({"a": linear(2, 2)}, tmp_path / "model-1.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(NoCheckpointError, match=str(tmp_path / "model-2.safetensors")):
-        match_tensors(shaped(a=(2, 2), b=(2, 2)), tmp_path)
+def raw(path, tensors, codes):
+    """Writes a file in which some tensors have a dtype by its code, without values of it."""
+    header, data = {}, b""
+    for name, x in tensors.items():
+        first, data = len(data), data + x.tobytes()
+        code = codes.get(name, "F32")
+        offsets = [first, len(data)]
+        header[name] = {"dtype": code, "shape": x.shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def indexed(folder, text, name="model-1.safetensors"):
+    written(folder, published.decoder_tensors()).joinpath("model.safetensors").rename(folder / name)
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def as_code(folder, code, shape=(48, EMBED), *, scale=None):
+    """A file with one tensor of another dtype, of one byte or less, and maybe its scale."""
+    added = {f"{Q}_{scale}": np.ones((1, 1), np.float32)} if scale else {}
+    tensors = llama_with(**{Q: np.zeros(shape, np.uint8)}) | added
+    raw(folder / "model.safetensors", tensors, {Q: code})
+
+
+# Folders that cannot be read, and what the error says besides the path.
+UNREADABLE = {
+    "a folder that is none": (lambda folder: folder.rmdir(), "No such file"),
+    "nothing in the folder": (lambda folder: None, r"model\.safetensors: No such file"),
+    "only weights of PyTorch": (
+        lambda folder: (folder / "pytorch_model.bin").touch(),
+        "The folder has pytorch_model.bin",
+    ),
+    "several files without an index": (
+        lambda folder: [(folder / f"model-{i}-of-2.safetensors").touch() for i in (1, 2)],
+        r"has model-1-of-2.safetensors, model-2-of-2.safetensors\. Several files need the index",
+    ),
+    "a pointer of Git LFS": (
+        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github"),
+        "pointer of Git LFS",
+    ),
+    "an index that is cut off": (lambda folder: indexed(folder, '{"weight_map": {'), "damaged"),
+    "an index without files": (lambda folder: indexed(folder, "{}"), "damaged.*weight_map"),
+    "an index with a file that is none": (
+        lambda folder: indexed(folder, '{"weight_map": {"a": null}}'),
+        "None is not the name of a file",
+    ),
+    "an index that names a file that is not there": (
+        lambda folder: indexed(folder, '{"weight_map": {"a": "model-2.safetensors"}}'),
+        r"model-2\.safetensors: No such file",
+    ),
+    "an index that names a tensor that is not there": (
+        lambda folder: indexed(folder, '{"weight_map": {"a": "model-1.safetensors"}}'),
+        "not in the file.*\n  a: model-1.safetensors",
+    ),
+    "integers": (
+        lambda folder: as_code(folder, "I8"),
+        f"Of another dtype.*\n  {Q}: int8, blocks/1/attn/query/kernel: float32",
+    ),
+    "integers with scales": (
+        lambda folder: as_code(folder, "I8", scale="scale"),
+        f"{Q}_scale(.|\n)*The file is quantised",
+    ),
+    "float8 with scales": (
+        lambda folder: as_code(folder, "F8_E4M3", scale="scale_inv"),
+        f"{Q}_scale_inv(.|\n)*The file is quantised",
+    ),
+    "a dtype of half a byte": (
+        lambda folder: as_code(folder, "F4", (48, EMBED // 2)),
+        f"dtype that JAX does not have:\n  {Q}: F4",
+    ),
+    "a dtype that is larger than its bytes": (
+        lambda folder: as_code(folder, "F16"), "damaged.*has bytes"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", UNREADABLE)
+def test_refuses_a_folder(tmp_path, reason):
+    prepare, message = UNREADABLE[reason]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    prepare(folder)
+    model = Llama()
+    before = jax.tree.leaves(nnx.state(model))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        match_tensors(model, folder)
+    assert str(folder) in str(caught.value)
+    with pytest.raises(CheckpointError, match=str(folder)):
+        load_safetensors(folder, model, {".*": None})
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
 
 
 def test_only_a_part_of_the_model(tmp_path):

@@ -123,7 +123,7 @@ def read_index(folder: FilePath) -> dict[str, str]:
     if type(located) is not dict:
         raise TypeError(f"weight_map is a {type(located).__name__}")
     # Names only: a path could lead out of the folder.
-    if outside := [name for name in located.values() if Path(name).name != name]:
+    if outside := [x for x in located.values() if type(x) is not str or Path(x).name != x]:
         raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
     return located
 
@@ -138,16 +138,32 @@ def _opened(caller: str, path: FilePath, files: contextlib.ExitStack) -> dict[st
         return read_header(caller, path, opened)
     except OSError as error:
         begun = not is_in_bucket(path) and drafts(Path(path.parent, MODEL_FILE))
-        hint = " Files were begun there, but not written completely." if begun else ""
+        hint = " Files were begun there, but not written completely." if begun else _instead(path)
         raise NoCheckpointError(
             f"{caller}: cannot read {path}: {error.strerror or error}.{hint}"
         ) from error
 
 
+def _instead(path: FilePath) -> str:
+    """Says which files of weights are in the folder of a file that is not."""
+    if is_in_bucket(path) or not path.parent.is_dir():
+        return ""
+    endings = (".safetensors", ".bin", ".gguf", ".msgpack", ".pt", ".pth")
+    others = sorted(x.name for x in path.parent.iterdir() if x.name.endswith(endings))
+    if not others:
+        return ""
+    several = len(others) > 1 and others[0].endswith(".safetensors")
+    remedy = f" Several files need the index {INDEX_FILE}." if several else ""
+    return f" The folder has {', '.join(others[:3])}{', …' if others[3:] else ''}.{remedy}"
+
+
 def read_header(caller: str, path: FilePath, file: BinaryIO) -> dict[str, StoredTensor]:
     """Reads the header of a file, which may be of anyone: nothing in it is believed unchecked."""
     try:
-        start = 8 + int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        if first == b"version ":
+            raise ValueError("it is a pointer of Git LFS, so the file itself has to be downloaded")
+        start = 8 + int.from_bytes(first, "little")
         end = file.seek(0, os.SEEK_END)
         if not 8 < start <= end:  # before memory is allocated for it
             raise ValueError(f"a header of {start - 8} bytes in a file of {end}")

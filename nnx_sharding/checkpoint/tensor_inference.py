@@ -50,6 +50,12 @@ _BUFFERS = re.compile(r"(.*\.)?(inv_freq|position_ids|masked_bias|num_batches_tr
 _MASKS = re.compile(r"(.*\.)?(attn|attention)\.bias")
 
 
+# Tensors next to quantised weights, of which these are no use alone.
+_OF_QUANTISED = re.compile(
+    r".*(weight_scale(_inv)?|qweight|qzeros|g_idx|SCB|absmax|quant_map|_(blocks|scales))"
+)
+
+
 class Group(NamedTuple):
     """The names of one template, with the shape of each, by their numbers."""
 
@@ -203,6 +209,14 @@ def match_tensors(
     known = read_rules(_MATCH, given)
     head = f"{_MATCH}: {os.fspath(path)} does not fit the model."
     with tensor_files.open_tensors(_MATCH, path) as tensors:
+        unread = {
+            name: f"  {name}: {tensor.dtype}"
+            for name, tensor in tensors.items()
+            if isinstance(tensor.dtype, str) and known.targets(name) is None
+        }
+        raise_listed(
+            CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread.values()
+        )
         taken = {t.path for name in tensors for t in known.targets(name) or ()}
         # Tensors of arrays that `only` leaves out have rules, too.
         others = weights(_MATCH, everything, WEIGHTS) | arrays
@@ -217,6 +231,8 @@ def match_tensors(
         matching.choose_ways(of_einsum)
         problems = by_kind(matching.problems({*arrays}))
         remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
+        if any(_OF_QUANTISED.fullmatch(name) for name in tensors):
+            remedy = "The file is quantised, but only numbers without scales can be loaded."
         raise_listed(CheckpointError, head, problems, remedy)
         result = TensorRules({**given, **matching.rules()}, matching.matches)
         # Rules are believed only if they fill each array completely, and once.
