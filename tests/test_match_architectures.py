@@ -109,6 +109,15 @@ ARCHITECTURES = {
         | matrix("mlp.fc_out", EMBED, HIDDEN),
         "transformer.wte", "transformer.ln_f", "lm_head",
     ),
+    "gpt-oss": (
+        "model.layers",
+        NORMS | attention("self_attn") | matrix("mlp.router", EXPERTS, EMBED) | {
+            "mlp.experts.gate_up_proj": (EXPERTS, EMBED, 2 * HIDDEN),
+            "mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * HIDDEN),
+            "mlp.experts.down_proj": (EXPERTS, HIDDEN, EMBED),
+        },
+        *ENDS,
+    ),
     "Granite with experts": (
         "model.layers",
         NORMS | attention("self_attn") | matrix("block_sparse_moe.router.layer", EXPERTS, EMBED) | {
@@ -123,6 +132,8 @@ ARCHITECTURES = {
 REFUSED = {
     # Both the parts of each group of heads together, and one part after the other, are published.
     "Falcon 40B": r"as '\(h d\) in -> in h d' or '\(h p d\) in -> in \(h p\) d'",
+    # Llama 4 has halves, but no biases.
+    "gpt-oss": r"as 'experts in out -> in out' or 'experts in \(out p\) -> in out'",
     # These names are of any two layers elsewhere.
     "Granite with experts": "Tensors without an array:\n.*input_linear",
 }
@@ -130,7 +141,7 @@ REFUSED = {
 
 def model(parts, head):
     """The same architecture in our own names, with kernels of Flax, split into heads."""
-    names = [name for name in parts if name.endswith("weight")]
+    names = [name for name in parts if not name.endswith("bias")]
     has_bias = any(name.endswith("bias") and "attn" in name for name in parts)
     heads = {"q": HEADS, "k": KV, "v": KV}
     if parts.get("self_attention.query_key_value.weight") == (ROWS + 2 * HEAD_DIM, EMBED):
@@ -152,6 +163,8 @@ def model(parts, head):
         modules = [f"mlp__experts__{i}" for i in range(EXPERTS)]
         shapes["mlp__router__kernel"] = (EMBED, EXPERTS)
     shapes |= {f"{m}__{x}__kernel": shape for m in modules for x, shape in matrices.items()}
+    if "mlp.experts.gate_up_proj_bias" in parts:
+        shapes |= {f"{m}__{x}__bias": (HIDDEN,) for m in modules for x in ("gate", "up")}
     if "mlp.shared_expert_gate.weight" in parts:
         shapes["mlp__shared_gate__kernel"] = (EMBED, 1)
         size = HIDDEN + 1

@@ -56,7 +56,8 @@ class Share(NamedTuple):
     part: int
     shapes: tuple[Shape, ...]  # of all of them
     of_tensor: bool  # whether the tensor is the fused one
-    by_head: bool  # whether each head has all parts, instead of each part all heads
+    by_head: bool = False  # whether each head has all parts, instead of each part all heads
+    in_turns: bool = False  # whether rows of all parts may alternate
 
 
 class Stacked(NamedTuple):
@@ -229,6 +230,9 @@ def _part_of_tensor(
         start = size * before // part
         rows = {"take": {outer: slice(start, start + size)}, outer: size * sum(parts) // part}
         yield left, axes, rows
+    if share.in_turns:
+        rows = {"take": {"p": share.part}, "p": len(parts)}
+        yield left.replace("out", "(out p)"), axes, rows
     # With one head of keys, this would be the same.
     if share.by_head and outer == "h" and least and not (is_grouped and size * least == part):
         start, count = before // least, part // least

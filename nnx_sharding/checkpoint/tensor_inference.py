@@ -37,7 +37,15 @@ from . import names, tensor_files
 from .safetensors import WEIGHTS, weights
 from .tensor_candidates import Candidate, Convention, Order, Shape, Share, Stacked, candidates
 from .tensor_matching import fill_by_rules
-from .tensor_names import FUSED, QKV_BY_HEAD, Template, pair, read_name, settled
+from .tensor_names import (
+    FUSED,
+    GATE_UP_OF_EITHER_ORDER,
+    QKV_BY_HEAD,
+    Template,
+    pair,
+    read_name,
+    settled,
+)
 from .tensor_rules import Rule, Tensor, read_rules
 from .tensor_table import Match, TensorRules, loaded_rules
 
@@ -132,8 +140,9 @@ class Link:
         key = numbers if self.of_tensor else source
         # Without one of them, none fits.
         shapes = tuple(group.shapes.get(key, (0,)) for group in self.fused)
-        by_head = QKV_BY_HEAD in (self.tensors.template.part, self.arrays.template.part)
-        return Share(self.index, shapes, self.of_tensor, by_head)
+        parts = self.tensors.template.part, self.arrays.template.part
+        in_turns = GATE_UP_OF_EITHER_ORDER in parts
+        return Share(self.index, shapes, self.of_tensor, QKV_BY_HEAD in parts, in_turns)
 
 
 @dataclasses.dataclass

@@ -46,6 +46,8 @@ _WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
 
 QKV_BY_HEAD = "qkv by head"  # as in GPT-NeoX, BLOOM and Falcon
+# Halves in Llama 4, but in turns in gpt-oss, whose experts have biases.
+GATE_UP_OF_EITHER_ORDER = "gate_up of experts with biases"
 
 # How parts are called, the words of a name joined by dots. `proj` and the like may follow.
 # The first that matches applies, so what depends on the surroundings is first.
@@ -80,7 +82,11 @@ _ELSEWHERE = (
     ("head", "(lm_)?head|classifier|logits|unembed|embed_out|output|proj_out"),
 )
 _QKV = ("q", "k", "v")
-FUSED = {"qkv": _QKV, QKV_BY_HEAD: _QKV, "kv": ("k", "v"), "gate_up": ("gate", "up")}
+_GATE_UP = ("gate", "up")
+FUSED = {
+    **{"qkv": _QKV, QKV_BY_HEAD: _QKV, "kv": ("k", "v")},
+    **{"gate_up": _GATE_UP, GATE_UP_OF_EITHER_ORDER: _GATE_UP},
+}
 
 
 class Template(NamedTuple):
@@ -168,6 +174,7 @@ def settled(templates: Sequence[Template]) -> list[Template]:
     """Returns the templates of one side, with parts whose meaning depends on what else it has."""
     parts = {(t.towers, t.part) for t in templates if t.in_layer}
     modules = {(t.words[:-1], t.part) for t in templates}
+    experts = {(t.part, t.kind) for t in templates if t.is_in_expert}
 
     def has(template: Template, *others: str) -> bool:
         return any((template.towers, part) in parts for part in others)
@@ -182,6 +189,8 @@ def settled(templates: Sequence[Template]) -> list[Template]:
             part = (
                 "router" if has_others and not (template.is_in_expert or is_beside_up) else "gate"
             )
+        elif part == "gate_up" and template.is_in_expert and (part, "bias") in experts:
+            part = GATE_UP_OF_EITHER_ORDER
         elif template.words[-1] == "w1" and not has(template, "up"):  # two matrices, w1 and w2
             part = "up"
         elif part == "norm_attn_after" and not has(template, "norm_mlp"):
