@@ -230,7 +230,7 @@ def _part_of_tensor(
         start = size * before // part
         rows = {"take": {outer: slice(start, start + size)}, outer: size * sum(parts) // part}
         yield left, axes, rows
-    if share.in_turns:
+    if share.in_turns and outer == "out":
         rows = {"take": {"p": share.part}, "p": len(parts)}
         yield left.replace("out", "(out p)"), axes, rows
     # With one head of keys, this would be the same.

@@ -218,14 +218,12 @@ def match_tensors(
     known = read_rules(_MATCH, given)
     head = f"{_MATCH}: {os.fspath(path)} does not fit the model."
     with tensor_files.open_tensors(_MATCH, path) as tensors:
-        unread = {
-            name: f"  {name}: {tensor.dtype}"
+        unread = [
+            f"  {name}: {tensor.dtype}"
             for name, tensor in tensors.items()
             if isinstance(tensor.dtype, str) and known.targets(name) is None
-        }
-        raise_listed(
-            CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread.values()
-        )
+        ]
+        raise_listed(CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread)
         taken = {t.path for name in tensors for t in known.targets(name) or ()}
         # Tensors of arrays that `only` leaves out have rules, too.
         others = weights(_MATCH, everything, WEIGHTS) | arrays
