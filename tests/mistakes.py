@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import re
 import warnings
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import configurations
 import nnx_sharding
+from nnx_sharding import accumulate_gradients, stack, value_and_grad
 from nnx_sharding.core.call_context import CacheNotice
 from nnx_sharding.errors import (
     ActivationError,
@@ -34,6 +36,7 @@ from nnx_sharding.errors import (
     UnshardedWarning,
     UnusedFilterWarning,
 )
+from nnx_sharding.partition import pipeline
 
 Library = Any
 
@@ -1268,6 +1271,110 @@ def forgotten_fetch(lib: Library) -> Any:
 def cache_on_several_devices(lib: Library) -> Any:
     with configurations.with_cache(), mock.patch.object(CacheNotice, "is_due", True):
         return lib.jit(forward, in_shardings=(None, NamedSharding(grid(), P("data"))))(Model(), X)
+
+
+class Layers(nnx.Module):
+    """A ``Stack``, a parameter for its further argument, and how it is called."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.blocks = stack(Scaled, 4)
+        self.scale = nnx.Param(jnp.ones(4))
+        self.call = call
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.call(self, x)
+
+
+class Scaled(Block):
+    """A block with a further argument."""
+
+    def __call__(self, x: jax.Array, scale: Any = 1) -> jax.Array:
+        self.count[...] += 1
+        return super().__call__(x) * scale
+
+
+def in_turn(lib: Library, call: Callable[..., Any], transform: Any = None) -> Any:
+    """Runs a step of a model on four stages with 1F1B."""
+    model, mesh = Layers(call), grid(names=("data", "stage"))
+    sharding = pipeline(model, mesh=mesh, microbatches=4, schedule="1f1b")
+    transform = transform or functools.partial(accumulate_gradients, steps=4)
+    gradient = transform(lambda model, x: (model(x) ** 2).mean())
+    step = lib.jit(lambda *args: gradient(*args), mesh=mesh, in_shardings=(sharding, P("data")))
+    return step(model, X)
+
+
+@mistake(
+    "gradient-outside-of-accumulation",
+    '`value_and_grad` of a pipeline with `schedule="1f1b"`',
+    ValueError,
+    'schedule="1f1b" has gradients only in accumulate_gradients',
+    "accumulate_gradients(loss, steps=4)",
+)
+def gradient_outside_of_accumulation(lib: Library) -> Any:
+    return in_turn(lib, lambda model, x: model.blocks(x), value_and_grad)
+
+
+INTERLEAVED = {
+    "layers_called_twice": ("calls its layers twice", "more than once"),
+    "layers_in_jit": ("calls its layers in `jit`", "another transform, such as jit", "remat=True"),
+    "layers_not_called": ("does not call its layers", "does not call the layers"),
+    "counter_of_layers_read": ("reads what layers write", "is used outside of them", "x, y ="),
+    "rows_from_parameters": ("gives layers rows of parameters", "microbatch and on parameters"),
+    "layers_from_rows": ("changes parameters by rows", "parameters of layers depend on the micro"),
+    "new_attribute": ("adds an attribute to the model", "changes the structure", "has_aux=True"),
+}
+
+
+def cannot_be_interleaved(run: Callable[[Any, jax.Array], Any]) -> Any:
+    """Registers a loss that 1F1B refuses, by the name of how the model calls its layers."""
+    title, *facts = INTERLEAVED[run.__name__]
+    add = mistake(
+        "loss-that-cannot-be-interleaved", f"a loss with 1F1B {title}", ValueError, *facts
+    )
+
+    def step(lib: Library) -> Any:
+        return in_turn(lib, run)
+
+    step.__name__ = run.__name__
+    return add(step)
+
+
+@cannot_be_interleaved
+def layers_called_twice(model: Layers, x: jax.Array) -> jax.Array:
+    return model.blocks(model.blocks(x))
+
+
+@cannot_be_interleaved
+def layers_in_jit(model: Layers, x: jax.Array) -> jax.Array:
+    return nnx_sharding.jit(lambda model, x: model.blocks(x))(model, x)
+
+
+@cannot_be_interleaved
+def layers_not_called(model: Layers, x: jax.Array) -> jax.Array:
+    return x * model.scale[...]
+
+
+@cannot_be_interleaved
+def counter_of_layers_read(model: Layers, x: jax.Array) -> jax.Array:
+    return model.blocks(x) * model.blocks.layers.count.sum()
+
+
+@cannot_be_interleaved
+def rows_from_parameters(model: Layers, x: jax.Array) -> jax.Array:
+    return model.blocks(x, scale=x * model.scale[...])
+
+
+@cannot_be_interleaved
+def layers_from_rows(model: Layers, x: jax.Array) -> jax.Array:
+    up = model.blocks.layers.up
+    up[...] = up[...] * x.mean()
+    return model.blocks(x)
+
+
+@cannot_be_interleaved
+def new_attribute(model: Layers, x: jax.Array) -> jax.Array:
+    model.seen = nnx.BatchStat(x)
+    return model.blocks(x)
 
 
 def message_of(run: Callable[[Library], Any], lib: Library) -> str:

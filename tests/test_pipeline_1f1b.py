@@ -9,11 +9,12 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import accumulate_gradients, jit, stack, value_and_grad
+from nnx_sharding import accumulate_gradients, grad, jit, remat, stack, value_and_grad
 from nnx_sharding.partition import fsdp, pipeline, tensor_parallel
 from zoo import assert_close
 
 FEATURES, VOCABULARY = 8, 12
+LAYERS = nnx.All(nnx.Param, nnx.PathContains("blocks"))
 
 
 class Block(nnx.Module):
@@ -149,7 +150,7 @@ CASES = {
     "auxiliary data": (plainly, {}, 2, 4, {"fun": loss_and_logits, "has_aux": True}),
     "sums in another dtype": (plainly, {}, 2, 4, {"dtype": jnp.bfloat16, "atol": 2e-2}),
     "only the head": (plainly, {}, 2, 4, {"wrt": nnx.All(nnx.Param, nnx.PathContains("head"))}),
-    "only layers": (plainly, {}, 2, 4, {"wrt": nnx.All(nnx.Param, nnx.PathContains("blocks"))}),
+    "only layers": (plainly, {}, 2, 4, {"wrt": LAYERS}),
 }
 
 
@@ -161,37 +162,6 @@ def test_gradients_are_those_of_one_device(name):
     check(Model(call, options=others, **named), stages, steps, **more)
 
 
-def called_twice(model, tokens):
-    return model.head(model.blocks(model.blocks(model.embed(tokens))))
-
-
-def in_jit(model, tokens):
-    return jit(plainly)(model, tokens)
-
-
-def not_called(model, tokens):
-    return model.head(model.embed(tokens))
-
-
-def with_parameters_for_rows(model, tokens):
-    x = model.embed(tokens)
-    return model.head(model.blocks(x, scale=x.mean(-1, keepdims=True)))
-
-
-def with_statistics_of_layers(model, tokens):
-    logits = plainly(model, tokens)
-    return logits + model.blocks.layers.norm.mean.mean()
-
-
-WRONG = {
-    "twice": (called_twice, "more than once"),
-    "in jit": (in_jit, "within another transform"),
-    "not called": (not_called, "does not call the layers"),
-    "parameters for rows": (with_parameters_for_rows, "on the microbatch and on parameters"),
-    "statistics": (with_statistics_of_layers, "what layers write is used"),
-}
-
-
 def trace(call, kind=AxisType.Auto, **options):
     model, tokens = Model(call, options={}), jnp.zeros((8, 3), int)
     mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind,) * 2)
@@ -201,17 +171,47 @@ def trace(call, kind=AxisType.Auto, **options):
     return jit(lambda *args: step(*args), mesh=mesh, in_shardings=shardings).trace(model, tokens)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_losses_that_cannot_be_interleaved(name):
-    call, text = WRONG[name]
-    with pytest.raises(ValueError, match=text):
-        trace(call)
-
-
 @pytest.mark.parametrize("options", [{"kind": AxisType.Explicit}, {"axis": "data"}], ids=str)
 def test_explicit_axes_are_refused(options):
     with pytest.raises(ValueError, match="needs Auto axes"):
         trace(plainly, **options)
+
+
+def in_a_scan(function):
+    def run(model, tokens):
+        def step(_, part):
+            return _, function(model, part)
+
+        return jax.lax.scan(step, 0, tokens[None])[1]
+
+    return run
+
+
+# How the loss is used without `accumulate_gradients`, and whether that is an error.
+ELSEWHERE = {
+    "called": (loss, False),
+    "called in a scan": (in_a_scan(loss), False),
+    "gradient of the head": (grad(loss, wrt=nnx.PathContains("head")), False),
+    "gradient of layers": (grad(loss, wrt=LAYERS), True),
+    "gradient in a scan": (in_a_scan(grad(loss)), True),
+    "gradient by Flax": (nnx.value_and_grad(loss), True),
+    "gradient of remat": (grad(remat(loss)), True),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_only_gradients_of_layers_are_refused_elsewhere(name, kind):
+    function, is_refused = ELSEWHERE[name]
+    model, tokens = Model(plainly, options={}), jnp.zeros((16, 3), int)
+    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind,) * 2)
+    shardings = (sharding_of(model, mesh, None), P("data"))
+    step = jit(lambda *args: function(*args), mesh=mesh, in_shardings=shardings)
+    if not is_refused:
+        step.trace(model, tokens)
+        return
+    with pytest.raises(ValueError, match="has gradients only in accumulate_gradients"):
+        step.trace(model, tokens)
 
 
 @pytest.mark.parametrize(

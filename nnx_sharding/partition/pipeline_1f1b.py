@@ -34,10 +34,17 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 
-from ..errors import raise_listed
 from ..transforms.grad import PreparedCall, ValueAndGrad
 from ..transforms.in_trace import Function, replace_slots, traced_slots
-from .pipeline_loss import HEAD, Part, PipelineCall, TracedLoss, as_type, find_call, positions_of
+from .pipeline_loss import (
+    Part,
+    PipelineCall,
+    TracedLoss,
+    as_type,
+    find_call,
+    positions_of,
+    refuse_loss,
+)
 
 Arrays: TypeAlias = Sequence[Any]
 
@@ -278,11 +285,9 @@ class OneForwardOneBackward:
                 depends[i] & {*self._targets} and self._is_float(i) for i in self._varying
             ),
         }
-        raise_listed(
-            ValueError,
-            f"{HEAD}:",
-            [f"  {text}" for text, is_so in problems.items() if is_so],
-            "Pass values from layer to layer, x, y = blocks((x, y)), or leave out the schedule.",
+        refuse_loss(
+            [text for text, is_so in problems.items() if is_so],
+            "Pass values from layer to layer, x, y = blocks((x, y)).",
         )
 
     def _trace_stage(self) -> None:

@@ -31,12 +31,22 @@ from .. import _compat
 from ..core.flatten import Flat
 from ..core.outcome import INPUT, Outcome, OutputGroup, Source
 from ..core.rebuild import kept_places
+from ..errors import raise_listed
 from ..transforms.in_trace import Function, replace_slots
 from .pipeline_loop import PipelineLoop
 
 Arrays: TypeAlias = Sequence[Any]
 
-HEAD = 'pipeline: schedule="1f1b" cannot interleave this loss'
+
+def refuse_loss(reasons: Sequence[str], remedy: str) -> None:
+    """Raises an error if there are reasons why microbatches of a loss cannot pass each other."""
+    raise_listed(
+        ValueError,
+        'pipeline: schedule="1f1b" cannot interleave this loss:',
+        [f"  {reason}" for reason in reasons],
+        f"{remedy} Or leave out the schedule.",
+        anchor="loss-that-cannot-be-interleaved",
+    )
 
 
 class PipelineCall:
@@ -67,11 +77,11 @@ class PipelineCall:
     def run(self, loop: PipelineLoop, x: object) -> Any:
         """Records the call; returns what was chosen."""
         if self.loop is not None:
-            raise ValueError(f"{HEAD}: it calls the layers more than once.")
+            refuse_loss(["it calls the layers more than once"], "Call them once.")
         if _compat.new_trace_state() != self._trace:
-            raise ValueError(
-                f"{HEAD}: it calls the layers within another transform, such as jit, remat or "
-                "scan. Call the model in the loss itself, and give remat=True to stack."
+            refuse_loss(
+                ["it calls the layers within another transform, such as jit, remat or scan"],
+                "Call the model in the loss itself, and give remat=True to stack.",
             )
         self.x, treedef = jax.tree.flatten(x)
         self.loop, self.layers, self.others = loop, loop.layers_by_stage(), loop.other_arrays()
@@ -118,7 +128,7 @@ class PipelineCall:
         finally:
             PIPELINE_CALL.reset(token)
         if self.loop is None:
-            raise ValueError(f"{HEAD}: it does not call the layers.")
+            refuse_loss(["it does not call the layers"], "Call the model in the loss itself.")
 
 
 # What takes the place of a pipeline's call in the current trace, if anything.
@@ -244,7 +254,10 @@ class TracedLoss:
         """Sorts the arrays after a call into state, and what the loss returns."""
         self._outcome, before = outcome, self._before.structure
         if outcome.nodes or outcome.metadata or outcome.statics or outcome.replaced:
-            raise ValueError(f"{HEAD}: it changes the structure of its arguments.")
+            refuse_loss(
+                ["it changes the structure of its arguments"],
+                "Return what it adds, with has_aux=True.",
+            )
         # The slot of each array that a Variable of the arguments gets, and that which it had.
         self._state = {
             slot: old

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from ..activations.calls import Tag
 from ..activations.tracing import pass_tags
 from ..activations.variables import modules_in
 from ..core.constrain import mesh_in_trace
-from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
+from ..errors import UnshardedWarning, message, raise_listed, see, warn_or_raise
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor, path_key
 from ..specs.types import AnyMesh
@@ -100,7 +101,8 @@ class Schedule(PipelineSizes):
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
             call_mesh = mesh_in_trace(mesh)
             schedule = self._on_mesh(call_mesh, len(module))
-            if PIPELINE_CALL.get() is not None:  # the loss has the rows of one microbatch
+            is_interleaved = PIPELINE_CALL.get() is not None
+            if is_interleaved:  # the loss has the rows of one microbatch
                 schedule = dataclasses.replace(schedule, microbatches=1, rows=())
             _check_axis_types(call_mesh)
             layer = module[0] if self.blocks else module.layers
@@ -111,9 +113,12 @@ class Schedule(PipelineSizes):
             token = RUNNING.set(True)
             try:
                 with _explain_changed_arguments(args, kwargs):
-                    return run(module, x, (args, kwargs), call_mesh, row_axes)
+                    out = run(module, x, (args, kwargs), call_mesh, row_axes)
             finally:
                 RUNNING.reset(token)
+            if self.interleaves and not is_interleaved:
+                return jax.tree.map(functools.partial(_refuse_gradient, self.microbatches), out)
+            return out
 
         return run_stages
 
@@ -280,6 +285,31 @@ def _shapes(tree: object) -> list[tuple[int, ...]]:
     """Returns the shapes of the arrays in a pytree, apart from those in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [x.shape for x in leaves if _compat.is_plain_array(x)]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _refuse_gradient(microbatches: int, x: jax.Array) -> jax.Array:
+    """Returns an output of the layers, which cannot be differentiated.
+
+    JAX asks for the derivative only where a value depends on what is differentiated, whatever
+    transform does so: a call in an evaluation passes.
+    """
+    return x
+
+
+@_refuse_gradient.defjvp
+def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> NoReturn:
+    text = message(
+        'pipeline: schedule="1f1b" has gradients only in accumulate_gradients, which knows the '
+        "loss of each microbatch:",
+        [
+            "  another transform differentiates the call of the layers, and would keep the "
+            "activations of all microbatches"
+        ],
+        f"Write accumulate_gradients(loss, steps={microbatches}) in place of value_and_grad(loss). "
+        "Or leave out the schedule.",
+    )
+    raise see(ValueError(text), anchor="gradient-outside-of-accumulation")
 
 
 def _check_axis_types(mesh: AnyMesh) -> None:

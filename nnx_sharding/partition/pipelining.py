@@ -127,8 +127,9 @@ def pipeline(
         dimension of 1 is the same for all rows.
       schedule: ``"1f1b"`` to keep the activations of 2S - 1 microbatches for S stages, however many
         there are. The microbatches are those of
-        :func:`~nnx_sharding.training.accumulate_gradients`, whose loss calls the layers once;
-        elsewhere, as in an evaluation, the schedule is ``"gpipe"``. Axes have to be Auto.
+        :func:`~nnx_sharding.training.accumulate_gradients`, whose loss calls the layers once. Other
+        calls, as in an evaluation, run by ``"gpipe"``; to differentiate one is an error. Axes have
+        to be Auto.
       across_slices: whether the axis may have devices of several TPU slices.
 
     Returns:
@@ -139,7 +140,8 @@ def pipeline(
         the axis times ``repeats`` does not divide their number; ``base`` or the ``Stack`` has
         ``prefetch=1``. In a call within ``jit``: the microbatches do not divide the batch, or there
         are fewer than stages for ``repeats``; blocks of a list are not called in turn; layers sow
-        values without rows; a loss whose microbatches cannot be interleaved.
+        values without rows; with 1F1B, a loss cannot be interleaved, or is differentiated outside
+        of ``accumulate_gradients``.
 
     Example:
       >>> from flax import nnx
