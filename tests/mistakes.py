@@ -1314,6 +1314,18 @@ def gradient_outside_of_accumulation(lib: Library) -> Any:
     return in_turn(lib, lambda model, x: model.blocks(x), value_and_grad)
 
 
+@mistake(
+    "gradient-outside-of-accumulation",
+    "`accumulate_gradients(axis=)` with 1F1B",
+    ValueError,
+    "axis='data' reduces gradients once, after the loop",
+    "Leave out one",
+)
+def axis_of_interleaved_gradients(lib: Library) -> Any:
+    transform = functools.partial(accumulate_gradients, steps=2, axis="data")
+    return in_turn(lib, lambda model, x: model.blocks(x), transform)
+
+
 INTERLEAVED = {
     "layers_called_twice": ("calls its layers twice", "more than once"),
     "layers_in_jit": ("calls its layers in `jit`", "another transform, such as jit", "remat=True"),

@@ -98,7 +98,7 @@ def loss(model, tokens):
 
 
 def loss_and_logits(model, tokens):
-    return loss(model, tokens), tokens.sum()
+    return loss(model, tokens), (tokens.sum(), tokens + 1, model.embed(tokens))
 
 
 def sharding_of(model, mesh, strategy, **options):
@@ -106,7 +106,7 @@ def sharding_of(model, mesh, strategy, **options):
     return pipeline(model, mesh=mesh, base=base, schedule="1f1b", **options)
 
 
-def check(model, stages, steps, strategy=None, fun=loss, atol=2e-5, **options):
+def check(model, kind, stages, steps, strategy=None, fun=loss, atol=2e-5, **options):
     """Checks a step in stages against one on one device; returns the compiled one."""
     like, tokens = nnx.clone(model), jax.random.randint(jax.random.key(1), (16, 3), 0, VOCABULARY)
     options = {"steps": steps, "wrt": nnx.Param, **options}
@@ -116,7 +116,7 @@ def check(model, stages, steps, strategy=None, fun=loss, atol=2e-5, **options):
 
     sizes = (stages, 2, 2)[: 3 if stages == 2 else 2]
     names = ("stage", "data", "model")[: len(sizes)]
-    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
     sharding = sharding_of(model, mesh, strategy)
     step = jit(gradients, mesh=mesh, in_shardings=(sharding, P("data")))
     compiled = step.lower(model, tokens).compile()
@@ -154,27 +154,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_device(name):
+def test_gradients_are_those_of_one_device(name, kind):
     call, options, stages, steps, more = CASES[name]
     named = {key: options[key] for key in ("block", "is_list") if key in options}
     others = {key: x for key, x in options.items() if key not in named}
-    check(Model(call, options=others, **named), stages, steps, **more)
-
-
-def trace(call, kind=AxisType.Auto, **options):
-    model, tokens = Model(call, options={}), jnp.zeros((8, 3), int)
-    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind,) * 2)
-    sharding = sharding_of(model, mesh, None)
-    step = accumulate_gradients(loss, steps=4, wrt=nnx.Param, **options)
-    shardings = (sharding, P("data"))
-    return jit(lambda *args: step(*args), mesh=mesh, in_shardings=shardings).trace(model, tokens)
-
-
-@pytest.mark.parametrize("options", [{"kind": AxisType.Explicit}, {"axis": "data"}], ids=str)
-def test_explicit_axes_are_refused(options):
-    with pytest.raises(ValueError, match="needs Auto axes"):
-        trace(plainly, **options)
+    check(Model(call, options=others, **named), kind, stages, steps, **more)
 
 
 def in_a_scan(function):
@@ -240,6 +226,24 @@ def lowered(microbatches, schedule):
         step = accumulate_gradients(loss, steps=microbatches, wrt=nnx.Param)
     shardings = (pipeline(model, **options), P("data"))
     return jit(lambda *args: step(*args), mesh=mesh, in_shardings=shardings).lower(model, tokens)
+
+
+def test_gradients_and_auxiliary_data_keep_their_types_on_explicit_axes():
+    model, tokens = Model(plainly, options={}), jnp.zeros((16, 3), int)
+    mesh = jax.make_mesh((4, 2), ("stage", "data"))
+    types = {}
+
+    def step(model, tokens):
+        options = {"steps": 4, "wrt": nnx.Param, "has_aux": True}
+        (_, aux), gradient = accumulate_gradients(loss_and_logits, **options)(model, tokens)
+        types["aux"] = [jax.typeof(x).sharding.spec for x in aux]
+        types["gradient"] = jax.typeof(gradient.blocks.layers.up.kernel[...]).sharding.spec
+        return aux
+
+    shardings = (sharding_of(model, mesh, fsdp_small), P("data"))
+    jit(step, mesh=mesh, in_shardings=shardings).trace(model, tokens)
+    rows = P(None, "data", None)
+    assert types == {"aux": [P(None), rows, P(*rows, None)], "gradient": P("stage", None, "data")}
 
 
 def test_memory_does_not_grow_with_the_microbatches():

@@ -128,8 +128,8 @@ def pipeline(
       schedule: ``"1f1b"`` to keep the activations of 2S - 1 microbatches for S stages, however many
         there are. The microbatches are those of
         :func:`~nnx_sharding.training.accumulate_gradients`, whose loss calls the layers once. Other
-        calls, as in an evaluation, run by ``"gpipe"``; to differentiate one is an error. Axes have
-        to be Auto.
+        calls, as in an evaluation, run by ``"gpipe"``; to differentiate one is an error. The whole
+        loss runs with Auto axes, as modules do.
       across_slices: whether the axis may have devices of several TPU slices.
 
     Returns:

@@ -28,16 +28,17 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
+from ..activations.axis_types import output_spec, with_auto_axes
 from ..core.arguments import PathFunction
-from ..core.constrain import type_mesh, type_spec
-from ..errors import raise_listed
+from ..core.constrain import retype, type_mesh, type_spec
+from ..errors import raise_listed, see
 from ..partition.axis_modes import explicit_axes
 from ..partition.pipeline_1f1b import accumulate_interleaved
 from ..partition.pipeline_schedule import has_interleaved_pipeline
-from ..specs.fitting import axes_of, keep_axes, pad_entries, spec_axes, suggestion
+from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, spec_axes, suggestion
 from ..specs.paths import Path, accessor, enclosing_paths, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.grad import PreparedCall, ValueAndGrad
@@ -181,7 +182,7 @@ class _Accumulation:
         sums = _partial_sums_over_rows(batch)
         prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
         if has_interleaved_pipeline(prepared.flat.objects):
-            return self._interleave(bound, batch)
+            return self._interleave(bound, rest, batch)
 
         def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
             """Adds the gradients of one microbatch to the totals, and returns its value."""
@@ -201,22 +202,54 @@ class _Accumulation:
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, prepared.build_gradient(self._means(prepared, totals))
 
-    def _interleave(self, bound: inspect.BoundArguments, batch: _Arguments) -> tuple[Any, Any]:
-        """Returns the mean value and gradient of the microbatches, in the stages of a pipeline."""
-        parts = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
-        first = jax.tree.map(lambda x: x[0], parts)
-        bound.arguments.update(first)
-        call = self.gradient.prepare(bound.args, bound.kwargs)
-        # The loop constrains activations on Auto axes, inside and outside of layers.
-        if any(type_spec(x) is not None for x in [*call.arrays(), *jax.tree.leaves(first)]):
-            raise ValueError(
-                'accumulate_gradients: pipeline(schedule="1f1b") needs Auto axes. Make the mesh '
-                "with axis_types=(AxisType.Auto,) * n, and leave out the option axis."
+    def _interleave(
+        self, bound: inspect.BoundArguments, rest: _Arguments, batch: _Arguments
+    ) -> tuple[Any, Any]:
+        """Returns the mean value and gradient of the microbatches, in the stages of a pipeline.
+
+        The whole loss runs with Auto axes, as layers do: what is sent from stage to stage, and what
+        these keep, is sharded as the compiler chooses.
+
+        Args:
+          bound: the arguments of the loss, by name; changed here.
+          rest: those of them that are the same for all microbatches.
+          batch: those with rows, reshaped to (batch / steps, steps, …).
+        """
+        if self.axis is not None:
+            text = (
+                f"accumulate_gradients: axis={self.axis!r} reduces gradients once, after the loop,\n"
+                'but pipeline(schedule="1f1b") reduces them for each microbatch. Leave out one.'
             )
-        pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(parts), strict=True)]
-        out, totals = accumulate_interleaved(self.gradient, call, pairs, self.dtype)
-        _check_aux(out[1] if self.has_aux else ())
-        return out, call.build_gradient([x / self.steps for x in totals])
+            raise see(ValueError(text), anchor="gradient-outside-of-accumulation")
+        mesh = jax.sharding.get_abstract_mesh()
+        parts = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
+        rows = next((x for x in jax.tree.leaves(parts) if type_spec(x) is not None), None)
+        call = self.gradient.prepare(bound.args, bound.kwargs)
+        gradient_specs = [type_spec(x) for x in call.arrays()]
+
+        def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
+            rest, parts = inputs
+            first = jax.tree.map(lambda x: x[0], parts)
+            bound.arguments.update({**rest, **first})
+            call = self.gradient.prepare(bound.args, bound.kwargs)
+            pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(parts), strict=True)]
+            out, totals = accumulate_interleaved(self.gradient, call, pairs, self.dtype)
+            _check_aux(out[1] if self.has_aux else ())
+            means = [x / self.steps for x in totals]
+            typed = [
+                x if spec is None else retype(x, mesh, spec)
+                for x, spec in zip(means, gradient_specs, strict=True)
+            ]
+            return out, typed
+
+        def retype_aux(x: jax.Array) -> jax.Array:
+            """Types auxiliary data, (steps, …), like the rows, in the way of what modules return."""
+            spec = PartitionSpec() if rows is None else output_spec(x, rows, None)
+            return retype(x, mesh, spec)
+
+        explicit = frozenset(axes_of_type(mesh, AxisType.Explicit))
+        out, gradients = with_auto_axes((rest, parts), run, explicit, retype_aux)
+        return out, call.build_gradient(gradients)
 
     def _zeros(self, prepared: PreparedCall, sums: PartialSums | None) -> list[jax.Array]:
         """Returns a total of zero for each array that is differentiated."""
