@@ -24,7 +24,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -217,8 +217,8 @@ class _Accumulation:
         """
         if self.axis is not None:
             text = (
-                f"accumulate_gradients: axis={self.axis!r} reduces gradients once, after the loop,\n"
-                'but pipeline(schedule="1f1b") reduces them for each microbatch. Leave out one.'
+                f"accumulate_gradients: axis={self.axis!r} reduces gradients once, after the loop, "
+                'but pipeline(schedule="1f1b")\nreduces them for each microbatch. Leave out one.'
             )
             raise see(ValueError(text), anchor="gradient-outside-of-accumulation")
         mesh = jax.sharding.get_abstract_mesh()
@@ -243,12 +243,13 @@ class _Accumulation:
             return out, typed
 
         def retype_aux(x: jax.Array) -> jax.Array:
-            """Types auxiliary data, (steps, …), like the rows, in the way of what modules return."""
+            """Types auxiliary data, (steps, …), as what a module returns for the rows."""
             spec = PartitionSpec() if rows is None else output_spec(x, rows, None)
-            return retype(x, mesh, spec)
+            typed: jax.Array = retype(x, mesh, spec)
+            return typed
 
         explicit = frozenset(axes_of_type(mesh, AxisType.Explicit))
-        out, gradients = with_auto_axes((rest, parts), run, explicit, retype_aux)
+        out, gradients = cast(Any, with_auto_axes((rest, parts), run, explicit, retype_aux))
         return out, call.build_gradient(gradients)
 
     def _zeros(self, prepared: PreparedCall, sums: PartialSums | None) -> list[jax.Array]:
