@@ -205,6 +205,12 @@ def _users_level() -> int:
     return level
 
 
+def users_line() -> str:
+    """Returns the file and line of user code that led here, such as ``serve.py:24``."""
+    frame = sys._getframe(_users_level() - 1)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 # Of the standard library: through their Python code, libraries call themselves, as for a
 # `cached_property` or the end of a block.
 _HELPERS = frozenset({contextlib.__file__, functools.__file__})

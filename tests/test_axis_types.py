@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from flax.errors import TraceContextError
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from nnx_sharding import (
+    InOutSharding,
     StateSharding,
     auto_axes,
     explicit_axes,
@@ -28,7 +31,7 @@ from nnx_sharding import (
     value_and_grad,
     vjp,
 )
-from nnx_sharding.errors import NoMeshError
+from nnx_sharding.errors import NoMeshError, UnshardedWarning
 from nnx_sharding.partition import fsdp, tensor_parallel
 from zoo import MLP, Net, Normed, P, assert_same_state, mesh_of, mlp_specs
 
@@ -743,3 +746,38 @@ def test_gradients_of_arrays_on_no_mesh(transform, inside, kind):
         gradient, truth = (getattr(of, name).get_value() for of in (found, expected))
         np.testing.assert_allclose(gradient, truth, rtol=1e-5)
         assert gradient.sharding.spec == spec
+
+
+class WithCache(nnx.Module):
+    """Makes keys: (requests, length, heads, features), padded, and stacked as those of layers."""
+
+    def __init__(self, columns, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.k_proj = nnx.LinearGeneral(32, columns, rngs=rngs)
+
+    def prefill(self, tokens):
+        x = self.embed(tokens)
+        keys = jnp.pad(
+            self.k_proj(x).reshape(*tokens.shape, 4, 8), ((0, 0), (0, 16), (0, 0), (0, 0))
+        )
+        return x.sum(), keys, jnp.stack([keys, keys])
+
+
+@pytest.mark.parametrize("columns", [32, (4, 8)])
+def test_caches_that_a_module_makes(columns):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model = nnx.eval_shape(lambda: WithCache(columns, nnx.Rngs(0)))
+    options = {"in_shardings": (tensor_parallel(model, mesh=mesh), P("data")), "mesh": mesh}
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    with pytest.warns(UnshardedWarning, match="typed like its first input") as caught:
+        found = jit(lambda m, x: m.prefill(x), **options).lower(model, tokens).compile()
+    [warning] = caught
+    assert warning.filename == __file__ and f"at {Path(__file__).name}:" in str(warning.message)
+    specs = P(), P("data", None, "model"), P(None, "data", None, "model")
+    assert all(f"write {spec}" in str(warning.message) for spec in specs[1:])
+    assert found.collectives().of("all-gather", "model")
+    declared = {"^$": InOutSharding(specs, method="prefill")}
+    with warnings.catch_warnings(action="error"):
+        step = jit(lambda m, x: m.prefill(x), **options, activation_shardings=declared)
+        found = step.lower(model, tokens).compile()
+    assert not [x for x in found.collectives().of("all-gather", "model") if x.bytes_sent > 10_000]

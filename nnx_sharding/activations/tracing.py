@@ -558,7 +558,7 @@ class Scope:
             frame.note_sharding(new, jax.typeof(new).sharding)
         elif frame.is_outermost:
             sizes = {axis: mesh.shape[axis] for axis in axes - self._plan.batch_axes}
-            self._whole_outputs.add(frame.tag.accessor, frame.module, new, like, sizes)
+            self._whole_outputs.add(frame, new, like, sizes)
         return new
 
     def _spec_of_columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
