@@ -110,12 +110,13 @@ def _use_of(
     # Second rule, for each array that the collective makes.
     gradients: set[str] = set()
     lengths = _lengths_around(computation, module)
-    for i, (array, own_names) in enumerate(zip(collective.results, operations_of, strict=True)):
+    dims_of_arrays = _dims_before_bitcasts(collective, computation)
+    for i, (dims, own_names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
         own_operands = operands[i : i + 1] if len(operands) == len(operations_of) else operands
         backward = {module_of(x, variables.modules) for x in own_names if "transpose(" in x}
         # A sum outside of modules may belong to any gradient, since the compiler merges sums.
         candidates = backward if is_sum else backward - {None}
-        parts = variables.with_part(candidates, array.dims, lengths)
+        parts = variables.with_part(candidates, dims, lengths)
         if parts and not any(map(origins.is_weighted, own_operands)):
             gradients |= parts
     if gradients:
@@ -137,11 +138,14 @@ def _operations_of_arrays(collective: Instruction, computation: Computation) -> 
     XLA may have merged several collectives, and their names, into one. The operand of an array says
     which operation it is of, or the instruction that takes the array from the tuple of results.
     """
-    merged = operations(collective.operation or "")
-    count = len(collective.results)
+    by_name = {instruction.name: instruction.operation for instruction in computation.instructions}
+    name, count = collective.operation, len(collective.results)
+    if name is None and len(collective.operand_names) == 1:
+        # Of several slices, the compiler names none of the parts that it divides a sum into.
+        name = by_name.get(collective.operand_names[0])
+    merged = operations(name or "")
     if count < 2 or count != len(collective.operand_names):
         return [merged] * count
-    by_name = {instruction.name: instruction.operation for instruction in computation.instructions}
     taken = {
         instruction.tuple_index: instruction.operation
         for instruction in computation.instructions
@@ -156,6 +160,24 @@ def _operations_of_arrays(collective: Instruction, computation: Computation) -> 
         shared = (names for names in known if not {*names}.isdisjoint(merged))
         operations_of.append(next(shared, known[0] if known else merged))
     return operations_of
+
+
+def _dims_before_bitcasts(
+    collective: Instruction, computation: Computation
+) -> list[tuple[int, ...]]:
+    """Returns the shapes of the arrays that a collective makes, as the program has them.
+
+    Between slices it sends them as tiles: by a bitcast of the operand, and one of the result.
+    """
+    dims = [array.dims for array in collective.results]
+    if len(collective.operand_names) != 1 or len(dims) != 1:
+        return dims
+    by_name = {instruction.name: instruction for instruction in computation.instructions}
+    operand = by_name.get(collective.operand_names[0])
+    if operand is None or operand.opcode != "bitcast" or _dims_of(operand) != dims:
+        return dims
+    source = by_name.get(operand.operand_names[0])
+    return dims if source is None else _dims_of(source)
 
 
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:

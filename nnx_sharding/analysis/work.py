@@ -193,6 +193,9 @@ def work_of(instruction: Instruction, by_name: ByName, module: Module | None) ->
     if opcode in _NO_WORK or instruction.target in _WITHOUT_WORK:
         return Work()
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
+        if _is_ragged_product(instruction):
+            narrow = _narrow_flops(estimate.flops, instruction.operand_names[-2:], by_name)
+            estimate = estimate._replace(int8_flops=narrow[0], fp8_flops=narrow[1])
         return estimate
     accessed = 0 if module is None else _bytes(instruction, by_name, module)
     if base(opcode) in _COPIES or instruction.target in _HALVES:
@@ -203,9 +206,20 @@ def work_of(instruction: Instruction, by_name: ByName, module: Module | None) ->
     if flops is None:
         flops = _other_flops(instruction, by_name)
         return Work(flops or 0, 0, accessed, unknown_flops=int(flops is None))
-    inputs = {by_name[name].results[0].dtype for name in instruction.operand_names[:2]}
+    int8, fp8 = _narrow_flops(flops, instruction.operand_names[:2], by_name)
+    return Work(flops, 0, accessed, int8, fp8)
+
+
+def _narrow_flops(flops: int, factors: Iterable[str], by_name: ByName) -> tuple[int, int]:
+    """Returns the flops of a product that are of integers, and of floats, of 8 bits or less."""
+    inputs = {by_name[name].results[0].dtype for name in factors}
     int8, fp8 = (all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
-    return Work(flops, 0, accessed, flops * int8, flops * fp8)
+    return flops * int8, flops * fp8
+
+
+def _is_ragged_product(instruction: Instruction) -> bool:
+    """Tells whether a kernel is the TPU compiler's own for ``ragged_dot``."""
+    return "ragged_dot_tiling" in instruction.rest
 
 
 def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
@@ -233,7 +247,7 @@ def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
         points = math.prod(lengths)  # an FFT over n × m is m FFTs of n, and n of m
         is_real = "RFFT" in instruction.attributes.get("fft_type", "")
         return round((2.5 if is_real else 5) * rows * points * math.log2(max(points, 1)))
-    is_unknown = opcode == "custom-call" and _KNOWN.match(instruction.target) is None
+    is_unknown = opcode == "custom-call" and not _is_known(instruction)
     return None if is_unknown or opcode in _UNKNOWN else 0
 
 
@@ -254,12 +268,20 @@ _WITHOUT_WORK.add("annotate_device_placement")
 # How the TPU compiler reads and writes complex and 64-bit numbers, as two arrays of half the width.
 _HALVES = {"X64Combine", "X64SplitHigh", "X64SplitLow"}
 _SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
-_KNOWN = re.compile(r"xla_\w*python_\w*callback")  # which runs on the host
+_CALLBACK = re.compile(r"xla_\w*python_\w*callback")  # which runs on the host
+# The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`; it adds up
+# one integer for each group.
+_METADATA = "ragged-dot-metadata"
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
 def _is_complex(shape: Shape) -> bool:
     return shape.dtype in ("c64", "c128")
+
+
+def _is_known(custom_call: Instruction) -> bool:
+    """Tells whether a custom call has no flops that count."""
+    return _CALLBACK.match(custom_call.target) is not None or custom_call.operation == _METADATA
 
 
 def applications(instruction: Instruction, by_name: ByName) -> list[tuple[str, int]]:
