@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from module_programs import LAYERS, PROGRAMS, ROWS, WIDTH, Block
 from nnx_sharding import jit, stack, value_and_grad
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.buffers import Buffer, read_buffers
+from nnx_sharding.partition import make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,16 @@ def test_memory_that_is_held_for_a_result():
     kinds = table.by_kind()
     assert table.unattributed < 0.05 * table.peak
     assert kinds["outputs"] + kinds.get("intermediates", 0) <= 5 * 128 * 4 * 6 * WIDTH
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPUs")
+def test_what_is_gathered_to_be_returned_is_an_output():
+    mesh = make_mesh({"data": 8})
+    gather = jit(lambda x: x, in_shardings=P("data"), out_shardings=P(), mesh=mesh)
+    compiled = gather.lower(jax.ShapeDtypeStruct((8, 1024), "float32")).compile()
+    held = compiled.by_module().by_kind()
+    assert (held["inputs"], held["outputs"]) == (1024 * 4, 8 * 1024 * 4)
+    assert compiled.memory().outputs == held["outputs"]
 
 
 def test_flops_by_hand(table):

@@ -109,6 +109,30 @@ def test_products_of_narrow_numbers():
     assert h100 == pytest.approx(2 * flops / 1979e12 + flops / 989.5e12)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "s8", "f8e4m3fn"])
+def test_ragged_products_of_tpus(dtype):
+    """Kernels of the compiler: one counts the rows of each group, the other estimates itself."""
+    flops = 2 * 4096 * 512 * 256
+    target = 'custom_call_target="tpu_custom_call"'
+    estimate = f'{{"cost_estimate":{{"flops":"{flops}","bytes_accessed":"8388640"}}}}'
+    text = (
+        f"ENTRY %e (x: {dtype}[4096,512], w: {dtype}[8,512,256], g: s32[8]) -> f32[4096,256] {{\n"
+        f"  %x = {dtype}[4096,512]{{1,0:T(8,128)}} parameter(0)\n"
+        f"  %w = {dtype}[8,512,256]{{2,1,0:T(8,128)}} parameter(1)\n"
+        "  %g = s32[8]{0:T(128)} parameter(2)\n"
+        f"  %rows = s32[9]{{0:T(128)S(1)}} custom-call(%g), {target}, "
+        'metadata={op_name="ragged-dot-metadata"}, backend_config={"custom_call_config":{}}\n'
+        f"  ROOT %y = f32[4096,256]{{1,0:T(8,128)}} custom-call(%rows, %x, %w), {target}, "
+        'frontend_attributes={ragged_dot_tiling="128,512,256"}, '
+        'metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}, '
+        f'backend_config={{"custom_call_config":{estimate}}}\n}}\n'
+    )
+    cost = cost_with_loops(TPU + text)
+    by_hand = flops, flops * (dtype == "s8"), flops * (dtype == "f8e4m3fn")
+    assert (cost.flops, cost.int8_flops, cost.fp8_flops) == by_hand
+    assert cost.why is None
+
+
 def test_attributes_over_several_lines():
     text = (
         "ENTRY %e (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"

@@ -31,7 +31,7 @@ from nnx_sharding.partition.mesh import topology_devices
 from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective, assert_overlappable
 from test_figure_grid import ProgramForTpu, check
-from zoo import Block
+from zoo import MLP, Block
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="libtpu is not installed")
@@ -431,6 +431,45 @@ def test_peak_of_attention_over_a_sequence_by_hand(topology, function):
     memory = compiled.memory()
     assert compiled.collectives().bytes_sent == pytest.approx(sent, rel=0.01)
     assert memory.peak - memory.generated_code == pytest.approx(peak, rel=0.05)
+
+
+@needs_compiler
+def test_gradients_move_between_slices():
+    """Within a slice they are scattered; between two, each device sends its shard once."""
+    mesh = planning_mesh("v5e:2x4", {"replica": 2, "data": 8}, num_slices=2)
+    model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0), 1024, 4096))
+    specs = fsdp(model, mesh=mesh), P(("replica", "data"))
+    gradient = value_and_grad(lambda model, x: (model(x) ** 2).mean())
+    step = jit(gradient, in_shardings=specs, mesh=mesh)
+    with without_cache():
+        compiled = step.lower(model, jax.ShapeDtypeStruct((16 * 256, 1024), "float32")).compile()
+    shards = 2 * 1024 * 4096 * 4 / 8
+    gradients = [each for each in compiled.collectives() if each.purpose == "gradient"]
+    between = sum(each.bytes_sent for each in gradients if each.axes == ("replica",))
+    assert between == pytest.approx(shards, rel=0.05)
+    names = {path for each in gradients for path in each.parameters}
+    assert {"model.up.kernel", "model.down.kernel"} <= names
+    network = [row for row in compiled.roofline("TPU v5e").traffic if row.links == "DCN"]
+    assert sum(row.seconds for row in network) == pytest.approx(shards / 3.125e9, rel=0.1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_flops_of_ragged_products(dtype):
+    mesh = planning_mesh("v5e:2x4", AbstractMesh((8,), ("data",), (AxisType.Auto,)))
+    rows, features, out, groups = 4096, 512, 256, 8
+    result = "int32" if dtype == "int8" else "float32"
+    shapes = ((rows, features), dtype), ((groups, features, out), dtype), ((groups,), "int32")
+    step = jit(
+        lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes, preferred_element_type=result),
+        mesh=mesh,
+        in_shardings=(P(), P(), P()),
+    )
+    with without_cache():
+        cost = step.lower(*(jax.ShapeDtypeStruct(*x) for x in shapes)).compile().cost()
+    flops = 2 * rows * features * out
+    assert cost.flops == pytest.approx(flops, rel=0.01)
+    assert cost.int8_flops == (cost.flops if dtype == "int8" else 0)
 
 
 @needs_compiler

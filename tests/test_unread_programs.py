@@ -186,12 +186,18 @@ def test_assertions_do_not_pass(function):
 def test_report():
     report = unread()
     assert report.collectives is None and report.cost is None
-    assert "collectives: unknown" in str(report)
+    assert "collectives: unknown, not understood: all-reduce" in str(report)
+    assert "cost: unknown, not understood: all-reduce" in str(report)
     assert "no collectives" not in str(report)
     roofline = report.roofline
     assert (roofline.compute_s, roofline.interconnect_s, roofline.bound_by) == (None, None, None)
     assert ProgramReport.from_json(report.to_json()) == report
     assert report.with_roofline("TPU v5p").roofline.interconnect_s is None
+
+
+def test_a_kernel_that_sends_is_named():
+    [why] = parse(f"%m {{\n{IN_BODY['kernel_that_sends']}\n}}").unread
+    assert why == "a (tpu_custom_call) is a kernel that sends to other devices by itself"
 
 
 def test_comparison():

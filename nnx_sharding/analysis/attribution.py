@@ -24,7 +24,8 @@ the totals.
 applies says what an array counts as:
 
  1. An argument, or a copy, a slice or the gathered whole of one, counts as what the argument is:
-    `parameters`, `optimizer state` (of the module of the parameter whose path it ends in), …
+    `parameters`, `optimizer state` (of the module of the parameter whose path it ends in), …; or
+    as `outputs` if the program returns it in other memory.
  2. Otherwise the array is followed through copies, tuples, calls and loops to the instruction that
     computes it, whose place it has. Outside of modules, such as in the update of an optimizer, it
     belongs to a parameter of its shape among what it is computed from.
@@ -490,7 +491,8 @@ class Attribution:
         array = Value(self._computation_of[buffer.name], buffer.name, buffer.index)
         number = self._module.argument(self._source(array, through_moves=True))
         if number is not None and number in self._rows:
-            return self.argument(number)
+            owner = self.argument(number)
+            return owner._replace(use="outputs") if is_result else owner
         array = self._source(array)
         maker = self._module.maker(array)
         assert maker is not None  # _source stops before what damaged text lacks

@@ -112,7 +112,7 @@ class Module(Values):
         if self.callees_first is None:
             unread.append("computations that call each other")
         for computation in self.computations:
-            unread += [str(op) for op in computation.instructions if not op.is_known]
+            unread += map(_unread_text, (x for x in computation.instructions if not x.is_known))
             # What is applied to elements, such as by a sum, need not be known.
             unread += [
                 f"{callee}, which {op.name} calls"
@@ -301,3 +301,19 @@ _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)
+
+
+def _unread_text(instruction: Instruction) -> str:
+    """Says what is not understood of an instruction: of a kernel, that it sends."""
+    if instruction.is_sending_kernel:
+        name = f"{instruction.name} ({instruction.operation or instruction.target})"
+        return f"{name} is a kernel that sends to other devices by itself"
+    return str(instruction)
+
+
+def why_unread(hlo: str | None) -> str:
+    """Says why figures that are read from a program's text are unknown."""
+    if hlo is None:
+        return "there is no text of the compiled program"
+    unread = parse(hlo).unread
+    return f"not understood: {unread[0]:.120}" if unread else "the backend does not report it"

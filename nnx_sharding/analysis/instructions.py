@@ -221,9 +221,13 @@ class Instruction(_Written):
         has_effects = kind == "custom-call" and "custom_call_has_side_effect=true" in rest
         if has_effects and _LOCAL.search(rest) is None:
             return False
-        # A collective that was moved to the hosts, and a Pallas kernel that sends.
-        is_kernel = '"has_communication"' in rest
-        return '"MegaScaleCollective' not in rest and not (is_kernel and _SENDS.search(rest))
+        # A collective that was moved to the hosts.
+        return '"MegaScaleCollective' not in rest and not self.is_sending_kernel
+
+    @property
+    def is_sending_kernel(self) -> bool:
+        """Whether it is a Pallas kernel that sends to other devices, nobody says what."""
+        return '"has_communication"' in self.rest and _SENDS.search(self.rest) is not None
 
     @property
     def target(self) -> str:

@@ -18,6 +18,7 @@ from .by_module import ModuleTable
 from .collectives import Collectives, axes_text
 from .cost import Cost
 from .hardware import HARDWARE, Hardware
+from .hlo import why_unread
 from .json_codec import JsonForm
 from .memory import Memory
 from .meshes import MeshDescription
@@ -118,7 +119,7 @@ class ProgramReport(JsonForm):
         yield text("memory: unknown") if self.memory is None else self.memory
         if self.by_module is not None:
             yield from ("", self.by_module)
-        yield from ("", text("cost: unknown") if self.cost is None else self.cost)
+        yield from ("", text(f"cost: unknown, {self._why()}") if self.cost is None else self.cost)
         yield from ("", self._sent())
         collectives = self.collectives or Collectives()
         sent = collectives.by_purpose()
@@ -140,6 +141,10 @@ class ProgramReport(JsonForm):
         if (subject := self._example()) is not None:
             yield text(f'compiled.why("{subject}") says why it is so; as for any path above', "dim")
 
+    def _why(self) -> str:
+        """Says why figures that are read from the text of the program are unknown."""
+        return why_unread(self.hlo)
+
     def _example(self) -> str | None:
         """Returns what a user may ask about first: a collective for resharding, or an argument."""
         names = [collective.name for collective in (self.collectives or Collectives()).resharded]
@@ -147,8 +152,10 @@ class ProgramReport(JsonForm):
 
     def _sent(self) -> Any:
         """Draws what one device sends, by kind and mesh axes."""
+        if self.collectives is None:
+            return text(f"collectives: unknown, {self._why()}")
         if not self.collectives:
-            return text("collectives: unknown" if self.collectives is None else "no collectives")
+            return text("no collectives")
         styles = axis_styles(() if self.mesh is None else self.mesh.axes)
         rows = [
             (kind, text(axes_text(axes), styles=styles), str(number), bytes_text(sent))

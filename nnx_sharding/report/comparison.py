@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from ..analysis.by_module import path_text
 from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
-from ..analysis.hlo import parse
+from ..analysis.hlo import why_unread
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
 from ..analysis.program import ProgramReport
 from ..analysis.tables import table, text
@@ -331,9 +331,7 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
     missing = [figure for figure, part in parts.items() if part is None]
     if missing:
         # All of these are read from the text of the compiled program.
-        unread = parse(report.hlo).unread if report.hlo else []
-        why = f"not understood: {unread[0]:.120}" if unread else "the report does not have it"
-        reasons |= dict.fromkeys(missing, why)
+        reasons |= dict.fromkeys(missing, why_unread(report.hlo))
     elif report.roofline is not None and report.roofline.seconds is None:
         reasons["roofline"] = report.roofline.why or "the report does not say why"
     return reasons
