@@ -21,6 +21,7 @@ from module_programs import PROGRAMS
 from nnx_sharding import jit, stack, tensor_parallel, value_and_grad
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.line_attribution import FROM_PROGRAM, spec_of_shard
+from nnx_sharding.analysis.measured import measured_seconds
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh
 
@@ -295,6 +296,48 @@ def test_measured_times_by_line(tmp_path):
     other = jit(lambda x: x + 1).lower(x).compile()
     with pytest.raises(ValueError, match="has no operation of jit__lambda"):
         other.by_line(profile=tmp_path)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_measured_times_by_module(tmp_path, is_sharded):
+    """The times of modules are those of the lines, joined by another key."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.small = nnx.Linear(512, 8, rngs=nnx.Rngs(0))
+            self.large = nnx.List([nnx.Linear(512, 512, rngs=nnx.Rngs(i)) for i in range(2)])
+
+        def __call__(self, x):
+            for layer in self.large:
+                x = nnx.relu(layer(x))
+            return self.small(x)
+
+    model, options = Model(), {}
+    if is_sharded:
+        mesh = make_mesh({"data": 2, "model": 4}, AxisType.Auto)
+        options = {"in_shardings": (tensor_parallel(model, mesh=mesh), P("data")), "mesh": mesh}
+    step = jit(lambda model, x: value_and_grad(lambda m: (m(x) ** 2).mean())(model), **options)
+    compiled = step.lower(model, x := jnp.ones((1024, 512))).compile()
+    compiled(model, x)
+    with jax.profiler.trace(tmp_path):
+        for _ in range(3):
+            jax.block_until_ready(compiled(model, x))
+    table, lines = compiled.by_module(profile=tmp_path), compiled.by_line(profile=tmp_path)
+    total = sum(row.measured for row in lines.rows)
+    assert sum(row.measured for row in table.rows) == pytest.approx(total)
+    large, small = table.total("model.large"), table.total("model.small")
+    assert large.measured > 0 and small.measured > 0
+    if not is_sharded:  # no instruction is for several modules
+        program = compiled._figures.dumped.module
+        names = {x.name: x.operation for part in program.computations for x in part.instructions}
+        times = measured_seconds(tmp_path, compiled._figures.module)
+        by_name = sum(time for name, time in times.items() if "/large[" in names[name])
+        assert large.measured == pytest.approx(by_name)
+    assert table.total("model.large", backward=True).measured > 0
+    assert "measured" in str(table) and "measured" not in str(compiled.by_module())
+    shallow = compiled.by_module(1, profile=tmp_path)
+    assert shallow.total("model.large").measured == pytest.approx(large.measured)
+    assert compiled.by_module().total().measured is None
 
 
 def test_specs_where_shapes_do_not_say_them():

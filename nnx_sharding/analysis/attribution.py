@@ -46,6 +46,7 @@ name is for remains unknown (`ModuleTable.unattributed`).
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +62,7 @@ from .hlo import Module
 from .instructions import Instruction, Shape, arrays
 from .meshes import MeshDescription
 from .names import common, module_of, operations
-from .opcodes import COLLECTIVES, base
+from .opcodes import COLLECTIVES, PRODUCTS, base
 from .parameters import ParameterRow
 from .purposes import inputs_of
 from .roofline import roofline_of
@@ -194,6 +195,55 @@ def figures_by_place(
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
     return figures, phases, reasons
+
+
+def seconds_by_place(
+    attribution: Attribution, module: Module, seconds: Mapping[str, float]
+) -> dict[Place, float]:
+    """Sums measured times by place.
+
+    Args:
+      attribution: says which place an instruction belongs to.
+      module: the program.
+      seconds: the time of each of its instructions, by name.
+    """
+    homes = {x.name: (c.name, x) for c in module.computations for x in c.instructions}
+    sums = defaultdict[Place, float](float)
+    for name, time in seconds.items():
+        home, instruction = homes[name]
+        fused = module.fused(instruction)
+        # A product takes most of the time of what is fused with it.
+        products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
+        places = [attribution.place(x) for x in (*products, instruction)]
+        sums[next(filter(None, places), attribution.place_around(home))] += time
+    return sums
+
+
+def measured_modules(
+    table: ModuleTable,
+    module: Module,
+    rows: Sequence[ParameterRow],
+    paths: Iterable[str],
+    seconds: Mapping[str, float],
+) -> ModuleTable:
+    """Returns the table with the seconds that a profile has measured for each module and pass.
+
+    Args:
+      table: the modules of the program.
+      module: the program, with the modules in the names of its operations.
+      rows: its arguments.
+      paths: the paths of all modules that were called.
+      seconds: the time of each instruction, by name.
+    """
+    sums = seconds_by_place(Attribution(module, rows, paths), module, seconds)
+    known = {Place(row.path, bool(row.backward)): row for row in table.rows}
+    # What has no cost in the table may still take time, such as a copy.
+    places = [*known, *(place for place in sums if place not in known)]
+    measured = [
+        dataclasses.replace(known.get(place, ModuleRow(*place)), measured=sums.get(place, 0.0))
+        for place in places
+    ]
+    return dataclasses.replace(table, rows=tuple(measured))
 
 
 def _known_bytes_sent(collectives: Collectives) -> int | None:

@@ -38,6 +38,8 @@ class ModuleRow:
       bytes_sent: what collectives send in one call.
       seconds: the roofline of these figures; sums are of parts that run one after another.
       at_peak: the bytes that it holds at the peak, by kind.
+      measured: the seconds that a profile has measured in one call on one device, next to the
+        estimate in ``seconds``; None without a profile.
     """
 
     path: str | None
@@ -47,6 +49,7 @@ class ModuleRow:
     bytes_sent: float | None = None
     seconds: float | None = None
     at_peak: Mapping[str, int] | None = None
+    measured: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,18 +201,22 @@ class ModuleTable(Pictured):
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: a sentence on the peak, and a row for each module."""
         yield text(self.summary())
-        header = ("module", "at the peak", "mostly", "flops", "bytes", "sent", "at least")
+        is_measured = any(row.measured is not None for row in self.rows)
+        header = _HEADER if is_measured else _HEADER[:-1]
         lines = []
         for row in self.rows:
             held = row.at_peak or {}
             size = None if row.at_peak is None else sum(held.values())
             mostly = max(held, key=held.__getitem__, default="")
             figures = bytes_text(row.bytes_accessed), bytes_text(row.bytes_sent)
-            cells = count_text(row.flops), *figures, time_text(row.seconds)
-            lines.append((_pass(row.path, row.backward), bytes_text(size), mostly, *cells))
-        yield table(header, lines, numbers=4, most=40)  # models with more modules have `at_depth`
+            cells = count_text(row.flops), *figures, time_text(row.seconds), time_text(row.measured)
+            line = _pass(row.path, row.backward), bytes_text(size), mostly, *cells
+            lines.append(line[: len(header)])
+        # Models with more modules have `at_depth`.
+        yield table(header, lines, numbers=len(header) - 3, most=40)
 
 
+_HEADER = "module", "at the peak", "mostly", "flops", "bytes", "sent", "at least", "measured"
 _ITEM = re.compile(r"(.*?)\[\d+\]")  # a module in a list: the list is the first group
 
 
@@ -235,7 +242,7 @@ def _pass(path: str | None, backward: bool | None) -> str:
 def _sum(path: str | None, backward: bool | None, rows: Sequence[ModuleRow]) -> ModuleRow:
     """Adds up rows; a sum is None if one of its figures is."""
     sums: dict[str, float | None] = {}
-    for name in ("flops", "bytes_accessed", "bytes_sent", "seconds"):
+    for name in ("flops", "bytes_accessed", "bytes_sent", "seconds", "measured"):
         known = all_known(getattr(row, name) for row in rows)
         sums[name] = None if known is None else sum(known)
     held: Counter[str] = Counter()

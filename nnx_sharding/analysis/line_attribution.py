@@ -33,7 +33,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from ..specs.fitting import axes_of
 from ..specs.paths import enclosing_paths
-from .attribution import UNKNOWN, Attribution, Owner, Place, figures_by_place
+from .attribution import (
+    UNKNOWN,
+    Attribution,
+    Owner,
+    Place,
+    figures_by_place,
+    seconds_by_place,
+)
 from .buffers import Buffers
 from .by_line import LineCollectives, LineRow, LineTable, ValueType, source_text
 from .collectives import Collective, Collectives, users_frame
@@ -41,10 +48,8 @@ from .compiler_shardings import read_sharding
 from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction
-from .measured import Profile, measured_seconds
 from .meshes import MeshDescription
 from .names import module_of, operations
-from .opcodes import PRODUCTS
 from .parameters import ActivationRow, full_spec
 
 Line: TypeAlias = tuple[str, int]  # file, line
@@ -260,8 +265,8 @@ def line_table(
     return LineTable(_ordered(rows), why, _remark(made))
 
 
-def with_measured(
-    table: LineTable, module: Module, made: Iterable[MadeValue], profile: Profile
+def measured_lines(
+    table: LineTable, module: Module, made: Iterable[MadeValue], seconds: Mapping[str, float]
 ) -> LineTable:
     """Returns the table with the seconds that a profile has measured for each line.
 
@@ -269,20 +274,12 @@ def with_measured(
       table: the lines of the program.
       module: the program that the profile ran.
       made: the values of the trace, with their lines.
-      profile: the measurements, by instruction.
+      seconds: the time of each instruction, by name.
     """
     attribution = _LineAttribution(module, [value.line for value in made if value.line])
-    # The computation of each instruction, and itself, by name.
-    homes = {x.name: (c.name, x) for c in module.computations for x in c.instructions}
     sums = defaultdict[tuple[str | None, int | None], float](float)
-    for name, seconds in measured_seconds(profile, module).items():
-        home, instruction = homes[name]
-        fused = module.fused(instruction)
-        # A product takes most of the time of what is fused with it.
-        products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
-        places = [attribution.place(x) for x in (*products, instruction)]
-        place = next(filter(None, places), attribution.place_around(home))
-        sums[attribution.lines.get(place.path or "", (None, None))] += seconds
+    for place, time in seconds_by_place(attribution, module, seconds).items():
+        sums[attribution.lines.get(place.path or "", (None, None))] += time
     rows = (
         dataclasses.replace(row, measured=sums.get((row.file, row.line), 0.0)) for row in table.rows
     )

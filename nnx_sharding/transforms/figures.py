@@ -29,9 +29,9 @@ from ..analysis.line_attribution import (
     inferred_activations,
     line_table,
     made_values,
-    with_measured,
+    measured_lines,
 )
-from ..analysis.measured import Profile
+from ..analysis.measured import Profile, measured_seconds
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ActivationTable, ParameterRow, ParameterTable, mesh_of
@@ -93,13 +93,19 @@ class Figures:
         memory = memory_of(analysis, by_path)
         return memory and dataclasses.replace(memory, by_module=self._compiled.by_module)
 
-    def by_module(self, depth: int | None, hardware: Hardware | str | None) -> ModuleTable:
+    def by_module(
+        self, depth: int | None, hardware: Hardware | str | None, profile: Profile | None
+    ) -> ModuleTable:
         """See :meth:`Compiled.by_module`."""
         mesh = self._mesh
         peak = self._hardware(hardware)
         if peak not in self._module_tables:
             self._module_tables[peak] = self.dumped.table(self._arguments, mesh, peak)
         table = self._module_tables[peak]
+        if profile is not None:
+            seconds = measured_seconds(profile, self.module)
+            # The program of the profile, whose instructions are called alike.
+            table = self.dumped.with_measured(table, self._arguments, seconds)
         return table if depth is None else table.at_depth(depth)
 
     def by_line(self, hardware: Hardware | str | None, profile: Profile | None) -> LineTable:
@@ -116,7 +122,9 @@ class Figures:
             mesh=None if mesh is None else MeshDescription.of(mesh),
             whole=program.whole,
         )
-        return lines if profile is None else with_measured(lines, self.module, made, profile)
+        if profile is None:
+            return lines
+        return measured_lines(lines, self.module, made, measured_seconds(profile, self.module))
 
     def activations(self, rows: ActivationTable, *, exactly: bool = False) -> ActivationTable:
         """See :meth:`Compiled.activations`; ``rows`` are from the trace.

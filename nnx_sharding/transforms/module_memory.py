@@ -13,7 +13,7 @@ on demand).
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, Sharding
 
 from .. import _compat
 from ..activations.calls import Recorder
-from ..analysis.attribution import module_table
+from ..analysis.attribution import measured_modules, module_table
 from ..analysis.buffers import Buffers, read_buffers
 from ..analysis.by_module import ModuleTable
 from ..analysis.collectives import collectives_of
@@ -65,6 +65,25 @@ class DumpedProgram(NamedTuple):
             hardware=hardware,
             mesh=None if mesh is None else MeshDescription.of(mesh),
         )
+
+    def with_measured(
+        self, table: ModuleTable, rows: Sequence[ParameterRow], seconds: Mapping[str, float]
+    ) -> ModuleTable:
+        """Adds times that were measured for the program for calls, by instruction.
+
+        Raises:
+          ValueError: the compiler made other instructions this time.
+        """
+        names = {
+            x.name for computation in self.module.computations for x in computation.instructions
+        }
+        if missing := [name for name in seconds if name not in names]:
+            raise ValueError(
+                f"by_module: compiled once more, the program has no instruction {missing[0]} (and "
+                f"{len(missing) - 1} others), so that the profile cannot be joined to modules. "
+                "by_line(profile=...) can join it to lines."
+            )
+        return measured_modules(table, self.module, rows, self.paths, seconds)
 
 
 def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram:

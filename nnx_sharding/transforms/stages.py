@@ -504,7 +504,11 @@ class Compiled(Stage):
         return self._figures.memory
 
     def by_module(
-        self, depth: int | None = None, *, hardware: Hardware | str | None = None
+        self,
+        depth: int | None = None,
+        *,
+        hardware: Hardware | str | None = None,
+        profile: Profile | None = None,
     ) -> ModuleTable:
         """Attributes memory and cost to modules: what each holds at the peak, computes and sends.
 
@@ -517,6 +521,7 @@ class Compiled(Stage):
             down are part of them. None lists all.
           hardware: for the column of seconds, as for :meth:`roofline`; None for the devices that it
             was compiled for.
+          profile: of calls of this function, to measure each module, as for :meth:`by_line`.
 
         Returns:
           The table. Its memory is None where the compiler writes no such files; ``why`` says so.
@@ -533,7 +538,7 @@ class Compiled(Stage):
           >>> table.total("model").at_peak["parameters"]
           576
         """
-        return self._figures.by_module(depth, hardware)
+        return self._figures.by_module(depth, hardware, profile)
 
     def by_line(
         self, *, hardware: Hardware | str | None = None, profile: Profile | None = None
