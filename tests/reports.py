@@ -117,7 +117,7 @@ def activation(path, shape, spec, mesh, **more):
 
 def module_row(path, backward, at_peak):
     figures = {"flops": 1000, "bytes_accessed": 500, "bytes_sent": 0, "seconds": None}
-    return {"path": path, "backward": backward, **figures, "at_peak": at_peak}
+    return {"path": path, "backward": backward, **figures, "at_peak": at_peak, "measured": None}
 
 
 def report(layers=3, **more):
