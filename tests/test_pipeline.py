@@ -212,6 +212,9 @@ def test_a_list_of_equal_blocks_moves_to_its_stages_once(base, repeats, kind):
         (lambda m, x: m[1](m[0](x)[:2]), r"m\[0\] returns what is not passed"),
         (lambda m, x: m[1](m[0](x).reshape(-1, 4)), r"m\[0\] returns what is not passed"),
         (lambda m, x: m[1](m[0](x), x), r"m\[1\] gets other further arguments"),
+        (lambda m, x: m[1](m[0](x, x), x + 0), r"m\[1\] gets another argument 2, made by"),
+        (lambda m, x: m[1](m[0](x, [x]), [x + 0]), r"m\[1\] gets another argument 2\[0\], made by"),
+        (lambda m, x: m[1](m[0](x, out_sharding=1), out_sharding=2), "gets another out_sharding"),
         (lambda m, x: nnx.remat(lambda m, x: m(x))(m[1], m[0](x)), r"m\[0\] returns"),
         (lambda m, x: (m[0](x), x)[1], r"m\[0\] returns what is not passed"),
         (lambda m, x: m[1](m[0](x) == 0), r"m\[0\] returns what is not passed"),
@@ -267,6 +270,48 @@ def test_further_arguments_of_blocks_may_be_equal_numpy_arrays():
 
     found = jit(call, in_shardings=(sharding, P()), mesh=mesh)(blocks, jnp.ones((2, 4)))
     np.testing.assert_array_equal(found, [[0, 1, 2**4, 3**4]] * 2)
+
+
+# Further arguments that are made anew for each block, numbered `i`; whether they are the same.
+MADE_ANEW = {
+    "of nothing": (lambda x, by, i: jnp.tril(jnp.ones((4, 4)))[1], True),
+    "of the rows": (lambda x, by, i: jnp.where(x > 1, 2.0, -1.0).sum(0), True),
+    "of another argument": (lambda x, by, i: jnp.cumsum(by) + jnp.arange(4), True),
+    "of NumPy": (lambda x, by, i: jnp.asarray(np.linspace(0, 1, 4)), True),
+    "random": (lambda x, by, i: jax.random.normal(jax.random.key(3), 4), True),
+    "one of two results": (lambda x, by, i: jax.lax.top_k(by, 4)[0], True),
+    "other numbers": (lambda x, by, i: by * i, False),
+    "other NumPy": (lambda x, by, i: jnp.asarray(np.arange(4.0) + i), False),
+    "another slice": (lambda x, by, i: x[i], False),
+    "another key": (lambda x, by, i: jax.random.normal(jax.random.key(i), 4), False),
+    "another result": (lambda x, by, i: jax.lax.top_k(by, 4)[i % 2].astype(float), False),
+    "another operation": (lambda x, by, i: jnp.sin(by) if i % 2 else jnp.cos(by), False),
+}
+
+
+@pytest.mark.parametrize("name", MADE_ANEW)
+def test_further_arguments_of_blocks_may_be_made_anew(name):
+    make, is_same = MADE_ANEW[name]
+    kind = AxisType.Explicit if name.startswith("of ") else AxisType.Auto
+    blocks = nnx.List(Scaled() for _ in range(4))
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(kind,))
+
+    def loss(blocks, x, by):
+        first = x
+        for i, block in enumerate(blocks):
+            x = block(x, by=make(first, by, i))
+        return (x**2).mean()
+
+    gradient = value_and_grad(loss, wrt=nnx.Param)
+    args = blocks, jnp.arange(32.0).reshape(8, 4) / 8, jnp.arange(4.0)
+    expected = gradient(*args)
+    sharding = pipeline(blocks, mesh=mesh, microbatches=2)
+    step = jit(lambda *args: gradient(*args), in_shardings=(sharding, P(), P()), mesh=mesh)
+    if is_same:
+        assert_close(step(*args), expected)
+        return
+    with pytest.raises(ValueError, match=r"\[1\] gets another by, made by other operations"):
+        step.lower(*args)
 
 
 class Scaled(nnx.Module):

@@ -319,6 +319,67 @@ class _Equation:
         return getattr(self.equation, name)
 
 
+def is_made_alike(x: object, y: object) -> bool:
+    """Whether two arrays are equal as the same operations have made them from the same arrays.
+
+    The operations are those of a trace, followed back to arrays that both have. Constants of NumPy
+    are the same if their values are; all other arrays are compared by identity, such as those that
+    a transform differentiates.
+    """
+    pairs: list[tuple[Any, Any]] = [(x, y)]
+    seen = set[tuple[int, int]]()  # what was found to be alike, or is in `pairs`
+    while pairs:
+        x, y = pairs.pop()
+        if x is y or (identity(x), identity(y)) in seen:
+            continue
+        seen.add((identity(x), identity(y)))
+        made = _maker(x), _maker(y)
+        if None in made:
+            if not _is_same_constant(x, y):
+                return False
+        elif not _is_same_operation(*made) or _output_number(x) != _output_number(y):
+            return False
+        else:
+            pairs += zip(made[0].in_tracers, made[1].in_tracers, strict=True)
+    return True
+
+
+def _maker(x: object) -> Any:
+    """Returns the equation of an unfinished trace that has made an array; None without any."""
+    equation = getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+    return equation if hasattr(equation, "in_tracers") else None
+
+
+def _output_number(x: Any) -> int:
+    return next(i for i, variable in enumerate(x.parent.outvars) if variable is x.val)
+
+
+def _is_same_operation(first: Any, second: Any) -> bool:
+    """Whether two equations compute the same from equal inputs."""
+    if first.primitive is not second.primitive or first.effects or second.effects:
+        return False
+    # The context has the mesh, and how random bits are made.
+    settings = ((e.ctx.cur_abstract_mesh, e.ctx.threefry_partitionable) for e in (first, second))
+    params, others = first.params, second.params
+    return (
+        operator.eq(*settings)
+        and len(first.in_tracers) == len(second.in_tracers)
+        and params.keys() == others.keys()
+        # JAX caches the jaxpr of a function in `jit`, which is then the same object.
+        and all(value is others[key] or value == others[key] for key, value in params.items())
+    )
+
+
+def _is_same_constant(x: Any, y: Any) -> bool:
+    """Whether two constants of NumPy, perhaps in a trace, have the same type and values."""
+    x, y = (c.full_lower() if isinstance(c, jax.core.Tracer) else c for c in (x, y))
+    if x is y:
+        return True
+    if any(isinstance(c, jax.Array) for c in (x, y)) or type(x) is not type(y):
+        return False  # to compare arrays on devices would wait for them
+    return bool(np.array_equal(x, y)) and np.asarray(x).dtype == np.asarray(y).dtype
+
+
 def varies_in_vmap(x: Any) -> bool:
     """Whether a value may differ between the elements of the innermost ``vmap``."""
     trace = getattr(_trace_ctx, "trace", None)

@@ -7,12 +7,14 @@ A model calls its blocks one after the other, and nothing says so before it has:
     return self.head(x)           # the call of block n-1 has run all of them
 
 So each call but the last returns a :class:`PendingOutput`, which only the next block may take, and
-refuses all else with an error that says how blocks have to be called. Variables that a block may
+refuses all else with an error that says how blocks have to be called. All blocks get the same
+further arguments, or arrays that the same operations make anew for each. Variables that a block may
 write, all but parameters, are hidden in the same way until then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +24,9 @@ from flax import nnx
 from .. import _compat
 from ..activations.calls import Tag
 from ..core.flatten import Flat
-from ..specs.paths import Path
+from ..specs.paths import Path, accessor, path_key
 from ..transforms.stacked_layers import flatten_layer
+from .pipeline_loop import Further
 
 
 class _BlockCall(NamedTuple):
@@ -62,7 +65,7 @@ class BlockCalls:
       length: the number of blocks.
     """
 
-    def __init__(self, tag: Tag, length: int, x: object, further: object):
+    def __init__(self, tag: Tag, length: int, x: object, further: Further):
         self.tag, self.x, self.length = tag, x, length
         self._further = further
         self._calls: list[_BlockCall] = []
@@ -70,15 +73,15 @@ class BlockCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, tag: Tag, block: nnx.Module, further: object) -> PendingOutput | None:
+    def add(self, tag: Tag, block: nnx.Module, further: Further) -> PendingOutput | None:
         """Adds a call of the next block, and hides its Variables.
 
         Returns:
           What the call returns to the model; None if it is the last one, which runs all.
         """
         # All blocks run as one loop, which gets them once.
-        if not _is_same(self._further, further):
-            raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets other further arguments"))
+        if problem := _difference(self._further, further):
+            raise ValueError(_HOW_TO_CALL.format(tag.accessor, problem))
         call = _BlockCall(block, flatten_layer(block), {})
         self._calls.append(call)
         if len(self) == self.length:
@@ -125,7 +128,7 @@ for _name in _OPERATORS.split():
 
 _HOW_TO_CALL = (
     "pipeline: {} {}. The blocks of an nnx.List run when its last one is called: each has to get "
-    "what the one before returned, as it is, once, and the same further arguments, as in "
+    "what the one before returned, as it is, once, and equal further arguments, as in "
     "`for block in self.blocks: x = block(x, mask)`. Else use a Stack, self.blocks = stack(blocks)."
 )
 _NOT_WRITTEN = "may write this Variable, which is read before it has run"
@@ -150,13 +153,27 @@ def calls_before(tag: Tag, list_path: Path, number: int, x: object) -> BlockCall
     raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets something else"))
 
 
-def _is_same(further: object, other: object) -> bool:
-    """Whether further arguments of two calls are the same: equal values, or the same arrays."""
-    treedef: Any = jax.tree.structure(further)
-    if treedef != jax.tree.structure(other):
-        return False
-    # Arrays are traced, so that their values cannot be compared.
-    return all(
-        x is y or (type(x) is type(y) and not isinstance(x, jax.Array) and np.array_equal(x, y))
-        for x, y in zip(jax.tree.leaves(further), jax.tree.leaves(other), strict=True)
-    )
+def named_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[str, Any]]:
+    """Lists the modules, arrays and other leaves in the further arguments of layers, with names."""
+    named = {f"argument {i}": x for i, x in enumerate(args, start=2)} | {**kwargs}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(named, is_leaf=_compat.is_graph_object)
+    return [(accessor(keys[0].key, tuple(map(path_key, keys[1:]))), x) for keys, x in leaves]
+
+
+def _difference(further: Further, other: Further) -> str:
+    """Says how the further arguments of two calls differ; empty if they are the same.
+
+    Arrays are the same if they are one array, or if the same operations have made them from the
+    same arrays, as where each block gets a causal mask of its own. Other arguments are the same if
+    they are equal.
+    """
+    if jax.tree.structure(further) != jax.tree.structure(other):
+        return "gets other further arguments"
+    for (name, x), (_, y) in zip(named_leaves(*further), named_leaves(*other), strict=True):
+        is_equal = x is y or _compat.is_made_alike(x, y)
+        # Arrays of a trace have no values that could be compared.
+        if not is_equal and type(x) is type(y) and not isinstance(x, jax.Array):
+            is_equal = np.array_equal(x, y)
+        if not is_equal:
+            return f"gets another {name}, made by other operations or from other arrays"
+    return ""

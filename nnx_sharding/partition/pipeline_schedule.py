@@ -29,12 +29,12 @@ from ..activations.variables import modules_in
 from ..core.constrain import mesh_in_trace
 from ..errors import UnshardedWarning, message, raise_listed, see, warn_or_raise
 from ..specs.fitting import axes_of_type
-from ..specs.paths import Path, accessor, path_key
+from ..specs.paths import Path, accessor
 from ..specs.types import AnyMesh
 from ..transforms.mapped_axes import captures
 from ..transforms.stack import Stack, stack
 from ..transforms.stacked_layers import flatten_layer, locations_of
-from .pipeline_blocks import BlockCalls, calls_before
+from .pipeline_blocks import BlockCalls, calls_before, named_leaves
 from .pipeline_loop import RUNNING, Further, PipelineLoop, PipelineSizes, write_back
 from .pipeline_loss import PIPELINE_CALL
 
@@ -208,7 +208,7 @@ class Schedule(PipelineSizes):
         further = args, {name: x for name, x in kwargs.items() if name not in of_rows}
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
         shapes = {f"x{jax.tree_util.keystr(keys)}": jnp.shape(leaf) for keys, leaf in leaves}
-        shapes |= {name: jnp.shape(leaf) for name, leaf in _named_leaves((), of_rows)}
+        shapes |= {name: jnp.shape(leaf) for name, leaf in named_leaves((), of_rows)}
         batch = next((shape[0] for shape in shapes.values() if shape), 0)
         raise_listed(
             ValueError,
@@ -227,7 +227,7 @@ class Schedule(PipelineSizes):
             f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
             [
                 f"  {name}: shape {jnp.shape(leaf)}"
-                for name, leaf in _named_leaves(*further)
+                for name, leaf in named_leaves(*further)
                 if isinstance(leaf, jax.Array) and leaf.ndim and leaf.shape[0] == batch > 1
                 if count > 1
             ],
@@ -332,13 +332,6 @@ def _check_captures(layers: nnx.Module) -> None:
         )
 
 
-def _named_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[str, Any]]:
-    """Lists the modules, arrays and other leaves in the further arguments of layers, with names."""
-    named = {f"argument {i}": x for i, x in enumerate(args, start=2)} | {**kwargs}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(named, is_leaf=_compat.is_graph_object)
-    return [(accessor(keys[0].key, tuple(map(path_key, keys[1:]))), x) for keys, x in leaves]
-
-
 @contextlib.contextmanager
 def _explain_changed_arguments(
     args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -349,7 +342,7 @@ def _explain_changed_arguments(
     # Flax refuses the change, but knows neither the name of the argument nor the pipeline.
     except _compat.TraceContextError as error:
         lines = []
-        for name, leaf in _named_leaves(args, kwargs):
+        for name, leaf in named_leaves(args, kwargs):
             if not _compat.is_graph_object(leaf):
                 continue
             flat = flatten_layer(leaf)

@@ -85,7 +85,8 @@ def pipeline(
     In a model without a ``Stack``, the equal blocks of each ``nnx.List`` form a pipeline, if each
     is called with what the one before returned, as in ``for block in self.blocks: x = block(x)``.
     Until the last one is called there are no values, and any other use of them is an error, as is
-    reading Variables of the blocks that are no parameters. Each Variable of a block is sharded over
+    reading Variables of the blocks that are no parameters. Their further arguments are the same
+    arrays, or made by the same operations from the same arrays. Each Variable of a block is sharded over
     the stages, and moves in each step to the one that runs the block, and its gradient back. A
     ``Stack`` spares that.
 
