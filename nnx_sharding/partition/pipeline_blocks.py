@@ -167,7 +167,8 @@ def _difference(further: Further, other: Further) -> str:
     same arrays, as where each block gets a causal mask of its own. Other arguments are the same if
     they are equal.
     """
-    if jax.tree.structure(further) != jax.tree.structure(other):
+    treedef: Any = jax.tree.structure(further)
+    if treedef != jax.tree.structure(other):
         return "gets other further arguments"
     for (name, x), (_, y) in zip(named_leaves(*further), named_leaves(*other), strict=True):
         is_equal = x is y or _compat.is_made_alike(x, y)

@@ -27,6 +27,7 @@ from ..activations.calls import Tag
 from ..activations.tracing import pass_tags
 from ..activations.variables import modules_in
 from ..core.constrain import mesh_in_trace
+from ..core.flatten import Flat
 from ..errors import UnshardedWarning, message, raise_listed, see, warn_or_raise
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
@@ -142,25 +143,24 @@ class Schedule(PipelineSizes):
         mesh: AnyMesh,
         row_axes: tuple[str, ...],
     ) -> Any:
-        """Calls the blocks of a list in stages, as a ``Stack``; writes back what changes in it."""
-        # New arrays: what the pipeline writes goes back to the blocks afterwards.
+        """Calls the blocks of a list in stages, as a ``Stack`` that is made for the call.
+
+            list     blocks 0 … L-1, each with arrays (…)
+              ↓ copy
+            Stack    arrays (L, …); running it writes new arrays to some of its Variables
+              ↓ row i of each new array
+            list     block i
+
+        The blocks stay those of the model: only their Variables get new arrays.
+        """
         layers = stack([*blocks])
         flat = flatten_layer(layers.layers)
         # Modules in the stack are new; those of the first block say how activations are sharded.
         pass_tags(flatten_layer(blocks[0]), flat)
-        before = dict(enumerate(flat.leaves))
         out = self._run_stack(layers, x, further, mesh, row_axes)
         after = flatten_layer(layers.layers)
-
-        def write_block(number: int, block: nnx.Module) -> None:
-            flat = flatten_layer(block)
-            write_back(flat, after, before, lambda _, leaf: leaf[number])
-            for index in captures(flat.structure):
-                sown = _compat.get_value(after.objects[index])
-                _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
-
         for number, block in enumerate(blocks):
-            write_block(number, block)
+            _write_row(block, number, flat, after)
         return out
 
     def _by_name(
@@ -273,6 +273,27 @@ class Schedule(PipelineSizes):
             "of them. Name the method __call__, and call the blocks themselves.",
             strict=False,
         )
+
+
+def _write_row(block: nnx.Module, number: int, before: Flat, after: Flat) -> None:
+    """Writes to a block its row of the arrays that have changed in a stack of blocks.
+
+    Args:
+      block: the block, whose arrays have the slots of the stack's.
+      number: its index in the stack.
+      before: the stack as it was made, with arrays (L, …).
+      after: the same stack after it ran.
+    """
+
+    def row(slot: int, stacked: jax.Array) -> jax.Array:
+        return stacked[number]
+
+    flat = flatten_layer(block)
+    write_back(flat, after, dict(enumerate(before.leaves)), row)
+    # What layers sowed has a first dimension for them, too, but no slots that `before` knows.
+    for index in captures(flat.structure):
+        sown = _compat.get_value(after.objects[index])
+        _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
 
 
 def parameters_of(layer: object) -> list[str]:

@@ -86,8 +86,8 @@ def pipeline(
     is called with what the one before returned, as in ``for block in self.blocks: x = block(x)``.
     Until the last one is called there are no values, and any other use of them is an error, as is
     reading Variables of the blocks that are no parameters. Their further arguments are the same
-    arrays, or made by the same operations from the same arrays. Each Variable of a block is sharded over
-    the stages, and moves in each step to the one that runs the block, and its gradient back. A
+    arrays, or made by the same operations from the same arrays. Each Variable of a block is sharded
+    over the stages, and moves in each step to the one that runs the block, and its gradient back. A
     ``Stack`` spares that.
 
     Layers that are called one by one, as by indexing or iterating a ``Stack``, or in a scan by
