@@ -223,7 +223,7 @@ def report(layers=3, **more):
 
 def reason(*facts, instead=""):
     """Why something is as it is."""
-    return {"subject": "it", "facts": [*facts], "instead": instead}
+    return {"subject": "it", "facts": [*facts], "instead": instead, "rule": ""}
 
 
 def line_row(file=None, line=None):

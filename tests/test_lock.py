@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, value_and_grad
 from nnx_sharding.cli.main import main
-from nnx_sharding.partition import fsdp, make_mesh, with_sharding_constraint
+from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
 from nnx_sharding.report import ProgramReport
 from nnx_sharding.testing import assert_unchanged
 from nnx_sharding.testing.lock import _HEAD, lock_text
@@ -123,6 +123,33 @@ def test_changes(lock, name):
         assert_unchanged(compiled(**options).report("step"), lock)
     for pattern in words:
         assert re.search(pattern, str(error.value)), f"{pattern}\n{error.value}"
+
+
+def test_rules(tmp_path):
+    """A rule that decides instead of another is named, also where the spec is the same."""
+    mesh = make_mesh({"data": 4}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
+    model = nnx.eval_shape(lambda: Layers(nnx.Rngs(0)))
+    x, path = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), tmp_path / "step.lock"
+
+    def step(sharding):
+        return jit(loss, in_shardings=(sharding, P("data")), mesh=mesh).lower(model, x).compile()
+
+    strategy = fsdp(model, mesh=mesh, min_size=0)
+    assert_unchanged(step(strategy), path, update=True)
+    text = path.read_text()
+    rules = text[text.index("[rules]") :].splitlines()[1:]
+    assert rules == sorted(rules)
+    assert "strategy for model.layers[*].up.kernel | P(None, 'data') | 3 arrays" in rules
+    assert "in_shardings for x | P('data', None) | 1 array" in rules
+    same = override(strategy, {"up/kernel$": P(None, "data")})
+    with pytest.raises(AssertionError) as error:
+        assert_unchanged(step(same), path)
+    new = "PathRegex('up/kernel$') for model.layers[*].up.kernel: none → P(None, 'data')"
+    for line in ("rules", f"  {new}", "  strategy for model.layers[*].up.kernel: P(None, 'data')"):
+        assert f"\n{line}" in str(error.value)
+    assert "arguments" not in str(error.value)
+    # A report without reasons says nothing of rules.
+    assert_unchanged(step(same).report(), path)
 
 
 def test_tolerance(report, lock):

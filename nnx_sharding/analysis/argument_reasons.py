@@ -53,7 +53,7 @@ class ArgumentReasons:
         """Says why one array, as the program has it, is sharded as it is."""
         index, mesh = self._indices[row.path], self._plan.transform.context
         location, *others = self._locations[index]
-        declared, facts = self._declared(location)
+        declared, rule, facts = self._declared(location)
         if others:
             names = ", ".join(other.name for other in others)
             facts.append(f"It is the same Variable as {names}, so all of them have one sharding.")
@@ -67,24 +67,28 @@ class ArgumentReasons:
         sizes = {str(axis): size for axis, size in getattr(mesh, "shape", {}).items() if size > 1}
         unused = {axis: size for axis, size in sizes.items() if axis not in axes_in(row.spec)}
         facts += _dividing(row, unused)
-        return Reason(_subject(row), tuple(facts), _override(location, row, unused))
+        return Reason(_subject(row), tuple(facts), _override(location, row, unused), rule)
 
-    def _declared(self, location: NamedLocation) -> tuple[Any, list[str]]:
-        """Returns the spec that the user or a strategy declared, and the sentences that say so."""
+    def _declared(self, location: NamedLocation) -> tuple[Any, str, list[str]]:
+        """Returns the declared spec, the rule that declares it, and the sentences that say so."""
         rules, option = location.part.spec, self._plan.transform.in_name
         name = accessor(location.argument.name, location.part.keys)
         if rules is None:
-            return None, [
-                f"{option} has nothing for {name}: it keeps the sharding of the array that was "
-                "passed, or else the compiler chooses."
-            ]
+            return (
+                None,
+                "",
+                [
+                    f"{option} has nothing for {name}: it keeps the sharding of the array that was "
+                    "passed, or else the compiler chooses."
+                ],
+            )
         if not isinstance(rules, StateSharding):
-            return rules, [f"{option} has {_spec_text(rules)} for {name}."]
+            return rules, option, [f"{option} has {_spec_text(rules)} for {name}."]
         subject = location.subject(self._objects, self._leaves)
         match = rules.find_below(location.part.below, location.paths[0], subject)
         first, declared = match.number, match.sharding
         if first is None:
-            return None, [f"No rule of {option} for {name} matches."]
+            return None, "", [f"No rule of {option} for {name} matches."]
         facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]
         if note := getattr(rules.filters[first], "note", ""):
             is_whole = isinstance(declared, PartitionSpec) and not any(declared.partitions)
@@ -100,7 +104,12 @@ class ArgumentReasons:
         for number in overridden[:_MOST_OVERRIDDEN]:
             says = _spec_text(rules.shardings[number])
             facts.append(f"{_rule_text(rules, number)} says {says}, and is overridden.")
-        return declared, facts
+        is_listed = isinstance(rules.filters[first], Paths)
+        rule = "strategy" if is_listed else _ADDRESS.sub("", rules.names[first])
+        return declared, rule, facts
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function that is a filter
 
 
 def _subject(row: ParameterRow) -> str:

@@ -17,11 +17,14 @@ class Reason(Pictured):
       subject: what it is about, and how it is sharded or what it sends.
       facts: why, one sentence each.
       instead: what to write for another result; empty if nothing is known.
+      rule: what shards an argument: the filter of a rule, ``strategy`` if a strategy lists its
+        path, or the option that has its spec. Empty for what is not declared, and for collectives.
     """
 
     subject: str
     facts: tuple[str, ...]
     instead: str = ""
+    rule: str = ""
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield text(self.subject, "bold")

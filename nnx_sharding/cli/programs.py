@@ -35,7 +35,13 @@ from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.strategies import compare
 from ..specs.fitting import suggestion
-from ..testing.lock import TOLERANCE, changes_since, described, lock_text
+from ..testing.lock import (
+    TOLERANCE,
+    changes_since,
+    described,
+    lock_text,
+    report_with_rules,
+)
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
@@ -531,7 +537,9 @@ def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramRe
         return value if named is None else value.with_roofline(named)
     with user_code(f"what {target} returned cannot be compiled"):
         compiled = _compiled(_staged(arguments, target, value, "or a report"))
-        return compiled.report(hardware=named, by_module=arguments.by_module)
+        options = {"hardware": named, "by_module": arguments.by_module}
+        is_for_lock = arguments.command in ("lock", "check")
+        return (report_with_rules if is_for_lock else Compiled.report)(compiled, **options)
 
 
 def _lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:

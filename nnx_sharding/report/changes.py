@@ -23,7 +23,7 @@ from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_te
 from .comparison import Comparison, Failure, Source, load
 
 Part: TypeAlias = Literal[
-    "program", "memory", "cost", "roofline", "collective", "module", "line", "parameter"
+    "program", "memory", "cost", "roofline", "collective", "module", "line", "parameter", "rule"
 ]  # fmt: skip
 Value: TypeAlias = float | str | None
 
@@ -147,6 +147,7 @@ _TITLES: dict[Part, str] = {
     "module": "modules",
     "line": "lines",
     "parameter": "arguments",
+    "rule": "rules",
 }
 
 

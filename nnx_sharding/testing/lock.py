@@ -8,19 +8,23 @@ A lock has a line for each figure of the program, modules and arrays in lists fo
     [collectives]
     all-reduce over model for sum of model.layers[*].down | 18,432 bytes | 3 runs | 3 instructions
 
+    [rules]
+    PathRegex('up') for model.layers[*].up.kernel | P(None, 'model') | 3 arrays
+
 Lines are sorted and have neither line numbers nor paths of files, so that only what changes a cost
 changes the text. Where a collective comes from is looked up in the new report when it differs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..analysis.by_line import NO_LINE
 from ..analysis.by_module import path_text
@@ -51,7 +55,7 @@ _HEAD = """\
 """
 _VERSIONS = "made with"
 # Sections that are compared only if both sides have them: reports need not have these tables.
-_OPTIONAL: tuple[Part, ...] = ("module", "line")
+_OPTIONAL: tuple[Part, ...] = ("module", "line", "rule")
 _SECTIONS: dict[str, Part] = {
     "program": "program",
     "memory": "memory",
@@ -60,6 +64,7 @@ _SECTIONS: dict[str, Part] = {
     "arguments": "parameter",
     "modules": "module",
     "lines": "line",
+    "rules": "rule",
 }
 _MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
 _EXACT = ("arrays", "instructions", "runs")  # counts, for which there is no tolerance
@@ -77,7 +82,8 @@ def assert_unchanged(
     """Fails if a program costs more, or less, than its lock file says.
 
     The file is a text for review, of a few kilobytes: memory, flops, the bytes and specs of
-    arguments by group, and collectives by kind, axes and purpose; of a report with ``by_module``
+    arguments by group, the rule that decides each spec, and collectives by kind, axes and purpose;
+    of a report with ``by_module``
     also memory and flops by module and line. Commit it. It is written with ``update``, with
     ``pytest --update-locks`` (``pytest_plugins = "nnx_sharding.testing.pytest_options"`` in the
     root's ``conftest.py``), and by ``nnx-sharding lock``.
@@ -112,7 +118,7 @@ def assert_unchanged(
         arguments: 256 B → 512 B (+100.0%)
       ...
     """
-    report = program.report() if isinstance(program, Compiled) else program
+    report = report_with_rules(program) if isinstance(program, Compiled) else program
     if update or update_all:
         write_file(file_path(path), lock_text(report).encode())
         return
@@ -124,6 +130,18 @@ def assert_unchanged(
             "If this is wanted, write the file again: update=True, pytest --update-locks, or "
             "nnx-sharding lock."
         )
+
+
+def report_with_rules(compiled: Compiled, **options: Any) -> ProgramReport:
+    """Returns a report that says by which rule each argument is sharded, for a lock file.
+
+    Args:
+      compiled: the compiled function.
+      **options: those of ``Compiled.report``.
+    """
+    report = compiled.report(**options)
+    reasons = {row.path: compiled.why(row.path) for row in report.parameters if row.used}
+    return dataclasses.replace(report, reasons={**reasons, **report.reasons})
 
 
 def lock_text(report: ProgramReport) -> str:
@@ -223,6 +241,11 @@ def locked(report: ProgramReport) -> Lock:
             )
             for row in report.by_line.rows
         )
+    rules = [
+        (report.reasons[x.path].rule, x) for x in report.parameters if x.path in report.reasons
+    ]
+    if rules:
+        lock["rules"] = _of_rules(rules)
     return {section: {_escaped(n): x for n, x in rows.items()} for section, rows in lock.items()}
 
 
@@ -274,27 +297,45 @@ def _collective_name(collective: Collective) -> str:
 
 
 def _of_arguments(rows: Iterable[ParameterRow]) -> dict[str, Figures]:
-    """Groups arrays that differ only in indices; where their types differ, by these as well."""
-    kinds: defaultdict[str, defaultdict[str, list[ParameterRow]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for row in rows:
-        kinds[folded(row.path)][_kind(row)].append(row)
+    """Groups arrays that differ only in indices, with their types and bytes."""
     figures: dict[str, Figures] = {}
-    for path, by_kind in kinds.items():
-        for kind, group in by_kind.items():
-            # The first path tells apart the groups of a list whose items differ.
-            name = path if len(by_kind) == 1 else f"{path}, as {group[0].path}"
-            size = sum(row.bytes_per_device for row in group)
-            figures[name] = {"": kind, "bytes": size, "arrays": len(group)}
+    for name, kind, group in _grouped((folded(row.path), _kind(row), row) for row in rows):
+        size = sum(row.bytes_per_device for row in group)
+        figures[name] = {"": kind, "bytes": size, "arrays": len(group)}
     return figures
 
 
-def _kind(row: ParameterRow) -> str:
+def _of_rules(rules: Iterable[tuple[str, ParameterRow]]) -> dict[str, Figures]:
+    """Groups arrays by the rule that shards them, and by paths that differ only in indices."""
+    rows = ((f"{rule or 'no rule'} for {folded(row.path)}", _spec(row), row) for rule, row in rules)
+    return {name: {"": spec, "arrays": len(group)} for name, spec, group in _grouped(rows)}
+
+
+def _grouped(
+    rows: Iterable[tuple[str, str, ParameterRow]],
+) -> Iterator[tuple[str, str, list[ParameterRow]]]:
+    """Yields the arrays of each name and kind, with a name that no other kind has."""
+    kinds: defaultdict[str, defaultdict[str, list[ParameterRow]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for name, kind, row in rows:
+        kinds[name][kind].append(row)
+    for name, by_kind in kinds.items():
+        for kind, group in by_kind.items():
+            # The first path tells apart the groups of a list whose items differ.
+            yield name if len(by_kind) == 1 else f"{name}, as {group[0].path}", kind, group
+
+
+def _spec(row: ParameterRow) -> str:
     spec = row.spec
-    spec = spec_text(spec) if axes_in(spec) or isinstance(spec, str) else "replicated"
+    return spec_text(spec) if axes_in(spec) or isinstance(spec, str) else "replicated"
+
+
+def _kind(row: ParameterRow) -> str:
     memory = [] if row.memory_kind in (None, "device") else [row.memory_kind]
-    return " ".join([f"{row.dtype}[{','.join(map(str, row.shape))}]", spec, *memory, *row.marks])
+    return " ".join(
+        [f"{row.dtype}[{','.join(map(str, row.shape))}]", _spec(row), *memory, *row.marks]
+    )
 
 
 def _escaped(name: str) -> str:
