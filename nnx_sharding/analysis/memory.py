@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -114,8 +115,12 @@ def _size(value: Any) -> int | None:
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Counts the bytes of an array as XLA stores it: elements of less than 8 bits are packed."""
-    bits: int = 8 * dtype.itemsize
+    return -(-math.prod(shape) * _bits(dtype) // 8)
+
+
+@functools.cache  # the description of a dtype takes ten times as long as the product of a shape
+def _bits(dtype: Any) -> int:
     for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):
-            bits = int(info(dtype).bits)
-    return -(-math.prod(shape) * bits // 8)
+            return int(info(dtype).bits)
+    return 8 * int(dtype.itemsize)

@@ -239,12 +239,15 @@ class Box(NamedTuple):
 
     def runs(self) -> tuple[int, list[int]]:
         """Returns the length of its contiguous runs of elements, and where they begin."""
+        shape = self.shape
+        if shape == self.sizes:
+            return math.prod(shape), [0]
         # Trailing axes of which the box has all elements, and one more, are contiguous.
         axis, run = len(self.sizes), 1
         while axis:
             axis -= 1
-            run *= self.shape[axis]
-            if self.shape[axis] != self.sizes[axis]:
+            run *= shape[axis]
+            if shape[axis] != self.sizes[axis]:
                 break
         strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         pairs = list(zip(self.ranges, strides, strict=True))
@@ -282,7 +285,7 @@ def read_box(
     if out is not None and wide == box:
         data = out.reshape(box.shape)
     else:
-        data = empty(wide.shape, tensor.dtype)
+        data = _scratch(wide.shape, tensor.dtype)
     memory, done = data.reshape(-1).view("u1").data, 0
     run, begins = wide.runs()
     for begin in begins:
@@ -314,7 +317,7 @@ def _read_into(file: BinaryIO, memory: memoryview) -> int:
     return len(data)
 
 
-def empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _scratch(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Returns an uninitialised array, in memory that returns to the system once it is unused.
 
     Repeated ``malloc`` would leave holes between the arrays that are kept.

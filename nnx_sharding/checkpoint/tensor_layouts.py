@@ -65,6 +65,11 @@ class Placement:
         return whole and self.left == self.right
 
     @property
+    def is_filling(self) -> bool:
+        """Whether the tensor fills all of the array."""
+        return all(self.axes[n].length == self.axes[n].array_size for n in names_in(self.right))
+
+    @property
     def is_partial(self) -> bool:
         """Whether the array has only a part of the tensor."""
         return any(axis.length < axis.tensor_size for axis in self.axes.values())
@@ -137,7 +142,7 @@ class Part(NamedTuple):
         lengths = [self.lengths[axis] for axis in self.order]
         place: Any = (*self.place, ...)  # the ellipsis keeps an array without dimensions an array
         view: np.ndarray[Any, Any] = region[place].reshape(lengths)
-        return view.transpose(np.argsort(self.order))
+        return view.transpose([self.order.index(axis) for axis in range(len(lengths))])
 
 
 def _split(first: int, last: int, lengths: Sequence[int]) -> list[tuple[int, int, Region]]:
@@ -193,6 +198,8 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     """
     if not placements:
         return [""]
+    if len(placements) == 1 and placements[0].is_filling:
+        return []
     shape, regions = boxes(placements)
     # The edges of all regions divide the array into cells, each of which has one count.
     edges = [

@@ -12,6 +12,7 @@ its type. A trace does not tell ``unpinned_host`` from main memory, and computes
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -84,18 +85,21 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def joined(array: AnyArray) -> np.ndarray[Any, Any]:
-    """Returns the whole of an array in new memory of the host.
+def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Returns an uninitialised array, whose memory a CPU device adopts without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + size].view(dtype).reshape(shape)
 
-    A CPU device can use it without a copy, as it is aligned.
-    """
+
+def joined(array: AnyArray) -> np.ndarray[Any, Any]:
+    """Returns the whole of an array in new memory of the host, which a CPU device adopts."""
     is_global = isinstance(array, jax.Array)
     array = array if is_global else np.asarray(array)
     # Without x64, 64-bit types become 32-bit ones, as everywhere in JAX.
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    memory = np.empty(array.size * dtype.itemsize + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    whole = memory[offset : len(memory) - _ALIGNMENT + offset].view(dtype).reshape(array.shape)
+    whole = aligned(array.shape, dtype)
     if not is_global:
         whole[...] = array
         return whole
