@@ -28,6 +28,10 @@ Value: TypeAlias = Any
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.
 _SMALL = 1 << 16
 
+# Words that NumPy hashes at once: what it computes in between stays in the processor's caches,
+# which takes a third of the time.
+_CHUNK = 1 << 15
+
 
 def checksums(arrays: Sequence[Value]) -> list[int | None]:
     """Returns the checksum of each array; None for one of which this process holds no shard.
@@ -48,10 +52,14 @@ def _sum(x: Value) -> jax.Array | np.uint32 | None:
         if x.nbytes > _SMALL or not x.is_fully_addressable:
             [device_total] = finish_on_cpu([_on_devices(x)])
             return _local(device_total)
-    words = _words(np.atleast_1d(x), np)
-    index = np.arange(words.size, dtype=np.uint32).reshape(words.shape)
+    words = _words(np.atleast_1d(x), np).reshape(-1)
+    index = np.arange(min(len(words), _CHUNK), dtype=np.uint32)
+    host_total = np.uint32(0)
     with np.errstate(over="ignore"):  # it is a sum modulo 2**32
-        host_total: np.uint32 = np.sum(_mixed(words, index), dtype=np.uint32)
+        for first in range(0, len(words), _CHUNK):
+            chunk = words[first : first + _CHUNK]
+            mixed = _mixed(chunk, index[: len(chunk)] + np.uint32(first % 2**32))
+            host_total += np.sum(mixed, dtype=np.uint32)
     return host_total
 
 
@@ -92,5 +100,5 @@ def _words(x: Any, numpy: ModuleType) -> Any:  # np.ndarray or jax.Array, as num
         x = x.astype(np.float32 if is_float else np.int32)  # elements that share a byte
     word = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
     if numpy is np:
-        return np.ascontiguousarray(x).view(word).astype(np.uint32)
+        return np.ascontiguousarray(x).view(word).astype(np.uint32, copy=False)
     return lax.bitcast_convert_type(x, word).astype(np.uint32)

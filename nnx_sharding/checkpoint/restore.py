@@ -512,7 +512,7 @@ def _placed(
     """
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
-        value = jnp.asarray(host) if sharding is None else place_arrays([host], [sharding])[0]
+        value = jax.device_put(host) if sharding is None else place_arrays([host], [sharding])[0]
     elif value.dtype == dtype and without_reductions(sharding) is not sharding:
         # It was read without the unreduced or reduced axes, which Orbax lacks.
         value = place_arrays([value], [sharding])[0]

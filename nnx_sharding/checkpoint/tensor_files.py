@@ -282,7 +282,7 @@ def read_box(
     box.check()
     file, size = tensor.file, tensor.dtype.itemsize
     wide = box.widened(-(-_SHORT // size))
-    if out is not None and wide == box:
+    if out is not None and wide.shape == box.shape:
         data = out.reshape(box.shape)
     else:
         data = _scratch(wide.shape, tensor.dtype)

@@ -105,6 +105,12 @@ class Placement:
 
     def parts(self, wanted: Region) -> Iterator[Part]:
         """Finds what a region of the array shares with the tensor, as boxes of the tensor."""
+        if self.is_identity:  # as for most tensors: the region is the box
+            shape = [end - start for start, end in wanted]
+            if 0 not in shape:
+                place = tuple(slice(0, size) for size in shape)
+                yield Part(place, Box(self.tensor_shape, wanted), shape, range(len(shape)))
+            return
         ranges: list[list[tuple[slice, Region]]] = []  # of each dimension of the array
         for names, (first, last), (start, end) in zip(self.right, self.region, wanted, strict=True):
             lengths = [self.axes[name].length for name in names]

@@ -7,6 +7,7 @@ an array to tensors, to save. The second needs patterns that are names with grou
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -140,7 +141,7 @@ class Tensor:
     def sides(self, rank: int) -> tuple[Dimensions, Dimensions]:
         """Returns the axes of each dimension of the tensor, and of an array of this rank."""
         if self.dimensions is None:
-            names = [[f"axis{i}"] for i in range(rank)]
+            names, _ = _same_axes((0,) * rank)
             return names, names
         left, right = (
             [re.findall(_NAME, word) or [word] for word in re.findall(r"\(.*?\)|[^\s()]+", side)]
@@ -153,6 +154,9 @@ class Tensor:
 
         ``groups`` are those of the pattern that matched the name of the tensor.
         """
+        if self.dimensions is None:
+            dimensions, same = _same_axes(tuple(shape))
+            return Placement(name, dimensions, dimensions, same)
         left, right = self.sides(len(shape))
         if len(right) != len(shape):
             raise ValueError(f"{len(right)} dimensions in {self.dimensions!r}")
@@ -198,6 +202,13 @@ class Tensor:
         begin = _bounds(self.take[axis])[0] if axis in self.take else 0
         total = self.sizes[axis] if axis in self.take else length
         return Axis(total, begin, size, start, length)
+
+
+@functools.cache  # most tensors of a model have few different shapes
+def _same_axes(shape: tuple[int, ...]) -> tuple[Dimensions, Mapping[str, Axis]]:
+    """Returns the axes of a tensor that is an array of this shape."""
+    axes = {f"axis{i}": Axis(size, 0, size, 0, size) for i, size in enumerate(shape)}
+    return [[name] for name in axes], axes
 
 
 def _number_in(axis: str, groups: Sequence[str]) -> int:
@@ -319,14 +330,23 @@ def _written(
 
 
 def _groups_in_path(pattern: re.Pattern[str], tensor: Tensor, path: str) -> dict[int, str] | None:
-    """Returns the groups of a pattern that the path of an array shows; None if it has another path.
+    """Returns the groups of a pattern that the path of an array shows; None for another path."""
+    match = _path_pattern(pattern, tensor.path).fullmatch(path)
+    if match is None:
+        return None
+    return {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
 
-    ``blocks/{0}/{1}`` becomes a pattern itself, in which each number is the group of the same
-    number of ``pattern``, and at later places what that group matched.
+
+@functools.lru_cache(maxsize=1024)  # each rule is compared with each array
+def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
+    """Makes a pattern of the template of paths that a rule gives to what ``pattern`` matches.
+
+    In ``blocks/{0}/{1}``, each number is the group of the same number of ``pattern``, and at later
+    places what that group matched.
     """
     groups_of = (_GROUP.fullmatch(part) for part, *_ in _PART.findall(pattern.pattern))
     texts = [each[1] for each in groups_of if each]
-    place = re.escape(tensor.path).replace(r"\{", "{").replace(r"\}", "}")
+    place = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     repeated: set[int] = set()
 
     def group(match: re.Match[str]) -> str:
@@ -336,10 +356,7 @@ def _groups_in_path(pattern: re.Pattern[str], tensor: Tensor, path: str) -> dict
         repeated.add(number)
         return f"(?P<group{number}>{texts[number] if number < len(texts) else '.+'})"
 
-    match = re.fullmatch(re.sub(r"{(\d+)}", group, place), path)
-    if match is None:
-        return None
-    return {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
+    return re.compile(re.sub(r"{(\d+)}", group, place))
 
 
 def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:

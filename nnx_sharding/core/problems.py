@@ -109,8 +109,9 @@ def committed_elsewhere(name: str, arrays: Iterable[tuple[str, Any, Sharding]]) 
 
 def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any]) -> str:
     """Returns the range of integers as text if another dtype cannot hold it; else nothing."""
-    are_integers = all(jnp.issubdtype(x, jnp.integer) for x in (values.dtype, dtype))
-    if dtype == values.dtype or not values.size or not are_integers:
+    if dtype == values.dtype or not values.size:
+        return ""
+    if not all(jnp.issubdtype(x, jnp.integer) for x in (values.dtype, dtype)):
         return ""
     low, high = int(values.min()), int(values.max())
     limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]

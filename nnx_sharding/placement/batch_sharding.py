@@ -14,6 +14,7 @@ another shape. A leaf of a batch whose spec is None is *passed through*, and may
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -242,10 +243,10 @@ class BatchSharding:
           ValueError: the structure, shapes or dtypes differ; or integers do not fit JAX's.
           TypeError: a leaf is not an array, and is not passed through.
         """
-        paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
+        values, treedef = jax.tree.flatten(batch)
         names = [leaf.name for leaf in self.leaves]
         if treedef != self._treedef:
-            new_names = _names(paths)
+            new_names = _names(jax.tree_util.tree_flatten_with_path(batch)[0])
             lines = [f"  {name}: new" for name in new_names if name not in names]
             lines += [f"  {name}: missing" for name in names if name not in new_names]
             raise_listed(
@@ -255,7 +256,7 @@ class BatchSharding:
             )
         arrays = [
             value if leaf.sharding is None else _host_array(value)
-            for (_, value), leaf in zip(paths, self.leaves, strict=True)
+            for value, leaf in zip(values, self.leaves, strict=True)
         ]
         _check_arrays(names, arrays, [leaf.sharding for leaf in self.leaves])
         placed = [
@@ -418,8 +419,13 @@ def _kind(array: HostArray | TypeError) -> str:
     """Returns the dtype and shape of an array for comparison and messages: ``float32[rows, 2]``."""
     if isinstance(array, TypeError):  # the leaf is passed through
         return ""
-    sizes = ["rows", *map(str, array.shape[1:])] if array.ndim else []
-    return f"{array.dtype}[{', '.join(sizes)}]"
+    return _kind_of_rows(array.dtype, array.shape[1:] if array.ndim else None)
+
+
+@functools.lru_cache(maxsize=1024)  # of each leaf of each batch, and the text takes microseconds
+def _kind_of_rows(dtype: np.dtype[Any], row: tuple[int, ...] | None) -> str:
+    sizes = [] if row is None else ["rows", *map(str, row)]
+    return f"{dtype}[{', '.join(sizes)}]"
 
 
 def _wrapping(x: HostArray) -> str:
