@@ -140,6 +140,15 @@ def loss_by_hand(params: Any, x: jax.Array) -> jax.Array:
     return (x**2).mean()
 
 
+def loss_of_layers(graphdef: Any) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns the loss of the same NNX layers in plain JAX: merged from their parameters."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return loss_of(nnx.merge(graphdef, params), x)
+
+    return loss
+
+
 def plain_step(loss: Callable[..., Any], params: Any, state: Any, x: jax.Array) -> Any:
     value, gradients = jax.value_and_grad(loss)(params, x)
     updates, state = ADAM.update(gradients, state, params)
@@ -172,6 +181,7 @@ def explicit_mesh() -> Mesh:
 
 
 PLAIN, BY_HAND = "plain JAX", "plain JAX, Explicit mesh by hand"
+LAYERS = "plain JAX, NNX layers"
 OURS, OURS_ON_MESH = "ours", "ours, Explicit mesh"
 
 
@@ -208,8 +218,11 @@ def traces(layers: int) -> dict[str, Maker]:
 
         return call
 
+    graphdef, state = nnx.split(model)
+    layers_step = functools.partial(plain_step, loss_of_layers(graphdef))
     return {
         PLAIN: lowering(jax.jit, plain, params, ADAM.init(params), X),
+        LAYERS: lowering(jax.jit, layers_step, state, ADAM.init(state), X),
         BY_HAND: lower_by_hand,
         OURS: lowering(ns.jit, step, *graphs, X),
         OURS_ON_MESH: lowering(ours, step, *placed, data),
@@ -355,10 +368,11 @@ def files(megabytes: int) -> dict[str, Maker]:
 def accumulation(layers: int) -> dict[str, Maker]:
     model = Model(layers)
     graphs, params, steps = with_optimizer(model), arrays_of(model), 4
+    graphdef, layers_state = nnx.split(model)
 
-    def by_hand(params: Any, state: Any, x: jax.Array) -> Any:
+    def by_hand(loss: Callable[..., Any], params: Any, state: Any, x: jax.Array) -> Any:
         def microbatch(total: Any, rows: jax.Array) -> tuple[Any, None]:
-            new = jax.value_and_grad(plain_loss)(params, rows)
+            new = jax.value_and_grad(loss)(params, rows)
             return jax.tree.map(jnp.add, total, new), None
 
         zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
@@ -374,7 +388,16 @@ def accumulation(layers: int) -> dict[str, Maker]:
         return value  # type: ignore[no-any-return]
 
     return {
-        "a scan by hand": lowering(jax.jit, by_hand, params, ADAM.init(params), X),
+        "a scan by hand": lowering(
+            jax.jit, functools.partial(by_hand, plain_loss), params, ADAM.init(params), X
+        ),
+        LAYERS: lowering(
+            jax.jit,
+            functools.partial(by_hand, loss_of_layers(graphdef)),
+            layers_state,
+            ADAM.init(layers_state),
+            X,
+        ),
         OURS: lowering(ns.jit, ours, *graphs, X),
     }
 
@@ -416,6 +439,7 @@ CASES: dict[str, Case] = {
             ),
             Row("the same", OURS_ON_MESH, BY_HAND, 1.0),
             Row("the same without a mesh", OURS, PLAIN, 1.3),
+            Row("the same without a mesh", OURS, LAYERS, 1.1),
         ),
     ),
     "strategies": Case(
@@ -471,7 +495,10 @@ CASES: dict[str, Case] = {
         "layers",
         (2, 8, 32),
         accumulation,
-        (Row("accumulation: trace, lower", OURS, "a scan by hand", 1.3),),
+        (
+            Row("accumulation: trace, lower", OURS, "a scan by hand", 1.3),
+            Row("the same", OURS, LAYERS, 1.1),
+        ),
     ),
     "calls": Case(
         "Variables",

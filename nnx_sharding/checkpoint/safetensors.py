@@ -360,18 +360,24 @@ def _write_file(
     """Writes the values of a file that this process has to write."""
     with path.open("r+b", buffering=0) as file:
         stored = tensor_files.read_header(_SAVE, path, file)
+        writer = tensor_files.Writer(file)
         for name, tensor in tensors.items():
-            _write(stored[name], tensor.parts)
+            for placement, value in tensor.parts:
+                _write(writer, stored[name], placement, value)
             advance(name)
+        writer.flush()
         os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
 
 
-def _write(tensor: StoredTensor, parts: Sequence[tuple[Placement, Array]]) -> None:
-    """Writes the parts of a tensor that this process holds."""
-    for placement, value in parts:
-        for bounds, data in _shards(value):
-            for box, values in _boxes(placement, bounds, data):
-                tensor_files.write_box(tensor, box, values)
+def _write(
+    writer: tensor_files.Writer, tensor: StoredTensor, placement: Placement, value: Array
+) -> None:
+    """Writes what this process holds of an array, which is a part of a tensor."""
+    for bounds, data in _shards(value):
+        for box, values in _boxes(placement, bounds, data):
+            writer.add(tensor, box, values)
+        if data.nbytes >= _CHUNK:  # on other devices than CPUs, it is a copy
+            writer.flush()
 
 
 class NewTensor(NamedTuple):

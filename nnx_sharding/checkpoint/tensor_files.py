@@ -53,6 +53,9 @@ _LARGE = 2**20
 # Below this many bytes, a read costs more than reading what is between it and the next one.
 _SHORT = 256
 
+# The bytes that are collected before they are written.
+_AT_ONCE = 2**24
+
 # A range of each dimension: where it begins and ends.
 Region: TypeAlias = Sequence[tuple[int, int]]
 
@@ -298,14 +301,38 @@ def read_box(
     return data[box.within(wide)]
 
 
-def write_box(tensor: StoredTensor, box: Box, values: np.ndarray[Any, Any]) -> None:
-    """Writes a box of a tensor, of values in its dtype and the shape of the box."""
-    box.check()
-    memory, size = np.ascontiguousarray(values).reshape(-1).view("u1").data, values.dtype.itemsize
-    run, begins = box.runs()
-    for i, begin in enumerate(begins):
-        tensor.file.seek(tensor.offset + begin * size)
-        tensor.file.write(memory[i * run * size : (i + 1) * run * size])
+class Writer:
+    """Writes boxes of the tensors of one file, many at once.
+
+    After a large write, the processor's caches have lost all code and data, and what is done next
+    takes several times as long. So this work is done for many boxes before any is written.
+    """
+
+    def __init__(self, file: BinaryIO):
+        """Writes to a file that was opened without a buffer."""
+        self._file, self._size = file, 0
+        self._runs: list[tuple[int, memoryview]] = []  # where each begins in the file
+
+    def add(self, tensor: StoredTensor, box: Box, values: np.ndarray[Any, Any]) -> None:
+        """Adds a box of a tensor: values in its dtype and the shape of the box."""
+        box.check()
+        size = values.dtype.itemsize
+        memory = np.ascontiguousarray(values).reshape(-1).view("u1").data
+        run, begins = box.runs()
+        for i, begin in enumerate(begins):
+            part = memory[i * run * size : (i + 1) * run * size]
+            self._runs.append((tensor.offset + begin * size, part))
+        self._size += len(memory)
+        if self._size >= _AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was added, which frees its memory."""
+        for begin, memory in self._runs:
+            self._file.seek(begin)
+            while memory:  # a write may be shorter than it should, as on a full disk
+                memory = memory[self._file.write(memory) :]
+        self._runs, self._size = [], 0
 
 
 def _read_into(file: BinaryIO, memory: memoryview) -> int:

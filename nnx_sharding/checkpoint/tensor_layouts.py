@@ -13,6 +13,7 @@ part of a tensor, filling a part of an array, splitting, merging, transposing an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ class Placement:
         }
         return Placement(name, self.right, self.left, swapped)
 
-    @property
+    @functools.cached_property
     def is_identity(self) -> bool:
         """Whether the array is the tensor."""
         whole = all(x.tensor_size == x.array_size == x.length for x in self.axes.values())
@@ -84,12 +85,12 @@ class Placement:
         x = x[tuple(slice(start, start + length) for start, length in starts)]  # left axes
         return x.transpose([left.index(axis) for axis in (*shared, *taken)])  # right axes, ones
 
-    @property
+    @functools.cached_property
     def tensor_shape(self) -> tuple[int, ...]:
         """Returns the shape that the tensor has to have."""
         return tuple(math.prod(self.axes[n].tensor_size for n in names) for names in self.left)
 
-    @property
+    @functools.cached_property
     def region(self) -> list[tuple[int, int]]:
         """Returns the region of the array that the tensor fills."""
         region = []
