@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -27,8 +27,12 @@ from ..core.constrain import type_spec
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
+from ..specs.activation_sharding import ActivationSharding, InOutSharding
 from ..specs.fitting import axes_of_type, keep_axes, spec_axes
 from ..specs.types import AxisName
+from .calls import Tag
+from .intercept import Keywords
+from .variables import is_layer, modules_in
 
 Inputs = TypeVar("Inputs")
 
@@ -66,6 +70,49 @@ def with_auto_axes(
     for slot, x in untyped.items():
         leaves[slot] = retype(x)
     return rebuild(after, leaves, foreign=True)
+
+
+def inferred_axes(
+    module: object,
+    tag: Tag,
+    chosen: InOutSharding,
+    explicit: frozenset[AxisName],
+    inputs: tuple[tuple[Any, ...], Keywords],
+) -> frozenset[AxisName]:
+    """Returns which Explicit axes are Auto in a method: all or none of them.
+
+    They are Auto if that is declared, and by default where shardings are inferred, and in a
+    layer with a declared output. Methods that get no array with a sharding in its type, or that
+    are told the sharding of their output, run unchanged.
+
+    Args:
+      module: the module.
+      tag: its tag.
+      chosen: the shardings that are declared for the method.
+      explicit: the Explicit axes of the mesh.
+      inputs: the positional and keyword arguments of the call.
+    """
+    args, kwargs = inputs
+    has_types = first_with_explicit_spec((args, kwargs)) is not None
+    if not explicit or not has_types or kwargs.get("out_sharding") is not None:
+        return frozenset()
+    if chosen.axis_types is not None:
+        return explicit if chosen.axis_types is AxisType.Auto else frozenset()
+    if any(_is_explicit_within(source, tag, module) for source in tag.sources):
+        return frozenset()
+    is_inferred = any(source.infer for source in tag.sources)
+    is_declared = chosen.output is not None and is_layer(module)
+    return explicit if is_inferred or is_declared else frozenset()
+
+
+def _is_explicit_within(source: ActivationSharding, tag: Tag, module: object) -> bool:
+    """Returns whether a module, or one in it, is declared to run on Explicit axes, as written.
+
+    It could not run so within one whose axes are Auto.
+    """
+    if not any(x.axis_types is AxisType.Explicit for x in source.shardings):
+        return False  # without a walk through the module
+    return any(source.is_explicit((*tag.path, *p), inner) for p, inner in modules_in(module))
 
 
 def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:

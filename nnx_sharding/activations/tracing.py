@@ -3,30 +3,26 @@
 Models do not know how they are sharded. A :class:`Scope` does: while a function is traced, each
 call of a module comes to it (``intercept.py``), and it
 
-    finds      what the user or a strategy declared for the module, by its path (``Tag``)
+    finds      what the user or a strategy declared for the module, by its path (``tagging.py``)
     gathers    the module's own parameters, as FSDP does, for the duration of the call
+               (``gathering.py``)
     retypes    Explicit axes to Auto in the call, where shardings are inferred (``axis_types.py``)
-    constrains what the method takes and returns
+    constrains what the method takes and returns, and the columns of a layer (``columns.py``)
     records    what was chosen, for reports (``calls.py``)
 
 Paths belong to the arguments of the function. A module in an inner trace is a copy, which gets the
-tag of the original (``pass_tags``). A *source* is one ``ActivationSharding``, of the user or of a
-strategy: filters for modules, each with shardings. A *schedule* runs calls in another order, as a
+tag of the original (``trace_keys.py``). A *source* is one ``ActivationSharding``, of the user or of
+a strategy: filters for modules, each with shardings. A *schedule* runs calls in another order, as a
 pipeline does. The *plan* is what is known of the function before its trace.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import inspect
-import itertools
-import re
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -43,14 +39,12 @@ from ..core.constrain import (
     type_spec,
     without_unconstrained,
 )
-from ..core.flatten import Flat
 from ..core.plan import Plan
 from ..core.problems import no_mesh
-from ..core.retyping import PARTIAL
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Unflattened
-from ..errors import ActivationError, message, raise_listed, see
+from ..errors import ActivationError, raise_listed
 from ..specs.activation_sharding import (
     ActivationSharding,
     CallSchedule,
@@ -62,133 +56,39 @@ from ..specs.fitting import (
     axes_of_type,
     fit_sharding,
     keep_axes,
-    pad_entries,
     spec_and_mesh,
     spec_axes,
-    with_entries,
-    with_reduced,
 )
-from ..specs.paths import Path, accessor
+from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
-from ..specs.types import AnyArray, Arrays, AxisName, Objects
+from ..specs.types import AnyArray, Arrays, AxisName
 from .axis_types import (
-    OPEN,
-    arrays_in,
     explicit_axes_in_context,
-    first_with_explicit_spec,
+    inferred_axes,
     input_like,
     opened,
     output_spec,
     with_auto_axes,
 )
-from .calls import RECORD, Frame, Shape, Tag, VariableSpecs, in_call
-from .constraints import exact_path, refuse_constraint
+from .calls import RECORD, Frame, Tag, in_call
+from .columns import spec_of_columns
+from .explanations import (
+    add_hint_outside,
+    explain,
+    is_explained,
+    refuse_constraint,
+    refuse_untyped,
+)
+from .gathering import gathered_values
 from .intercept import Call, Keywords, current_handler, original_of, with_handler
 from .schedules import SCHEDULE_USES, PendingCall, Place, ScheduleUses
+from .tagging import Tagger
+from .trace_keys import CONTEXT, TraceContext, pass_paths, pass_tags
 from .updates import update
 from .variables import (
-    Variable,
-    is_layer,
-    is_parameter,
-    modules_in,
-    own_variables,
     replaced_values,
 )
 from .whole_outputs import WholeOutputs
-
-
-class _TraceContext:
-    """What shards the activations of a trace: equal only to itself, since JAX compares contexts.
-
-    JAX has its contexts in the keys of what it traced, and hashes them for each primitive. So a
-    context must not grow with the model, and declarations are hashed once for each trace.
-    """
-
-    def __init__(
-        self, batch_axes: frozenset[AxisName], within_outermost: dict[Hashable, _TraceContext]
-    ):
-        """Makes what the calls of modules in one trace share.
-
-        Args:
-          batch_axes: the mesh axes over which the rows of the data are sharded.
-          within_outermost: the contexts within one outermost trace, by their declarations. Equal
-            declarations share a context, and so traces.
-        """
-        self.batch_axes = batch_axes
-        self.used = set[tuple[int, int]]()  # the filters that matched: number of source, of filter
-        self.within_outermost = within_outermost
-
-
-# Traces of inner functions are not used again in another outermost trace, where filters that
-# matched in them would seem to have no effect.
-CONTEXT = jax.make_user_context()
-# The Variables that a surrounding loop has gathered, by name and path of their module.
-PREFETCHED = jax.make_user_context()
-
-
-def current_batch_axes() -> frozenset[AxisName]:
-    """Returns the axes that shard the rows of the data of the current trace, as far as known."""
-    context = CONTEXT.value
-    return frozenset() if context is None else context.batch_axes
-
-
-class _Key:
-    """Stands for a value in a context of JAX, which hashes that for each primitive of a trace."""
-
-    __slots__ = ("__weakref__",)
-
-
-_TAGS: Callable[[_Key], AbstractContextManager[None]] = jax.make_user_context()
-# Equal values have one key as long as a context or a cache of JAX holds it.
-_KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
-
-
-class Known(dict[int, tuple[Path, object]]):
-    """The modules known to a surrounding ``remat`` with filters: by id, path and module."""
-
-    def __init__(self, modules: Mapping[int, tuple[Path, object]]):
-        super().__init__(modules)
-        self.trace = object()  # stands for this object in keys of JAX, which outlive the modules
-
-
-KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
-
-
-def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
-    """Returns a context in which JAX uses only traces of modules with the same tags and paths.
-
-    A trace depends on the tags of modules, and on their paths within a ``remat`` with filters. JAX
-    sees neither in the arguments of the function, so both are made a part of its trace key.
-
-    Args:
-      objects: the objects among the arguments of the function.
-    """
-    tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
-    paths = tuple(
-        (modules.trace, *(modules.get(id(x), (None,))[0] for x in objects))
-        for modules in KNOWN.get()
-    )
-    if not paths and not any(tags):
-        return contextlib.nullcontext()
-    key = _KEYS.get((tags, paths))
-    if key is None:
-        key = _KEYS[tags, paths] = _Key()
-    return _TAGS(key)
-
-
-def pass_tags(known: Caller | Flat, unflattened: Unflattened | Flat) -> None:
-    """Gives copies of modules, such as the modules of an inner trace, the tags of the originals."""
-    for old, new in zip(known.objects, unflattened.objects, strict=True):
-        if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
-            _compat.tag_node(new, tag)
-
-
-def pass_paths(caller: Caller, unflattened: Unflattened) -> None:
-    """Makes the modules of an inner trace known by the paths that a surrounding ``remat`` knows."""
-    for known in KNOWN.get():
-        for old, new in zip(caller.objects, unflattened.objects, strict=True):
-            if id(old) in known:
-                known[id(new)] = known[id(old)][0], new
 
 
 @contextlib.contextmanager
@@ -217,17 +117,10 @@ def sharded_activations(
         with CONTEXT(scope.context), in_context(mesh):
             yield functools.partial(scope.run, caller.fun)
     except _compat.SHARDING_ERRORS as error:
-        if not hasattr(error, "__notes__"):
-            error.add_note(
-                "The operation is outside of modules, so nothing was inferred for it. Shard its "
-                "inputs with activation_shardings={...} for the module that returns them, give the "
-                "operation an out_sharding, or let the compiler choose with jit(..., "
-                "auto_axes=True), with out_shardings."
-            )
-        see(error, "operation-outside-of-modules")
+        add_hint_outside(error)
         raise
     except ValueError as error:
-        if not _is_explained(error):
+        if not is_explained(error):
             refuse_constraint(error, plan.transform.name)
         raise
 
@@ -248,18 +141,16 @@ class Scope:
         sources = () if declared is None else (declared,)
         self._transform, self._plan, self._unflattened = transform, plan, unflattened
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
-        self._explicit_axes = {
+        self._explicit_axes = frozenset(
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
-        }
+        )
         self._mesh = _mesh_of(plan)
         # The mesh axes that are not manual; in `jit`, all axes.
         manual = transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # declared for all arguments, then for single ones
         self._num_declared = len(sources)  # by the user; strategies declare the others
-        # Tags of modules that the function has from elsewhere, by id, with the module itself, so
-        # that no other one gets its id.
-        self._foreign_tags: dict[int, tuple[Tag, object]] = {}
+        self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
         # Within another trace, that one explains and records.
         self._observes = current_handler() is None and bool(
             self._explicit_axes or RECORD.value is not None
@@ -271,19 +162,14 @@ class Scope:
         self._tag_arguments(sources)
         self.context = self._context()
 
-    def _context(self) -> _TraceContext:
+    def _context(self) -> TraceContext:
         """The context of this trace: one for equal declarations in the same outermost trace."""
-        outer: _TraceContext | None = CONTEXT.value
+        outer: TraceContext | None = CONTEXT.value
         contexts = {} if outer is None else outer.within_outermost
         key = tuple(self._sources), self._plan.batch_axes
         if key not in contexts:
-            contexts[key] = _TraceContext(self._plan.batch_axes, contexts)
+            contexts[key] = TraceContext(self._plan.batch_axes, contexts)
         return contexts[key]
-
-    @functools.cached_property
-    def _indices(self) -> dict[int, int]:
-        """The index of each object, by its id."""
-        return {id(x): i for i, x in enumerate(self._unflattened.objects)}
 
     @property
     def is_needed(self) -> bool:
@@ -354,49 +240,10 @@ class Scope:
                 if isinstance(plan.structure.entries[index], NodeEntry) and index not in tagged:
                     tagged.add(index)
                     module = unflattened.objects[index]
-                    tag = self._tag(name, path, chosen, module)
+                    tag = self._tagger.tag(name, path, chosen, module)
                     _compat.tag_node(module, tag)
                     if (schedule := self._schedule(tag, module, "__call__")) is not None:
                         self._schedules[name, schedule.module_path(path)] = schedule
-
-    def _tag(
-        self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: object
-    ) -> Tag:
-        """Makes the tag of a module, with the specs of its own Variables.
-
-        Args:
-          name: the name of the argument that the module is in.
-          path: the path of the module in it.
-          sources: what the user and strategies declare for the module.
-          module: the module in the trace.
-        """
-        specs: dict[Path, VariableSpecs] = {}
-        batch = self._plan.batch_axes
-        # The axes over which parameters are gathered while the module runs.
-        gathered: set[AxisName] = set()
-        for source in sources:
-            gathered.update(batch if source.gather is True else source.gather or ())
-        for source in sources:
-            gathered.difference_update(source.kept)
-        axes = self._axes.intersection(gathered)
-        # Over the stages of a pipeline, layers are sharded, but not what is in them.
-        schedules = (x.schedule for source in sources for x in source.shardings)
-        inside = self._axes - axes - {schedule.axis for schedule in schedules if schedule}
-        for own_path, variable in own_variables(module) if axes or self._explicit_axes else ():
-            value = _compat.get_value(variable)
-            # The spec that is declared for its array, by the position of that among all arrays.
-            index = self._indices.get(id(variable))
-            slots = () if index is None else self._plan.structure.slots[index]
-            declared = self._plan.object_specs.get(slots[0]) if len(slots) == 1 else None
-            pair = spec_and_mesh(type_spec(value) if declared is None else declared, self._mesh)
-            if pair is not None and isinstance(value, jax.Array):
-                shape = jax.typeof(value).shape
-                kept = keep_axes(pair[0], inside)
-                whole = with_entries(kept, pad_entries(kept, len(shape)))
-                outside = with_entries(pair[0], pad_entries(pair[0], len(shape)))
-                is_gathered = is_parameter(variable) and not axes.isdisjoint(spec_axes(pair[0]))
-                specs[own_path] = VariableSpecs(whole, shape, is_gathered, outside)
-        return Tag(name, path, sources, axes, specs, self._mesh)
 
     def __call__(
         self, module: Any, method: str, call: Call, args: tuple[Any, ...], kwargs: Keywords
@@ -413,7 +260,7 @@ class Scope:
         Returns:
           What the method returns, sharded as declared.
         """
-        tag = _compat.tag_of(module) or self._tag_foreign(module)
+        tag = _compat.tag_of(module) or self._tagger.tag_foreign(module, tuple(self._sources))
         if isinstance(module, nnx.Optimizer) and method == "update":
             with jax.named_scope(tag.accessor):  # for `by_module`
                 return update(module, call, args, kwargs)
@@ -433,28 +280,15 @@ class Scope:
             try:
                 out = self._call_sharded(frame, schedule, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
-                self._refuse_untyped(frame, (args, kwargs), error)
+                refuse_untyped(error, self._transform.name, frame, (args, kwargs))
             except ValueError as error:
                 if self._explicit_axes:
-                    self._explain(frame, error)
+                    explain(error, self._transform.name, frame)
                 raise
             frame.record(out)
         if unscheduled is not None:
             unscheduled.report_other_method(tag, method, args, out)
         return out
-
-    def _explain(self, frame: Frame, error: ValueError) -> None:
-        """Adds to JAX's error about axis types which module has which, the innermost one first."""
-        if _is_explained(error):
-            return
-        path, name = frame.tag.path, frame.tag.accessor
-        here = jax.sharding.get_abstract_mesh()
-        if axes_of_type(here, AxisType.Explicit) and not frame.is_by_strategy:
-            refuse_constraint(error, self._transform.name, name, path)
-        elif _USES_TYPES.search(str(error)):
-            as_written = InOutSharding(method=frame.method, axis_types=AxisType.Explicit)
-            entry = {exact_path(path): as_written}
-            error.add_note(f"{name} {_NOTE} activation_shardings={entry!r}.")
 
     def _schedule(self, tag: Tag, module: object, method: str) -> CallSchedule | None:
         """Returns how a strategy runs a call of a method, or None."""
@@ -488,13 +322,13 @@ class Scope:
         if schedule is not None and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
             call = schedule.wrap(frame.module, call, self._mesh, self._plan.batch_axes, ahead)
-        with replaced_values(self._gather_variables(frame)):
+        with replaced_values(gathered_values(frame.module, frame.tag, self._mesh, self._axes)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_in_context()
             pair = spec_and_mesh(chosen.output, mesh)
             if explicit and pair is not None and pair[0].unreduced:
                 # Only Explicit axes can be, and only the layer itself can leave out the sum.
                 kwargs = {**kwargs, "out_sharding": keep_axes(pair[0], explicit)}
-            axes = self._auto_axes(frame, chosen, explicit, (args, kwargs))
+            axes = inferred_axes(frame.module, frame.tag, chosen, explicit, (args, kwargs))
 
             def call_and_constrain(*args: Any, **kwargs: Any) -> Any:
                 out = call(*args, **kwargs)
@@ -562,111 +396,15 @@ class Scope:
         return new
 
     def _spec_of_columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
-        """Returns the spec of an output whose last dimensions are the columns of a kernel.
+        """Returns the spec of an output whose last dimensions are columns of a kernel, or None.
 
-        A kernel (…, in, out) makes (batch, …, out): its last dimensions have the specs of the
-        kernel's, and all others are open. None if the module has no such kernel.
+        None also where nothing is inferred: on Auto axes the compiler does it alone.
         """
-        tag = frame.tag
-        if not self._explicit_axes or not any(source.infer for source in tag.sources):
+        if not self._explicit_axes or not any(source.infer for source in frame.tag.sources):
             return None
-        features = getattr(frame.module, "out_features", None)
-        count = len(features) if isinstance(features, tuple) else 1  # of dimensions of columns
-        for path, variable in own_variables(frame.module):
-            shape = getattr(_compat.get_value(variable), "shape", ())
-            is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
-            if is_kernel and path in tag.specs:
-                stacked = tag.specs[path]
-                whole = spec_of_slice(stacked.inside, stacked.shape, shape)
-                spec = PartitionSpec(*whole.partitions[-count:])
-                # Axes that are Auto around the model are the compiler's, as on Auto axes alone.
-                free = keep_axes(spec, self._explicit_axes.difference(self._plan.batch_axes))
-                return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
-        return None
-
-    def _auto_axes(
-        self,
-        frame: Frame,
-        chosen: InOutSharding,
-        explicit: frozenset[AxisName],
-        inputs: tuple[tuple[Any, ...], Keywords],
-    ) -> frozenset[AxisName]:
-        """Returns which Explicit axes are Auto in a method: all or none of them.
-
-        They are Auto if that is declared, and by default where shardings are inferred, and in a
-        layer with a declared output. Methods that get no array with a sharding in its type, or that
-        are told the sharding of their output, run unchanged.
-
-        Args:
-          frame: the call of the method.
-          chosen: the shardings that are declared for it.
-          explicit: the Explicit axes of the mesh.
-          inputs: the positional and keyword arguments of the call.
-        """
-        if (
-            not explicit
-            or first_with_explicit_spec(inputs) is None
-            or inputs[1].get("out_sharding") is not None
-        ):
-            return frozenset()
-        if chosen.axis_types is not None:
-            return explicit if chosen.axis_types is AxisType.Auto else frozenset()
-        tag, module = frame.tag, frame.module
-        for source in tag.sources:
-            if any(x.axis_types is AxisType.Explicit for x in source.shardings):
-                # Declared for a module inside, which could not run as written on Auto axes.
-                inside = (((*tag.path, *path), inner) for path, inner in modules_in(module))
-                if any(source.is_explicit(path, inner) for path, inner in inside):
-                    return frozenset()
-        infers = any(source.infer for source in tag.sources)
-        is_chosen = infers or (chosen.output is not None and is_layer(module))
-        return explicit if is_chosen else frozenset()
-
-    def _refuse_untyped(self, frame: Frame, inputs: object, error: Exception) -> NoReturn:
-        """Raises an error that names the innermost module in which JAX cannot type an operation."""
-        module, method = frame.module, frame.method
-        values = [_compat.get_value(variable) for _, variable in own_variables(module)]
-        avals = map(jax.typeof, arrays_in((inputs, values)))
-        types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
-        spec = type_spec(first_with_explicit_spec(inputs)) or PartitionSpec()
-        # Suggests what shards the input, but not its last dimension, the features, which the output
-        # need not have, nor trailing dimensions that nothing shards.
-        sharded = [i for i, axes in enumerate(spec.partitions[:-1]) if axes]
-        entry: PartitionSpec | InOutSharding
-        entry = PartitionSpec(*spec.partitions[: sharded[-1] + 1 if sharded else 0])
-        if not is_layer(module):
-            entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
-        elif method != "__call__":
-            entry = InOutSharding(entry, method=method)
-        reason = str(error).partition(". ")[0].partition("\n")[0]
-        line = f"  {frame.tag.accessor}: {type(module).__name__} of {', '.join(types)}"
-        text = message(
-            f"{self._transform.name}: on these Explicit axes JAX cannot know how a module shards "
-            "the result of an operation:",
-            [f"{line}\n    {reason}"],
-            "Declare its output: jit(..., activation_shardings="
-            f"{{{exact_path(frame.tag.path)!r}: {entry!r}}}); within the module, the compiler then "
-            "chooses. Patterns such as r'blocks/\\d+/up$' match several. Strategies such as fsdp "
-            "or from_rules do so for all modules in arguments. Or give the operation an "
-            "out_sharding, or use jit(..., auto_axes=True), with out_shardings.",
-        )
-        raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
-
-    def _tag_foreign(self, module: object) -> Tag:
-        """Returns the tag of a module that is not from the arguments: the root of a path.
-
-        All modules in it get tags, too. They are kept here, because what the function has captured
-        or made is not to be changed.
-        """
-        if id(module) not in self._foreign_tags:
-            sources = tuple(self._sources)
-            name = type(module).__name__
-            for path, inner in modules_in(module):
-                if _compat.tag_of(inner) is None:
-                    tag = self._tag(name, path, sources, inner)
-                    self._foreign_tags.setdefault(id(inner), (tag, inner))
-        tag, _ = self._foreign_tags[id(module)]
-        return tag
+        # Axes that are Auto around the model are the compiler's, as on Auto axes alone.
+        axes = self._explicit_axes.difference(self._plan.batch_axes)
+        return spec_of_columns(frame.module, frame.tag, x, axes)
 
     def _find(self, frame: Frame) -> InOutSharding:
         """Returns what the first source that has a filter for the call chooses.
@@ -683,57 +421,6 @@ class Scope:
                     chosen, frame.is_strict = sharding, source.strict
                     frame.chosen_by = "user" if number < self._num_declared else "strategy"
         return chosen or _NOTHING
-
-    def _gather_variables(self, frame: Frame) -> list[tuple[Variable, jax.Array]]:
-        """Returns the module's own Variables that have another value while it runs, with the value.
-
-        A Variable has a new value if its array is gathered over the axes of the module's tag.
-        """
-        tag = frame.tag
-        is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
-        if not is_explicit and not tag.axes:
-            return []
-        changes: list[tuple[Variable, jax.Array]] = []
-        ahead = PREFETCHED.value or ()  # what the loop around this has gathered already
-        for path, variable in own_variables(frame.module):
-            value = _compat.get_value(variable)
-            if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
-                continue
-            new = self._gather(tag, path, variable, value)
-            if new is value:
-                continue
-            # The gradient of the new value goes to the same partial sum (`partial_sums.py`).
-            partial_sums = PARTIAL.get() or {}
-            if id(value) in partial_sums:
-                _, sums = partial_sums[id(value)]
-                partial_sums[id(new)] = new, sums
-            changes.append((variable, new))
-        return changes
-
-    def _gather(self, tag: Tag, path: Path, variable: Variable, value: jax.Array) -> jax.Array:
-        """Returns a Variable's value as its module uses it, whole over the axes of the tag.
-
-        On Explicit axes it is resharded, on Auto axes constrained. The same array if it is so
-        already.
-        """
-        spec = type_spec(value)
-        if spec is not None:  # on Explicit axes
-            kept = spec
-            if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
-                kept = with_entries(spec, keep_axes(spec, self._axes - tag.axes).partitions)
-            if spec.reduced:  # JAX counts some gradients of such arrays several times
-                kept = with_reduced(kept, ())
-            if kept == spec:
-                return value
-            target = NamedSharding(jax.typeof(value).sharding.mesh, kept)
-            gathered: jax.Array = jax.sharding.reshard(value, target)
-            return gathered
-        known = tag.specs.get(path)
-        if self._mesh is None or known is None or not known.is_gathered:
-            return value
-        inside = spec_of_slice(known.inside, known.shape, value.shape)
-        [gathered] = apply_shardings([value], [NamedSharding(mesh_in_trace(self._mesh), inside)])
-        return gathered
 
     def _constrain_tree(self, tree: Any, prefix: object, frame: Frame, side: str) -> Any:
         """Constrains what a method takes or returns to the specs declared for it.
@@ -833,39 +520,7 @@ def _unused_line(filter_: object, method: str) -> str:
     return f"  {filter_!r}{of}{hint and '.' + hint}"
 
 
-def _is_explained(error: Exception) -> bool:
-    """Returns whether a module inside has said already that it runs with Auto axes."""
-    return any(_NOTE in note for note in getattr(error, "__notes__", ()))
-
-
-_NOTE = (
-    "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
-    "reshard or a mesh itself, pass"
-)
-# Messages of JAX about arrays on Auto axes where it wants Explicit ones.
-_USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)
 _NOTHING = InOutSharding()
-
-
-def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
-    """Returns the spec of a loop's slice of an array.
-
-    Which dimensions were removed is inferred from the shapes; unsharded dimensions are preferred,
-    then leading ones.
-    """
-    # Each choice is the dimensions of the array that the slice may have kept.
-    choices = [
-        kept
-        for kept in itertools.combinations(range(len(shape)), len(inner))
-        if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
-    ]
-    # Of equally many sharded dimensions, `max` takes the first: that which keeps the last ones.
-    entries = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
-    return PartitionSpec(*max(entries, key=_num_sharded, default=()))
-
-
-def _num_sharded(entries: Sequence[object]) -> int:
-    return sum(map(bool, entries))
 
 
 def _mesh_of(plan: Plan) -> Any:

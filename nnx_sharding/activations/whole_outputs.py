@@ -28,7 +28,7 @@ from ..specs.fitting import axes_of, pad_entries, spec_axes
 from ..specs.types import AxisName
 from .axis_types import arrays_in
 from .calls import Frame, Shape, Tag
-from .constraints import exact_path
+from .explanations import exact_path
 from .variables import modules_in
 
 

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
-from ..activations.tracing import current_batch_axes
+from ..activations.trace_keys import current_batch_axes
 from ..core.constrain import given_mesh, mesh_in_trace, retype, type_spec
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, suggestion

@@ -51,7 +51,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..activations.tracing import pass_tags
+from ..activations.trace_keys import pass_tags
 from ..core.flatten import Flat, flatten
 from ..core.rebuild import update_operations
 from ..core.structure import VariableEntry

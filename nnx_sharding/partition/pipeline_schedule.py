@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .. import _compat
 from ..activations.calls import Tag
-from ..activations.tracing import pass_tags
+from ..activations.trace_keys import pass_tags
 from ..activations.variables import modules_in
 from ..core.constrain import mesh_in_trace
 from ..core.flatten import Flat

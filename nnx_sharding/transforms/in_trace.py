@@ -37,7 +37,7 @@ from typing import Any, ClassVar, TypeAlias
 import jax
 
 from .. import _compat
-from ..activations.tracing import key_traces_by_tags, pass_paths, pass_tags
+from ..activations.trace_keys import key_traces_by_tags, pass_paths, pass_tags
 from ..core.call import run
 from ..core.call_context import Caller
 from ..core.flatten import Flat

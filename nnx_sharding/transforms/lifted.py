@@ -25,7 +25,7 @@ import jax
 
 from .. import _compat
 from ..activations.calls import Recorder
-from ..activations.tracing import key_traces_by_tags
+from ..activations.trace_keys import key_traces_by_tags
 from ..core.cache import cache_of, plan_key
 from ..core.call import run, unmark_direct
 from ..core.call_context import Caller, called_by

@@ -35,7 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.calls import Tag
-from ..activations.tracing import PREFETCHED, spec_of_slice
+from ..activations.gathering import spec_of_slice
+from ..activations.trace_keys import PREFETCHED
 from ..activations.variables import modules_in, own_variables
 from ..core.constrain import apply_shardings, mesh_in_trace, type_spec
 from ..specs.fitting import spec_axes

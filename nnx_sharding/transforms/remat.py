@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr
 
 from .. import _compat
 from ..activations.intercept import current_handler, with_handler
-from ..activations.tracing import KNOWN, Known
+from ..activations.trace_keys import KNOWN, Known
 from ..core.call_context import Caller
 from ..core.known_faults import jaxprs_of
 from ..core.plan import Plan

@@ -1,0 +1,45 @@
+"""How a layer shards the columns of its output: as its kernel shards those dimensions.
+
+A kernel (…, in, out) makes (batch, …, out). So with a kernel of ``P(None, "model")`` the last
+dimension of the output is sharded over ``model``, and nothing is known of the others (``OPEN``).
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .. import _compat
+from ..specs.fitting import keep_axes
+from ..specs.types import AxisName
+from .axis_types import OPEN
+from .calls import Tag
+from .gathering import spec_of_slice
+from .variables import own_variables
+
+
+def spec_of_columns(
+    module: object, tag: Tag, x: jax.Array, axes: frozenset[AxisName]
+) -> PartitionSpec | None:
+    """Returns the spec of an output of a layer, open but for the dimensions of columns.
+
+    Args:
+      module: the layer.
+      tag: its tag, with the specs of its own Variables.
+      x: the output.
+      axes: the axes that may shard columns.
+
+    Returns:
+      The spec, or None if the module has no kernel that can have made the output.
+    """
+    features = getattr(module, "out_features", None)
+    count = len(features) if isinstance(features, tuple) else 1  # of dimensions of columns
+    for path, variable in own_variables(module):
+        shape = getattr(_compat.get_value(variable), "shape", ())
+        is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
+        if is_kernel and path in tag.specs:
+            whole = tag.specs[path]  # of the stacked array, if this is a slice in a loop
+            spec = spec_of_slice(whole.inside, whole.shape, shape)
+            columns = keep_axes(PartitionSpec(*spec.partitions[-count:]), axes)
+            return PartitionSpec(*[OPEN] * (x.ndim - count), *columns.partitions)
+    return None

@@ -1,0 +1,148 @@
+"""JAX's errors about types of axes, in the names of the user's modules and with what to write.
+
+:func:`refuse_constraint` is about ``with_sharding_constraint`` on Explicit axes, :func:`explain`
+about operations that need types in a module whose axes a strategy made Auto, and
+:func:`refuse_untyped` about operations whose result JAX cannot type.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from .. import _compat
+from ..core.constrain import type_spec
+from ..errors import ActivationError, message, see
+from ..specs.activation_sharding import InOutSharding
+from ..specs.fitting import axes_of_type
+from ..specs.paths import Path, path_string
+from .axis_types import arrays_in, first_with_explicit_spec
+from .calls import Frame
+from .variables import is_layer, own_variables
+
+
+def exact_path(path: Path) -> str:
+    """The regular expression for one path."""
+    return f"^{re.escape(path_string(path))}$"
+
+
+def refuse_constraint(error: Exception, name: str, module: str = "", path: Path = ()) -> None:
+    """Raises our error for JAX's about ``with_sharding_constraint`` on Explicit axes, if it is one.
+
+    Args:
+      error: any error of the user's function.
+      name: the transform, such as ``jit``.
+      module: the innermost module that was called, as an expression; none outside of modules.
+      path: the path of that module.
+    """
+    spec = _compat.spec_of_constraint(error)
+    if spec is None:
+        return
+    place = module or "code outside of modules"
+    mapped = ", ".join(map(repr, sorted(_compat.mapped_axes(), key=str)))
+    if mapped and module:
+        remedy = f"The surrounding vmap adds {mapped} to each spec in it: leave that out here."
+    elif module:
+        entry = {exact_path(path): InOutSharding(axis_types=AxisType.Auto)}
+        remedy = (
+            "Use jax.sharding.reshard there, or let the compiler choose in this module: "
+            f"activation_shardings={entry!r}."
+        )
+    else:
+        remedy = (
+            "Use jax.sharding.reshard there, or nnx_sharding.with_sharding_constraint, which takes "
+            "axes of all types. In a vmap, leave out the axes over which its arguments are sharded."
+        )
+    text = message(
+        f"{name}: {place} passes {spec} to with_sharding_constraint, which JAX allows on Auto axes "
+        "only; some of these are Explicit.",
+        [],
+        remedy,
+    )
+    raise see(ActivationError(text), "constraint-on-explicit-axes") from error
+
+
+def explain(error: ValueError, name: str, frame: Frame) -> None:
+    """Adds to JAX's error about axis types which module has which, the innermost one first.
+
+    Args:
+      error: the error, raised in a method of a module.
+      name: the transform, such as ``jit``.
+      frame: the call of the method.
+    """
+    if is_explained(error):
+        return
+    path, module = frame.tag.path, frame.tag.accessor
+    here = jax.sharding.get_abstract_mesh()
+    if axes_of_type(here, AxisType.Explicit) and not frame.is_by_strategy:
+        refuse_constraint(error, name, module, path)
+    elif _USES_TYPES.search(str(error)):
+        as_written = InOutSharding(method=frame.method, axis_types=AxisType.Explicit)
+        entry = {exact_path(path): as_written}
+        error.add_note(f"{module} {_NOTE} activation_shardings={entry!r}.")
+
+
+def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) -> NoReturn:
+    """Raises an error that names the innermost module in which JAX cannot type an operation.
+
+    Args:
+      error: JAX's error.
+      name: the transform, such as ``jit``.
+      frame: the call of the module.
+      inputs: a pytree of the arguments of the call.
+    """
+    module, method = frame.module, frame.method
+    values = [_compat.get_value(variable) for _, variable in own_variables(module)]
+    avals = map(jax.typeof, arrays_in((inputs, values)))
+    types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
+    spec = type_spec(first_with_explicit_spec(inputs)) or PartitionSpec()
+    # Suggests what shards the input, but not its last dimension, the features, which the output
+    # need not have, nor trailing dimensions that nothing shards.
+    sharded = [i for i, axes in enumerate(spec.partitions[:-1]) if axes]
+    entry: PartitionSpec | InOutSharding
+    entry = PartitionSpec(*spec.partitions[: sharded[-1] + 1 if sharded else 0])
+    if not is_layer(module):
+        entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
+    elif method != "__call__":
+        entry = InOutSharding(entry, method=method)
+    reason = str(error).partition(". ")[0].partition("\n")[0]
+    line = f"  {frame.tag.accessor}: {type(module).__name__} of {', '.join(types)}"
+    text = message(
+        f"{name}: on these Explicit axes JAX cannot know how a module shards "
+        "the result of an operation:",
+        [f"{line}\n    {reason}"],
+        "Declare its output: jit(..., activation_shardings="
+        f"{{{exact_path(frame.tag.path)!r}: {entry!r}}}); within the module, the compiler then "
+        "chooses. Patterns such as r'blocks/\\d+/up$' match several. Strategies such as fsdp "
+        "or from_rules do so for all modules in arguments. Or give the operation an "
+        "out_sharding, or use jit(..., auto_axes=True), with out_shardings.",
+    )
+    raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
+
+
+def add_hint_outside(error: Exception) -> None:
+    """Adds to JAX's error about an operation outside of modules what to write."""
+    if not hasattr(error, "__notes__"):
+        error.add_note(
+            "The operation is outside of modules, so nothing was inferred for it. Shard its "
+            "inputs with activation_shardings={...} for the module that returns them, give the "
+            "operation an out_sharding, or let the compiler choose with jit(..., "
+            "auto_axes=True), with out_shardings."
+        )
+    see(error, "operation-outside-of-modules")
+
+
+def is_explained(error: Exception) -> bool:
+    """Returns whether a module inside has said already that it runs with Auto axes."""
+    return any(_NOTE in note for note in getattr(error, "__notes__", ()))
+
+
+_NOTE = (
+    "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
+    "reshard or a mesh itself, pass"
+)
+# Messages of JAX about arrays on Auto axes where it wants Explicit ones.
+_USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)

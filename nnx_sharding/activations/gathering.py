@@ -1,0 +1,111 @@
+"""Gathers a module's own parameters while it runs, as FSDP does.
+
+A loop over layers, such as a ``Stack``, gives its module a slice of each stacked array, so the spec
+of a slice is found from that of the whole array (:func:`spec_of_slice`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..core.constrain import apply_shardings, mesh_in_trace, type_spec
+from ..core.retyping import PARTIAL
+from ..specs.fitting import axes_of_type, keep_axes, spec_axes, with_entries, with_reduced
+from ..specs.paths import Path
+from ..specs.types import AxisName
+from .calls import Shape, Tag
+from .trace_keys import PREFETCHED
+from .variables import Variable, is_parameter, own_variables
+
+
+def gathered_values(
+    module: object, tag: Tag, mesh: Mesh | AbstractMesh | None, axes: frozenset[AxisName]
+) -> list[tuple[Variable, jax.Array]]:
+    """Returns the module's own Variables that have another value while it runs, with the value.
+
+    A Variable has a new value if its array is gathered over the axes of the module's tag.
+
+    Args:
+      module: the module.
+      tag: its tag.
+      mesh: the mesh of the trace, if there is one.
+      axes: its axes that are not manual.
+    """
+    is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
+    if not is_explicit and not tag.axes:
+        return []
+    changes: list[tuple[Variable, jax.Array]] = []
+    ahead = PREFETCHED.value or ()  # what the loop around this has gathered already
+    for path, variable in own_variables(module):
+        value = _compat.get_value(variable)
+        if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
+            continue
+        new = _gathered(tag, path, variable, value, mesh, axes)
+        if new is value:
+            continue
+        # The gradient of the new value goes to the same partial sum (`partial_sums.py`).
+        partial_sums = PARTIAL.get() or {}
+        if id(value) in partial_sums:
+            _, sums = partial_sums[id(value)]
+            partial_sums[id(new)] = new, sums
+        changes.append((variable, new))
+    return changes
+
+
+def _gathered(
+    tag: Tag,
+    path: Path,
+    variable: Variable,
+    value: jax.Array,
+    mesh: Mesh | AbstractMesh | None,
+    axes: frozenset[AxisName],
+) -> jax.Array:
+    """Returns a Variable's value as its module uses it, whole over the axes of the tag.
+
+    On Explicit axes it is resharded, on Auto axes constrained. The same array if it is so
+    already. For the arguments see `gathered_values`; ``path`` is that of the Variable in it.
+    """
+    spec = type_spec(value)
+    if spec is not None:  # on Explicit axes
+        kept = spec
+        if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
+            kept = with_entries(spec, keep_axes(spec, axes - tag.axes).partitions)
+        if spec.reduced:  # JAX counts some gradients of such arrays several times
+            kept = with_reduced(kept, ())
+        if kept == spec:
+            return value
+        target = NamedSharding(jax.typeof(value).sharding.mesh, kept)
+        gathered: jax.Array = jax.sharding.reshard(value, target)
+        return gathered
+    known = tag.specs.get(path)
+    if mesh is None or known is None or not known.is_gathered:
+        return value
+    inside = spec_of_slice(known.inside, known.shape, value.shape)
+    [gathered] = apply_shardings([value], [NamedSharding(mesh_in_trace(mesh), inside)])
+    return gathered
+
+
+def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
+    """Returns the spec of a loop's slice of an array.
+
+    Which dimensions were removed is inferred from the shapes; unsharded dimensions are preferred,
+    then leading ones.
+    """
+    # Each choice is the dimensions of the array that the slice may have kept.
+    choices = [
+        kept
+        for kept in itertools.combinations(range(len(shape)), len(inner))
+        if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
+    ]
+    # Of equally many sharded dimensions, `max` takes the first: that which keeps the last ones.
+    entries = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
+    return PartitionSpec(*max(entries, key=_num_sharded, default=()))
+
+
+def _num_sharded(entries: Sequence[object]) -> int:
+    return sum(map(bool, entries))

@@ -1,0 +1,120 @@
+"""What a trace is reused by, beside the arguments that JAX compares: tags, paths, declarations.
+
+JAX uses the trace of an inner function again if its arguments have the same types, and if its
+*contexts* (``jax.make_user_context``) are equal. Modules are no arguments that JAX sees, so what a
+trace depends on and is known of modules only is put into contexts:
+
+    CONTEXT     what is declared for activations; one object for each outermost trace
+    _TAGS       the tags of the modules in the arguments, and their paths within a ``remat``
+    PREFETCHED  what the loop around the trace has gathered already
+
+JAX hashes all contexts for each primitive. So none of them grows with the model: each holds one
+object that is equal to itself only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+
+import jax
+
+from .. import _compat
+from ..core.call_context import Caller
+from ..core.flatten import Flat
+from ..core.unflatten import Unflattened
+from ..specs.paths import Path
+from ..specs.types import AxisName, Objects
+
+
+class TraceContext:
+    """What the calls of modules in one trace share. Equal only to itself."""
+
+    def __init__(
+        self, batch_axes: frozenset[AxisName], within_outermost: dict[Hashable, TraceContext]
+    ):
+        """Starts a trace, in which no filter has matched yet.
+
+        Args:
+          batch_axes: the mesh axes over which the rows of the data are sharded.
+          within_outermost: the contexts within one outermost trace, by their declarations. Equal
+            declarations share a context, and so traces.
+        """
+        self.batch_axes = batch_axes
+        self.used = set[tuple[int, int]]()  # the filters that matched: number of source, of filter
+        self.within_outermost = within_outermost
+
+
+# Traces of inner functions are not used again in another outermost trace, where filters that
+# matched in them would seem to have no effect.
+CONTEXT = jax.make_user_context()
+# The Variables that a surrounding loop has gathered, by name and path of their module.
+PREFETCHED = jax.make_user_context()
+
+
+def current_batch_axes() -> frozenset[AxisName]:
+    """Returns the axes that shard the rows of the data of the current trace, as far as known."""
+    context = CONTEXT.value
+    return frozenset() if context is None else context.batch_axes
+
+
+class _Key:
+    """Stands for a value in a context of JAX, which hashes that for each primitive of a trace."""
+
+    __slots__ = ("__weakref__",)
+
+
+_TAGS: Callable[[_Key], AbstractContextManager[None]] = jax.make_user_context()
+# Equal values have one key as long as a context or a cache of JAX holds it.
+_KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
+
+
+class Known(dict[int, tuple[Path, object]]):
+    """The modules known to a surrounding ``remat`` with filters: by id, path and module."""
+
+    def __init__(self, modules: Mapping[int, tuple[Path, object]]):
+        super().__init__(modules)
+        self.trace = object()  # stands for this object in keys of JAX, which outlive the modules
+
+
+KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
+
+
+def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
+    """Returns a context in which JAX uses only traces of modules with the same tags and paths.
+
+    A trace depends on the tags of modules, and on their paths within a ``remat`` with filters. JAX
+    sees neither in the arguments of the function, so both are made a part of its trace key.
+
+    Args:
+      objects: the objects among the arguments of the function.
+    """
+    tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
+    paths = tuple(
+        (modules.trace, *(modules.get(id(x), (None,))[0] for x in objects))
+        for modules in KNOWN.get()
+    )
+    if not paths and not any(tags):
+        return contextlib.nullcontext()
+    key = _KEYS.get((tags, paths))
+    if key is None:
+        key = _KEYS[tags, paths] = _Key()
+    return _TAGS(key)
+
+
+def pass_tags(known: Caller | Flat, unflattened: Unflattened | Flat) -> None:
+    """Gives copies of modules, such as the modules of an inner trace, the tags of the originals."""
+    for old, new in zip(known.objects, unflattened.objects, strict=True):
+        if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
+            _compat.tag_node(new, tag)
+
+
+def pass_paths(caller: Caller, unflattened: Unflattened) -> None:
+    """Makes the modules of an inner trace known by the paths that a surrounding ``remat`` knows."""
+    for known in KNOWN.get():
+        for old, new in zip(caller.objects, unflattened.objects, strict=True):
+            if id(old) in known:
+                known[id(new)] = known[id(old)][0], new
