@@ -133,6 +133,24 @@ def test_ragged_products_of_tpus(dtype):
     assert cost.why is None
 
 
+def test_bytes_of_a_kernel_whose_operands_were_copied_into_the_vector_memory():
+    """They are read from the main memory once, by the copy."""
+    size = 1024 * 2048 * 2
+    estimate = f'{{"cost_estimate":{{"flops":"7","bytes_accessed":"{2 * size}"}}}}'
+    text = (
+        "ENTRY %e (w: bf16[1024,2048]) -> bf16[1024,2048] {\n"
+        "  %w = bf16[1024,2048]{1,0:T(8,128)(2,1)} parameter(0)\n"
+        "  %s = (bf16[1024,2048]{1,0:T(8,128)(2,1)S(1)}, bf16[1024,2048]{1,0:T(8,128)(2,1)}, "
+        "u32[]{:S(2)}) copy-start(%w)\n"
+        "  %d = bf16[1024,2048]{1,0:T(8,128)(2,1)S(1)} copy-done(%s)\n"
+        "  ROOT %y = bf16[1024,2048]{1,0:T(8,128)(2,1)} custom-call(%d), "
+        'custom_call_target="tpu_custom_call", '
+        f'backend_config={{"custom_call_config":{estimate}}}\n}}\n'
+    )
+    cost = cost_with_loops(TPU + text)
+    assert (cost.flops, cost.bytes_accessed) == (7, 2 * size)
+
+
 def test_attributes_over_several_lines():
     text = (
         "ENTRY %e (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"

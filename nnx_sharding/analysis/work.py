@@ -193,10 +193,7 @@ def work_of(instruction: Instruction, by_name: ByName, module: Module | None) ->
     if opcode in _NO_WORK or instruction.target in _WITHOUT_WORK:
         return Work()
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
-        if _is_ragged_product(instruction):
-            narrow = _narrow_flops(estimate.flops, instruction.operand_names[-2:], by_name)
-            estimate = estimate._replace(int8_flops=narrow[0], fp8_flops=narrow[1])
-        return estimate
+        return _work_of_kernel(instruction, by_name, module, estimate)
     accessed = 0 if module is None else _bytes(instruction, by_name, module)
     if base(opcode) in _COPIES or instruction.target in _HALVES:
         return Work(bytes_accessed=accessed, host_bytes=_host_bytes(instruction, by_name))
@@ -217,9 +214,23 @@ def _narrow_flops(flops: int, factors: Iterable[str], by_name: ByName) -> tuple[
     return flops * int8, flops * fp8
 
 
-def _is_ragged_product(instruction: Instruction) -> bool:
-    """Tells whether a kernel is the TPU compiler's own for ``ragged_dot``."""
-    return "ragged_dot_tiling" in instruction.rest
+def _work_of_kernel(
+    kernel: Instruction, by_name: ByName, module: Module | None, estimate: Work
+) -> Work:
+    """Completes what the author of a kernel estimates, who takes all arrays to be in main memory.
+
+    The compiler may have copied some into the vector memory. Of its own kernel for ``ragged_dot``
+    the type of the factors is known.
+    """
+    if module is not None:
+        shapes = [*kernel.results, *(x for y in kernel.operand_names for x in made_by(by_name, y))]
+        elsewhere = total_bytes(shapes) - _counted(shapes, module, None)
+        accessed = max(estimate.bytes_accessed - elsewhere, 0)
+        estimate = estimate._replace(bytes_accessed=accessed)
+    if "ragged_dot_tiling" in kernel.rest:
+        int8, fp8 = _narrow_flops(estimate.flops, kernel.operand_names[-2:], by_name)
+        estimate = estimate._replace(int8_flops=int8, fp8_flops=fp8)
+    return estimate
 
 
 def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
