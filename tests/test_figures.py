@@ -193,6 +193,34 @@ def test_flops_of_library_calls_are_unknown_or_right(fun, flops):
     assert jit(lambda x: fun(x) + 1).lower(jnp.ones((16, 16))).compile().cost().flops == flops
 
 
+FP8 = "float8_e4m3fn"
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPUs")
+@pytest.mark.parametrize(
+    ("dtypes", "convert", "narrow"),
+    [  # of both factors, and what the user converts them to
+        (("int8", "int8"), None, "int8_flops"),
+        ((FP8, FP8), None, "fp8_flops"),
+        (("float8_e5m2", FP8), None, "fp8_flops"),
+        ((FP8, FP8), "bfloat16", None),
+        (("bfloat16", "int8"), "bfloat16", None),
+        (("bfloat16", "bfloat16"), FP8, "fp8_flops"),
+    ],
+)
+def test_products_of_narrow_numbers_on_cpus(dtypes, convert, narrow):
+    """Whose compiler multiplies wider ones, though the program does not say so."""
+
+    def product(*factors):
+        factors = [x if convert is None else x.astype(convert) for x in factors]
+        return jax.lax.dot(*factors, preferred_element_type="float32")
+
+    args = shape(64, 32, dtype=dtypes[0]), shape(32, 16, dtype=dtypes[1])
+    cost = jit(product).lower(*args).compile().cost()
+    for name in ("int8_flops", "fp8_flops"):
+        assert getattr(cost, name) == (2 * 64 * 32 * 16 if name == narrow else 0)
+
+
 def test_bytes_of_rows_that_an_index_chooses():
     """Those of the rows, not of the table, of which XLA counts all."""
     lookup = jit(lambda table, i: table[i])
@@ -302,9 +330,10 @@ def test_the_branch_that_sends_most_counts():
     assert "of conditionals the branch that sends most" in str(found)
 
 
-def test_a_ragged_exchange_sends_its_operand_at_most():
+@pytest.mark.parametrize(("operand", "result"), [(1024, 16384), (16384, 1024)])
+def test_a_ragged_exchange_sends_what_is_taken_at_most(operand, result):
     text = (
-        "%m {\n  %x = bf16[1024,64]{1,0} parameter(0)\n  %s = bf16[16384,64]{1,0} "
+        f"%m {{\n  %x = bf16[{operand},64]{{1,0}} parameter(0)\n  %s = bf16[{result},64]{{1,0}} "
         "ragged-all-to-all(%x, %o, %i, %i, %i, %i), replica_groups=[1,16]<=[16]\n}"
     )
     [one] = collectives_of(text)

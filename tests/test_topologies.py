@@ -494,3 +494,5 @@ def test_tokens_move_to_their_experts_on_tpus():
     ragged = [each for each in sent if each.kind == "ragged-all-to-all"]
     assert sum(each.times for each in ragged) == 4  # to the experts and back, twice
     assert {each.axes for each in ragged} == {("expert",)}
+    choices = 128 * 2  # of the one group of a device, of 256 features
+    assert sum(each.total_bytes_sent for each in ragged) == 4 * choices * 256 * 2

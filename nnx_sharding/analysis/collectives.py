@@ -55,8 +55,9 @@ class Collective:
     ``bytes_sent`` is what a ring algorithm sends for n devices in a group, as in the documentation
     of NCCL's tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
     2·bytes·(n-1)/n for an all-reduce, bytes·(n-1)/n for all-gather, reduce-scatter and all-to-all.
-    A permutation sends all bytes, and so does a broadcast; for a ragged all-to-all, the operand
-    counts, all of which may be sent.
+    A permutation sends all bytes, and so does a broadcast. Of a ragged all-to-all the smaller of
+    operand and result counts: devices send no more than they have, and on average no more than they
+    take.
 
     Attributes:
       kind: such as ``all-reduce``.
@@ -450,7 +451,7 @@ def _payload(
 ) -> tuple[CollectiveKind, Sequence[Shape], int]:
     """Returns the kind, the results, and the bytes of the larger of operand and result.
 
-    ``size`` is the number of devices in a group.
+    Of a ragged exchange those of the smaller. ``size`` is the number of devices in a group.
     """
     kind, results = cast(CollectiveKind, instruction.collective), instruction.results
     larger = total_bytes(results)
@@ -458,7 +459,8 @@ def _payload(
         larger *= size
     if kind == "ragged-all-to-all":
         operands = module.within[computation.name]
-        larger = total_bytes(made_by(operands, instruction.operand_names[0])) or larger
+        given = total_bytes(made_by(operands, instruction.operand_names[0]))
+        larger = min(given or larger, larger)
     if kind == "all-reduce" and module.runs[computation.name].is_fused and size > 1:
         parts = tuple(arrays(module.roots[computation.name].shape))
         # A fusion that sums and keeps each device's part is a reduce-scatter.

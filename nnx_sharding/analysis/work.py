@@ -26,7 +26,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,6 +35,7 @@ from .cost import COMPILED, Cost, Operation
 from .hlo import Module
 from .instructions import Computation, Instruction, Shape, total_bytes
 from .opcodes import ELEMENTWISE, FREE, PRODUCTS, SLICES, TRANSCENDENTAL, base
+from .values import Value
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 BRANCHES = "of conditionals the largest branch"
@@ -162,6 +163,10 @@ def executed_work(module: Module) -> ExecutedWork:
             if instruction.opcode in _NO_WORK:
                 continue
             work = work_of(instruction, by_name, None if runs.is_fused else module)
+            if work.flops and not module.is_for_tpu and instruction.opcode in PRODUCTS:
+                dtypes = [_dtype_before(instruction, factor, name, module) for factor in (0, 1)]
+                int8, fp8 = _narrow_flops(work.flops, dtypes)
+                work = work._replace(int8_flops=int8, fp8_flops=fp8)
             for callee, count in applications(instruction, by_name):
                 work = work.plus(inside.get(callee, Work()), count)
             if any(work):
@@ -203,15 +208,39 @@ def work_of(instruction: Instruction, by_name: ByName, module: Module | None) ->
     if flops is None:
         flops = _other_flops(instruction, by_name)
         return Work(flops or 0, 0, accessed, unknown_flops=int(flops is None))
-    int8, fp8 = _narrow_flops(flops, instruction.operand_names[:2], by_name)
-    return Work(flops, 0, accessed, int8, fp8)
+    dtypes = [by_name[name].results[0].dtype for name in instruction.operand_names[:2]]
+    return Work(flops, 0, accessed, *_narrow_flops(flops, dtypes))
 
 
-def _narrow_flops(flops: int, factors: Iterable[str], by_name: ByName) -> tuple[int, int]:
+def _narrow_flops(flops: int, dtypes: Collection[str]) -> tuple[int, int]:
     """Returns the flops of a product that are of integers, and of floats, of 8 bits or less."""
-    inputs = {by_name[name].results[0].dtype for name in factors}
-    int8, fp8 = (all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
+    int8, fp8 = (all(map(kind.match, dtypes)) for kind in (_INT8, _FP8))
     return flops * int8, flops * fp8
+
+
+def _dtype_before(product: Instruction, factor: int, home: str, module: Module) -> str:
+    """Finds the type of a factor before the compiler converted it.
+
+    CPUs multiply no numbers of 8 bits: their compiler converts both factors, and names that after
+    the product. What the user converts has a name of its own.
+    """
+    value = Value(home, product.operand_names[factor])
+    dtype = ""
+    for _ in range(_MAX_STEPS):
+        maker = module.maker(value)
+        if maker is None:
+            break
+        dtype = dtype or maker.results[0].dtype
+        sources = module.passed(value)
+        if maker.opcode in _REARRANGES:
+            sources = module.operands(value)[:1]
+        elif maker.opcode == "convert" and maker.operation == product.operation:
+            sources = module.operands(value)[:1]
+            dtype = ""  # that of what it converts
+        if len(sources) != 1:  # computed, or carried by a loop
+            break
+        value = sources[0]
+    return dtype
 
 
 def _work_of_kernel(
@@ -228,7 +257,8 @@ def _work_of_kernel(
         accessed = max(estimate.bytes_accessed - elsewhere, 0)
         estimate = estimate._replace(bytes_accessed=accessed)
     if "ragged_dot_tiling" in kernel.rest:
-        int8, fp8 = _narrow_flops(estimate.flops, kernel.operand_names[-2:], by_name)
+        dtypes = [by_name[name].results[0].dtype for name in kernel.operand_names[-2:]]
+        int8, fp8 = _narrow_flops(estimate.flops, dtypes)
         estimate = estimate._replace(int8_flops=int8, fp8_flops=fp8)
     return estimate
 
@@ -283,6 +313,8 @@ _CALLBACK = re.compile(r"xla_\w*python_\w*callback")  # which runs on the host
 # The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`; it adds up
 # one integer for each group.
 _METADATA = "ragged-dot-metadata"
+_REARRANGES = {"bitcast", "copy", "reshape", "transpose"}
+_MAX_STEPS = 16  # from a product to what it multiplies: out of a fusion, and through some copies
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
