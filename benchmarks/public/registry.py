@@ -11,11 +11,13 @@ import dataclasses
 import enum
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+import importlib.resources
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -159,6 +161,86 @@ _SMALL_GEMMA = {"num_embed": 256, **_SMALL_QWEN}
 del _SMALL_GEMMA["vocab_size"]
 _SMALL_GEMMA3 = {**_SMALL_GEMMA, "param_dtype": jnp.float32}
 _SMALL_MOE = {**_SMALL_QWEN, "num_experts": 8, "num_experts_per_tok": 2}
+
+# --- MaxText -------------------------------------------------------------------------------------
+
+
+def _on_our_axes(spec: Iterable[Any]) -> jax.sharding.PartitionSpec:
+    """Returns a spec of MaxText on the axes ``fsdp`` and ``tp``; its others have one device."""
+    names = {"fsdp": "fsdp", "tensor": "tp"}
+    groups = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+    axes = [tuple(names[x] for x in group if x in names) or None for group in groups]
+    return jax.sharding.PartitionSpec(*axes)
+
+
+def _constrain_by_sharding(x: Any, sharding: Any, *args: Any, **options: Any) -> Any:
+    return _constrain(x, _on_our_axes(sharding.spec[: x.ndim]))
+
+
+def _leave(x: Any, *args: Any, **options: Any) -> Any:
+    return x
+
+
+def _maxtext(name: str, small: Mapping[str, Any]) -> Callable[..., Program]:
+    """Returns the programs of a language model of MaxText, with its layers in one stack.
+
+    Args:
+      name: that of the model in ``maxtext/configs/models``.
+      small: the fields that are replaced for `Size.SMALL`.
+    """
+
+    def program(size: Size) -> Program:
+        pyconfig = importlib.import_module("maxtext.configs.pyconfig")
+        models = importlib.import_module("maxtext.models.models")
+        shardings = importlib.import_module("maxtext.utils.sharding")
+        modules = [shardings, importlib.import_module("maxtext.layers.linears")]
+        length = _tokens(size).shape[0]
+        fields: dict[str, Any] = {
+            "model_name": name, "override_model_config": True, "run_name": "public",
+            "hardware": "cpu", "skip_jax_distributed_system": True, "log_config": False,
+            "enable_checkpointing": False, "jax_cache_dir": "", "attention": "dot_product",
+            "remat_policy": "none", "max_target_length": length,
+            "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4,
+        }  # fmt: skip
+        fields |= {"base_num_decoder_layers": 2} if size is not Size.REAL else {}
+        fields |= small if size is Size.SMALL else {}
+        base = importlib.resources.files("maxtext.configs") / "base.yml"
+        config = pyconfig.initialize(["", str(base), *(f"{k}={v}" for k, v in fields.items())])
+        sizes = {"fsdp": 2, "tensor": 4}
+        devices = np.array(jax.devices()[:8]).reshape([sizes.get(x, 1) for x in config.mesh_axes])
+        mesh = jax.sharding.Mesh(devices, config.mesh_axes)
+
+        def make(rngs: nnx.Rngs, constrain: Callable[..., Any] = _leave) -> nnx.Module:
+            for module in modules:  # all constraints of activations, of the authors' mesh
+                vars(module)["maybe_shard_with_name"] = constrain
+            model: nnx.Module = models.Transformer(config, mesh, None, rngs=rngs)
+            return model
+
+        def annotated(rngs: nnx.Rngs) -> nnx.Module:
+            model = make(rngs, _constrain_by_sharding)
+            # Names stay, since the scan over layers looks for its own; their rules are new.
+            rules: dict[str, Any] = {}
+            for logical, axes in config.logical_axis_rules:  # the first of a name has priority
+                rules.setdefault(logical, _on_our_axes([axes])[0])
+            for _, variable in nnx.iter_graph(model):
+                if isinstance(variable, nnx.Param):
+                    variable.set_metadata("sharding_rules", tuple(rules.items()))
+            return model
+
+        def loss(model: Any, tokens: jax.Array) -> jax.Array:
+            positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+            logits = model(tokens, positions, enable_dropout=False)
+            return next_token_loss(logits, tokens)
+
+        return Program(make, _tokens(size), loss, annotated)
+
+    return program
+
+
+_SMALL_MAXTEXT = {
+    "base_emb_dim": 32, "base_num_query_heads": 8, "base_num_kv_heads": 4, "head_dim": 8,
+    "base_mlp_dim": 64, "vocab_size": 256, "dtype": "float32",
+}  # fmt: skip
 
 # --- Bonsai --------------------------------------------------------------------------------------
 
@@ -472,6 +554,10 @@ MODELS = [
     *(
         PublicModel(name, "bonsai", make, name in _TOKENS, _ROWS.get(name, ()))
         for name, make in _BONSAI.items()
+    ),
+    *(
+        PublicModel(title, "maxtext", _maxtext(name, _SMALL_MAXTEXT), sequences=True)
+        for title, name in (("Llama 3 8B", "llama3-8b"), ("Gemma 2 2B", "gemma2-2b"))
     ),
     PublicModel("DINOv2 B/16", "jimmy-vision", _jimmy),
 ]
