@@ -163,6 +163,12 @@ _SMALL_GEMMA3 = {**_SMALL_GEMMA, "param_dtype": jnp.float32}
 _SMALL_MOE = {**_SMALL_QWEN, "num_experts": 8, "num_experts_per_tok": 2}
 
 # --- MaxText -------------------------------------------------------------------------------------
+#
+# MaxText 0.2.5 names no dependencies outside of its extras. Besides those of Tunix, its decoder
+# needs, all without their own dependencies: aqtp, click, drjax, einshape, fastapi, fire, httpcore2,
+# httpx2, immutabledict, opentelemetry-api, opentelemetry-sdk, opentelemetry-semantic-conventions,
+# pathwaysutils, psutil, pydantic, pydantic-core, starlette, termcolor, tiktoken, tokamax,
+# truststore, uvicorn and xprof.
 
 
 def _on_our_axes(spec: Iterable[Any]) -> jax.sharding.PartitionSpec:
