@@ -141,15 +141,18 @@ def _loaded_arrays(arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts])
     values: list[Array] = []
     overflows = []
     on_host: list[int] = []  # the indices of values that still have to be put on a device
+    pending_bytes = 0  # the size of these
     with progress(_LOAD, len(arrays)) as advance:
         for path, array in arrays.items():
             misfits: set[str] = set()
             value = _loaded(array.leaf, parts[path], misfits)
             if isinstance(value, np.ndarray) and not isinstance(array.leaf, np.ndarray):
                 on_host.append(len(values))
+                pending_bytes += value.nbytes
             values.append(value)
-            if sum(values[i].nbytes for i in on_host) >= _CHUNK:
+            if pending_bytes >= _CHUNK:
                 _put(values, on_host)
+                pending_bytes = 0
             if misfits:
                 dtypes = " and ".join(sorted(misfits))
                 overflows.append(f"  {path}: {dtypes} as {array.leaf.dtype}")
