@@ -9,6 +9,8 @@ import itertools
 import math
 import re
 import signal
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -887,6 +889,28 @@ def test_says_which_method_of_attention_wins():
     sent = {name: figures["bytes_sent"] for name, figures in found.comparison.figures.items()}
     of_four = {name.split(", ")[-1]: x for name, x in sent.items() if "context 4" in name}
     assert of_four["all_to_all"] < min(of_four["ring"], of_four["all_gather"])
+
+
+@pytest.mark.slow
+def test_predictions_of_a_large_model_take_seconds(monkeypatch):
+    """All candidates of an 8.9-billion model on 16 devices: at most 10 s of CPU for 726."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    from benchmarks.planning_by_hand import Config, Decoder
+    from benchmarks.planning_by_hand import train_step as decoder_step
+
+    config = Config(4096, 14336, 32, 8, 36, 128256, batch=8, context=4096)
+
+    def make():
+        model = Decoder(config, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
+
+    args = (*nnx.eval_shape(make), *[jax.ShapeDtypeStruct((8, 4096), jnp.int32)] * 2)
+    options = {"devices": 16, "hardware": "TPU v5p", "quiet": True}
+    before = time.process_time()
+    search, _ = prepare(decoder_step, args, {"donate_argnums": (0, 1)}, **options)
+    seconds, count = time.process_time() - before, len({*search.entries, *search.ruled_out})
+    assert count > 500
+    assert seconds * 726 / count < 10
 
 
 def test_heads_are_exchanged_within_a_ring():
