@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import accumulate_gradients, grad, jit, remat, stack, value_and_grad
+from nnx_sharding import accumulate_gradients, grad, jit, remat, shard_map, stack, value_and_grad
 from nnx_sharding.partition import fsdp, pipeline, tensor_parallel
 from zoo import assert_close
 
@@ -60,6 +60,20 @@ class Model(nnx.Module):
 
     def __call__(self, tokens):
         return self.call(self, tokens)
+
+
+class Mapped(nnx.Module):
+    """A layer with a ``shard_map`` of its own."""
+
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+
+    def __call__(self, x):
+        @shard_map(in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        def centred(x):
+            return x - jax.lax.pmean(x.mean(0), "data")
+
+        return x + centred(self.dense(x))
 
 
 def plainly(model, tokens):
@@ -226,6 +240,21 @@ def lowered(microbatches, schedule):
         step = accumulate_gradients(loss, steps=microbatches, wrt=nnx.Param)
     shardings = (pipeline(model, **options), P("data"))
     return jit(lambda *args: step(*args), mesh=mesh, in_shardings=shardings).lower(model, tokens)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_shard_map_in_layers(kind):
+    """The numbers are those without stages, on the same mesh."""
+    tokens = jax.random.randint(jax.random.key(1), (16, 3), 0, VOCABULARY)
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(kind,) * 2)
+    found = []
+    for strategy in (fsdp_small, lambda model, mesh: sharding_of(model, mesh, None)):
+        model = Model(plainly, options={}, block=Mapped)
+        gradient = accumulate_gradients(loss, steps=4, wrt=nnx.Param)
+        shardings = (strategy(model, mesh), P("data"))
+        step = jit(lambda *args, g=gradient: g(*args), mesh=mesh, in_shardings=shardings)
+        found.append(jax.device_get(step(model, tokens)))
+    assert_close(*found, atol=2e-5)
 
 
 def test_gradients_and_auxiliary_data_keep_their_types_on_explicit_axes():

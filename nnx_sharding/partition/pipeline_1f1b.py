@@ -132,14 +132,23 @@ class TracedStage:
             residuals, self._transpose = jax.tree.flatten(transpose)
             return [out, written, residuals]
 
-        flat = [x for part in types for x in part]
-        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*flat)
+        # Within the `vmap` over stages, as a `shard_map` in a layer has to know of that.
+        on_stages = jax.vmap(
+            forward,
+            in_axes=tuple(0 if i in varying else None for i in range(sum(map(len, types)))),
+            spmd_axis_name=self._axis,
+        )
+        of_all = [
+            jax.ShapeDtypeStruct((call.loop.stages, *x.shape), x.dtype) if i in varying else x
+            for i, x in enumerate(x for part in types for x in part)
+        ]
+        closed, shapes = jax.make_jaxpr(on_stages, return_shape=True)(*of_all)
         out, written, residuals = positions_of(shapes)
         depends = [{*Part(closed, [i]).used} for i in residuals]
         self.kept = [n for n, used in enumerate(depends) if not used <= {*invariant}]
-        self.residual_types = [shapes[2][n] for n in self.kept]
+        kept_types = [shapes[2][n] for n in self.kept]  # (S, …)
+        self.residual_types = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in kept_types]
         self._counts = len(out), len(written)
-        self._in_axes = [0 if i in varying else None for i in range(len(flat))]
         self._forward = Part(closed, [*out, *written, *(residuals[n] for n in self.kept)])
         recomputed = [n for n in range(len(residuals)) if n not in self.kept]
         self._recomputed = Part(closed, [residuals[n] for n in recomputed])
@@ -151,7 +160,7 @@ class TracedStage:
         Returns:
           What the layers return and write, and the residuals that are kept.
         """
-        outputs = self._on_stages(self._forward, inputs)
+        outputs = self._forward(inputs)
         out, written = self._counts
         return outputs[:out], outputs[out : out + written], outputs[out + written :]
 
@@ -166,7 +175,7 @@ class TracedStage:
         Returns:
           The gradients of the targets.
         """
-        residuals = [*self._on_stages(self._recomputed, inputs), *kept]
+        residuals = [*self._recomputed(inputs), *kept]
         ordered = [
             x for _, x in sorted(zip(self._order, residuals, strict=True), key=lambda p: p[0])
         ]
@@ -176,14 +185,6 @@ class TracedStage:
             return gradients  # type: ignore[no-any-return]
 
         return jax.vmap(transpose, spmd_axis_name=self._axis)(ordered, [*d_out])
-
-    def _on_stages(self, part: Part, inputs: Arrays) -> Arrays:
-        """Calls a part of the trace for all stages."""
-        if not part.used:
-            return []
-        axes = [self._in_axes[i] for i in part.used]
-        run = jax.vmap(part.call, in_axes=axes, spmd_axis_name=self._axis)
-        return part.ordered(run(*(inputs[i] for i in part.used)))
 
 
 class _Carry(NamedTuple):
