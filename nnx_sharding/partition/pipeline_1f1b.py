@@ -187,6 +187,72 @@ class TracedStage:
         return jax.vmap(transpose, spmd_axis_name=self._axis)(ordered, [*d_out])
 
 
+class Timetable(NamedTuple):
+    """Which microbatch is where at a tick. Items are microbatches by number, also idle ones.
+
+    For S = 3, the item of each stage; one that is not in 0 … M-1 is idle::
+
+        tick          0   1   2   3   4   5
+        forward  0    0   1   2   3   4   5     entering: the first line
+                 1   -1   0   1   2   3   4
+                 2   -2  -1   0   1   2   3     leaving, with its loss
+        backward 2   -2  -1   0   1   2   3     leaving, with the gradient of the loss
+                 1   -3  -2  -1   0   1   2
+                 0   -4  -3  -2  -1   0   1     returning to where it entered
+    """
+
+    stages: int  # S
+    microbatches: int  # M
+
+    @property
+    def delay(self) -> int:
+        """The ticks that an item takes from the first stage to the last one, or back."""
+        return self.stages - 1
+
+    @property
+    def slots(self) -> int:
+        """The length of a ring: a stage has at most so many items in flight."""
+        return 2 * self.delay + 1
+
+    @property
+    def is_first(self) -> jax.Array:
+        """Whether a stage is the first one, (S,)."""
+        return jnp.arange(self.stages) == 0
+
+    @property
+    def is_last(self) -> jax.Array:
+        """Whether a stage is the last one, (S,)."""
+        return jnp.arange(self.stages) == self.delay
+
+    def forward(self, tick: jax.Array) -> jax.Array:
+        """Returns the items of the forward passes, (S,)."""
+        return tick - jnp.arange(self.stages)
+
+    def backward(self, tick: jax.Array) -> jax.Array:
+        """Returns the items of the backward passes, (S,)."""
+        return self.returning(tick) + jnp.arange(self.stages)
+
+    def leaving(self, tick: jax.Array) -> jax.Array:
+        """Returns the item that leaves the last stage, and starts its way back."""
+        return tick - self.delay
+
+    def returning(self, tick: jax.Array) -> jax.Array:
+        """Returns the item whose backward pass ends in the first stage."""
+        return tick - 2 * self.delay
+
+    def is_busy(self, items: jax.Array) -> jax.Array:
+        """Whether items are microbatches."""
+        return (items >= 0) & (items < self.microbatches)
+
+    def slot(self, tick: jax.Array) -> jax.Array:
+        """Returns the slot for what forward passes keep. The first stage's item is the tick."""
+        return tick % self.slots
+
+    def slots_on_stages(self, items: jax.Array) -> jax.Array:
+        """Returns where each stage has what it kept of its item, (S,): by the tick of that."""
+        return self.slot(items + jnp.arange(self.stages))
+
+
 class _Carry(NamedTuple):
     """What one tick passes to the next."""
 
@@ -225,9 +291,7 @@ class OneForwardOneBackward:
         assert loss.call.loop is not None
         self._loss, self._arrays, self._targets, self._batch = loss, arrays, targets, batch
         self._dtype, self._loop = dtype, loss.call.loop
-        self._count = len(next(iter(batch.values())))
-        self._stages = self._loop.stages
-        self._slots = 2 * self._stages - 1  # of a ring
+        self._time = Timetable(self._loop.stages, len(next(iter(batch.values()))))
         closed = loss.closed
         self._depends = [loss.depends(i) for i in range(len(closed.out_avals))]
         self._sort_outputs()
@@ -327,7 +391,7 @@ class OneForwardOneBackward:
         arrays = [self._arrays[i] for i in self._targets]
         _, pull_fixed = jax.vjp(d_part.of_changed(self._inputs(), self._targets), arrays)
         carry = self._first_carry()
-        warm, steady = self._stages - 1, self._count
+        warm, steady = self._time.delay, self._time.microbatches
         carry, _ = self._scan(self._run_warm, carry, 0, warm)
         carry, returned = self._scan(self._run_steady, carry, warm, steady)
         carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
@@ -353,8 +417,9 @@ class OneForwardOneBackward:
         carry = carry._replace(sent=self._send(out, 1))
         # From the first stage, which the last one has sent it to: XLA slices the last by a shift.
         carry, returned, d_out = self._differentiate(carry, tick, [x[0] for x in carry.sent])
-        is_last = jnp.arange(self._stages) == self._stages - 1
-        d_sent = [_where(is_last, x, y) for x, y in zip(d_out, carry.d_sent, strict=True)]
+        d_sent = [
+            _where(self._time.is_last, x, y) for x, y in zip(d_out, carry.d_sent, strict=True)
+        ]
         return self._backward(carry, tick, d_sent), returned
 
     def _run_cool(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
@@ -363,9 +428,10 @@ class OneForwardOneBackward:
 
     def _forward(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, Arrays]:
         """Runs the forward pass of one tick; returns what the stages return, (S, rows, …)."""
-        loss, stages, slot = self._loss, jnp.arange(self._stages), tick % self._slots
-        microbatch = jnp.minimum(tick, self._count - 1)
-        inputs = self._inputs(microbatch, carry.early)
+        loss, slot = self._loss, self._time.slot(tick)
+        # When all have entered, the last one does so again, and is idle.
+        entering = jnp.minimum(tick, self._time.microbatches - 1)
+        inputs = self._inputs(entering, carry.early)
         values = self._prefix(inputs)
         x, varying = values[: len(loss.x)], values[len(loss.x) :][: len(self._varying)]
         early = values[len(loss.x) + len(varying) :]
@@ -375,16 +441,14 @@ class OneForwardOneBackward:
         past_varying = [
             _put(ring, x, slot) for ring, x in zip(carry.past_varying, varying, strict=True)
         ]
-        enters = tick < self._count
-        is_first = stages == 0
-        item = tick - stages  # the microbatch of each stage
-        is_busy = (item >= 0) & (item < self._count)
+        enters, items = self._time.is_busy(tick), self._time.forward(tick)
+        is_busy = self._time.is_busy(items)
         sent = [
-            self._loop.constrain_rows(_where(is_first, a, b))
+            self._loop.constrain_rows(_where(self._time.is_first, a, b))
             for a, b in zip(x, carry.sent, strict=True)
         ]
         of_items = [
-            self._loop.constrain(jnp.take(ring, item % self._slots, axis=0))
+            self._loop.constrain(jnp.take(ring, self._time.slot(items), axis=0))
             for ring in past_varying
         ]
         out, written, residuals = self._stage.forward(
@@ -414,8 +478,8 @@ class OneForwardOneBackward:
           The carry, what the loss returns, and the gradient of the results.
         """
         loss = self._loss
-        microbatch = tick - (self._stages - 1)
-        inputs = self._inputs(microbatch, self._past(carry, microbatch), carry.late, results)
+        leaving = self._time.leaving(tick)
+        inputs = self._inputs(leaving, self._past(carry, leaving), carry.late, results)
         d_results = [i for i, x in zip(loss.results, results, strict=True) if _is_float(x)]
         positions = [*self._targets, *d_results]
         function = self._suffix.of_changed(inputs, positions)
@@ -434,14 +498,9 @@ class OneForwardOneBackward:
 
     def _backward(self, carry: _Carry, tick: jax.Array, d_out: Arrays) -> _Carry:
         """Runs the backward pass of one tick, from the gradients of what stages returned."""
-        stages, last = jnp.arange(self._stages), self._stages - 1
-        item = tick - 2 * last + stages
-        is_busy = (item >= 0) & (item < self._count)
-        # Their forward passes were at the tick item + stage.
-        kept = [
-            self._loop.take_on_stages(ring, (item + stages) % self._slots)
-            for ring in carry.residuals
-        ]
+        items = self._time.backward(tick)
+        is_busy, slots = self._time.is_busy(items), self._time.slots_on_stages(items)
+        kept = [self._loop.take_on_stages(ring, slots) for ring in carry.residuals]
         inputs = self._with_fixed(carry.written, None, None)
         gradients = dict(
             zip(self._targets_of_stage, self._stage.backward(inputs, kept, d_out), strict=True)
@@ -449,9 +508,10 @@ class OneForwardOneBackward:
         # Idle stages compute with what is in the ring, of which gradients need not be finite.
         fixed = [_where(is_busy, gradients[i], 0) for i in self._d_fixed]
         d_x = [gradients[i] for i in self._loss.x if self._is_float(i)]
+        d_prefix = self._prefix_gradients(carry, self._time.returning(tick), d_x)
         return carry._replace(
             fixed_totals=_add(carry.fixed_totals, fixed),
-            totals=_add(carry.totals, self._prefix_gradients(carry, tick - 2 * last, d_x)),
+            totals=_add(carry.totals, d_prefix),
             d_sent=self._send(d_x, -1),
         )
 
@@ -467,7 +527,7 @@ class OneForwardOneBackward:
 
     def _first_carry(self) -> _Carry:
         """Returns the carry of the first tick."""
-        loss, stages, slots = self._loss, self._stages, self._slots
+        loss, stages, slots = self._loss, self._time.stages, self._time.slots
         types = loss.closed.out_avals
         x = [jnp.zeros((stages, *types[i].shape), types[i].dtype) for i in loss.x]
         x = [self._loop.constrain_rows(leaf) for leaf in x]
@@ -523,7 +583,7 @@ class OneForwardOneBackward:
 
     def _past(self, carry: _Carry, microbatch: jax.Array) -> Arrays:
         """Returns the early state with which a microbatch entered."""
-        return [_take(ring, microbatch % self._slots) for ring in carry.past_early]
+        return [_take(ring, self._time.slot(microbatch)) for ring in carry.past_early]
 
     def _fixed_gradients(self, carry: _Carry) -> Arrays:
         """Returns the gradients of what layers get, as it is before it is split over the stages."""
