@@ -346,6 +346,17 @@ def test_layers_of_different_kinds(tmp_path):
         np.testing.assert_array_equal(layer.q.kernel, w.T.reshape(shapes[i]))
 
 
+def test_two_numbers_of_the_same_word(tmp_path):
+    """As in T5, whose blocks have layers."""
+    name = "encoder.block.{}.layer.{}.o.weight"
+    tensors = {name.format(i, j): linear(4, 3, 2 * i + j) for i in range(2) for j in range(2)}
+    shapes = {f"block__{i}__layer__{j}__o__kernel": (3, 4) for i in range(2) for j in range(2)}
+    model, _ = loaded(written(tmp_path, tensors), shaped(**shapes))
+    for i, j in np.ndindex(2, 2):
+        kernel = model["block"][str(i)]["layer"][str(j)]["o"]["kernel"]
+        np.testing.assert_array_equal(kernel, tensors[name.format(i, j)].T)
+
+
 class TestTiedEmbedding:
     def test_in_the_file(self, tmp_path):
         tensors = published.decoder_tensors(tied=True)
