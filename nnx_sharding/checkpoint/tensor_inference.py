@@ -429,8 +429,10 @@ class _Matching:
             if group.is_buffer and text not in self._rules:
                 rules[_pattern(text)] = None
                 continue
-            for numbers, tensors in self._rules[text].items():
-                is_alike = all(tensors == others for others in self._rules[text].values())
+            of_group = self._rules[text]
+            first = next(iter(of_group.values()))
+            is_alike = all(tensors == first for tensors in of_group.values())
+            for numbers, tensors in of_group.items():
                 rule = [x.path if x.dimensions is None else x for x in tensors]
                 pattern = _pattern(text, None if is_alike else numbers)
                 rules[pattern] = rule[0] if len(rule) == 1 else rule

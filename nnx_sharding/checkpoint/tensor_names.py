@@ -13,6 +13,7 @@ equal words decide, then equal surroundings. Where this does not decide, nothing
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -128,7 +129,11 @@ class Template(NamedTuple):
 def read_name(name: str) -> tuple[Template, tuple[int, ...]]:
     """Returns the template of a name and its numbers."""
     text = _NUMBER.sub(r"\1{}", name)
-    numbers = tuple(int(number) for _, number in _NUMBER.findall(name))
+    return _template(text), tuple(int(number) for _, number in _NUMBER.findall(name))
+
+
+@functools.lru_cache(4096)  # a model has few templates, but each for all layers and experts
+def _template(text: str) -> Template:
     words, counted = list[str](), list[str]()
     for segment in re.split(r"[./]|_(?={})", text):
         if segment != "{}":
@@ -142,7 +147,7 @@ def read_name(name: str) -> tuple[Template, tuple[int, ...]]:
     words = [spelled for word in words if (spelled := _spelled(word)) not in _WRAPPERS]
     in_layer = not _LAYERS.isdisjoint(words)
     part = _part(words, _IN_LAYERS if in_layer else _ELSEWHERE)
-    return Template(text, tuple(words), tuple(counted), in_layer, part, kind), numbers
+    return Template(text, tuple(words), tuple(counted), in_layer, part, kind)
 
 
 def _take_kind(words: list[str]) -> str:
