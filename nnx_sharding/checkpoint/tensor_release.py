@@ -43,7 +43,8 @@ class Release:
         old = _model_files(folder)
         new = self.files if self.files == [MODEL_FILE] else [*self.files, INDEX_FILE]
         *shards, last = new  # the last one makes them a model
-        sync(local)
+        for name in new:
+            sync(local / name)
         for name, version in self.was.items():
             check_unchanged(folder / name, version)
         for name in shards:
@@ -51,7 +52,9 @@ class Release:
         for name in old.difference(new):
             with contextlib.suppress(OSError):  # without links, what is left is not swept
                 _link(folder / name, local / name)
-        sync(folder, deep=False)  # an index must not be on the disk before the files that it names
+        if shards:  # an index must not be on the disk before the files that it names
+            sync(local, deep=False)  # by which they are swept if there will be no index
+            sync(folder, deep=False)
         exchange(local / last, folder / last)
         sync(folder, deep=False)
         if last == MODEL_FILE:  # until now, readers found the old index first
