@@ -53,12 +53,12 @@ def _sum(x: Value) -> jax.Array | np.uint32 | None:
             [device_total] = finish_on_cpu([_on_devices(x)])
             return _local(device_total)
     words = _words(np.atleast_1d(x), np).reshape(-1)
-    index = np.arange(min(len(words), _CHUNK), dtype=np.uint32)
     host_total = np.uint32(0)
     with np.errstate(over="ignore"):  # it is a sum modulo 2**32
+        salts = _salts(np.arange(min(len(words), _CHUNK), dtype=np.uint32))
         for first in range(0, len(words), _CHUNK):
             chunk = words[first : first + _CHUNK]
-            mixed = _mixed(chunk, index[: len(chunk)] + np.uint32(first % 2**32))
+            mixed = _mixed(chunk, salts[: len(chunk)] + _salts(np.uint32(first % 2**32)))
             host_total += np.sum(mixed, dtype=np.uint32)
     return host_total
 
@@ -78,12 +78,17 @@ def _on_devices(x: jax.Array) -> jax.Array:
     for axis, size in enumerate(words.shape):
         along = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         index = index * jnp.uint32(size % 2**32) + along
-    return jnp.sum(_mixed(words, index), dtype=jnp.uint32)
+    return jnp.sum(_mixed(words, _salts(index)), dtype=jnp.uint32)
 
 
-def _mixed(words: Any, index: Any) -> Any:  # np.ndarray or jax.Array, of uint32
-    """Returns a hash of each word and its index, one to one in the word, as MurmurHash3 ends."""
-    x = words ^ (index * np.uint32(0x9E3779B9))
+def _salts(index: Any) -> Any:  # np.ndarray or jax.Array, of uint32
+    """Returns the salt of each index, which is linear: that of a sum is the sum of both."""
+    return index * np.uint32(0x9E3779B9)
+
+
+def _mixed(words: Any, salts: Any) -> Any:  # np.ndarray or jax.Array, of uint32
+    """Returns a hash of each word with its salt, one to one in the word, as MurmurHash3 ends."""
+    x = words ^ salts
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
