@@ -15,6 +15,7 @@ import importlib.resources
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,6 +224,8 @@ def _maxtext(name: str, small: Mapping[str, Any]) -> Callable[..., Program]:
             return model
 
         def annotated(rngs: nnx.Rngs) -> nnx.Module:
+            # The trainer of the authors sets these, without which all would be replicated.
+            flax.linen.set_logical_axis_rules(config.logical_axis_rules)
             model = make(rngs, _constrain_by_sharding)
             # Names stay, since the scan over layers looks for its own; their rules are new.
             rules: dict[str, Any] = {}
