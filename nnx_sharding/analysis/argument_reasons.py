@@ -25,7 +25,7 @@ from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
 from .parameters import ParameterRow, axes_in, shape_text, spec_text
 from .reasons import Reason
-from .units import bytes_text
+from .units import bytes_text, without_address
 
 _MOST_OVERRIDDEN = 3  # rules that are named
 
@@ -105,11 +105,8 @@ class ArgumentReasons:
             says = _spec_text(rules.shardings[number])
             facts.append(f"{_rule_text(rules, number)} says {says}, and is overridden.")
         is_listed = isinstance(rules.filters[first], Paths)
-        rule = "strategy" if is_listed else _ADDRESS.sub("", rules.names[first])
+        rule = "strategy" if is_listed else without_address(rules.names[first])
         return declared, rule, facts
-
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function that is a filter
 
 
 def _subject(row: ParameterRow) -> str:

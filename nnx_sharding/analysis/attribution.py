@@ -59,7 +59,7 @@ from .collectives import Collective, Collectives
 from .cost import Cost
 from .hardware import Hardware
 from .hlo import Module
-from .instructions import Instruction, Shape, arrays
+from .instructions import Instruction, dims_at
 from .meshes import MeshDescription
 from .names import common, module_of, operations
 from .opcodes import COLLECTIVES, PRODUCTS, base
@@ -360,7 +360,6 @@ class Attribution:
         self._places_by_name: dict[str, Place | None] = {}
         self._named_places: dict[str, Place | None] = {}
         self._places: dict[str, Place | None] = {}
-        self._users_of: dict[str, Mapping[str, list[str]]] = {}  # by computation
         self._owners = owners_of_arguments(rows)
         # The row of each parameter of the program: by order, or where that differs, by name.
         by_path = {row.path: index for index, row in enumerate(rows)}
@@ -489,17 +488,9 @@ class Attribution:
         """Collects the operands or the users of instructions of a computation."""
         within = self._module.within[home]
         if side == "users":
-            return {user for name in names for user in self._users(home).get(name, ())}
+            users = self._module.users[home]
+            return {user.name for name in names for user, _ in users.get(name, ())}
         return {x for name in names for x in within[name].operand_names if x in within}
-
-    def _users(self, home: str) -> Mapping[str, list[str]]:
-        """Lists the names of the instructions that use each instruction of a computation."""
-        if home not in self._users_of:
-            users = self._users_of[home] = defaultdict[str, list[str]](list)
-            for instruction in self._module.by_name[home].instructions:
-                for operand in instruction.operand_names:
-                    users[operand].append(instruction.name)
-        return self._users_of[home]
 
     def _modules_of_parameters(self, value: Value) -> set[str]:
         """Collects the modules of the parameters that an instruction is given."""
@@ -547,7 +538,7 @@ class Attribution:
         maker = self._module.maker(array)
         assert maker is not None  # _source stops before what damaged text lacks
         place = self.place(maker)
-        dims = _dims(maker, array.index)
+        dims = dims_at(maker, array.index)
         if place is None or not place.path or place.path in self._optimizers:
             place = self._place_of_parameter(array, dims) or place
         if is_result or place is None:
@@ -658,21 +649,10 @@ class Attribution:
                 continue
             for operand in map(self._source, self._module.operands(value)):
                 maker = self._module.maker(operand)
-                if maker and maker.name not in seen and _dims(maker, operand.index) == dims:
+                if maker and maker.name not in seen and dims_at(maker, operand.index) == dims:
                     seen.add(maker.name)
                     pending.append(operand)
         return best
-
-
-def _dims(instruction: Instruction, index: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dimensions of the array at an index of the result of an instruction."""
-    shape = instruction.shape
-    for i in index:
-        if isinstance(shape, Shape) or i >= len(shape):
-            return ()
-        shape = shape[i]
-    first = next(arrays(shape), None)
-    return first.dims if first is not None and isinstance(shape, Shape) else ()
 
 
 _KEY = re.compile(r"[^.\[\]'\"]+")

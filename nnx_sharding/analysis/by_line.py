@@ -11,9 +11,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .collectives import CollectiveKind, MeshAxes, axes_text
-from .json_codec import as_data
+from .json_codec import AsData
 from .parameters import spec_text
-from .tables import Cell, Pictured, drawn, table, text
+from .tables import Cell, drawn, table, text
 from .units import bytes_text, count_text, time_text
 
 NO_LINE = "no line of yours"
@@ -105,7 +105,7 @@ class LineRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class LineTable(Pictured):
+class LineTable(AsData):
     """Types and cost by line: what ``by_line`` of stages returns. ``print`` shows a table.
 
     In terminals with colours and in notebooks, the code of lines that take a fifth of the time (at
@@ -123,11 +123,6 @@ class LineTable(Pictured):
     rows: tuple[LineRow, ...] = ()
     why: str | None = None
     why_types: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns all of it as data for JSON."""
-        data: dict[str, Any] = as_data(self)
-        return data
 
     def full(self) -> str:
         """Writes the table with all types, collectives and modules of each line."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..specs.paths import enclosing_paths
-from .json_codec import as_data
+from .json_codec import AsData
 from .names import is_within
 from .tables import Pictured, table, text
 from .units import all_known, bytes_text, count_text, time_text
@@ -90,7 +90,7 @@ class MemoryOverTime(tuple[Phase, ...], Pictured):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModuleTable(Pictured):
+class ModuleTable(AsData):
     """Memory and cost by module: what ``Compiled.by_module`` returns. ``print`` shows a table.
 
     Rows are exclusive: each flop and each byte is in one of them.
@@ -179,11 +179,6 @@ class ModuleTable(Pictured):
     def top(self, most: int = 8) -> ModuleTable:
         """Returns the same with the first rows only."""
         return dataclasses.replace(self, rows=self.rows[:most])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns all of it as data for JSON."""
-        data: dict[str, Any] = as_data(self)
-        return data
 
     def summary(self) -> str:
         """Says what holds the peak, in a sentence."""

@@ -13,13 +13,12 @@ same line, they say the spec.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeAlias
 
 from .collectives import Collective, axes_text, file_title, users_frame
 from .hlo import Module
-from .instructions import Instruction
+from .instructions import Instruction, dims_at
 from .line_attribution import spec_of_shard
 from .names import module_of, operations
 from .parameters import shape_text, spec_text
@@ -83,12 +82,6 @@ class CollectiveReasons:
         self._module, self._module_paths = module, module_paths
         self._axis_sizes, self._whole_shapes = axis_sizes, whole_shapes
         self._why_argument = why_argument
-        # The instructions that use each value, by computation and name, and as which operand.
-        self._users: defaultdict[tuple[str, str], list[tuple[Instruction, int]]] = defaultdict(list)
-        for computation in module.computations:
-            for instruction in computation.instructions:
-                for number, name in enumerate(instruction.operand_names):
-                    self._users[computation.name, name].append((instruction, number))
 
     def reason(self, collective: Collective) -> Reason:
         """Says why one collective is there."""
@@ -170,7 +163,8 @@ class CollectiveReasons:
         while pending and len(seen) < _MOST_STEPS:
             value = pending.pop()
             maker, following = self._module.maker(value), self._callers_of_root(value)
-            for instruction, number in self._users[value.computation, value.name]:
+            users = self._module.users.get(value.computation, {})
+            for instruction, number in users.get(value.name, ()):
                 if instruction.opcode in ("fusion", "call"):
                     following += self._inside(instruction, number)
                 elif _moves(instruction) or instruction.opcode == "get-tuple-element":
@@ -224,9 +218,7 @@ def _moves(instruction: Instruction) -> bool:
 
 def _dims(instruction: Instruction, value: Value) -> Shape:
     """Returns the dimensions of a value that an instruction makes; of a tuple, of one part."""
-    results = instruction.results
-    number = value.index[0] if value.index and value.index[0] < len(results) else 0
-    return results[number].dims if results else ()
+    return dims_at(instruction, value.index) or dims_at(instruction, (0,))
 
 
 def _instead(collective: Collective, made: _Side | None) -> str:

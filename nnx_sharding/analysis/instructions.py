@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from .device_groups import Groups, number_lists, read_groups
@@ -374,3 +374,14 @@ _TOKEN = re.compile(rf"{_QUOTED.pattern}|{_FLAT}|[()\[\]{{}},]")
 _NAME = re.compile(r"([^\s,%]+)\s*(?:,|$)")
 _SIMPLE = re.compile(r'([^()\[\]{}"/]*)\)')
 _COMMENT = re.compile(r"/\*.*?\*/")
+
+
+def dims_at(instruction: Instruction, index: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions of the array at an index of the result of an instruction."""
+    shape = instruction.shape
+    for i in index:
+        if isinstance(shape, Shape) or i >= len(shape):
+            return ()
+        shape = shape[i]
+    first = next(arrays(shape), None)
+    return first.dims if first is not None and isinstance(shape, Shape) else ()

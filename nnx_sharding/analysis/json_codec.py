@@ -153,6 +153,15 @@ def _fields(kind: Any) -> dict[str, Any]:
     return {name: hints[name] for name in written}
 
 
+class AsData(Pictured):
+    """A dataclass that can be written as JSON, and that notebooks show."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all of it as data for JSON."""
+        data: dict[str, Any] = as_data(self)
+        return data
+
+
 class JsonForm(Pictured):
     """A dataclass that can be written as JSON and read again, and that notebooks show."""
 

@@ -57,6 +57,11 @@ def printable(
     return re.sub(r"[^ -~]", shown, str(text))
 
 
+def without_address(text: str) -> str:
+    """Text without the address of an object, such as a function, which each process has another."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
 def all_known(figures: Iterable[float | None]) -> list[float] | None:
     """Lists figures; None if one of them is unknown, as sums and maxima then are."""
     listed = [*figures]

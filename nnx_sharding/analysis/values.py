@@ -98,6 +98,17 @@ class Values:
         """The instruction whose result each computation returns."""
         return {c.name: op for c in self.computations for op in c.instructions if op.is_root}
 
+    @functools.cached_property
+    def users(self) -> Mapping[str, Mapping[str, list[tuple[Instruction, int]]]]:
+        """The instructions that use each value, and as which operand, by computation and name."""
+        users: dict[str, defaultdict[str, list[tuple[Instruction, int]]]] = {}
+        for computation in self.computations:
+            by_name = users[computation.name] = defaultdict(list)
+            for instruction in computation.instructions:
+                for number, name in enumerate(instruction.operand_names):
+                    by_name[name].append((instruction, number))
+        return users
+
     def maker(self, value: Value) -> Instruction | None:
         """Returns the instruction of a value; None for one that damaged text lacks."""
         return self.within.get(value.computation, {}).get(value.name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from ..analysis import parameters
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ActivationTable, activations_table
 from ..analysis.tables import Pictured, table, text
-from ..analysis.units import printable
+from ..analysis.units import printable, without_address
 from ..core.arguments import split_argument
 from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, needs_filter
@@ -193,7 +192,7 @@ def check_sharding(
     mesh = _compat.context_mesh() if mesh is None else mesh
     if mesh is None and any(isinstance(spec, PartitionSpec) for spec in sharding.shardings):
         raise NoMeshError("check_sharding: a PartitionSpec has no mesh. Pass mesh=...")
-    rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
+    rules = tuple(without_address(name) for name in sharding.names)
     flat = flatten(model)
     decisions = [*_decisions(flat, sharding)]
     pairs = [*_rows_of(flat, decisions, sharding, rules, mesh, on_indivisible)]
@@ -397,9 +396,6 @@ def _rule_warnings(
         yield f"rule {number}, {rules[number]}, matches {earlier if by else nothing}"
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, different in each process
-
-
 def _cells(row: ShardingRow) -> tuple[str, ...]:
     path, shape, dtype, spec, *rest = parameters.cells(row)
     changed = f"{describe(row.declared)} → {spec}" if row.why and row.declared is not None else spec
@@ -409,7 +405,7 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 def _plain(value: Any) -> Any:
     """Returns data for what is none, the same in each process: of a sharding its spec."""
     value = value.spec if isinstance(value, NamedSharding) else value
-    return value if isinstance(value, PartitionSpec) else _ADDRESS.sub("", str(value))
+    return value if isinstance(value, PartitionSpec) else without_address(str(value))
 
 
 @dataclasses.dataclass(frozen=True)
