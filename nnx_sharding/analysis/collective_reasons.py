@@ -7,7 +7,14 @@ instruction that computes it, and from its result on to the first one that compu
     sine (model.up)  f32[4,16,8]  →  all-gather, all-gather  →  f32[16,16,16]  multiply (model)
 
 The shapes there are of one device. With the shape of the whole value, which the trace has at the
-same line, they say the spec.
+same line, they say the spec. From other modules:
+
+    Collective  a row of the report: its kind, its mesh axes, and its ``purpose``; for a gradient or
+                parameters also the paths of these Variables (``parameters``)
+    Value       an array of the program, by the instruction that makes it
+    Module      the program: ``maker(value)`` is that instruction, ``passed(value)`` the values that
+                it only hands on, such as into a loop or out of a call
+    Reason      what the user reads: a subject, facts, and what to do instead
 """
 
 from __future__ import annotations
@@ -67,7 +74,8 @@ class CollectiveReasons:
       module: the compiled program.
       module_paths: the paths of the user's modules that it calls, such as ``model.up``.
       axis_sizes: the sizes of the mesh axes.
-      whole_shapes: the shapes that the trace has, by line (``model.py:12``) and operation.
+      whole_shapes: the shapes that the trace has, by line and operation, such as
+        ``("model.py:12", "dot_general")``.
       why_argument: says why an argument is sharded as it is.
     """
 
@@ -96,7 +104,7 @@ class CollectiveReasons:
             reasons = [self._why_argument(path) for path in collective.parameters[:2]]
             facts += [f"It gathers {reason.subject}." for reason in reasons]
             facts += reasons[0].facts[:1]
-            made = None
+            made = None  # an argument, as said
         elif collective.purpose == "gradient" and collective.parameters:
             facts.append(
                 f"It adds up the parts of the gradient of {_listed(collective.parameters)}: each "
@@ -108,7 +116,7 @@ class CollectiveReasons:
                 f"Each device has a part of the sum that {made} computes, because a dimension over "
                 f"which that sums is sharded over {axes}."
             )
-            made = None
+            made = None  # said already
         facts += self._two_sides(made, used)
         if used is None and collective.purpose != "gradient":
             facts.append(
@@ -165,8 +173,10 @@ class CollectiveReasons:
             maker, following = self._module.maker(value), self._callers_of_root(value)
             users = self._module.users.get(value.computation, {})
             for instruction, number in users.get(value.name, ()):
-                if instruction.opcode in ("fusion", "call"):
-                    following += self._inside(instruction, number)
+                if instruction.opcode in ("fusion", "call"):  # on to its parameter there
+                    [callee, *_] = instruction.callees
+                    parameters = self._module.within[callee].values()
+                    following += [Value(callee, x.name) for x in parameters if x.number == number]
                 elif _moves(instruction) or instruction.opcode == "get-tuple-element":
                     following.append(Value(value.computation, instruction.name))
                 elif instruction.opcode not in ("tuple", "while") and maker is not None:
@@ -175,12 +185,6 @@ class CollectiveReasons:
             pending += [new for new in following if new not in seen]
             seen.update(following)
         return None
-
-    def _inside(self, call: Instruction, number: int) -> list[Value]:
-        """Returns the parameter of a fusion or a called computation that is operand ``number``."""
-        [callee, *_] = call.callees
-        inside = self._module.within[callee].values()
-        return [Value(callee, parameter.name) for parameter in inside if parameter.number == number]
 
     def _callers_of_root(self, value: Value) -> list[Value]:
         """Returns what a fusion or a call results in, if a value is the root of what it calls."""
@@ -194,6 +198,7 @@ class CollectiveReasons:
         ]
 
     def _side(self, instruction: Instruction, shape: Shape) -> _Side:
+        """Describes an instruction in the user's words."""
         name = next(iter(operations(instruction.operation or "")), "")
         frame = users_frame(self._module.source(instruction))
         line = None if frame is None else f"{file_title(frame[0])}:{frame[1]}"
@@ -202,6 +207,7 @@ class CollectiveReasons:
 
 
 def _listed(paths: tuple[str, ...]) -> str:
+    """Writes the first two paths, and how many more there are."""
     more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
     return f"{', '.join(paths[:2])}{more}"
 

@@ -15,12 +15,20 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
-Sizes: TypeAlias = tuple[tuple[str, int], ...]
+Groups: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of the devices in each group
+Sizes: TypeAlias = tuple[tuple[str, int], ...]  # the name and size of each mesh axis
+
+
+class _AxisPart(NamedTuple):
+    """The part of a mesh axis along which groups run."""
+
+    before: int  # the size of what varies slower on the axis, over which there are groups
+    size: int  # 1 if groups do not run along the axis
+
 
 # More devices than any program has: the text is damaged, and must not allocate memory for them.
 _MAX_DEVICES = 1 << 22
@@ -74,22 +82,24 @@ def _mesh_groups(text: str) -> Groups:
         devices = np.array(_sizes(order))
     else:
         devices = _iota(order or f"[{math.prod(sizes.values())}]")
-    # By axis, the size of what is before the part that groups run along, and of that part.
-    parts = {name: (size, 1) for name, size in sizes.items()}  # no part
+    parts = {name: _AxisPart(before=size, size=1) for name, size in sizes.items()}
     for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes):
         if name in sizes:
-            parts[name] = (int(before), int(size)) if before else (1, sizes[name])
-    # Each axis becomes three dimensions: before the part, the part, after it.
-    dims, grouped = list[int](), list[int]()
-    for name, (before, taken) in parts.items():
-        if not before or not taken or sizes[name] % (before * taken):
-            raise ValueError(f"{name} is not divisible into {before} × {taken}")
-        grouped.append(len(dims) + 1)
-        dims += [before, taken, sizes[name] // (before * taken)]
-    # (…, part, …) → (others, parts), with one group in each row.
-    groups = np.moveaxis(devices.reshape(dims), grouped, range(-len(grouped), 0))
-    group_size = math.prod(taken for _, taken in parts.values())
-    return _tuples(groups.reshape(-1, group_size))
+            is_whole = not before
+            parts[name] = (
+                _AxisPart(1, sizes[name]) if is_whole else _AxisPart(int(before), int(size))
+            )
+    dims = list[int]()
+    for name, part in parts.items():
+        taken = part.before * part.size
+        if not taken or sizes[name] % taken:
+            raise ValueError(f"{name} is not divisible into {part.before} × {part.size}")
+        dims += [part.before, part.size, sizes[name] // taken]
+    # (before, part, after, before, part, after, …) → (before, after, …, part, part, …)
+    grouped = range(1, len(dims), 3)
+    groups = np.moveaxis(devices.reshape(dims), grouped, range(-len(parts), 0))
+    # → (groups, devices of a group)
+    return _tuples(groups.reshape(-1, math.prod(part.size for part in parts.values())))
 
 
 def _tuples(groups: np.ndarray) -> Groups:
@@ -104,14 +114,16 @@ def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None
-    along = {_grid(group, dims) for group in groups}
-    axes = along.pop()
-    # Groups of different axes have no name.
-    return None if along or axes is None else tuple(sizes[axis][0] for axis in axes)
+    first, *others = {_grid(group, dims) for group in groups}
+    # Groups that run over different axes, or over some devices of one, have no name.
+    return None if others or first is None else tuple(sizes[axis][0] for axis in first)
 
 
 def _grid(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Finds the dimensions in which positions of devices differ, if all combinations occur."""
+    """Finds the dimensions in which positions of devices differ.
+
+    None unless all combinations of these positions occur. ``dims`` are those of the mesh.
+    """
     positions = np.unravel_index(np.array(group), dims) if dims else ()
     counts = [len(np.unique(indices)) for indices in positions]
     axes = tuple(axis for axis, count in enumerate(counts) if count > 1)

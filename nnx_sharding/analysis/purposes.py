@@ -16,8 +16,14 @@ is `gradient`, and the all-reduce after a kernel sharded over rows by `tensor_pa
 
 Names of operations alone do not tell these apart: the compiler moves collectives across operations
 and out of loops, and merges several into one. That shapes decide is approximate where activations
-have the shape of a parameter of their own module. `Module` is the HLO program, of *computations*
-(lists of instructions); a `Value` is an array that an instruction makes; *rows* are the arguments.
+have the shape of a parameter of their own module. From other modules:
+
+    Module        the HLO program, of *computations* (lists of instructions): ``maker`` is the
+                  instruction that makes a value; ``passed`` are the values that it hands on, such
+                  as into a loop or out of a call; ``around`` are the calls around a computation
+    Value         an array that an instruction makes, perhaps as an item of a tuple
+    ParameterRow  an argument: its path, its shape, and that of its shard
+    module_of     the path of the user's module that an operation is of, by its name; or None
 """
 
 from __future__ import annotations
@@ -109,14 +115,18 @@ def _use_of(
         return Use(kind, tuple(sorted(sources)), path)
     # Second rule, for each array that the collective makes.
     gradients: set[str] = set()
-    lengths = _lengths_around(computation, module)
+    # How often the loops around it run; None for an unknown length.
+    callers = (caller for _, caller in module.around(computation.name))
+    loops = (caller.name for caller in callers if caller.opcode == "while")
+    lengths = {*map(module.trip_counts.get, loops)}
+    is_each = len(operands) == len(operations_of)  # each operand becomes one array
     dims_of_arrays = _dims_before_bitcasts(collective, computation)
     for i, (dims, own_names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
-        own_operands = operands[i : i + 1] if len(operands) == len(operations_of) else operands
         backward = {module_of(x, variables.modules) for x in own_names if "transpose(" in x}
         # A sum outside of modules may belong to any gradient, since the compiler merges sums.
         candidates = backward if is_sum else backward - {None}
         parts = variables.with_part(candidates, dims, lengths)
+        own_operands = operands[i : i + 1] if is_each else operands
         if parts and not any(map(origins.is_weighted, own_operands)):
             gradients |= parts
     if gradients:
@@ -124,12 +134,6 @@ def _use_of(
     if is_sum:
         return Use("sum", (), path)
     return Use("reshard", (), path) if updated is None else Use("result", updated, path)
-
-
-def _lengths_around(computation: Computation, module: Module) -> set[int | None]:
-    """Collects how often the loops around a computation run; None for an unknown length."""
-    callers = (caller for _, caller in module.around(computation.name))
-    return {module.trip_counts.get(caller.name) for caller in callers if caller.opcode == "while"}
 
 
 def _operations_of_arrays(collective: Instruction, computation: Computation) -> list[list[str]]:
@@ -235,15 +239,7 @@ class _Variables:
         orders = itertools.permutations(long) if 1 < len(long) < 5 else [long]
         rows = [row for module in modules for row in self._rows.get(module, ())]
         for order in orders:
-            paths = set()
-            for row in rows:
-                gone = 1 if row.shape[:1] and row.shape[0] in lengths else 0
-                sizes = [*zip(row.shape, row.shard_shape, strict=True)][gone:]
-                # All layers of a stack, or the layer of a device whose stage has one.
-                whole = [pair for pair in sizes if pair[0] > 1]
-                layer = [pair for pair in whole if pair[1] > 1]
-                if _is_part(order, whole) or _is_part(order, layer):
-                    paths.add(row.path)
+            paths = {row.path for row in rows if _can_have_part(row, order, lengths)}
             if paths:  # the order of the dimensions that fits first
                 return paths
         return set()
@@ -254,11 +250,32 @@ _WITHOUT_GRADIENT = {"BatchStat", "Cache", "Intermediate", "MetricState", "RngCo
 _WITHOUT_GRADIENT |= {"OptArray", "OptState", "OptVariable", "RngState"}
 
 
-def _is_part(dims: Sequence[int], sizes: Sequence[tuple[int, int]]) -> bool:
-    """Tells whether an array can be several shards of a larger one, of these (whole, shard)."""
-    return len(dims) == len(sizes) and all(
-        size and whole % size == 0 and size % shard == 0
-        for size, (whole, shard) in zip(dims, sizes, strict=True)
+class _Dimension(NamedTuple):
+    """A dimension of an argument."""
+
+    size: int
+    shard: int  # its size on one device
+
+
+def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[int | None]) -> bool:
+    """Tells whether an array of these dimensions can be a part of a Variable, or one layer of it.
+
+    Neither has dimensions of size 1. ``lengths`` are those of the loops that make the array.
+    """
+    dimensions = [*map(_Dimension, row.shape, row.shard_shape)]
+    if dimensions and dimensions[0].size in lengths:  # a loop over layers takes one
+        del dimensions[0]
+    long = [dimension for dimension in dimensions if dimension.size > 1]
+    # All layers of a stack, or the layer of a device whose stage has one.
+    layer = [dimension for dimension in long if dimension.shard > 1]
+    return _is_part(dims, long) or _is_part(dims, layer)
+
+
+def _is_part(dims: Sequence[int], dimensions: Sequence[_Dimension]) -> bool:
+    """Tells whether an array can be one or several shards of a larger one."""
+    return len(dims) == len(dimensions) and all(
+        part and dimension.size % part == 0 and part % dimension.shard == 0
+        for part, dimension in zip(dims, dimensions, strict=True)
     )
 
 

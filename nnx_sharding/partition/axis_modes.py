@@ -233,16 +233,16 @@ class _AxisMode:
         # Arrays that were never placed have no mesh in their types; then a spec may name it.
         meshes = (spec.mesh for spec in specs.written if isinstance(spec, NamedSharding))
         mesh = mesh_of_types(flat.leaves, next(meshes, None))
-        change = None
-        if mesh is not None:
-            change = AxisTypeChange.of(mesh, self.axes, self.kind, name=self.name)
-        if change is not None or self.kind is AxisType.Auto:
-            return change
         if mesh is None:
+            if self.kind is AxisType.Auto:
+                return None
             raise NoMeshError(f"{self.name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
-        # All axes are Explicit already; arguments are still sharded as in_sharding says.
-        abstract = getattr(mesh, "abstract_mesh", mesh)
-        return AxisTypeChange(abstract, abstract)
+        change = AxisTypeChange.of(mesh, self.axes, self.kind, name=self.name)
+        if change is None and self.kind is AxisType.Explicit:
+            # All axes are Explicit already; arguments are still sharded as in_sharding says.
+            abstract = getattr(mesh, "abstract_mesh", mesh)
+            change = AxisTypeChange(abstract, abstract)
+        return change
 
     def _call_auto(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange

@@ -187,13 +187,13 @@ class ActivationSharding:
     The plans of ``torch.distributed.tensor.parallel.parallelize_module`` are similar.
     """
 
-    filters: tuple[Any, ...]
-    shardings: tuple[InOutSharding, ...]
-    gather: bool | tuple[Any, ...]
+    filters: tuple[Any, ...]  # in the order in which they are tried
+    shardings: tuple[InOutSharding, ...]  # of each filter
+    gather: bool | tuple[Any, ...]  # True for the axes of the data; () for none
     infer: bool
     strict: bool
     prefetch: int
-    kept: tuple[Any, ...]
+    kept: tuple[Any, ...]  # () for none
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class ActivationSharding:
         self.__dict__.update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(shardings),
-            gather=True if gather is True else axes_of(gather or None),
+            gather=True if gather is True else axes_of(gather or None),  # `axes_of(None)` is ()
             kept=axes_of(kept or None),
             infer=infer,
             strict=strict,

@@ -81,20 +81,34 @@ def distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) ->
     Returns:
       None if no layout has the shape of the array.
     """
-    num_axes, distances = shards.ndim - x.ndim, []
-    # Along a mesh axis shards are replicas (-1), or slices of a dimension of the array.
-    for layout in itertools.product(range(-1, x.ndim), repeat=num_axes):
-        whole = shards
-        for mesh_axis, dimension in reversed([*enumerate(layout)]):  # the last varies fastest
-            if dimension >= 0:
-                # (…, n, …, size, …) → (…, 1, …, n · size, …)
-                position = num_axes - 1 + dimension
-                whole = np.moveaxis(whole, mesh_axis, position)
-                merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
-                whole = np.expand_dims(whole.reshape(merged), mesh_axis)
+    num_axes = shards.ndim - x.ndim
+    distances = []
+    for layout in itertools.product([None, *range(x.ndim)], repeat=num_axes):
+        whole = _joined(shards, layout)
         if whole.shape[num_axes:] == x.shape:
             distances.append(largest_difference(whole, x))
     return min(distances, default=None)
+
+
+def _joined(shards: np.ndarray[Any, Any], layout: Sequence[int | None]) -> np.ndarray[Any, Any]:
+    """Puts shards together.
+
+    Args:
+      shards: of shape (size of each mesh axis…, shape of a shard…).
+      layout: for each mesh axis the dimension that it shards; None if it has replicas.
+
+    Returns:
+      An array of shape (1, or the number of replicas, for each mesh axis…, shape of the array…).
+    """
+    whole = shards
+    for mesh_axis, dimension in reversed([*enumerate(layout)]):  # the last varies fastest
+        if dimension is not None:
+            # (…, n, …, size, …) → (…, …, n, size, …) → (…, 1, …, n · size, …)
+            position = len(layout) - 1 + dimension  # of the dimension, with one mesh axis less
+            whole = np.moveaxis(whole, mesh_axis, position)
+            merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
+            whole = np.expand_dims(whole.reshape(merged), mesh_axis)
+    return whole
 
 
 def unequal_arrays(first: Mapping[str, Array], second: Mapping[str, Array]) -> list[str]:

@@ -13,11 +13,13 @@ Differentiated as it is, the loop would keep all gathered parameters for the bac
 has a rule of its own, which gathers them again, in a loop of the same form that runs from the last
 layer to the first. JAX shows this form in ``tests/overlap_test.py``.
 
-A layer's part of the arrays is in four lists: *constants*, *carry*, *ready* parameters (gathered)
-and the *rest* (:class:`_Loop`). A *shard* is a parameter as it is kept, (layers, …) for the loop.
-The *pullback* of a layer takes its cotangents from outputs to inputs; it is rebuilt in the backward
-pass from *residuals*, the arrays that the forward pass keeps. A strategy leaves a *tag* on each
-module, which says which of its parameters are to be gathered.
+A *shard* is a parameter as it is kept, (layers, …) for the loop. The *pullback* of a layer takes
+its cotangents from outputs to inputs. It is rebuilt in the backward pass from *residuals*, the
+arrays that the forward pass keeps. From other modules:
+
+    Tag         what a strategy left on a module: for each of its parameters ``VariableSpecs``, such
+                as the spec with which it is kept, and that while the module runs
+    PREFETCHED  the names of parameters that a module does not gather itself while it runs
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +41,10 @@ from ..activations.gathering import spec_of_slice
 from ..activations.trace_keys import PREFETCHED
 from ..activations.variables import modules_in, own_variables
 from ..core.constrain import apply_shardings, mesh_in_trace, type_spec
+from ..core.treedefs import PyTreeDef
 from ..specs.fitting import spec_axes
 from ..specs.paths import Path
-from ..specs.types import Arrays
+from ..specs.types import AnyMesh, Arrays
 from .in_trace import replace_slots
 from .tangents import is_inexact
 
@@ -87,27 +90,38 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
 
 
 def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
-    """Yields the parameters of a module that its strategy gathers, and that are not whole yet.
-
-    The tag has, for each parameter: the spec while the module runs, the shape outside of loops,
-    whether it is gathered, and the spec outside of the module.
-    """
+    """Yields the parameters of a module that its strategy gathers, and that are not whole yet."""
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
         if path not in tag.specs:
             continue
-        spec, shape, is_gathered, declared = tag.specs[path]
+        specs = tag.specs[path]
         actual = type_spec(value)
         is_whole = actual is not None and tag.axes.isdisjoint(spec_axes(actual))
-        if not is_gathered or is_whole or not isinstance(value, jax.core.Tracer):
+        if not specs.is_gathered or is_whole or not isinstance(value, jax.core.Tracer):
             continue
-        shardings = []
-        for parameter_spec in (declared, spec):
-            # Without the dimension of the layers, which comes first.
-            entries = spec_of_slice(parameter_spec, shape, value.shape).partitions[1:]
-            shardings.append(NamedSharding(mesh_in_trace(tag.mesh), PartitionSpec(*entries)))
-        shard, whole = shardings
-        yield Gather((tag.name, tag.path, path), value, shard, whole)
+        mesh = mesh_in_trace(tag.mesh)
+        yield Gather(
+            name=(tag.name, tag.path, path),
+            stacked=value,
+            shard=_sharding_of_layer(mesh, specs.outside, specs.shape, value.shape),
+            whole=_sharding_of_layer(mesh, specs.inside, specs.shape, value.shape),
+        )
+
+
+def _sharding_of_layer(
+    mesh: AnyMesh, spec: PartitionSpec, shape: Sequence[int], stacked_shape: Sequence[int]
+) -> NamedSharding:
+    """Returns the sharding of one layer's parameter in a loop.
+
+    Args:
+      mesh: the mesh of the trace.
+      spec: that of the Variable as the user has it.
+      shape: that of the Variable, in which loops around this one may have more dimensions.
+      stacked_shape: that of the parameters of all layers here: (layers, …).
+    """
+    entries = spec_of_slice(spec, shape, stacked_shape).partitions
+    return NamedSharding(mesh, PartitionSpec(*entries[1:]))  # without the dimension of the layers
 
 
 def scan(step: Callable[..., Any], carry: Any, stacked: Arrays, **options: Any) -> tuple[Any, Any]:
@@ -121,48 +135,55 @@ def scan(step: Callable[..., Any], carry: Any, stacked: Arrays, **options: Any) 
     return loop.results()
 
 
+class _Inputs(NamedTuple):
+    """The arrays that one layer computes with."""
+
+    constants: Arrays  # what is captured, and what is carried but no step changes
+    carry: Arrays  # what steps change
+    ready: Arrays  # the gathered parameters of the layer
+    rest: Arrays  # slices of everything else
+
+
+class _Place(NamedTuple):
+    """Where the backward pass has an array that the pullback of a layer needs."""
+
+    field: Literal["constants", "ready", "rest", "residuals"]  # of `_Inputs`, or what was kept
+    number: int  # in this list
+
+
 class _Pullback(NamedTuple):
     """How to rebuild the pullback of one layer in the backward pass. The same for all layers."""
 
-    arguments: Any  # the tree structure of the arguments of a step
-    slots: Sequence[int]  # the slots of arguments that have cotangents
-    treedef: Any  # the tree structure of the pullback
-    # For each array in the pullback where it is in the backward pass: as a number n >= 0, the n-th
-    # of constants and parameters; as -1 - n, the n-th slice; or None for a residual.
-    places: Sequence[int | None]
+    arguments: PyTreeDef  # of the inputs of a layer
+    slots: Sequence[int]  # the positions of those leaves that have cotangents
+    treedef: PyTreeDef  # of the pullback
+    places: Sequence[_Place]  # of the arrays in the pullback
 
-    def rebuild(self, known: Arrays, slices: Arrays, residuals: Arrays) -> Callable[..., Any]:
-        """Returns the pullback of a layer, as ``jax.vjp`` did: with arrays for its own.
+    def rebuild(self, residuals: Arrays, **inputs: Arrays) -> Callable[..., Any]:
+        """Returns the pullback of a layer, as ``jax.vjp`` did, from what was kept and its inputs.
 
-        Args:
-          known: the constants, then the gathered parameters of the layer.
-          slices: the other slices of the layer.
-          residuals: what the forward pass kept for the layer.
+        ``inputs`` are ``constants``, ``ready`` and ``rest``.
         """
-        kept = iter(residuals)
-        arrays = []
-        for place in self.places:
-            if place is None:
-                arrays.append(next(kept))
-            elif place >= 0:
-                arrays.append(known[place])
-            else:
-                arrays.append(slices[-1 - place])
+        arrays_of = {"residuals": residuals, **inputs}
+        arrays = [arrays_of[place.field][place.number] for place in self.places]
         pullback: Callable[..., Any] = jax.tree.unflatten(self.treedef, arrays)
         return pullback
+
+
+class _DifferentiatedStep(NamedTuple):
+    """What one layer returns in the forward pass, if it is differentiated."""
+
+    carry: list[Any]
+    results: list[Any]
+    residuals: list[Any]  # to keep for the backward pass
+    pullback: _Pullback  # how to rebuild it from them
 
 
 class _Loop:
     """A loop over the layers, with its rule for the backward pass.
 
-    The step is a jaxpr of flat arrays, traced once. Its arguments are in four lists:
-
-    - constants: what is captured, and what is carried but no step changes;
-    - carry: what steps change;
-    - ready: the gathered parameters of the layer;
-    - rest: slices of everything else.
-
-    The arguments of the loop have the shards of all layers instead of ``ready``.
+    The step is a jaxpr of flat arrays, traced once, which takes `_Inputs`. Those of the loop are
+    the same lists, but with the shards of all layers in the place of ``ready``.
     """
 
     def __init__(
@@ -173,7 +194,7 @@ class _Loop:
         gathers: dict[int, Gather],
         unroll: int | bool,
     ):
-        """Traces the step once, and sorts the arguments of the loop into the four lists.
+        """Traces the step once, and sorts the arguments of the loop into the lists of `_Inputs`.
 
         Args:
           step: takes the carry and the slices of one layer, as the body of ``jax.lax.scan``.
@@ -215,10 +236,10 @@ class _Loop:
 
     def results(self) -> tuple[Any, Any]:
         """Runs the loop; returns the last carry, and what the steps return, stacked."""
-        run = jax.custom_vjp(lambda *arguments: self._run(False, *arguments)[0])
+        run = jax.custom_vjp(lambda *arguments: self._run(*arguments, keep=False)[0])
         # The residuals of JAX's rule are the backward pass itself, a pytree of what is kept.
         run.defvjp(
-            lambda *arguments: self._run(True, *arguments),
+            lambda *arguments: self._run(*arguments, keep=True),
             lambda backward, cotangents: backward(cotangents),
         )
         last, results = run(*self._arguments)
@@ -231,33 +252,32 @@ class _Loop:
         """Gathers the parameters of one layer."""
         return apply_shardings(_slice_layer(shards, layer), [x.whole for x in self._gathers])
 
-    def _step(
-        self, constants: Arrays, carry: Arrays, ready: Arrays, rest: Arrays
-    ) -> tuple[list[Any], list[Any]]:
+    def _step(self, inputs: _Inputs) -> tuple[list[Any], list[Any]]:
         """Runs the jaxpr of one layer.
 
         Returns:
           What is carried to the next layer and changed, and what is stacked.
         """
         count = len(self._jaxpr.consts)
-        new, same = iter(carry), iter(constants[count:])
-        values = (next(new if is_changed else same) for is_changed in self._is_changed)
-        step = jaxpr_as_fun(self._jaxpr.replace(consts=constants[:count]))
-        out = step(*values, *ready, *rest)
+        captured, unchanged = inputs.constants[:count], iter(inputs.constants[count:])
+        changed = iter(inputs.carry)
+        carry = [next(changed if is_changed else unchanged) for is_changed in self._is_changed]
+        step = jaxpr_as_fun(self._jaxpr.replace(consts=captured))
+        out = step(*carry, *inputs.ready, *inputs.rest)  # the next carry, then what is stacked
         pairs = zip(out, self._is_changed, strict=False)
         return [x for x, is_changed in pairs if is_changed], out[self._num_carried :]
 
     def _run(
-        self, keep: bool, constants: Arrays, carry: Arrays, shards: Arrays, rest: Arrays
+        self, constants: Arrays, carry: Arrays, shards: Arrays, rest: Arrays, *, keep: bool
     ) -> Any:
         """Runs the loop.
 
         Args:
-          keep: whether to keep residuals, to differentiate it.
           constants: arrays that all layers use.
           carry: the carry of the first layer.
           shards: the parameters of all layers.
           rest: the other slices of all layers.
+          keep: whether to keep residuals, to differentiate it.
 
         Returns:
           The last carry and the stacked results; and the backward pass, or None.
@@ -268,13 +288,13 @@ class _Loop:
             carry, ready = state
             # The last layer gathers itself again, as all iterations are one program.
             upcoming = self._gather(shards, jnp.minimum(layer + 1, self._length - 1))
-            arguments = constants, carry, ready, _slice_layer(rest, layer)
+            inputs = _Inputs(constants, carry, ready, _slice_layer(rest, layer))
             if not keep:
-                carry, results = self._step(*arguments)
+                carry, results = self._step(inputs)
                 return (carry, upcoming), (results, [])
-            carry, results, residuals, form = self._differentiated_step(arguments)
-            forms.append(form)
-            return (carry, upcoming), (results, residuals)
+            step = self._differentiated_step(inputs)
+            forms.append(step.pullback)
+            return (step.carry, upcoming), (step.results, step.residuals)
 
         layers = jnp.arange(self._length)
         first = carry, self._gather(shards, 0)
@@ -285,34 +305,31 @@ class _Loop:
         held = constants, shards, rest, residuals
         return (last, results), jax.tree_util.Partial(backward, *held)
 
-    def _differentiated_step(
-        self, arguments: tuple[Arrays, Arrays, Arrays, Arrays]
-    ) -> tuple[list[Any], list[Any], list[Any], _Pullback]:
-        """Runs one layer, and makes its pullback.
-
-        ``arguments`` are the four lists: constants, carry, ready and rest.
-
-        Returns:
-          The carry, the results, the residuals to keep, and how to rebuild the pullback of them.
-        """
-        leaves, treedef = jax.tree.flatten(arguments)
+    def _differentiated_step(self, inputs: _Inputs) -> _DifferentiatedStep:
+        """Runs one layer, and makes its pullback."""
+        leaves, treedef = jax.tree.flatten(inputs)
         slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]  # of differentiable ones
 
         def differentiable(*inexact: object) -> Any:
             all_leaves = jax.tree.unflatten(treedef, replace_slots(leaves, slots, inexact))
-            carry, results = self._step(*all_leaves)
+            carry, results = self._step(all_leaves)
             return (_inexact(carry), _inexact(results)), (carry, results)
 
         inexact = [leaves[slot] for slot in slots]
         _, pullback, (carry, results) = jax.vjp(differentiable, *inexact, has_aux=True)
         arrays, pullback_treedef = jax.tree.flatten(pullback)
         # What the backward pass can read or gather again is not kept.
-        constants, _, ready, slices = arguments
-        known = {id(x): i for i, x in enumerate([*constants, *ready])}
-        known |= {id(x): -1 - i for i, x in enumerate(slices)}
-        places = [known.get(id(x)) for x in arrays]
-        residuals = [x for x, place in zip(arrays, places, strict=True) if place is None]
-        return carry, results, residuals, _Pullback(treedef, slots, pullback_treedef, places)
+        known: dict[int, _Place] = {}  # by the identity of the tracer
+        for field in ("constants", "ready", "rest"):
+            known |= {id(x): _Place(field, i) for i, x in enumerate(getattr(inputs, field))}
+        places, residuals = list[_Place](), list[Any]()
+        for x in arrays:
+            if id(x) not in known:
+                known[id(x)] = _Place("residuals", len(residuals))
+                residuals.append(x)
+            places.append(known[id(x)])
+        form = _Pullback(treedef, slots, pullback_treedef, places)
+        return _DifferentiatedStep(carry, results, residuals, form)
 
     def _backward(
         self,
@@ -341,17 +358,20 @@ class _Loop:
             d_constants, d_carry, ready = state
             layer, layer_residuals, d_results = inputs
             upcoming = self._gather(shards, jnp.maximum(layer - 1, 0))
-            slices = _slice_layer(rest, layer)
-            pullback = form.rebuild([*constants, *ready], slices, layer_residuals)
+            pullback = form.rebuild(
+                layer_residuals, constants=constants, ready=ready, rest=_slice_layer(rest, layer)
+            )
             by_slot = dict(zip(form.slots, pullback((d_carry, d_results)), strict=True))
+            # None for inputs that have no cotangent, such as integers.
             cotangents = [by_slot.get(slot) for slot in range(form.arguments.num_leaves)]
-            d_used, d_carry, d_ready, d_rest = jax.tree.unflatten(form.arguments, cotangents)
-            d_constants = jax.tree.map(jnp.add, d_constants, d_used)  # all layers use them
+            d_inputs: _Inputs = jax.tree.unflatten(form.arguments, cotangents)
+            # All layers use the constants, so their cotangents add up.
+            d_constants = jax.tree.map(jnp.add, d_constants, d_inputs.constants)
             # From a gradient of whole parameters to shards: the sum over devices is a
             # reduce-scatter.
-            d_shards = apply_shardings(d_ready, [x.shard for x in self._gathers])
-            d_carry = [x for x in d_carry if x is not None]
-            return (d_constants, d_carry, upcoming), (d_shards, d_rest)
+            d_shards = apply_shardings(d_inputs.ready, [x.shard for x in self._gathers])
+            d_carry = [x for x in d_inputs.carry if x is not None]
+            return (d_constants, d_carry, upcoming), (d_shards, d_inputs.rest)
 
         d_last, d_results = map(_inexact, cotangents)
         zeros = [jnp.zeros_like(x) if is_inexact(x) else None for x in constants]
@@ -371,4 +391,5 @@ def _slice_layer(arrays: Arrays, layer: object) -> list[Any]:
 
 
 def _inexact(arrays: Arrays) -> list[Any]:
+    """Returns the arrays that have cotangents."""
     return [x for x in arrays if is_inexact(x)]
