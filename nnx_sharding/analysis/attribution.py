@@ -119,11 +119,12 @@ def module_table(
     )
     table = []
     for place, (cost, own_sent, seconds, held) in figures.items():
+        is_known = own_sent is not None and not own_sent.has_unknown_times
         row = ModuleRow(
             *place,
             flops=None if cost is None else cost.flops,
             bytes_accessed=None if cost is None else cost.bytes_accessed,
-            bytes_sent=None if own_sent is None else _known_bytes_sent(own_sent),
+            bytes_sent=own_sent.bytes_sent if own_sent is not None and is_known else None,
             seconds=seconds,
             at_peak=None if held is None else dict(held.most_common()),
         )
@@ -154,6 +155,14 @@ class PlaceFigures(NamedTuple):
     at_peak: Counter[MemoryUse] | None
 
 
+class FiguresByPlace(NamedTuple):
+    """What a program computes, sends and holds, by place."""
+
+    figures: dict[Place, PlaceFigures]
+    phases: Sequence[Phase]  # of the schedule
+    unknown: list[str]  # why figures are unknown
+
+
 def figures_by_place(
     attribution: Attribution,
     module: Module,
@@ -162,7 +171,7 @@ def figures_by_place(
     hardware: Hardware | None,
     mesh: MeshDescription | None,
     places: Iterable[Place] = (),
-) -> tuple[dict[Place, PlaceFigures], Sequence[Phase], list[str]]:
+) -> FiguresByPlace:
     """Sums what a program computes, sends and holds in memory by place: a module and a pass.
 
     Args:
@@ -173,9 +182,6 @@ def figures_by_place(
       hardware: the device, for the time that each place takes; None to leave that out.
       mesh: the mesh of the program.
       places: places that are listed even if nothing belongs to them.
-
-    Returns:
-      The figures of each place, the phases of the schedule, and why figures are unknown.
     """
     parts = {} if module.unread else executed_work(module)
     work = None if module.unread else _work_by_place(module, parts, attribution)
@@ -194,7 +200,7 @@ def figures_by_place(
     reasons = why_unknown(module, parts)
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
-    return figures, phases, reasons
+    return FiguresByPlace(figures, phases, reasons)
 
 
 def seconds_by_place(
@@ -244,10 +250,6 @@ def measured_modules(
         for place in places
     ]
     return dataclasses.replace(table, rows=tuple(measured))
-
-
-def _known_bytes_sent(collectives: Collectives) -> int | None:
-    return None if collectives.has_unknown_times else collectives.bytes_sent
 
 
 def _work_by_place(

@@ -446,13 +446,18 @@ def _groups(instruction: Instruction, count: int) -> Groups:
     return groups
 
 
+class _Payload(NamedTuple):
+    """What a collective moves."""
+
+    kind: CollectiveKind
+    results: Sequence[Shape]
+    larger: int  # the bytes of the larger of operand and result; of a ragged exchange the smaller
+
+
 def _payload(
     instruction: Instruction, computation: Computation, module: Module, size: int
-) -> tuple[CollectiveKind, Sequence[Shape], int]:
-    """Returns the kind, the results, and the bytes of the larger of operand and result.
-
-    Of a ragged exchange those of the smaller. ``size`` is the number of devices in a group.
-    """
+) -> _Payload:
+    """Returns what a collective moves between the ``size`` devices of a group."""
     kind, results = cast(CollectiveKind, instruction.collective), instruction.results
     larger = total_bytes(results)
     if kind == "reduce-scatter":
@@ -466,7 +471,7 @@ def _payload(
         # A fusion that sums and keeps each device's part is a reduce-scatter.
         if total_bytes(parts) * size == larger:
             kind, results = "reduce-scatter", parts
-    return kind, results, larger
+    return _Payload(kind, results, larger)
 
 
 def _bytes_sent(kind: CollectiveKind, larger: int, size: int) -> int:

@@ -22,7 +22,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from .instructions import ABBREVIATED, MAX_SIZE, Computation, Instruction, nesting, spell_out
 from .slices import with_exchanges
@@ -115,16 +115,17 @@ class Module(Values):
             unread += map(_unread_text, (x for x in computation.instructions if not x.is_known))
             # What is applied to elements, such as by a sum, need not be known.
             unread += [
-                f"{callee}, which {op.name} calls"
-                for op, attribute, callee in self.calls[computation.name]
-                if callee not in self.by_name and (attribute != "to_apply" or op.opcode == "call")
+                f"{call.callee}, which {call.instruction.name} calls"
+                for call in self.calls[computation.name]
+                if call.callee not in self.by_name
+                and (call.attribute != "to_apply" or call.instruction.opcode == "call")
             ]
         return unread
 
     @functools.cached_property
     def callees_first(self) -> list[str] | None:
         """The names of computations, each after its callees; None if there are cycles."""
-        callees = {name: [callee for *_, callee in calls] for name, calls in self.calls.items()}
+        callees = {name: [call.callee for call in calls] for name, calls in self.calls.items()}
         try:
             return [*graphlib.TopologicalSorter(callees).static_order()]
         except graphlib.CycleError:  # in damaged text
@@ -146,21 +147,18 @@ class Module(Values):
         runs: dict[str, Runs] = {}  # callers come before what they call
         for name in reversed(self.callees_first or [*self.calls]):
             caller = runs.setdefault(name, Runs())
-            for op, attribute, callee in self.calls.get(name, ()):
-                called = self._called(caller, op, attribute)
-                if callee in runs:  # another instruction calls it as well
-                    called = runs[callee].plus(called)
+            for call in self.calls.get(name, ()):
+                called = self._called(caller, call.instruction, call.attribute)
+                if call.callee in runs:  # another instruction calls it as well
+                    called = runs[call.callee].plus(called)
                 is_plausible = called.times is not None and called.times <= MAX_SIZE
-                runs[callee] = called if is_plausible else called._replace(times=None)
+                runs[call.callee] = called if is_plausible else called._replace(times=None)
         return runs
 
     def _called(self, caller: Runs, instruction: Instruction, attribute: str) -> Runs:
-        """Returns how often an instruction runs a computation that it calls.
+        """Returns how often an instruction runs what it calls by an attribute, such as ``body``.
 
-        Args:
-          caller: how often the computation of the instruction runs.
-          instruction: the instruction.
-          attribute: the attribute that names the computation, such as ``body``.
+        ``caller`` is how often the computation of the instruction runs.
         """
         is_loop = instruction.opcode == "while"
         times = self.trip_counts.get(instruction.name) if is_loop else 1
@@ -188,7 +186,8 @@ class Module(Values):
         largest: dict[str, str] = {}  # the branch that each conditional takes
         for name in self.callees_first or ():
             conditionals = set()  # in this computation
-            for op, _, callee in self.calls.get(name, ()):
+            for call in self.calls.get(name, ()):
+                op, callee = call.instruction, call.callee
                 if op.opcode != "conditional":
                     sums[name] += sums[callee] * self.trip_counts.get(op.name, 1)
                     continue
@@ -199,7 +198,8 @@ class Module(Values):
         taken = {name for name in self.calls if name not in self.callers}  # the entry
         for name in reversed(self.callees_first or ()):
             calls = self.calls.get(name, ()) if name in taken else ()
-            taken |= {callee for op, _, callee in calls if largest.get(op.name, callee) == callee}
+            chosen = ((largest.get(x.instruction.name, x.callee), x.callee) for x in calls)
+            taken |= {callee for branch, callee in chosen if branch == callee}
         return taken
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
@@ -210,32 +210,53 @@ class Module(Values):
             file = re.search(r'source_file="([^"]*)"', metadata)
             line = re.search(r"source_line=(\d+)", metadata)
             return [(file[1], int(line[1]))] if file and line else []
-        files, locations, frames = self._tables
+        tables = self._tables
         lines: dict[int, tuple[str | None, int]] = {}  # by frame
-        frame = int(innermost[1])
-        while frame in frames and frame not in lines:  # damaged text may have cycles
-            location, parent = frames[frame]
-            file_number, line_number = locations.get(location, (0, 0))
-            lines[frame], frame = (files.get(file_number), line_number), parent
-        return [(name, number) for name, number in lines.values() if name is not None]
+        number = int(innermost[1])
+        while number in tables.frames and number not in lines:  # damaged text may have cycles
+            frame = tables.frames[number]
+            location = tables.locations.get(frame.location, _Location(0, 0))
+            lines[number] = tables.files.get(location.file), location.line
+            number = frame.parent
+        return [(name, line) for name, line in lines.values() if name is not None]
 
     @functools.cached_property
-    def _tables(self) -> tuple[dict[int, str], dict[int, _Pair], dict[int, _Pair]]:
-        """The tables of source lines: file names, (file, line), and (location, parent frame).
-
-        Each is by number; entries refer to each other by these.
-        """
+    def _tables(self) -> _SourceTables:
+        """The tables of source lines."""
         head, _, tables = self.head.partition("\nFunctionNames")
         files = {int(n): name for n, name in _FILE.findall(head)}
-        locations = {int(n): (int(file), int(line)) for n, file, line in _LOCATION.findall(tables)}
-        frames = {int(n): (int(at), int(parent or 0)) for n, at, parent in _FRAME.findall(tables)}
+        locations = {
+            int(n): _Location(int(f), int(line)) for n, f, line in _LOCATION.findall(tables)
+        }
+        frames = {int(n): _Frame(int(at), int(up or 0)) for n, at, up in _FRAME.findall(tables)}
         # Up to jax 0.12 the number of a parent is one too high, so it can equal the child's number.
-        if any(number == parent for number, (_, parent) in frames.items()):
-            frames = {number: (at, parent - 1) for number, (at, parent) in frames.items()}
-        return files, locations, frames
+        if any(number == frame.parent for number, frame in frames.items()):
+            frames = {n: frame._replace(parent=frame.parent - 1) for n, frame in frames.items()}
+        return _SourceTables(files, locations, frames)
 
 
-_Pair: TypeAlias = tuple[int, int]
+class _Location(NamedTuple):
+    """A line of a file."""
+
+    file: int  # its number
+    line: int
+
+
+class _Frame(NamedTuple):
+    """A call in the user's code."""
+
+    location: int  # its number
+    parent: int  # the number of the frame that called it; 0 for none
+
+
+class _SourceTables(NamedTuple):
+    """What a program says about source lines, each table by number."""
+
+    files: dict[int, str]
+    locations: dict[int, _Location]
+    frames: dict[int, _Frame]
+
+
 # What runs a computation once, or as a loop; others apply it to elements.
 _CALLS = {"async-start", "call", "conditional", "fusion", "while"}
 

@@ -55,12 +55,18 @@ from .parameters import ActivationRow, full_spec
 Line: TypeAlias = tuple[str, int]  # file, line
 Shape: TypeAlias = tuple[int, ...]
 
-# An operation of a line in a module, and whether it is in the backward pass.
-OperationKey: TypeAlias = tuple[str, str, bool, str | None]
-
 FROM_PROGRAM = "specs on Auto axes come from the compiled program"
 _UNDER_SHARD_MAP = "specs under shard_map, where each shape is that of one device"
 _BY_COMPILER = "specs on Auto axes or without a mesh in the trace, which the compiler chooses"
+
+
+class OperationKey(NamedTuple):
+    """By what operations of a program and of its trace are compared."""
+
+    line: str  # as ``model.py:12``; empty if it is unknown
+    operation: str  # such as ``dot_general``
+    backward: bool
+    module: str | None
 
 
 class MadeValue(NamedTuple):
@@ -187,7 +193,8 @@ class _LineAttribution(Attribution):
                 for name in operations(instruction.operation or ""):
                     operation, backward = name.rpartition("/")[2], "transpose(" in name
                     module = module_of(name, modules)
-                    yield (place.path or "", operation, backward, module), instruction
+                    key = OperationKey(place.path or "", operation, backward, module)
+                    yield key, instruction
 
     def argument(self, number: int) -> Owner:
         """Returns the owner of an argument, which no line of the program makes."""
@@ -455,7 +462,7 @@ def _with_compiled_specs(
 
 
 def _key(value: MadeValue) -> OperationKey:
-    return _path(value.line), value.operation, value.backward, value.module
+    return OperationKey(_path(value.line), value.operation, value.backward, value.module)
 
 
 def _path(line: Line | None) -> str:

@@ -36,6 +36,13 @@ class Scheduled(NamedTuple):
     operations: tuple[str, ...]  # the operations with the most flops that run concurrently with it
 
 
+class Independent(NamedTuple):
+    """The matrix products of an iteration, of which some can run while a collective does."""
+
+    products: int  # those that neither need the collective nor are needed by it
+    of: int  # all
+
+
 class Overlap:
     """What runs in a program, and concurrently with what."""
 
@@ -99,11 +106,10 @@ class Overlap:
                 total = total.plus(self._until(callee)[-1], times)
         return total
 
-    def products_beside(self, collective: Value) -> tuple[int, int] | None:
+    def products_beside(self, collective: Value) -> Independent | None:
         """Counts the matrix products of an iteration that are independent of a collective.
 
-        Returns:
-          How many are independent, and how many there are; None if it is in no loop.
+        None if the collective is in no loop.
         """
         # For TPUs the compiler may write one collective as several instructions: the first starts
         # it, some products carry it on, the last waits.
@@ -130,12 +136,12 @@ class Overlap:
         if first and first <= loops:  # it only has what a loop in that one starts with
             return None
         own = chain if len(chain) == 1 else set()  # a product with a collective in it
-        return len(products - needed - waiting - own), len(products)
+        return Independent(len(products - needed - waiting - own), len(products))
 
     def _body(self, channel: str) -> Computation | None:
         """Finds the innermost loop body that has all instructions of a collective."""
         calls = (call for calls in self._module.calls.values() for call in calls)
-        bodies = (name for _, attribute, name in calls if attribute == "body")  # of loops
+        bodies = (call.callee for call in calls if call.attribute == "body")  # of loops
         with_all = [x for x in bodies if self._contents(x)[channel] == self._every[channel]]
         depth = {name: len([*self._module.around(name)]) for name in with_all}
         return self._module.by_name[max(depth, key=depth.__getitem__)] if depth else None

@@ -336,19 +336,30 @@ class ActivationTable(list[ActivationRow], Pictured):
 
 
 def activation_row(
-    where: tuple[str, str, str, str],
     array: jax.Array | jax.core.ShapedArray | jax.ShapeDtypeStruct,
     sharding: NamedSharding | None,
     chosen_by: ChosenBy,
+    **names: str,
 ) -> ActivationRow:
-    """Makes the row of an array that a module returned; ``where`` is the row's path to output."""
+    """Makes the row of an array that a module returned.
+
+    ``names`` are ``path``, ``module``, ``method`` and ``output`` of the row.
+    """
     spec = shard_shape = bytes_per_device = None
     if sharding is not None:
         shard_shape = tuple(sharding.shard_shape(array.shape))
         spec = full_spec(sharding.spec, array.ndim)
         bytes_per_device = array_bytes(shard_shape, array.dtype)
-    sizes = shard_shape, bytes_per_device, array_bytes(array.shape, array.dtype)
-    return ActivationRow(*where, tuple(array.shape), str(array.dtype), spec, *sizes, chosen_by)
+    return ActivationRow(
+        **names,
+        shape=tuple(array.shape),
+        dtype=str(array.dtype),
+        spec=spec,
+        shard_shape=shard_shape,
+        bytes_per_device=bytes_per_device,
+        bytes_total=array_bytes(array.shape, array.dtype),
+        chosen_by=chosen_by,
+    )
 
 
 _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes/device", "bytes")

@@ -138,8 +138,9 @@ def _transfers(
         parts = [_parts(collective, route, mesh, hardware) for collective in group]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
             for collective, part in zip(group, parts, strict=True):
-                sent, sent_evenly = part[i]
-                seconds = sent_evenly / bandwidth if bandwidth else bandwidth  # None if unknown
+                sent = part[i].sent
+                # None if the bandwidth is unknown.
+                seconds = part[i].sent_evenly / bandwidth if bandwidth else bandwidth
                 if seconds is not None and links != _CHIP:
                     seconds += (collective.times or 1) * (hardware.latency or 0.0)
                 if collective.times is None:  # what is sent is that of one run
@@ -241,13 +242,19 @@ def _network(hardware: Hardware) -> str:
     return "DCN" if hardware.torus_dimensions else "network"  # as their vendors call them
 
 
+class _Part(NamedTuple):
+    """The bytes of a collective that go over one kind of link."""
+
+    sent: float
+    sent_evenly: float  # those that take as long if they are spread evenly over the links
+
+
 def _parts(
     collective: Collective, route: _Route, mesh: MeshDescription | None, hardware: Hardware
-) -> list[tuple[float, float]]:
+) -> list[_Part]:
     """Divides the bytes of a collective into those within the slice, between slices, and in a chip.
 
-    Each is given as it is, and as it would be if spread evenly over the links, for the time. What
-    several devices of a slice or chip need enters it once, which is a lower bound.
+    What several devices of a slice or chip need enters it once, which is a lower bound.
     """
     devices, chips, slices = route.devices, route.chips, route.slices
     others, sent, uneven = devices - 1, collective.total_bytes_sent, 1.0
@@ -268,7 +275,7 @@ def _parts(
             # An end of a line sends its addends, and receives the sums.
             uneven = chips / (chips - slices) / 2
     within, between, in_chip = (float(sent * share / others) for share in shares)
-    return [(within, within * uneven), (between, between), (in_chip, in_chip)]
+    return [_Part(within, within * uneven), _Part(between, between), _Part(in_chip, in_chip)]
 
 
 def _most_messages(

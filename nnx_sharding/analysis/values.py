@@ -47,6 +47,14 @@ class Value(NamedTuple):
     index: tuple[int, ...] = ()  # type: ignore[assignment]  # it hides a method of tuples
 
 
+class Call(NamedTuple):
+    """One computation that an instruction runs."""
+
+    instruction: Instruction
+    attribute: str  # that names the computation, such as ``body``
+    callee: str  # the name of the computation
+
+
 class Values:
     """The computations of a program, which call each other, and the values in them."""
 
@@ -63,10 +71,14 @@ class Values:
         return [(c, op) for c in self.computations for op in c.instructions if op.opcode in opcodes]
 
     @functools.cached_property
-    def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:
-        """The calls of each computation, as instruction, attribute, and called computation."""
+    def calls(self) -> Mapping[str, list[Call]]:
+        """The calls in each computation, by its name."""
         return {
-            computation.name: [(op, *call) for op in computation.instructions for call in op.calls]
+            computation.name: [
+                Call(op, attribute, callee)
+                for op in computation.instructions
+                for attribute, callee in op.calls
+            ]
             for computation in self.computations
         }
 
@@ -75,8 +87,8 @@ class Values:
         """The instructions that call each computation, and where they are."""
         callers: defaultdict[str, list[tuple[Computation, Instruction]]] = defaultdict(list)
         for computation in self.computations:
-            for caller, _, callee in self.calls[computation.name]:
-                callers[callee].append((computation, caller))
+            for call in self.calls[computation.name]:
+                callers[call.callee].append((computation, call.instruction))
         return dict(callers)
 
     def around(self, name: str) -> Iterator[tuple[Computation, Instruction]]:

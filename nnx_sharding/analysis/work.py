@@ -363,7 +363,7 @@ def _joined_in_windows(
         return _elements(inputs)
     elements = windows = 1  # of all windows, and those that are not empty, without padding
     for axis, dims in enumerate(zip(inputs[0].dims, sizes, outputs[0].dims, strict=True)):
-        in_window = elements_in_windows(*dims, *_along(window, axis))
+        in_window = elements_in_windows(*dims, **_along(window, axis))
         elements *= int(in_window.sum())
         windows *= int((in_window > 0).sum())
     return elements - windows
@@ -647,17 +647,22 @@ def _convolution_flops(
     for axis in filter(str.isdigit, kernel):
         dimension = int(axis)
         sizes = inputs.get(axis, 0), kernel[axis], outputs.get(axis, 0)
-        count *= int(elements_in_windows(*sizes, *_along(window, dimension)).sum())
+        count *= int(elements_in_windows(*sizes, **_along(window, dimension)).sum())
     return 2 * count
 
 
-def _along(window: Mapping[str, Sequence[int]], axis: int) -> tuple[int, int, int, int]:
-    """Returns stride, lower padding, dilation and spacing of a window in one dimension."""
-    stride, low, dilation, spacing = (
-        window[key][axis] if axis < len(window.get(key, ())) else default
-        for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
-    )
-    return stride, low, dilation, spacing
+def _along(window: Mapping[str, Sequence[int]], axis: int) -> dict[str, int]:
+    """Returns what a window is in one dimension, as arguments of :func:`elements_in_windows`."""
+
+    def number(key: str, default: int) -> int:
+        return window[key][axis] if axis < len(window.get(key, ())) else default
+
+    return {
+        "stride": number("stride", 1),
+        "low": number("pad", 0),
+        "dilation": number("lhs_dilate", 1),
+        "spacing": number("rhs_dilate", 1),
+    }
 
 
 @functools.lru_cache(maxsize=1024)

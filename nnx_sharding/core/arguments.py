@@ -100,7 +100,7 @@ class Specs:
       tree: the prefix, in our own types.
       rules: its leaves: specs, and mappings from filters to specs.
       written: the specs among them, with those inside of mappings.
-      invalid: the place of each leaf that is not a spec, the leaf, and a suggestion.
+      invalid: the leaves that are not specs.
       depend_on_values: whether shapes and dtypes matter, to a user's predicate.
       has_partition_spec: whether any spec needs a mesh.
       may_hold_none: whether arguments, or parts of them, can have None.
@@ -139,15 +139,23 @@ class Specs:
         return repr(self.tree)
 
 
-def _invalid_leaves(tree: object, path: Path) -> Iterator[tuple[str, Any, str]]:
-    """Yields the place of each leaf of a prefix that is not a spec, the leaf, and a suggestion."""
+class _InvalidLeaf(NamedTuple):
+    """A leaf of a prefix that is not a spec."""
+
+    place: str  # the expression for it, from the prefix
+    leaf: Any
+    hint: str  # a suggestion, or nothing
+
+
+def _invalid_leaves(tree: object, path: Path) -> Iterator[_InvalidLeaf]:
+    """Yields the leaves of a prefix that are not specs."""
     if is_spec(tree):
         return
     # A tuple such as ("data", None) was probably meant as one spec; at the top, as one for each.
     hint = suggested_spec(tree) if path or not isinstance(tree, tuple | list) else ""
     parts, treedef = _one_level(tree)
     if hint or is_leaf_treedef(treedef):
-        yield accessor("", path), tree, hint
+        yield _InvalidLeaf(accessor("", path), tree, hint)
         return
     for key, part in parts:
         yield from _invalid_leaves(part, (*path, *map(path_key, key)))
@@ -166,7 +174,7 @@ def check_specs(name: str, types: type | tuple[type, ...] = object, **options: S
     """
     lines = []
     for option, specs in options.items():
-        lines += [f"  {option}{place}: {show(leaf)}{hint}" for place, leaf, hint in specs.invalid]
+        lines += [f"  {option}{x.place}: {show(x.leaf)}{x.hint}" for x in specs.invalid]
         for spec in specs.written:
             if spec is not None and not isinstance(spec, types):
                 lines.append(f"  {option}: {show(spec)}; write its PartitionSpec")
@@ -264,8 +272,7 @@ def split_argument(
         try:
             specs = list(_broadcast(prefix, skeleton, 0))
         except ValueError:
-            pairs = _mismatches(prefix, skeleton, ())
-            mismatches = [f"  {name}{place}: {reason}" for place, reason in pairs]
+            mismatches = [f"  {line}" for line in _mismatches(prefix, skeleton, name)]
             if not mismatches:
                 raise
             head = (
@@ -307,27 +314,26 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
         yield from _broadcast(part, subtree, depth + 1)
 
 
-def _mismatches(prefix: object, full: object, path: Path) -> Iterator[tuple[str, str]]:
-    """Yields each place where a prefix does not match the tree, as an expression, and why."""
+def _mismatches(prefix: object, full: object, place: str) -> Iterator[str]:
+    """Yields a text for each mismatch of a prefix and the tree; ``place`` is what both are at."""
     if is_spec(prefix):
         return
-    place = accessor("", path)
     specs, values = (_children(tree) for tree in (prefix, full))
     if type(prefix) is not type(full) or not values:
         kind = type(full).__name__ if values else "module, Variable or array"
-        yield place, f"the specs are a {type(prefix).__name__}, the value is a {kind}"
+        yield f"{place}: the specs are a {type(prefix).__name__}, the value is a {kind}"
         return
     if isinstance(prefix, tuple | list) and len(specs) != len(values):
-        yield place, f"{len(specs)} specs for {len(values)} values"
+        yield f"{place}: {len(specs)} specs for {len(values)} values"
         return
     missing = [key for key in values if key not in specs]
     if missing:
-        yield place, f"no spec for {', '.join(map(repr, missing))}"
+        yield f"{place}: no spec for {', '.join(map(repr, missing))}"
     for key in specs:
         if key in values:
-            yield from _mismatches(specs[key], values[key], (*path, key))
+            yield from _mismatches(specs[key], values[key], accessor(place, (key,)))
         else:
-            yield place, f"unknown key {key!r}{suggestion(key, missing or values)}"
+            yield f"{place}: unknown key {key!r}{suggestion(key, missing or values)}"
 
 
 def _children(tree: object) -> dict[Any, Any]:

@@ -3,6 +3,11 @@
 A *plan* (``plan.py``) is what was computed for arguments of one structure, such as the spec of each
 array. A *guard* (``guard/``) finds it again in a later call without flattening the arguments. The
 *options* of a transform are all on which its plans depend. Caches here are bounded.
+
+From other modules:
+
+    Plan        serves all calls whose arguments have its structure, whatever their arrays
+    make_room   removes the oldest items of a table until no more than a limit are left
 """
 
 from __future__ import annotations

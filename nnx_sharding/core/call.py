@@ -34,7 +34,7 @@ from .flatten import Flat
 from .interrupts import defer_signals, deferred_handlers, deliver_signals
 from .outcome import Outcome, OutputGroup, Source
 from .plan import Plan
-from .rebuild import NodeChange, update_operations
+from .rebuild import NodeChange, Part, update_operations
 from .static_parts import Operation
 from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
 from .treedefs import has_builtin_containers
@@ -345,5 +345,5 @@ def _placing_operations(
         old = flat.leaves[slot]
         # NumPy arrays stay, and so does what was assigned meanwhile.
         if isinstance(old, jax.Array) and vars(flat.objects[index]).get(str(key)) is old:
-            attributes.append(NodeChange(index, ((key, LEAF, (slot,)),), ()))
+            attributes.append(NodeChange(index, ((key, Part(LEAF, (slot,))),), ()))
     return update_operations(structure, leaves, flat.objects, variables, nodes=attributes)

@@ -1,4 +1,12 @@
-"""Explains why a compiled program refuses arguments that differ from those it was compiled for."""
+"""Explains why a compiled program refuses arguments that differ from those it was compiled for.
+
+From other modules:
+
+    Plan               the names of the arrays, by slot, and those that a call moves
+                       (``placed_slots``)
+    passed_shardings   the declared shardings that JAX gets as an option, by slot; it checks these
+    lists              makes a check of a function that yields a line for each wrong argument
+"""
 
 from __future__ import annotations
 
@@ -53,7 +61,7 @@ def _check_compiled_shardings(
 ) -> Iterator[str]:
     """Yields arrays with other shardings than the program was compiled for."""
     # Arrays with a declared spec are moved, or refused for that reason.
-    declared = {*plan.placed_slots, *(slot for slot, *_ in passed_shardings(plan, leaves))}
+    declared = {*plan.placed_slots, *passed_shardings(plan)}
     for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
         if slot in declared or compiled is None or not is_committed(leaf):  # None: not used
             continue

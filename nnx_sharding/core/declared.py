@@ -3,6 +3,14 @@
 JAX itself moves uncommitted arrays to the sharding that a program declares for its inputs, in each
 call anew. So a call moves Variables itself, once, and the caller's model keeps the moved arrays.
 Committed arrays are where the user put them: they are only moved if the user asked for that.
+
+From other modules:
+
+    Plan           ``shardings`` has the declared one of each array, by slot (None where the user
+                   gave none); ``placed_slots`` are those of arrays that a call moves itself
+    place_arrays   moves arrays to shardings, in as few transfers as possible
+    obstacle       says why an array cannot get a sharding on any path; None if it can
+    fit_specs      raises an error for specs that do not fit the shapes of arrays
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from ..specs.types import AnyArray, Arrays
 from .memory import memory_of, other_memory
 from .place import obstacle, place_arrays
 from .plan import Plan
-from .problems import array_line, committed_elsewhere
+from .problems import DeclaredArray, array_line, committed_elsewhere
 from .spec_checks import fit_specs
 from .transform import OnCommitted, Sharded
 
@@ -95,9 +103,10 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
         pass
     transform = plan.transform
     assert isinstance(transform, Sharded)
+    targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
     decisions = {
         slot: decide(leaves[slot], sharding, transform.on_committed)
-        for slot, sharding in zip(plan.placed_slots, plan.placed_shardings, strict=True)
+        for slot, sharding in targets.items()
         if not isinstance(leaves[slot], jax.ShapeDtypeStruct)
     }
     slots = [slot for slot, decision in decisions.items() if decision != "keep"]
@@ -107,19 +116,17 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
     shapes = [jnp.shape(leaves[slot]) for slot in slots]
     # A later call may have other shapes than the one for which the plan was made.
     fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
-    targets: list[Any] = [plan.shardings[slot] for slot in slots]
-    lines, refused = [], []
-    for name, slot, target in zip(names, slots, targets, strict=True):
-        if reason := obstacle(leaves[slot], target):
-            lines.append(f"  {name}: {reason}")
-        if decisions[slot] == "refuse":
-            refused.append((name, leaves[slot], target))
+    arrays = [DeclaredArray(plan.names[slot], leaves[slot], targets[slot]) for slot in slots]
+    obstacles = {x.name: obstacle(x.array, x.declared) for x in arrays}
     head = f"{transform.name}: these arrays cannot be placed as declared:"
+    lines = [f"  {name}: {reason}" for name, reason in obstacles.items() if reason]
     raise_listed(ValueError, head, lines)
+    pairs = zip(slots, arrays, strict=True)
+    refused = [array for slot, array in pairs if decisions[slot] == "refuse"]
     if error := committed_elsewhere(transform.name, refused):
         raise error
     leaves = list(leaves)
-    placed = place_arrays([leaves[slot] for slot in slots], targets)
+    placed = place_arrays([x.array for x in arrays], [x.declared for x in arrays])
     for slot, array in zip(slots, placed, strict=True):
         leaves[slot] = array
     return leaves, slots

@@ -6,6 +6,13 @@ error that names them; otherwise JAX's error is kept, with a note if there is mo
 A *check* gets the plan of the call and its arrays, by slot, and returns the error for one kind of
 mistake, or None. Most are functions that yield a line for each wrong argument, which the decorator
 ``lists`` makes a check.
+
+From other modules:
+
+    Plan            names, specs and declared shardings of the arrays, each in a list by slot
+    is_committed    whether the user, or a call, put an array where it is, so that JAX keeps it
+                    there
+    call_and_pack   calls the user's function in a trace: errors that pass through it are the user's
 """
 
 from __future__ import annotations
@@ -21,13 +28,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import DonatedError, NoMeshError, listed_error
-from ..specs.fitting import axes_of, axes_of_type, describe, describe_both, keep_axes, pad_entries
+from ..specs.fitting import axes_of, axes_of_type, describe, keep_axes, pad_entries
 from ..specs.types import AnyArray, Arrays, Axis
 from .constrain import shape_of
 from .declared import is_committed, note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
 from .plan import Plan
-from .problems import arguments_not_arrays, array_line, committed_elsewhere, join_paths
+from .problems import (
+    DeclaredArray,
+    arguments_not_arrays,
+    array_line,
+    committed_elsewhere,
+    join_paths,
+)
 from .pure import call_and_pack
 from .spec_checks import fit_specs
 from .transform import Sharded
@@ -239,7 +252,6 @@ def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple
 
 
 def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that committed arrays have the shardings that are declared for them."""
     return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
 
 
@@ -250,32 +262,28 @@ def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
     "Create them from arrays with the declared sharding, or declare the one they have.",
 )
 def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    for name, ref, declared in _other_shardings(plan, leaves, _is_concrete_ref):
-        actual, expected = describe_both(ref.sharding, declared)
-        yield f"  {name}, shape {ref.shape}: is {actual}, declared {expected}"
+    for ref in _other_shardings(plan, leaves, _is_concrete_ref):
+        yield ref.line()
 
 
 def _other_shardings(
     plan: Plan, leaves: Arrays, is_wanted: Callable[[Any], bool]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the name, the array and the declared sharding of arrays with another sharding.
-
-    ``is_wanted`` selects the arrays that are compared.
-    """
-    for slot, leaf, declared in passed_shardings(plan, leaves):
+) -> Iterator[DeclaredArray]:
+    """Yields the arrays that ``is_wanted`` selects and that have another sharding than declared."""
+    for slot, declared in passed_shardings(plan).items():
+        leaf = leaves[slot]
         if is_wanted(leaf):
             # Arrays on other devices are left to _check_devices.
             is_compared = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
             if is_compared and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
-                yield plan.names[slot], leaf, declared
+                yield DeclaredArray(plan.names[slot], leaf, declared)
 
 
-def passed_shardings(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, AnyArray, Sharding]]:
-    """Yields the slots and arrays for which JAX gets a sharding as an option, with that."""
-    if isinstance(plan.transform, Sharded) and plan.transform.passes_shardings:
-        for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
-            if sharding is not None:
-                yield slot, leaf, sharding
+def passed_shardings(plan: Plan) -> dict[int, Sharding]:
+    """Returns the shardings of inputs that JAX gets as an option, by slot."""
+    if not isinstance(plan.transform, Sharded) or not plan.transform.passes_shardings:
+        return {}
+    return {slot: sharding for slot, sharding in enumerate(plan.shardings) if sharding is not None}
 
 
 @lists(
@@ -286,7 +294,8 @@ def passed_shardings(plan: Plan, leaves: Arrays) -> Iterator[tuple[int, AnyArray
     "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
 )
 def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    for slot, leaf, sharding in passed_shardings(plan, leaves):
+    for slot, sharding in passed_shardings(plan).items():
+        leaf = leaves[slot]
         is_local = sharding.is_fully_addressable or sharding.is_fully_replicated
         if isinstance(leaf, np.ndarray) and not is_local:
             yield f"  {plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
@@ -301,7 +310,7 @@ def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
 )
 def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
     """Yields each tuple of devices with the arguments on it, if there are several."""
-    shardings: list[tuple[Any, str]] = []  # with the argument or option that has it
+    shardings: list[tuple[Any, str]] = []  # each with the argument or option that has it
     for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
         shardings.append((sharding, name))
         if _is_concrete_ref(leaf) or is_committed(leaf):

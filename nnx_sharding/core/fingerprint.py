@@ -22,6 +22,12 @@ whose content Python does not show, or that reads the state of the process, such
 
 ``jit`` asks for it within a trace only. At top level it keeps, like ``jax.jit``, what its function
 captured when it was traced.
+
+From other modules:
+
+    Listing   goes through what is reached: ``tokens`` is the list, ``codes`` and ``weak`` are the
+              objects whose ids are in it; raises `NotListed` at what cannot be listed
+    Static    a static value with its rule of comparison: by value, or ``by_identity``
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""A graph of NNX objects → a :class:`~nnx_sharding.core.structure.Structure` and flat arrays."""
+"""A graph of NNX objects → a :class:`~nnx_sharding.core.structure.Structure` and flat arrays.
+
+From other modules:
+
+    Flattener      does the walk; this file gives it what the caller wants
+    ReadRecorder   is told what is read, so that a guard can read it again
+    Snapshot       objects before a trace, to reuse the entries of unchanged ones
+"""
 
 from __future__ import annotations
 

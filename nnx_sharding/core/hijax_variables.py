@@ -1,6 +1,12 @@
 """Variables made with ``hijax=True``: values of JAX, with a treedef and a tuple of arrays.
 
 A structure describes them as plain Variables, so that both kinds are the same to what comes after.
+
+From other modules:
+
+    VariableEntry   how a structure describes a Variable: type, metadata, and the child in it
+    ReadRecorder    is told what is read, and where, so that a guard can read it again
+    aux_of          the data of pytree nodes in a treedef, other than plain keys
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Operations in a traced program that XLA is known to compute wrong: dodged, or warned about."""
+"""Operations in a traced program that XLA is known to compute wrong: dodged, or warned about.
+
+From other modules:
+
+    Replacements   writes the equations of a jaxpr again, without the convolutions of ``is_grouped``
+"""
 
 from __future__ import annotations
 

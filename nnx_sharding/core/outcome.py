@@ -194,7 +194,7 @@ def _compare(
         # output all the same if its buffer is donated, or if it gets another sharding.
         unchanged = {
             slot: Source(INPUT, old_slot)
-            for slot, old_slot in kept_places(plan.structure, after.structure, index)
+            for slot, old_slot in kept_places(plan.structure, after.structure, index).items()
             if after.leaves[slot] is leaves[old_slot]
             and old_slot not in plan.donated
             and specs[slot] == plan.object_specs[old_slot]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,12 +90,22 @@ def no_mesh(name: str, places: Sequence[str] = ()) -> NoMeshError:
     return see(NoMeshError(message(text, places)), anchor="no-mesh")
 
 
-def committed_elsewhere(name: str, arrays: Iterable[tuple[str, Any, Sharding]]) -> Exception | None:
+class DeclaredArray(NamedTuple):
+    """An array with a declared sharding, which is not the one that it has."""
+
+    name: str
+    array: AnyArray
+    declared: Sharding
+
+    def line(self) -> str:
+        """Returns a line of a message that says both shardings."""
+        actual, expected = describe_both(self.array.sharding, self.declared)
+        return f"  {self.name}, shape {self.array.shape}: is {actual}, declared {expected}"
+
+
+def committed_elsewhere(name: str, arrays: Iterable[DeclaredArray]) -> Exception | None:
     """Returns the error for arrays that are committed to other shardings than declared."""
-    lines = []
-    for path, array, declared in arrays:
-        actual, expected = describe_both(array.sharding, declared)
-        lines.append(f"  {path}, shape {array.shape}: is {actual}, declared {expected}")
+    lines = [array.line() for array in arrays]
     return listed_error(
         ValueError,
         f"{name}: these arrays are committed to a sharding other than the declared one:",

@@ -326,7 +326,7 @@ def _keep_specs(
     for index, slots in enumerate(plan.structure.slots):
         if not slots or not isinstance(after.entries[index], NodeEntry):
             continue
-        for slot, old_slot in kept_places(plan.structure, after, index):
+        for slot, old_slot in kept_places(plan.structure, after, index).items():
             if resolved.slots[slot] is None:
                 resolved.slots[slot] = plan.object_specs[old_slot]
     return old_shapes

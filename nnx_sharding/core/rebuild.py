@@ -4,6 +4,12 @@ An *operation* is a function with its arguments. All are made before the first i
 together (:func:`~.unflatten.perform`), so that an error or a signal changes everything or nothing.
 The words of a structure are those of ``structure.py``: an *index* is that of an object in its
 table, a *slot* the position of an array, and a *child* describes what an object has in one place.
+
+From other modules:
+
+    assemble   makes the value that a child describes, with arrays from an iterator; objects of the
+               graph are those in a list, by index
+    Flat       a flattened tree: its structure, its arrays by slot and its objects by index
 """
 
 from __future__ import annotations
@@ -32,8 +38,8 @@ from .unflatten import assemble, assemble_attributes, assemble_metadata, assign_
 class NodeChange(NamedTuple):
     """The attributes of one node that differ."""
 
-    node: int
-    changed: tuple[tuple[Any, Child, tuple[int, ...]], ...]  # key, child, and its slots
+    node: int  # its index
+    changed: tuple[tuple[Any, Part], ...]  # what it has now, by key
     removed: tuple[Any, ...]  # keys
 
 
@@ -68,17 +74,17 @@ def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
     return result
 
 
-def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[int, int]]:
-    """Returns the slots, after and before a call, of an object's arrays in the same places."""
+def kept_places(before: Structure, after: Structure, index: int) -> dict[int, int]:
+    """Returns the slots before a call of an object's arrays, by the slots in their places after."""
     if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
-        return [(after.slots[index][0], before.slots[index][0])]  # nearly all have no parts
+        return {after.slots[index][0]: before.slots[index][0]}  # nearly all have no parts
     old_parts = parts_by_key(before, index)
-    pairs: list[tuple[int, int]] = []
+    old_slots: dict[int, int] = {}
     for key, part in parts_by_key(after, index).items():
         old = old_parts.get(key)
         if old is not None and part.child == old.child:
-            pairs += zip(part.slots, old.slots, strict=True)
-    return pairs
+            old_slots |= zip(part.slots, old.slots, strict=True)
+    return old_slots
 
 
 def node_changes(
@@ -95,9 +101,9 @@ def node_changes(
     old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
     parts = parts_by_key(after, index)
     changed = tuple(
-        (key, child, slots)
-        for key, (child, slots) in parts.items()
-        if key not in old or old[key] != child or not fresh.isdisjoint(slots)
+        (key, part)
+        for key, part in parts.items()
+        if key not in old or old[key] != part.child or not fresh.isdisjoint(part.slots)
     )
     removed = tuple(key for key in old if key not in parts)
     return NodeChange(index, changed, removed) if changed or removed else None
@@ -109,8 +115,8 @@ def _node_operations(
     """Returns the operations that change the attributes of one module."""
     entry: Any = after.entries[change.node]
     attributes = [
-        (key, assemble(child, (leaves[slot] for slot in slots), objects))
-        for key, child, slots in change.changed
+        (key, assemble(part.child, (leaves[slot] for slot in part.slots), objects))
+        for key, part in change.changed
     ]
 
     def all_attributes() -> list[tuple[Any, Any]]:  # for node types that can only be rewritten

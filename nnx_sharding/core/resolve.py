@@ -307,8 +307,8 @@ class FilterUse:
             new._arguments |= use._arguments
         return new
 
-    def unused(self) -> Iterator[tuple[str, list[str], str]]:
-        """Yields the filters that decided nothing: name, arguments, and a suggestion.
+    def unused(self) -> Iterator[str]:
+        """Yields a line for each filter that decided nothing, with its arguments and a suggestion.
 
         Only those that look misspelt, or that come after filters that match the same (shadowed):
         others may be meant for another argument or function.
@@ -320,7 +320,7 @@ class FilterUse:
                 continue
             near = spelling_hint(filter_, self._keys)
             if near or index in self._shadowed:
-                yield self.rules.names[index], list(self._arguments), near
+                yield f"  {self.rules.names[index]}, for {join_paths([*self._arguments])}{near}"
 
 
 def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
@@ -333,11 +333,7 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
                 break
         else:
             merged.append(use)
-    lines = [
-        f"  {filter_}, for {join_paths(arguments)}{near}"
-        for use in merged
-        for filter_, arguments, near in use.unused()
-    ]
+    lines = [line for use in merged for line in use.unused()]
     if lines:
         head = f"{name}: these filters match nothing, or only what earlier filters match:"
         remedy = "Correct or remove them, or put them before the filter that matches the same."

@@ -8,6 +8,12 @@ it replaces, and anything else needs a declared spec: on Auto axes, nobody knows
 
 The objects before and after the call are described by two tables (``structure.py``) with the same
 objects first. A *slot* is the position of an array in the list of all arrays.
+
+From other modules:
+
+    retype    gives an array the axis types of a mesh, and a spec over its Explicit axes
+    rebuild   puts other arrays into a flattened tree: changes its modules, makes new containers
+    Flat      a flattened tree: its structure, its arrays (``leaves``) and its objects
 """
 
 from __future__ import annotations
@@ -30,11 +36,16 @@ from .problems import array_line
 from .rebuild import rebuild
 from .structure import Structure
 
-# The parameters of the current trace whose gradients go to partial sums, by their ids: the
-# parameter, held so that no other array gets its id, and its partial sums.
-PARTIAL: ContextVar[dict[int, tuple[jax.Array, jax.Array]] | None] = ContextVar(
-    "PARTIAL", default=None
-)
+
+class PartialSum(NamedTuple):
+    """A parameter of the current trace whose gradient goes to partial sums."""
+
+    parameter: jax.Array  # held so that no other array gets its id
+    sums: jax.Array
+
+
+# By the id of the parameter, as tracers have no hash.
+PARTIAL: ContextVar[dict[int, PartialSum] | None] = ContextVar("PARTIAL", default=None)
 
 
 _MANUAL = AxisType.Manual
@@ -100,8 +111,7 @@ class RetypedArrays(NamedTuple):
             entries = [partial_sums.get(id(leaf)) for leaf in leaves]
             for new, entry in zip(inside, entries, strict=True):
                 if entry is not None:
-                    _, sums = entry
-                    partial_sums[id(new)] = new, retype(sums, change.inner)
+                    partial_sums[id(new)] = PartialSum(new, retype(entry.sums, change.inner))
         return cls(change, leaves, inside)
 
     def context(self) -> AbstractContextManager[Any]:

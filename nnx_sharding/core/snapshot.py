@@ -2,6 +2,11 @@
 
 After a call the graph is flattened again. An object whose content is still the same, part by part
 and by identity, has the same entry, so only what changed is described again.
+
+From other modules:
+
+    Structure   the table; an entry describes one object, by index, and its children
+    Static      a child that is a static value, compared as ``static_equality.py`` says
 """
 
 from __future__ import annotations

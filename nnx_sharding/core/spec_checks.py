@@ -5,6 +5,12 @@ the dimensions of the array; ``specs/fitting.py`` decides that for one array. :f
 through the arrays of a call: one error lists everything that does not fit, one warning everything
 that was corrected. ``tree_shardings.py`` does the same for trees outside of a call. A *slot* is the
 position of an array in the list of all arrays.
+
+From other modules:
+
+    Transform       has the mesh that applies (``context``), and which axes may be used
+    fit_sharding    decides for one array: a ``Fit`` with the spec that is left, and the problems
+    NamedLocation   where a Variable or an array is, with the user's spec for that part
 """
 
 from __future__ import annotations

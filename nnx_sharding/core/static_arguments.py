@@ -1,6 +1,12 @@
 """Arguments that are static because they are not arrays, and have the spec None.
 
 ``jax.shard_map`` passes such values to the function as they are; other transforms refuse them.
+
+From other modules:
+
+    Signature     which arguments of a call are static, and which are *dynamic*, all others
+    align_specs   the spec of each dynamic argument: (by position, by keyword)
+    Static        marks a value as static where it is a leaf of a pytree
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def check_static_places(
         ValueError,
         "static values must not hold Variables or arrays, which would become constants of the "
         "program:",
-        [f"  {place}: {what}" for place, what in _misplaced(structure, starts, uncopied)],
+        [*_misplaced(structure, starts, uncopied)],
         "Pass them as ordinary arguments, or keep them in attributes of modules: what is static in "
         "a module is part of the key of the compiled function in any case.",
         anchor="static-argument-with-arrays",
@@ -117,10 +117,8 @@ class _Place(NamedTuple):
     in_uncopied: bool = False  # whether it is in an object of which a trace gets no copy
 
 
-def _misplaced(
-    structure: Structure, starts: Iterable[_Place], uncopied: Set[int]
-) -> Iterator[tuple[str, str]]:
-    """Yields the expression for each Variable or array in a static place, and what it is.
+def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int]) -> Iterator[str]:
+    """Yields a line of a message for each Variable or array in a static place.
 
     Args:
       structure: describes all objects.
@@ -134,7 +132,7 @@ def _misplaced(
         child, in_uncopied = place.child, place.in_uncopied
         if isinstance(child, Static):
             if _is_hidden(child):
-                yield place.expression, f"{type(child.value).__name__} with arrays"
+                yield f"  {place.expression}: {type(child.value).__name__} with arrays"
             elif place.in_argument:
                 yield from _arrays_in(place.expression, child.value)
         elif isinstance(child, Container | StaticObject):
@@ -144,7 +142,7 @@ def _misplaced(
             if in_uncopied and not isinstance(entry, StaticObject):
                 # A module in an object that is not copied would be the caller's own.
                 if entry is not None and _holds_arrays(structure, child):
-                    yield place.expression, f"{entry.type.__name__} with arrays"
+                    yield f"  {place.expression}: {entry.type.__name__} with arrays"
             elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
                 seen.add((child, place.in_argument))
                 below = _places_below(place, entry, in_uncopied=child in uncopied)
@@ -177,11 +175,11 @@ def _places_below(
     return places
 
 
-def _arrays_in(place: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yields the arrays in what is compared by value: their expressions, and what they are."""
+def _arrays_in(place: str, value: object) -> Iterator[str]:
+    """Yields a line of a message for each array in what is compared by value."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
-        yield place, f"an array, {jax.typeof(value).str_short()}"
+        yield f"  {place}: an array, {jax.typeof(value).str_short()}"
     elif isinstance(value, tuple | frozenset):
         parts = enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

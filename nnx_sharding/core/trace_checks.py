@@ -4,6 +4,12 @@ They run once for each trace. What they refuse would otherwise surface later and
 tracer in a static value, a captured object in two graphs, arrays that became constants. The modules
 before and after the call are described by two tables of objects (``structure.py``), with the same
 objects first: an *entry* describes one object, and its *index* is its place in the table.
+
+From other modules:
+
+    Flat        what was flattened: a structure, the arrays by slot, the objects by index
+    Static      a static value; ``by_identity`` if it equals only itself
+    NamedSpec   the name of a Variable, such as ``model.kernel``, and its spec
 """
 
 from __future__ import annotations

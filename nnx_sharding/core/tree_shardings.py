@@ -5,6 +5,13 @@ of specs that may end above the arrays), and *fits* it: checks that the mesh has
 these divide the shape. One error lists everything that does not fit, one warning everything that
 was corrected. For the arrays of a call, ``spec_checks.py`` does the same with the specs of a
 transform; ``specs/fitting.py`` decides for one array.
+
+From other modules:
+
+    Specs            the user's prefix; ``invalid`` are leaves that are no specs, for `check_specs`
+    split_argument   gives each module and array of a tree its part of the prefix
+    resolve          finds one spec for each array, also by the filters of a ``StateSharding``
+    fit_sharding     decides for one array: a ``Fit`` with the spec that is left, and the problems
 """
 
 from __future__ import annotations

@@ -7,6 +7,11 @@ To *assemble* a child is to make the value that it describes, with arrays from a
 
 Existing objects are changed by *operations*, a function with its arguments each, as in
 ``rebuild.py``.
+
+From other modules:
+
+    Static      a static value; ``content_of`` takes an object apart that is compared by content
+    Operation   a tuple of a function and its arguments, for `perform`
 """
 
 from __future__ import annotations

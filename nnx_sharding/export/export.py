@@ -148,8 +148,9 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
     for node in outcome.nodes:
         old_parts = parts_of(before.entries[node.node])
         is_expressible &= not node.removed and all(
-            key == _compat.STATUSES or _is_expressible(old_parts.get((key,)), new, before, after)
-            for key, new, _ in node.changed
+            key == _compat.STATUSES
+            or _is_expressible(old_parts.get((key,)), part.child, before, after)
+            for key, part in node.changed
         )
     if is_expressible:
         return

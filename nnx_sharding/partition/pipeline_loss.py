@@ -262,7 +262,7 @@ class TracedLoss:
         self._state = {
             slot: old
             for index in outcome.values
-            for slot, old in kept_places(before, outcome.structure, index)
+            for slot, old in kept_places(before, outcome.structure, index).items()
             if outcome.sources[slot].group != INPUT
         }
         is_input = {i for i, x in enumerate(outcome.sources) if x.group == INPUT}

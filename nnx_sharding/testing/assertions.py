@@ -274,9 +274,9 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
     if not in_loops:
         _fail(f"{head}: it gathers none in a loop.", (), remedy)
     lines = [
-        f"{_line(x)}\n    independent of {beside} of {every} matrix products"
-        for x, (beside, every) in in_loops
-        if beside * layers < every or not every
+        f"{_line(x)}\n    independent of {count.products} of {count.of} matrix products"
+        for x, count in in_loops
+        if count.products * layers < count.of or not count.of
     ]
     if lines:
         _fail(f"{head}:", lines, remedy)

@@ -1,4 +1,11 @@
-"""``checkify`` for functions that take and return NNX objects."""
+"""``checkify`` for functions that take and return NNX objects.
+
+From other modules:
+
+    Inner           a transformed function that becomes part of a surrounding trace
+    jax_transform   of an `InnerTransform`: what JAX makes of a function of all leaves
+    call_on_slots   transforms that as a function of some slots; the other leaves are fixed
+"""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ from .in_trace import (
     static_leaves,
     tree_text,
 )
+from .lifted import Modes
 
 
 @_compat.api_boundary
@@ -92,7 +93,7 @@ def cond(
     """
     pred = scalar_value("cond", "pred", pred, "biuf", "a scalar, a bool or a number")
     branches = {"true_fun": true_fun, "false_fun": false_fun}
-    return _call_branches("cond", pred, branches, operands, (graph, graph_updates))
+    return _call_branches("cond", pred, branches, operands, Modes(graph, graph_updates))
 
 
 @_compat.api_boundary
@@ -140,7 +141,7 @@ def switch(
         raise ValueError("switch: branches is empty; it needs at least one function.")
     index = scalar_value("switch", "index", index, "iu", "an integer scalar")
     by_label = {f"branches[{number}]": branch for number, branch in enumerate(branches)}
-    return _call_branches("switch", index, by_label, operands, (graph, graph_updates))
+    return _call_branches("switch", index, by_label, operands, Modes(graph, graph_updates))
 
 
 def _call_branches(
@@ -148,7 +149,7 @@ def _call_branches(
     selector: object,
     branches: Mapping[str, Callable[..., object]],
     operands: tuple[object, ...],
-    modes: tuple[bool | None, bool | None],
+    modes: Modes,
 ) -> Any:
     """Calls ``cond`` or ``switch``, and returns what the chosen branch returns.
 
@@ -160,7 +161,7 @@ def _call_branches(
       selector: the condition, or the number of the branch: a scalar.
       branches: the branches, by their labels in messages.
       operands: their arguments.
-      modes: the options ``graph`` and ``graph_updates`` of the user.
+      modes: how the user wants graphs to be treated.
     """
     # The names of the first two arguments below, for messages.
     functions = Functions(name, branches, ("selector", "branches"), len(operands))
@@ -323,7 +324,7 @@ class _Branches:
         for index, slots in enumerate(before.slots):
             if not slots:  # most of a model's objects are modules without arrays of their own
                 continue
-            for slot, old_slot in kept_places(before, after, index):
+            for slot, old_slot in kept_places(before, after, index).items():
                 old = leaves[old_slot]
                 if is_traced(old) and not _compat.is_ref(old):
                     results[slot] = reshard_like(results[slot], old)

@@ -13,6 +13,15 @@ with tangents (:class:`~.tangents.TangentForm`): the arrays of an argument that 
 become a module of cotangents, or with graph updates a state, as Flax has it. What a rule returns
 besides the output (residuals, tangents) is recorded in a list while the pure function
 runs, since that returns the output only.
+
+From other modules:
+
+    Plan          what is known before the trace: ``structure`` and names of the arguments
+    Caller        the call being traced; the pure function calls ``caller.fun``
+    Source        in ``outcome.sources``, by slot after the call: the group of outputs that has the
+                  array and its position in that; or group ``INPUT`` and its slot before
+    TangentForm   which arrays of some objects have tangents (``slots``); ``build`` makes objects
+                  that hold tangents, ``tangents_in`` takes them out of those that the user gave
 """
 
 from __future__ import annotations
@@ -44,7 +53,7 @@ from ..specs.filters import to_predicate
 from ..specs.paths import Path
 from .differentiation import check_pair
 from .in_trace import Function, Inner, InnerTransform, is_traced, replace_slots
-from .lifted import P, R, lift, unbind
+from .lifted import Modes, P, R, lift, unbind
 from .stages import user_tree
 from .tangents import TangentForm, slots_by_path, without_tangent
 
@@ -106,7 +115,7 @@ def custom_vjp(
 
     The semantics are those of ``jax.custom_vjp`` and ``flax.nnx.custom_vjp``.
     """
-    return _make(CustomVjp, "custom_vjp", fun, nondiff_argnums, (graph, graph_updates))
+    return _make(CustomVjp, "custom_vjp", fun, nondiff_argnums, Modes(graph, graph_updates))
 
 
 @_compat.api_boundary
@@ -151,7 +160,7 @@ def custom_jvp(
 
     The semantics are those of ``jax.custom_jvp``.
     """
-    return _make(CustomJvp, "custom_jvp", fun, nondiff_argnums, (graph, graph_updates))
+    return _make(CustomJvp, "custom_jvp", fun, nondiff_argnums, Modes(graph, graph_updates))
 
 
 @_compat.api_boundary
@@ -160,7 +169,7 @@ def _make(
     name: str,
     fun: Callable[..., object] | None,
     nondiff_argnums: Sequence[Any],
-    modes: tuple[bool | None, bool | None],
+    modes: Modes,
 ) -> Any:
     """Makes the wrapper that ``custom_vjp`` or ``custom_jvp`` returns, or a decorator.
 
@@ -169,7 +178,7 @@ def _make(
       name: the name of the transform.
       fun: the user's function; None for a decorator.
       nondiff_argnums: as the user gave it: positions, or filters for what is differentiated.
-      modes: the options ``graph`` and ``graph_updates``.
+      modes: how the user wants graphs to be treated.
     """
     if fun is None:
         # Called with options only, as a decorator.

@@ -6,6 +6,12 @@ what these are. What is differentiated is a part of both. So JAX differentiates 
 function of the arrays in some slots that returns the arrays of the output, and everything else as
 auxiliary data (:meth:`Differentiable.differentiate`): the call changes the caller's objects like
 any other, and returns the derivative besides.
+
+From other modules:
+
+    Plan            its ``structure`` describes the arguments; a trace needs it before the arrays
+    replace_slots   a copy of a list of leaves with others in some slots
+    slots_by_path   the slots of the arrays in an object, by their paths from it
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..core.functions import FunctionGroup
 from ..core.signature import Roles
 from ..errors import raise_listed
 from .in_trace import Function, Inner, InnerTransform, type_text
-from .lifted import unbind
+from .lifted import Modes, unbind
 
 
 class Functions(FunctionGroup):
@@ -109,7 +109,7 @@ def _signature(
 def call_functions(
     functions: Functions,
     transform: InnerTransform,
-    modes: tuple[bool | None, bool | None],
+    modes: Modes,
     *args: object,
 ) -> Any:
     """Calls a transform of several functions.
@@ -117,7 +117,7 @@ def call_functions(
     Args:
       functions: the functions.
       transform: the transform.
-      modes: the options ``graph`` and ``graph_updates``; None for Flax's flag.
+      modes: how the user wants graphs to be treated.
       *args: the arguments of the functions, their objects first.
 
     Returns:

@@ -9,6 +9,12 @@ what is known of all calls with arguments of one structure; a *location* is wher
 array is in an argument.
 `accumulate_gradients` takes the same three steps, with the second one in a loop, and with *partial
 sums*: gradients that are not yet summed over devices (``partial_sums.py``).
+
+From other modules:
+
+    tangent_type   the type that a gradient has; None for integers and the like
+    value_at       what a location has: an array, or a Variable's pytree of arrays
+    PartialSums    has the partial sums of parameters; ``zeros`` makes them, ``slots`` says of which
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from .differentiation import Differentiable, Differentiation
 from .in_trace import Function, is_array, type_text
-from .lifted import P, R, lift
+from .lifted import Modes, P, R, lift
 from .partial_sums import PartialSums
 from .tangents import tangent_type, without_tangent
 
@@ -100,7 +106,7 @@ def value_and_grad(
     The semantics are those of ``jax.value_and_grad`` and ``flax.nnx.value_and_grad``.
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    modes = graph, graph_updates
+    modes = Modes(graph, graph_updates)
     return _make("value_and_grad", f, argnums, wrt, modes, returns_value=True, **options)
 
 
@@ -145,7 +151,7 @@ def grad(
       (2, 1)
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    modes = graph, graph_updates
+    modes = Modes(graph, graph_updates)
     return _make("grad", f, argnums, wrt, modes, returns_value=False, **options)
 
 
@@ -154,7 +160,7 @@ def _make(
     fun: Callable[..., object] | None,
     argnums: Any,
     wrt: Any,
-    modes: tuple[bool | None, bool | None],
+    modes: Modes,
     **options: Any,
 ) -> Any:
     """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none.
@@ -164,7 +170,7 @@ def _make(
       fun: the user's function.
       argnums: what is differentiated: a position, a name, an ``nnx.DiffState``, or several.
       wrt: the filter for the Variables that are differentiated; None for all.
-      modes: the options ``graph`` and ``graph_updates``.
+      modes: how the user wants graphs to be treated.
       **options: further attributes of the transform.
     """
     to_predicate(... if wrt is None else wrt)  # raises for what is not a filter

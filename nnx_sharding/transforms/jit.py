@@ -3,6 +3,13 @@
 :func:`jit` checks the options and makes a :class:`~.lifted.Lifted` with a :class:`Jit`, which says
 what `jax.jit` gets: the pure function of a plan, with a sharding for each array of the arguments
 and for each group of outputs. Calls, stages and caches are those of `Lifted`.
+
+From other modules:
+
+    Sharded   the base: specs are shardings; ``context`` is the mesh that applies
+    Program   a pure function, transformed, in the forms that calls use: for stages, at top level,
+              within another trace
+    Specs     the user's shardings, a prefix of arguments or results
 """
 
 from __future__ import annotations

@@ -8,6 +8,13 @@ its closures, globals and arguments: if it differs, it is traced again.
 
 This is the hot path of every call: nothing here may depend on the size of the model, apart from
 flattening.
+
+From other modules:
+
+    make_plan     finds all that does not depend on the arrays; raises errors for wrong specs
+    run           places arrays, runs the program, and writes back what the function changed
+    recorder_of   what notes how arguments are flattened, so that a guard can be made
+    Caller        what a trace needs of its call; ``called_by`` sets it for this thread
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 
@@ -47,6 +54,13 @@ from .stages import Lowered, Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Modes(NamedTuple):
+    """How the user wants graphs to be treated, as in ``jit``; None for Flax's own flag."""
+
+    graph: bool | None
+    graph_updates: bool | None
 
 
 class LiftedFunction(Generic[P, R]):
@@ -322,7 +336,8 @@ class Lifted(LiftedFunction[P, R]):
           TypeError: arguments are not arrays, or do not fit the signature of the function.
           ValueError: the declared shardings do not fit the arguments, as in a call.
         """
-        return self._trace(args, kwargs)[0]
+        traced, _ = self._trace(args, kwargs)
+        return traced
 
     @_compat.api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:

@@ -39,7 +39,7 @@ from .. import _compat
 from ..activations.intercept import current_handler, with_handler
 from ..activations.variables import own_variables, replaced_values
 from ..core.constrain import type_spec
-from ..core.retyping import PARTIAL
+from ..core.retyping import PARTIAL, PartialSum
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, spec_axes
 
 # Whether a layer computes each row by itself, from the layer (whose attributes are those of its
@@ -113,8 +113,7 @@ class PartialSums:
     @contextlib.contextmanager
     def with_partials(self, pairs: Iterable[tuple[jax.Array, jax.Array]]) -> Iterator[None]:
         """Within the block, :meth:`find` knows the partial sums of parameters, given as pairs."""
-        # By id, as tracers cannot be hashed. The parameter is held, so that no other gets its id.
-        new = {id(parameter): (parameter, partial) for parameter, partial in pairs}
+        new = {id(parameter): PartialSum(parameter, partial) for parameter, partial in pairs}
         token = PARTIAL.set({**(PARTIAL.get() or {}), **new})
         try:
             yield
@@ -123,8 +122,8 @@ class PartialSums:
 
     def find(self, parameter: object) -> jax.Array | None:
         """Finds the partial sums of a parameter; None if it has none."""
-        _, partial = (PARTIAL.get() or {}).get(id(parameter), (None, None))
-        return partial
+        partial = (PARTIAL.get() or {}).get(id(parameter))
+        return None if partial is None else partial.sums
 
     def __call__(
         self,

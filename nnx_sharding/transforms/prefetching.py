@@ -36,7 +36,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..activations.calls import Tag
+from ..activations.calls import Shape, Tag
 from ..activations.gathering import spec_of_slice
 from ..activations.trace_keys import PREFETCHED
 from ..activations.variables import modules_in, own_variables
@@ -110,7 +110,7 @@ def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
 
 
 def _sharding_of_layer(
-    mesh: AnyMesh, spec: PartitionSpec, shape: Sequence[int], stacked_shape: Sequence[int]
+    mesh: AnyMesh, spec: PartitionSpec, shape: Shape, stacked_shape: Shape
 ) -> NamedSharding:
     """Returns the sharding of one layer's parameter in a loop.
 

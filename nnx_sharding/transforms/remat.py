@@ -6,6 +6,12 @@ traced, the outputs of each module that a filter matches get the name of its rul
 
 `jax.checkpoint` gets the pure function, of all *leaves* of the arguments: arrays, and flags, which
 it does not trace. A *slot* is the position of a leaf.
+
+From other modules:
+
+    call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
+    Known           the modules that a filter may match, by id, with their paths
+    with_handler    calls of modules go through a handler while the block runs
 """
 
 from __future__ import annotations

@@ -7,6 +7,12 @@ call before the trace. At top level the mapped function is compiled by `jax.jit`
 run it operation by operation; within a trace it becomes part of that.
 Meshes and axes differ between the two, as modules may run with other axis types than the mesh that
 the user gave (:meth:`_ShardMap._inline`).
+
+From other modules:
+
+    type_as               gives an array the type that it has with a sharding
+    sharded_activations   applies declared shardings of activations while the function is traced
+    with_static_values    makes what is not an array static where its spec is None
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ from ..specs.fitting import (
 from ..specs.types import AxisName
 from .by_content import compiled_by_content
 from .jit import SharedOptions
-from .lifted import Lifted, P, R, lift
+from .lifted import Lifted, Modes, P, R, lift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -426,7 +432,7 @@ def shard_map(
             raise TypeError(
                 f"shard_map: expected a callable, got {f!r} of type {type(f).__name__}."
             )
-        modes = (graph, graph_updates)
+        modes = Modes(graph, graph_updates)
         return lift(_Mapped, f, transform, Roles(), *modes, max_traces=max_traces)
 
     return decorate if f is None else decorate(f)

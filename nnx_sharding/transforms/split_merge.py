@@ -5,6 +5,12 @@ users see the arrays, states by path in groups by filter, and for `merge` into a
 pairing of old and new objects by path and type. A structure (``core/structure.py``) is a table:
 each object has an *entry* in it, whose place is the *index* of the object, and *children* refer to
 objects by index. The arrays are in a list, in which each has a *slot*.
+
+From other modules:
+
+    Flat                what ``flatten`` returns: structure, arrays and objects
+    flatten_known       the same, for a module that was seen before without reading it in Python
+    update_operations   what has to be done to give objects a new state; `perform` does it at once
 """
 
 from __future__ import annotations

@@ -10,6 +10,12 @@ leading dimension of size L, and calls it in one ``scan``::
 
 A Variable that all layers share keeps its shape, and each step of the scan gets it as it is. To
 compute with the arrays, a module is flattened: the *slot* of an array is its position in the list.
+
+From other modules:
+
+    with_arrays     a new layer around other arrays in some slots
+    replace_slots   a copy of a list of arrays with others in some slots
+    perform         runs operations, which are functions with arguments, in one step
 """
 
 from __future__ import annotations

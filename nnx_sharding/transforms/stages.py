@@ -8,6 +8,12 @@ the `Structure` of the arguments, which describes modules as a treedef describes
 *guard* recognizes the arguments of an earlier call, so that they need not be flattened again.
 
 Figures of compiled programs are in `figures.py`, which is imported when one is asked for.
+
+From other modules:
+
+    Caller     what a trace needs of its call; ``called_by`` sets it while JAX traces or compiles
+    run        places arrays, runs the program, and writes back what the function changed
+    Recorder   traces a call once more, without its arrays, when a report asks for activations
 """
 
 from __future__ import annotations
@@ -162,10 +168,13 @@ class Stage:
 
         rows = (
             activation_row(
-                (call.path, call.module, call.method, call.output),
                 call.aval,
                 call.sharding,
                 call.chosen_by,
+                path=call.path,
+                module=call.module,
+                method=call.method,
+                output=call.output,
             )
             for call in self._recorder.calls
         )

@@ -4,6 +4,11 @@ JAX differentiates lists of arrays. Users give and get tangents and cotangents i
 arguments and results, the *values*: for a module another one of the same structure, with tangents
 in place of its arrays (:class:`TangentForm`). Integers have no tangent; JAX writes it as zeros of
 dtype `float0`. A *slot* is the position of an array in what was flattened (``Flat``).
+
+From other modules:
+
+    replace_slots    a copy of a list of arrays with others in some slots
+    leaves_by_path   the leaves of a pytree by path; ``slots_by_path`` has the same paths
 """
 
 from __future__ import annotations

@@ -5,6 +5,12 @@ user gives, and differ in the function of JAX. The derivative is a function of l
 forms of the primals and of the output (:class:`~.tangents.TangentForm`) translate it into one of
 the user's pytrees. What a method is bound to is an argument as well, before the primals, but is not
 differentiated. A *slot* is the position of an array among those of all arguments.
+
+From other modules:
+
+    differentiate   of `Differentiable`: calls the function and its derivative at some arrays, and
+                    returns what the user's function returns, and the derivative
+    TangentForm     takes tangents out of the user's objects, and builds objects that hold some
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from ..core.signature import Roles
 from ..core.structure import Container
 from .differentiation import Differentiable, Differentiation
 from .in_trace import Function
-from .lifted import lift
+from .lifted import Modes, lift
 from .tangents import TangentForm, as_array, slots_by_path, tangent_type
 
 
@@ -74,7 +80,7 @@ def vjp(
     def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
         return jax.vjp(function, arrays, has_aux=True)[1:]
 
-    modes = graph, graph_updates
+    modes = Modes(graph, graph_updates)
     derivative = _differentiate("vjp", f, has_aux, modes, primals, differentiate)
 
     def pullback(cotangents: object) -> Any:
@@ -140,7 +146,7 @@ def jvp(
         directions = inputs.tangents_in("jvp: tangents", tuple(tangents))
         return jax.jvp(function, (arrays,), (directions,), has_aux=True)[1:]
 
-    modes = graph, graph_updates
+    modes = Modes(graph, graph_updates)
     derivative = _differentiate("jvp", f, has_aux, modes, primals, differentiate)
     return derivative.output, derivative.outputs.build(derivative.function), *derivative.aux
 
@@ -183,7 +189,7 @@ def linearize(
     def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
         return jax.linearize(function, arrays, has_aux=True)[1:]
 
-    modes = graph, graph_updates
+    modes = Modes(graph, graph_updates)
     derivative = _differentiate("linearize", fun, has_aux, modes, primals, differentiate)
 
     def pushforward(*tangents: object) -> Any:
@@ -256,7 +262,7 @@ def _differentiate(
     name: str,
     fun: Callable[..., object],
     has_aux: bool,
-    modes: tuple[bool | None, bool | None],
+    modes: Modes,
     primals: Sequence[object],
     differentiate: _Differentiate,
 ) -> _Derivative:

@@ -3,6 +3,12 @@
 The *pure function* of a call takes all arrays of the arguments, and returns all arrays of the
 result, in groups of one axis each. `jax.vmap` maps it, with an axis for each array: its *spec*
 (``mapped_axes.py``). A *slot* is the position of an array.
+
+From other modules:
+
+    Mapped          the base: reads axes from ``in_axes``, and names them in metadata
+    call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
+    PartialSums     gradients that are not summed over devices yet
 """
 
 from __future__ import annotations

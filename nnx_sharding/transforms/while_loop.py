@@ -10,6 +10,13 @@ second function of the same arrays: the same pure function, traced with the cond
 `fori_loop` carries its counter. With a known number of steps it is a `scan`, as in JAX, so that it
 can be differentiated in reverse mode; otherwise the counter is compared with `upper`, an argument
 that is the same for all steps.
+
+From other modules:
+
+    Loop        a step as a function of the carry: checks structure and types, and puts arrays into
+                the slots of the pure function
+    Functions   the functions of the call as one; ``bind`` makes a function of one of them, whose
+                first argument are the objects to which they are bound
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ from ..specs.types import BROADCAST, CARRY
 from .carry_checks import check_carry
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import Function, StaticLeaves, compile_at_top_level, is_array, tree_text
+from .lifted import Modes
 from .mapped_axes import jax_options
 from .scan import Loop, Scan
 
@@ -94,7 +102,7 @@ def while_loop(
         bound=functions.bound,
     )
     args = functions.objects, init_val
-    return call_functions(functions, transform, (graph, graph_updates), *args)
+    return call_functions(functions, transform, Modes(graph, graph_updates), *args)
 
 
 @_compat.api_boundary
@@ -159,7 +167,7 @@ def fori_loop(
         options=jax_options(**options),
     )
     args = functions.objects, lower, init_val, upper
-    _, last = call_functions(functions, transform, (graph, graph_updates), *args)
+    _, last = call_functions(functions, transform, Modes(graph, graph_updates), *args)
     return last
 
 
