@@ -6,6 +6,12 @@ reason is that rule, which later rules it overrides, and which mesh axes divide 
     model.up.bias: replicated, 64 B on each device
       Rule 1, 'bias', decides: P('model').
       Of P('model'), not all fits: dimension 0 has size 16, not divisible by 'model' (12).
+
+From other modules:
+
+    Plan            has the user's specs of each argument, by parts of it (``arguments``)
+    NamedLocation   where a Variable or array is in an argument, and the expression for it
+    ParameterRow    an argument of the program: its path, spec and shapes
 """
 
 from __future__ import annotations

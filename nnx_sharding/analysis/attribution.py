@@ -41,6 +41,15 @@ With `x` → `up` → `down` → loss, a hidden layer that the compiler keeps fo
 What is approximate: a fusion belongs to one module, though the compiler may have fused the end of
 one with the beginning of the next; shapes decide what is a gradient; and what an array without a
 name is for remains unknown (`ModuleTable.unattributed`).
+
+From other modules:
+
+    Module      the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
+                values that a value is handed on from, ``around`` the calls around a computation,
+                ``runs`` how often each runs
+    Buffers     what the compiler keeps in memory: allocations, buffers in them, and when each is
+                live
+    module_of   the path of the innermost user's module in the name of an operation; None for none
 """
 
 from __future__ import annotations
@@ -255,13 +264,7 @@ def measured_modules(
 def _work_by_place(
     module: Module, executed: ExecutedWork, attribution: Attribution
 ) -> dict[Place, Work]:
-    """Sums the work of each place, with the bodies of loops counted as often as they run.
-
-    Args:
-      module: the compiled program.
-      executed: the instructions of each computation that do work, with the work of one run.
-      attribution: says which place an instruction belongs to.
-    """
+    """Sums the work of each place, with the bodies of loops counted as often as they run."""
     sums: defaultdict[Place, Work] = defaultdict(Work)
     for name, parts in executed.items():
         for instruction, work in parts:

@@ -9,6 +9,14 @@ those mesh axes in which the positions within each group differ (`device_groups.
 How often it runs follows from the loops around it (`hlo.py`), what it is for from what it moves
 (`purposes.py`), and what hides it from the schedule (`overlap.py`). An HLO program (`Module`)
 consists of *computations*, lists of instructions that call each other.
+
+From other modules:
+
+    Module      the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
+                values that a value is handed on from, ``around`` the calls around a computation,
+                ``runs`` how often each runs
+    Use         the purpose, the parameters and the module of a collective
+    Scheduled   what is computed while a collective is in progress, and before it
 """
 
 from __future__ import annotations
@@ -353,13 +361,7 @@ def _collective(
 ) -> Collective:
     """Returns the description of one collective.
 
-    Args:
-      instruction: the instruction.
-      computation: the computation that it is in.
-      module: the program.
-      placement: which devices of the mesh the program runs on.
-      use: what the collective is for.
-      overlap: what is scheduled beside collectives; None if the device waits for all.
+    ``use`` is what it is for. Without ``overlap``, the device waits for all collectives.
     """
     members = placement.members_of(instruction)
     size = max(map(len, members.groups), default=1)

@@ -107,15 +107,12 @@ class Rematerialization(NamedTuple):
             specs.append(written if spec is None else spec_text(spec))
         modules = {row.path for row in report.activations}
         module = module_of(self.operation, modules)
-        sources = [x.source for x in report.collectives or Collectives() if _is_of(x, self)]
+        collectives = report.collectives or Collectives()
+        sources = [x.source for x in collectives if self.operation in (x.operation or "")]
         where = f" in {module}" if module else ""
         line = next((f" ({source})" for source in sources if source), "")
         name = self.operation.rpartition("/")[2]
         return f"{name}{where}{line}: {specs[0]} → {specs[1]}"
-
-
-def _is_of(collective: object, remark: Rematerialization) -> bool:
-    return remark.operation in (getattr(collective, "operation", None) or "")
 
 
 _REMARK = re.compile(

@@ -16,6 +16,14 @@ On **Auto** axes the compiler chooses how values are sharded, and writes only th
 device. They say how the value is sharded where mesh axes have different sizes:
 
     mesh data 2 × model 4     f32[8,64] in the trace, f32[4,16] on one device: P('data', 'model')
+
+From other modules:
+
+    Attribution     the base: finds the place of each instruction; here a place is a line
+    Module          the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
+                    values that a value is handed on from, ``around`` the calls around a
+                    computation, ``runs`` how often each runs
+    read_sharding   the spec that a sharding of XLA says on a mesh; None if there is none
 """
 
 from __future__ import annotations
@@ -439,10 +447,7 @@ def _with_compiled_specs(
 ) -> list[MadeValue]:
     """Adds the specs that follow from the shapes on one device, where types do not say them.
 
-    Args:
-      made: the values of the trace.
-      local_shapes: the shapes on one device of what each operation makes.
-      sizes: those of the mesh axes.
+    ``local_shapes`` are those on one device of what each operation makes.
     """
     global_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)  # by rank
     for value in made:

@@ -3,6 +3,12 @@
 XLA writes an event for each operation that a device runs, with the name of the instruction in the
 compiled program; that program has the lines. A loop's event spans those of its body, so only
 instructions that call nothing but fused computations count.
+
+From other modules:
+
+    Module   the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the values
+             that a value is handed on from, ``around`` the calls around a computation, ``runs`` how
+             often each runs
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from .hlo import Module
-from .instructions import Instruction
 
 Profile: TypeAlias = "jax.profiler.ProfileData | str | os.PathLike[str]"
 
@@ -59,7 +64,8 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
             instruction = instructions.get(event.operation)
             if instruction is not None:
                 runs.add(event.run)
-                if _is_timed(instruction):
+                # The times of these are in the events of what they call.
+                if instruction.opcode not in ("while", "call", "conditional", "async-start"):
                     sums[event.operation] += event.seconds
     if not runs:
         raise ValueError(
@@ -85,7 +91,3 @@ def _events(profile: jax.profiler.ProfileData, name: str) -> Iterator[Event]:
 
 _STATS = {"hlo_op", "hlo_module", "run_id", "device_ordinal"}
 _TPU_OPERATION = re.compile(r"%([\w.\-]+) = ")
-
-
-def _is_timed(instruction: Instruction) -> bool:
-    return instruction.opcode not in ("while", "call", "conditional", "async-start")

@@ -5,6 +5,13 @@ them. `Overlap.scheduled` sums that work, from the order of the instructions. Th
 does not: for its programs `Overlap.products_beside` counts the matrix products in an iteration of a
 loop that neither need the collective nor are needed by it, so that another compiler may overlap
 them. A *chain* are all instructions of one collective, which have its channel.
+
+From other modules:
+
+    Module          the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
+                    values that a value is handed on from, ``around`` the calls around a
+                    computation, ``runs`` how often each runs
+    executed_work   the work of each instruction in one run of its computation
 """
 
 from __future__ import annotations

@@ -138,17 +138,16 @@ class ProgramReport(JsonForm):
         if self.cost is not None and self.cost.optimal_seconds is not None:
             estimate = time_text(self.cost.optimal_seconds)
             yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")
-        if (subject := self._example()) is not None:
-            yield text(f'compiled.why("{subject}") says why it is so; as for any path above', "dim")
+        # What a user may ask about first: a collective for resharding, or an argument.
+        subjects = [x.name for x in (self.collectives or Collectives()).resharded]
+        subjects += [row.path for row in self.parameters]
+        if subjects:
+            line = f'compiled.why("{subjects[0]}") says why it is so; as for any path above'
+            yield text(line, "dim")
 
     def _why(self) -> str:
         """Says why figures that are read from the text of the program are unknown."""
         return why_unread(self.hlo)
-
-    def _example(self) -> str | None:
-        """Returns what a user may ask about first: a collective for resharding, or an argument."""
-        names = [collective.name for collective in (self.collectives or Collectives()).resharded]
-        return next(iter([*names, *(row.path for row in self.parameters)]), None)
 
     def _sent(self) -> Any:
         """Draws what one device sends, by kind and mesh axes."""

@@ -92,14 +92,8 @@ def _use_of(
 ) -> Use:
     """Decides what one collective is for, by the rules at the top of this file.
 
-    Args:
-      collective: the instruction.
-      computation: the computation that it is in.
-      module: the compiled program.
-      origins: which Variables each value is computed from.
-      variables: the Variables of the program's arguments.
-      updated: the paths of the Variables to which the program writes the result; None if the
-        result is not returned.
+    ``updated`` are the paths of the Variables to which the program writes the result; None if the
+    result is not returned.
     """
     operations_of = _operations_of_arrays(collective, computation)
     names = dict.fromkeys(name for names in operations_of for name in names)

@@ -3,6 +3,11 @@
 Differentiation turns a function into one jaxpr that returns the residuals. Each of them is followed
 back to the operation that computes it: out of the calls that only pass it on, and into those that
 compute it, whose names make up the path of the module.
+
+From other modules:
+
+    jaxprs_of   the jaxprs in the parameters of an equation, such as the body of a loop
+    path_of     the path of the user's module in the names of nested equations
 """
 
 from __future__ import annotations

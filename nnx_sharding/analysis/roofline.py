@@ -12,6 +12,13 @@ Collectives send in a hierarchy: within a chip, within a slice, between slices (
 shares links is sent one after another, other traffic in parallel. As scheduled, a collective that
 is in progress while the device computes hides behind that (`_exposed`). This is no simulation:
 messages do not collide, and latency counts once for each collective.
+
+From other modules:
+
+    Collective        one collective: kind, mesh axes, bytes that a device sends in one run, and
+                      ``times``
+    MeshDescription   the axes of a mesh, and where its devices are (``coordinates``)
+    all_known         a list of values; None if one of them is
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ The program is that of one slice. A collective between slices is a `send` to the
 from it with one rendezvous; the hosts exchange over the network. `with_exchanges` puts an ordinary
 collective in their place, whose attribute `between_slices` says which devices of which slices take
 part. Other collectives number the devices of the slice, in all slices alike (`groups_within`).
+
+From other modules:
+
+    Groups        the numbers of the devices in each group
+    Instruction   one instruction, as written; ``attributes`` by name
 """
 
 from __future__ import annotations

@@ -16,6 +16,14 @@ count what they touch (`_bytes`). The work of a computation counts as often as i
 Kernels count with their authors' estimates. Work that is unknown, of other custom calls and in
 loops of unknown length, is counted too (`Work.unknown_flops`, `Work.unknown_runs`): sums that
 contain it become None (`Work.cost`).
+
+From other modules:
+
+    Module        the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
+                  values that a value is handed on from, ``around`` the calls around a computation,
+                  ``runs`` how often each runs
+    Shape         of one array: dtype and dims
+    total_bytes   the bytes of several arrays, without padding
 """
 
 from __future__ import annotations

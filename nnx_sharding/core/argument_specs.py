@@ -67,11 +67,7 @@ def _specs_by_position(
 ) -> dict[int, Any]:
     """Returns the spec of each positional parameter, by its position.
 
-    Args:
-      specs: one for each positional parameter; static parameters are left out, or have None.
-      parameters: those of the user's function.
-      signature: the roles of the arguments of the call.
-      option: the name of the option with the specs, for messages.
+    Static parameters are left out, or have None.
 
     Raises:
       ValueError: the number of specs is wrong.

@@ -42,7 +42,7 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
     for *outer, eqn in _equations(_compat.trace_equations()):
         has_groups |= is_grouped(eqn)
         is_product = eqn.primitive.name == "dot_general"
-        if is_product and auto and any(map(_reduced, eqn.invars)):
+        if is_product and auto and any(x.aval.sharding.spec.reduced for x in eqn.invars):
             path = path_of([*outer, eqn])
             place = f"{path}: {_REDUCED}" if path else _REDUCED
             lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
@@ -56,11 +56,6 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
 
 _REDUCED = "reduced operand of a product"
 _REMEDY = "Reshard it before, to a spec that is not reduced."
-
-
-def _reduced(x: Any) -> frozenset[Any]:
-    """Returns the axes over which a variable of a jaxpr is reduced, by its type."""
-    return frozenset(x.aval.sharding.spec.reduced)
 
 
 def _equations(eqns: Iterable[Any], outer: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

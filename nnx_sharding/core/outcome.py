@@ -173,11 +173,7 @@ def _compare(
 ) -> tuple[_Changes, dict[int, Source]]:
     """Compares the objects of the arguments before and after the call.
 
-    Args:
-      plan: has the structure before the call.
-      leaves: the arrays before the call.
-      after: the graph after it.
-      specs: the spec of each of its arrays.
+    ``leaves`` are the arrays before the call; ``specs`` those of the arrays ``after`` it, by slot.
 
     Returns:
       What changed, and the sources of the unchanged arrays, by slot after the call.

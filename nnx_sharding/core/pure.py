@@ -263,12 +263,8 @@ def _output_specs(
     An array that was updated keeps the spec that it had. The user's ``out_shardings`` (or
     ``out_axes``) decide about the output, the spec of an argument about what is new in it.
 
-    Args:
-      plan: the plan of the call.
-      leaves: the arrays before the call, by slot.
-      after: the graph after the call.
-      locations: where new Variables and arrays are.
-      names: the expression for each array after the call.
+    ``leaves`` are the arrays before the call, ``names`` those of the arrays after it, by slot;
+    ``locations`` are those of new Variables and arrays.
 
     Raises:
       ValueError: a spec does not fit its array.
@@ -301,11 +297,7 @@ def _keep_specs(
 ) -> dict[int, tuple[int, ...] | None]:
     """Writes the old spec of each updated array into ``resolved``, by its slot after the call.
 
-    Args:
-      plan: the plan of the call, with the old specs.
-      leaves: the arrays before the call.
-      after: the structure after the call.
-      resolved: the specs after the call.
+    ``leaves`` are the arrays before the call, by slot; all else is of after it.
 
     Returns:
       The old shapes of arrays of Variables, by slot after the call.

@@ -156,12 +156,7 @@ def _call_branches(
     What branches are bound to, such as the model of a method, is an argument of all of them: so a
     model that two branches share is one, and its updates are written back.
 
-    Args:
-      name: which of them.
-      selector: the condition, or the number of the branch: a scalar.
-      branches: the branches, by their labels in messages.
-      operands: their arguments.
-      modes: how the user wants graphs to be treated.
+    ``branches`` have their labels in messages as keys; ``selector`` is the condition or number.
     """
     # The names of the first two arguments below, for messages.
     functions = Functions(name, branches, ("selector", "branches"), len(operands))

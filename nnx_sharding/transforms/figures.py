@@ -3,6 +3,13 @@
 Kept apart from `stages.py` because it needs all of `analysis`, which takes as long to import as
 everything that a call needs. `Compiled` makes one :class:`Figures` when it is first asked for a
 figure, and passes each question on to it.
+
+From other modules:
+
+    Compiled        the stage: JAX's own, with the plan, and the recorder that traces once more
+    Module          the program, read from HLO text
+    DumpedProgram   a program that is compiled again with names of modules, and what it keeps in
+                    memory
 """
 
 from __future__ import annotations

@@ -10,6 +10,11 @@ What ``nnx.capture`` collects in a module is *captured*. All objects of the argu
 (the *structure*), in which each has an *index*; the *slot* of an array is its position in the list
 of all arrays. A *plan* has the axes of all arrays, by slot, and of all Variables (``variables``),
 by index; *unflattened* has the objects as they are in the trace.
+
+From other modules:
+
+    Specs            what the user wrote, a prefix of the arguments: ``rules`` are its leaves
+    InnerTransform   the base: becomes part of a surrounding trace
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ whether the program fits into memory, so they also explain an error that it does
 
 Imports all of `analysis`; calls never need this file (`out_of_memory.py` and `figures.py` import it
 on demand).
+
+From other modules:
+
+    Recorder   traces a function once more, without its arrays, and notes each call of a module
 """
 
 from __future__ import annotations

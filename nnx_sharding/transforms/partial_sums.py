@@ -286,7 +286,8 @@ def _normalizes_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
     """For normalization: whether each row has its own statistics."""
     reduced = module.reduction_axes
     features = getattr(module, "feature_axes", -1)
-    axes = {axis % ndim for x in (reduced, features) if x is not None for axis in _axis_tuple(x)}
+    given = [(x,) if isinstance(x, int) else x for x in (reduced, features) if x is not None]
+    axes = {axis % ndim for group in given for axis in group}
     return ndim > 1 and 0 not in axes and module.axis_name is None
 
 
@@ -339,10 +340,6 @@ def _keeps_the_first(module: Any, ndim: int, others: Sequence[Any]) -> bool:
 def _adapts_rows(module: Any, ndim: int, _: Sequence[object]) -> bool:
     """For LoRA: the module that it wraps may be one that mixes rows."""
     return ndim > 1 and module.base_module is None
-
-
-def _axis_tuple(x: int | Iterable[int]) -> tuple[int, ...]:
-    return (x,) if isinstance(x, int) else tuple(x)
 
 
 # Layers that compute each row of their input independently, with what this depends on.

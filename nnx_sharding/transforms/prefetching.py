@@ -272,12 +272,8 @@ class _Loop:
     ) -> Any:
         """Runs the loop.
 
-        Args:
-          constants: arrays that all layers use.
-          carry: the carry of the first layer.
-          shards: the parameters of all layers.
-          rest: the other slices of all layers.
-          keep: whether to keep residuals, to differentiate it.
+        ``keep`` says whether to keep residuals, to differentiate it. ``shards`` and ``rest`` have
+        all layers: (layers, …).
 
         Returns:
           The last carry and the stacked results; and the backward pass, or None.
@@ -342,13 +338,8 @@ class _Loop:
     ) -> tuple[Any, Any, Any, Any]:
         """Runs the backward pass, from the last layer to the first.
 
-        Args:
-          form: the form of the pullback of each layer.
-          constants: arrays that all layers use.
-          shards: the parameters of all layers.
-          rest: the other slices of all layers.
-          residuals: what the forward pass kept, for all layers.
-          cotangents: the cotangents of the last carry and of the results.
+        ``residuals`` are those of all layers, ``cotangents`` those of the last carry and of the
+        results.
 
         Returns:
           The cotangents of the arguments of the loop.

@@ -2,6 +2,12 @@
 
 The function is differentiated in a trace without values, as by `jax.vjp`; the leaves of the
 pullback are the residuals. `analysis/residuals.py` finds what computes each of them.
+
+From other modules:
+
+    Caller          what a trace needs of its call; ``called_by`` sets it for this thread
+    call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
+    RECORD          where a trace notes what calls of modules return, here for their names
 """
 
 from __future__ import annotations

@@ -8,6 +8,12 @@ slot, compute with them, and build another module around the results::
     slots = stacked_slots(flat, shared)               # of arrays with a dimension for layers
     first = with_arrays(flat, {slot: flat.leaves[slot][0] for slot in slots})
     name_axis(nnx.spmd.remove_axis, first, shared)    # in metadata, too
+
+From other modules:
+
+    Flat        structure, arrays by slot and objects by index of a flattened layer
+    Location    where arrays are: a path, and the Variable with its index; None for a bare array
+    StateAxes   the axis of each Variable, by filters
 """
 
 from __future__ import annotations

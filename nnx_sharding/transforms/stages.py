@@ -192,10 +192,7 @@ class Stage:
     def _run(self, done: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the stage of JAX with the user's arguments, and updates modules in them.
 
-        Args:
-          done: what was done for the arguments, for messages: ``traced`` or ``compiled``.
-          args: the positional arguments.
-          kwargs: the keyword arguments.
+        ``done`` is what was done for the arguments, for messages: ``traced`` or ``compiled``.
 
         Raises:
           TypeError: their structure differs from that for which it was done.
