@@ -55,8 +55,10 @@ def read_sharding(written: str, rank: int, sizes: Mapping[str, int]) -> Partitio
 
 _NAMED = re.compile(r"\{mesh\[[^\]]*\], \[(.*?)\]")
 _BRACES, _AXIS = re.compile(r"\{([^}]*)\}"), re.compile(r"'([^']+)'")
+# The last dimension of the tiles may be that of replicas.
 _TILED = re.compile(
-    r"\{devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?"
+    r"\{devices=\[(?P<tiles>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+    r"(?P<replicas> last_tile_dim_replicate)?"
 )
 
 
@@ -65,11 +67,13 @@ def _read_tiles(match: re.Match[str], rank: int, sizes: Mapping[str, int]) -> Pa
 
     ``match`` has the sizes of the tiles, and the order of the devices, as a transposed iota.
     """
-    tiles, dims = ([int(x) for x in match[n].split(",")] for n in (1, 2))
-    order = [int(x) for x in match[3].split(",")] if match[3] else range(len(dims))
+    tiles = [int(size) for size in match["tiles"].split(",")]
+    dims = [int(size) for size in match["dims"].split(",")]
+    order = [int(x) for x in match["order"].split(",")] if match["order"] else range(len(dims))
     is_known = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)
-    if not is_known or len(tiles) != rank + bool(match[4]):
+    if not is_known or rank != _rank_of_tiles(match):
         return None
+    # The position of each device along each mesh axis, in the order of the tiles.
     devices = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(tiles)
     positions = dict(zip(sizes, np.unravel_index(devices, [*sizes.values()]), strict=True))
     entries = []
@@ -77,16 +81,34 @@ def _read_tiles(match: re.Match[str], rank: int, sizes: Mapping[str, int]) -> Pa
         line = [0] * len(tiles)
         line[dimension] = slice(None)  # type: ignore[call-overload]  # along this dimension
         along = {axis: position[tuple(line)] for axis, position in positions.items()}
-        axes = [axis for axis, numbers in along.items() if np.any(numbers != numbers[0])]
-        # The axis that changes last is the major one.
-        entries.append(tuple(sorted(axes, key=lambda x: -int(np.argmax(along[x] != along[x][0])))))
+        # By axis: the first place where it differs from its beginning. The last is the major one.
+        changes = {
+            axis: int(np.argmax(x != x[0])) for axis, x in along.items() if np.any(x != x[0])
+        }
+        axes = sorted(changes, key=lambda axis: -changes[axis])
+        entries.append(tuple(axes))
         if math.prod(sizes[axis] for axis in axes) != tiles[dimension]:
             return None  # a part of an axis
     return _spec(entries)
 
 
 def _spec(entries: list[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes if len(axes) > 1 else (*axes, None)[0] for axes in entries))
+    # One axis is written alone, and no axis as None.
+    return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in entries))
+
+
+def _rank_of_tiles(match: re.Match[str]) -> int:
+    """Returns the number of dimensions of an array from the sizes of its tiles."""
+    num_sizes = match["tiles"].count(",") + 1
+    return num_sizes - 1 if match["replicas"] else num_sizes
+
+
+def _rank(written: str) -> int:
+    """Returns the number of dimensions of an array from its sharding; 0 if that does not say it."""
+    if named := _NAMED.match(written):
+        return len(_BRACES.findall(named[1]))
+    tiled = _TILED.match(written)
+    return 0 if tiled is None else _rank_of_tiles(tiled)
 
 
 class Rematerialization(NamedTuple):
@@ -101,9 +123,7 @@ class Rematerialization(NamedTuple):
         sizes = {} if report.mesh is None else report.mesh.axes
         specs = []
         for written in (self.before, self.after):
-            ranks = [len(_BRACES.findall(named[1])) for named in [_NAMED.match(written)] if named]
-            tiles = [x[1].count(",") + (not x[4]) for x in [_TILED.match(written)] if x]
-            spec = read_sharding(written, (*ranks, *tiles, 0)[0], sizes)
+            spec = read_sharding(written, _rank(written), sizes)
             specs.append(written if spec is None else spec_text(spec))
         modules = {row.path for row in report.activations}
         module = module_of(self.operation, modules)

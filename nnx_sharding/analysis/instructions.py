@@ -38,17 +38,20 @@ Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
 @functools.lru_cache(maxsize=4096)
 def read_shape(text: str) -> Shapes:
     """Reads a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``, as far as it is understood."""
-    levels: list[list[Shapes]] = [[]]
-    for match in _SHAPE_TOKEN.finditer(text):
+    shapes: list[Shapes] = []
+    innermost = shapes  # the parts of the tuple that is being read
+    around: list[list[Shapes]] = []  # those of the tuples around it
+    for match in _SHAPE_TOKEN.finditer(text + ")" * text.count("(")):  # some may not be closed
         if match[0] == "(":
-            levels.append([])
-        elif match[0] == ")" and len(levels) > 1:
-            levels[-2].append(tuple(levels.pop()))
-        elif match[1]:
-            levels[-1].append(_array(*match.groups(default="")))
-    while len(levels) > 1:
-        levels[-2].append(tuple(levels.pop()))
-    return levels[0][0] if len(levels[0]) == 1 else tuple(levels[0])
+            around.append(innermost)
+            innermost = []
+        elif match[0] == ")" and around:
+            part = tuple(innermost)
+            innermost = around.pop()
+            innermost.append(part)
+        elif match["dtype"]:
+            innermost.append(_array(*match.groups(default="")))
+    return shapes[0] if len(shapes) == 1 else tuple(shapes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,7 +59,7 @@ def is_shape(text: str) -> bool:
     """Tells whether all of a shape is understood, including the widths of its dtypes."""
     rest = _SHAPE_TOKEN.sub("", text).strip(", ")
     # Each of which has to name its width.
-    dtypes = {match[1] for match in _SHAPE_TOKEN.finditer(text) if match[1]}
+    dtypes = {match["dtype"] for match in _SHAPE_TOKEN.finditer(text) if match["dtype"]}
     is_known = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
     return not rest and is_known and text.count("(") == text.count(")")
 
@@ -88,23 +91,26 @@ def padded_bytes(text: str) -> int:
     """
     total = 0
     for match in _SHAPE_TOKEN.finditer(text):
-        if not match[1]:  # a bracket or a comment
+        if not match["dtype"]:  # a bracket or a comment
             continue
         shape = _array(*match.groups(default=""))
         # The layout: the dimensions, minor first, then the tiles.
-        order, _, rest = (match[3] or "").partition(":")
+        order, _, rest = (match["layout"] or "").partition(":")
         tile = re.match(r"T\(([\d,]+)\)", rest)
         sizes = [shape.dims[int(i)] for i in reversed(re.findall(r"\d{1,3}", order))]
         tiles = [int(size) for size in tile[1].split(",")] if tile else []
-        sizes = [1] * (len(tiles) - len(sizes)) + sizes  # as many as the tile has, major first
-        for i, size in enumerate(reversed(tiles), 1):
-            sizes[-i] = -(-sizes[-i] // size) * size  # rounded up
+        # As many sizes as tiles, both major first: 1 for what the other lacks.
+        sizes = [1] * (len(tiles) - len(sizes)) + sizes
+        tiles = [1] * (len(sizes) - len(tiles)) + tiles
+        padded = [-(-n // size) * size for n, size in zip(sizes, tiles, strict=True)]
         count = math.prod(shape.dims)
-        total += shape.bytes * math.prod(sizes) // count if tiles and count else shape.bytes
+        total += shape.bytes * math.prod(padded) // count if tile and count else shape.bytes
     return total
 
 
-_SHAPE_TOKEN = re.compile(r"/\*.*?\*/|([a-z][a-z0-9]*)\[([^\[\]]*)\](?:\{([^{}]*)\})?|[()]")
+_SHAPE_TOKEN = re.compile(
+    r"/\*.*?\*/|(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\[\]]*)\](?:\{(?P<layout>[^{}]*)\})?|[()]"
+)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -86,9 +86,11 @@ class Overlap:
         if steps:
             start = steps[0] + 1
             end = max(start, steps[-1])
-        flops = [(x, self._work_of(name, x).flops) for x in instructions[start:end]]
-        most = sorted((pair for pair in flops if pair[1]), key=lambda pair: -pair[1])
-        operations = dict.fromkeys(x.operation for x, _ in most if x.operation)
+        between = instructions[start:end]
+        flops = {x.name: self._work_of(name, x).flops for x in between}
+        computing = (x for x in between if flops[x.name] and x.operation)
+        most = sorted(computing, key=lambda x: -flops[x.name])
+        operations = dict.fromkeys(x.operation or "" for x in most)
         before, until = (self._until(name)[step] for step in (start, end))  # sums up to there
         return Scheduled(name, before, until.plus(before, -1), tuple(operations)[:3])
 

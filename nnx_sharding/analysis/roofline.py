@@ -205,24 +205,34 @@ def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None
     return sum((_waiting(group, hardware) for group in computations.values()), 0.0)
 
 
+class _Event(NamedTuple):
+    """The start or the end of a collective, in the order of the schedule."""
+
+    flops: int  # done before it
+    bytes: int  # accessed before it
+    number: int  # of the collective: where these are equal, the order of HLO counts
+    is_end: bool
+    collective: Collective
+
+
 def _waiting(group: Mapping[Collective, Sequence[_Transfer]], hardware: Hardware) -> float:
     """Sums the seconds of waiting in one computation, with the collectives that it schedules."""
-    # An event is the start or the end of a collective. Its position in the schedule are the flops
-    # and bytes done before it; for ties, the order of HLO.
     events = []
     for number, c in enumerate(group):
-        start = c.flops_before, c.bytes_before
-        end = start[0] + c.flops_beside, start[1] + c.bytes_beside
-        events += [(start, number, False, c), (end, number, True, c)]
+        start = _Event(c.flops_before, c.bytes_before, number, False, c)
+        end = _Event(start.flops + c.flops_beside, start.bytes + c.bytes_beside, number, True, c)
+        events += [start, end]
     total = now = 0.0
-    done = (0, 0)
+    last_flops = last_bytes = 0
     ends: dict[Collective, float] = {}  # when its transfers have arrived
     free: defaultdict[str, float] = defaultdict(float)  # from when on links are free
-    for position, _, is_end, c in sorted(events, key=lambda event: event[:3]):
-        flops, accessed = position[0] - done[0], position[1] - done[1]
+    for event in sorted(events, key=lambda event: event[:4]):  # collectives have no order
+        flops, accessed = event.flops - last_flops, event.bytes - last_bytes
+        last_flops, last_bytes = event.flops, event.bytes
         now += max(flops / hardware.flops, accessed / hardware.memory_bandwidth)
-        done, times = position, c.times or 1
-        if is_end:
+        c = event.collective
+        times = c.times or 1
+        if event.is_end:
             total += times * max(ends[c] - now, 0.0)
             now = max(ends[c], now)
             continue

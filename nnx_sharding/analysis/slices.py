@@ -33,7 +33,9 @@ _KINDS = {
     "REDUCE_SCATTER": "reduce-scatter",
 }
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_EXCHANGE = re.compile(r'_xla_megascale_target="?([{}x\d,:>-]+?)"?,_xla\w*_type="(\w+)"')
+_EXCHANGE = re.compile(
+    r'_xla_megascale_target="?(?P<groups>[{}x\d,:>-]+?)"?,_xla\w*_type="(?P<kind>\w+)"'
+)
 _RECEIVED = re.compile(r"\(([^()]+?\{[^{}]*\}|[^(),{}]+), ")
 
 
@@ -51,19 +53,22 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
             exchanges[match[1]].append(instruction)
     opcodes: dict[str, str] = {}  # of what ends those that are replaced
     replaced: dict[str, Instruction] = {}
-    for pair in exchanges.values():
-        ends = {transfer.opcode: transfer for transfer in pair}
-        match = _EXCHANGE.search(pair[0].rest)
-        if len(pair) != 2 or len(ends) != 2 or match is None or match[2] not in _KINDS:
+    for transfers in exchanges.values():
+        match = _EXCHANGE.search(transfers[0].rest)
+        ends = {transfer.opcode: transfer for transfer in transfers}
+        send, recv = ends.get("send"), ends.get("recv")
+        if len(transfers) != 2 or send is None or recv is None:
             continue
-        send, recv = ends["send"], ends["recv"]
+        if match is None or match["kind"] not in _KINDS:
+            continue
         if shape := _RECEIVED.match(recv.shape_text):
             operation = _operation(send, by_name)
             metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
-            rest = f'%{send.operand_names[0]}), between_slices="{match[1]}"{metadata}'
+            groups = match["groups"]
+            rest = f'%{send.operand_names[0]}), between_slices="{groups}"{metadata}'
             replaced[send.name] = send._replace(opcode="after-all")
             replaced[recv.name] = recv._replace(
-                opcode=_KINDS[match[2]], shape_text=shape[1], rest=rest
+                opcode=_KINDS[match["kind"]], shape_text=shape[1], rest=rest
             )
             opcodes |= {send.name: "after-all", recv.name: "tuple"}
     for instruction in instructions:

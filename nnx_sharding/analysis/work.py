@@ -560,10 +560,16 @@ def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
         elif instruction.target == "__cudnn$convBackwardFilter":
             rhs, result = result, rhs
         return _convolution_flops(instruction, lhs, rhs, result)
-    config = instruction.attributes.get("backend_config", "")
     if instruction.target.startswith("__cudnn$fmha"):
+        config = instruction.attributes.get("backend_config", "")
         return _attention_flops(config, [shapes[0].dims for shapes in operands if shapes])
+    return _dot_flops(instruction, lhs, result)
+
+
+def _dot_flops(instruction: Instruction, lhs: Sequence[int], result: Sequence[int]) -> int | None:
+    """Counts the flops of a product, by the shapes of its first operand and its result."""
     # The dimensions that a product sums over; a library's product has them in its configuration.
+    config = instruction.attributes.get("backend_config", "")
     summed = instruction.attributes.get("lhs_contracting_dims")
     if summed is None and instruction.opcode == "custom-call" and (match := _SUMMED.search(config)):
         summed = match[1]

@@ -77,6 +77,7 @@ def run(
             defer_signals()
         outer = CALLER.fields
         try:
+            # The fields of a `Caller`, in a plain tuple for speed.
             CALLER.fields = (fun, flat.objects, observer, nested, compiled_plan, leaves)
             # In C, so that no signal comes between the program and the storing of its results.
             results.extend(itertools.starmap(execute, (leaves,)))
@@ -341,9 +342,9 @@ def _placing_operations(
     ]
     attributes = []
     for slot in moved.intersection(plan.attributes):
-        index, key = plan.attributes[slot]
+        node, name = plan.attributes[slot]
         old = flat.leaves[slot]
         # NumPy arrays stay, and so does what was assigned meanwhile.
-        if isinstance(old, jax.Array) and vars(flat.objects[index]).get(str(key)) is old:
-            attributes.append(NodeChange(index, ((key, Part(LEAF, (slot,))),), ()))
+        if isinstance(old, jax.Array) and vars(flat.objects[node]).get(str(name)) is old:
+            attributes.append(NodeChange(node, ((name, Part(LEAF, (slot,))),), ()))
     return update_operations(structure, leaves, flat.objects, variables, nodes=attributes)

@@ -39,7 +39,7 @@ from .flatten import Flat
 from .functions import name_of, weak_function
 from .problems import arguments_not_arrays
 from .pure import pure_function
-from .rebuild import parts_by_key
+from .rebuild import ArrayAttribute, parts_by_key
 from .resolve import (
     FilterUse,
     NamedLocation,
@@ -93,7 +93,7 @@ class Plan:
     # Of some arrays, by slot:
     on_indivisible: Mapping[int, OnIndivisible]  # before the option of the transform
     donated: frozenset[int]  # donated arrays of objects are always outputs
-    attributes: Mapping[int, tuple[int, Any]]  # JAX arrays in modules: the module and the name
+    attributes: Mapping[int, ArrayAttribute]  # JAX arrays in modules themselves, by slot
     # The arrays that a call moves to their declared shardings: of Variables and these attributes,
     # and if committed arrays may be moved, all.
     placed_slots: Sequence[int]
@@ -314,8 +314,8 @@ def _donated_slots(
     return frozenset(itertools.chain.from_iterable(in_donated)) - structure.slots_of(RefEntry)
 
 
-def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, tuple[int, Any]]:
-    """Finds the JAX arrays that are attributes of modules, by slot: the module and the name."""
+def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, ArrayAttribute]:
+    """Finds the JAX arrays that are attributes of modules, by slot."""
     attributes = {}
     for index, entry in enumerate(structure.entries):
         is_module = isinstance(entry, NodeEntry) and issubclass(entry.type, nnx.Pytree)
@@ -323,7 +323,7 @@ def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, tuple[i
             continue
         for name, (child, slots) in parts_by_key(structure, index).items():
             if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct)):
-                attributes[slots[0]] = (index, name)
+                attributes[slots[0]] = ArrayAttribute(index, name)
     return attributes
 
 
@@ -331,7 +331,7 @@ def _placed(
     transform: Transform,
     structure: Structure,
     shardings: Sequence[Sharding | None],
-    attributes: Mapping[int, tuple[int, Any]],
+    attributes: Mapping[int, ArrayAttribute],
 ) -> dict[int, Sharding]:
     """Returns the shardings to which a call moves arrays before it runs, by slot."""
     placed = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}

@@ -43,6 +43,13 @@ class NodeChange(NamedTuple):
     removed: tuple[Any, ...]  # keys
 
 
+class ArrayAttribute(NamedTuple):
+    """A JAX array that is an attribute of a module, outside of Variables."""
+
+    node: int  # the index of the module
+    name: Any
+
+
 class Part(NamedTuple):
     """What an object has under one key: the child, and the slots of the arrays in it."""
 

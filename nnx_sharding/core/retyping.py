@@ -103,7 +103,7 @@ class RetypedArrays(NamedTuple):
         Partial sums of these arrays (``PARTIAL``) are retyped in the same way.
         """
         if change is None:
-            return cls(None, leaves, leaves)
+            return cls.unchanged(leaves)
         inside = [retype(leaf, change.inner) for leaf in leaves]
         partial_sums = PARTIAL.get()
         if partial_sums is not None:
@@ -113,6 +113,11 @@ class RetypedArrays(NamedTuple):
                 if entry is not None:
                     partial_sums[id(new)] = PartialSum(new, retype(entry.sums, change.inner))
         return cls(change, leaves, inside)
+
+    @classmethod
+    def unchanged(cls, leaves: Arrays) -> RetypedArrays:
+        """Returns arrays that go into a call as they are."""
+        return cls(None, leaves, leaves)
 
     def context(self) -> AbstractContextManager[Any]:
         """Returns the context in which the function has to be called: the inner mesh."""

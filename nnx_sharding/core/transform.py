@@ -164,7 +164,7 @@ class Transform:
 
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
         """Returns arrays with the types that they have while the function runs."""
-        return RetypedArrays.of(None, leaves)
+        return RetypedArrays.unchanged(leaves)
 
     def tracing(
         self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Arrays
@@ -287,7 +287,7 @@ class Sharded(Transform):
         # With ``auto_axes``, the function sees some or all Explicit axes of the mesh as Auto.
         mesh = mesh_of_types(typed, self.context) if self.auto_axes else None
         if mesh is None:
-            return RetypedArrays.of(None, typed)
+            return RetypedArrays.unchanged(typed)
         options = {"name": self.name, "option": "auto_axes"}
         return RetypedArrays.of(
             AxisTypeChange.of(mesh, self.auto_axes, AxisType.Auto, **options), typed
