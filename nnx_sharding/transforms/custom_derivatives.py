@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -330,11 +330,29 @@ class _Rules(FunctionGroup):
         return self.functions[0](*args)
 
 
+_NO_SLOT = -1  # of an array that a call cannot change; as an index, the last one of a list
+
+
+class _SplitArguments(NamedTuple):
+    """The arguments of a function with rules."""
+
+    nondiff: list[Any]  # those that are not differentiated
+    differentiated: tuple[Any, ...]
+
+
+class _RuleTangents(NamedTuple):
+    """What a rule of ``custom_jvp`` did with tangents."""
+
+    output: Any  # those that it returned
+    args: Any  # those of the arguments, as it left them
+
+
 class _Call:
     """One call: JAX may trace the function and its rules later, and several times.
 
     Attributes:
-      rules: the function, and its rules.
+      fun: the function.
+      rules: its rules: forward and backward, or that for tangents.
       slots: the slots of the arrays that are arguments of JAX's function. All other leaves are
         fixed: flags, and what is not differentiated and not traced.
     """
@@ -353,7 +371,8 @@ class _Call:
         caller = current_caller()
         assert caller is not None  # a call is made in the trace of one
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
-        self.rules: tuple[Callable[..., Any], ...] = caller.fun.functions
+        self.fun: Function = caller.fun.functions[0]
+        self.rules: tuple[Function, ...] = caller.fun.functions[1:]
         # The slots of what is differentiated, by path. A path starts with the position of the
         # argument, which counts differentiated ones only.
         self._places: dict[Path, tuple[int, ...]] = {}
@@ -401,6 +420,11 @@ class _Call:
     def differentiable(self) -> Function:
         """Makes the function of arrays, with its rules."""
         raise NotImplementedError
+
+    def _outputs(self, arrays: Sequence[object]) -> GroupArrays:
+        """Traces the function; returns its outputs, in groups."""
+        _, outputs = self.trace(self.fun, arrays)
+        return outputs
 
     def trace(
         self,
@@ -454,11 +478,11 @@ class _Call:
         )
         raise AssertionError
 
-    def split(self, args: Sequence[object]) -> tuple[list[Any], list[Any]]:
-        """Splits arguments into not differentiated and differentiated ones."""
+    def split(self, args: Sequence[object]) -> _SplitArguments:
+        """Splits arguments by whether they are differentiated."""
         nondiff = self.transform.nondiff
-        others = [x for i, x in enumerate(args) if i not in nondiff]
-        return [args[i] for i in nondiff], others
+        others = tuple(x for i, x in enumerate(args) if i not in nondiff)
+        return _SplitArguments([args[i] for i in nondiff], others)
 
     def _zero_tangent(self, slot: int) -> Any:
         """Returns the zero tangent of the leaf in a slot."""
@@ -529,7 +553,7 @@ class _CallWithVjp(_Call):
     """A call with rules for its forward and its backward pass."""
 
     def differentiable(self) -> Function:
-        function: Any = jax.custom_vjp(lambda arrays: self.trace(self.rules[0], arrays)[1])
+        function: Any = jax.custom_vjp(self._outputs)
         # The backward rule of JAX gets the pullback itself, a pytree of the residuals.
         function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
         return function  # type: ignore[no-any-return]
@@ -541,7 +565,7 @@ class _CallWithVjp(_Call):
           The outputs, and the backward pass: a function of their cotangents, and for JAX, which
           keeps it, a pytree of the residual arrays.
         """
-        forward_rule = self.rules[1]
+        forward_rule, _ = self.rules
         notes: list[tuple[Flat, _Residuals]] = []
 
         @functools.wraps(forward_rule, updated=())
@@ -551,8 +575,7 @@ class _CallWithVjp(_Call):
             expected = f"{name_of(forward_rule)} must return a pair (output, residuals)"
             check_pair(f"custom_vjp: {expected}", pair)
             output, residuals = pair
-            nondiff, _ = self.split(args)
-            notes.append((arguments, _Residuals(nondiff, residuals)))
+            notes.append((arguments, _Residuals(self.split(args).nondiff, residuals)))
             return output
 
         outcome, outputs = self.trace(output_of_rule, arrays, forward_rule)
@@ -583,9 +606,9 @@ class _CallWithVjp(_Call):
         Returns:
           The cotangents of the arrays in ``slots``; None for zeros.
         """
-        backward_rule = self.rules[2]
+        _, backward_rule = self.rules
         nondiff, user_residuals = residuals.build(residual_arrays)
-        # By slot after the call. The last one, in slot -1, is for what the call could not change.
+        # By slot after the call; the last one is in `_NO_SLOT`.
         values = [*self.tangents_after(outcome, cotangents), None]
         arguments = _arguments_after(before, outcome)
         options: dict[str, Any] = {}
@@ -611,22 +634,22 @@ class _CallWithVjp(_Call):
         Both hold states of Variables; what is in the output and in an argument is one Variable.
         """
         objects = unflatten(arguments, values).objects
-        args, _ = user_tree(arguments, values, lambda slots: -1 not in slots, objects)
+        args, _ = user_tree(arguments, values, lambda slots: _NO_SLOT not in slots, objects)
         output = user_tree(outcome.structure, values, objects=objects)
-        return tuple(self.split(args)[1]), output
+        return self.split(args).differentiated, output
 
 
 def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
     """Returns the structure of the arguments as a call left them, by slots after the call.
 
-    Arrays outside of Variables, which the call cannot change, have slot -1.
+    Arrays outside of Variables, which the call cannot change, have none (`_NO_SLOT`).
     """
     entries = [*outcome.structure.entries]
     slots = [*outcome.structure.slots]
     for index, entry in enumerate(before.entries):
         if entries[index] is None:
-            entries[index], slots[index] = entry, (-1,) * len(before.slots[index])
-    root_slots = (-1,) * len(before.root_slots)
+            entries[index], slots[index] = entry, (_NO_SLOT,) * len(before.slots[index])
+    root_slots = (_NO_SLOT,) * len(before.root_slots)
     return Structure(tuple(entries), before.root, tuple(slots), root_slots)
 
 
@@ -644,7 +667,7 @@ class _CallWithJvp(_Call):
     """A call with a rule for tangents."""
 
     def differentiable(self) -> Function:
-        function: Any = jax.custom_jvp(lambda arrays: self.trace(self.rules[0], arrays)[1])
+        function: Any = jax.custom_jvp(self._outputs)
         function.defjvp(self._push_forward)
         return function  # type: ignore[no-any-return]
 
@@ -654,9 +677,11 @@ class _CallWithJvp(_Call):
         ``primals`` and ``tangents`` have one item each: the arrays in ``slots``, and their
         tangents. The results are in the groups of outputs.
         """
-        rule = self.rules[1]
+        [rule] = self.rules
         [arrays], [directions] = primals, tangents
-        notes: list[tuple[Any, Any]] = []  # the tangents of the output and of the arguments
+        # The tangents of the output and of the arguments. The pure function that calls the rule
+        # returns arrays of the output alone.
+        notes: list[_RuleTangents] = []
 
         @functools.wraps(rule, updated=())
         def output_of_rule(*args: Any) -> Any:
@@ -666,11 +691,11 @@ class _CallWithJvp(_Call):
             # zero.
             leaves = replace_slots(zeros, self.slots, directions)
             d_args = unflatten(arguments.structure, leaves).root[0]
-            nondiff, args_of_rule = self.split(args)
-            pair = rule(*nondiff, tuple(args_of_rule), tuple(self.split(d_args)[1]))
+            nondiff, differentiated = self.split(args)
+            pair = rule(*nondiff, differentiated, self.split(d_args).differentiated)
             check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
             output, d_output = pair
-            notes.append((d_output, d_args))
+            notes.append(_RuleTangents(d_output, d_args))
             return output
 
         outcome, outputs = self.trace(output_of_rule, arrays, rule)
@@ -686,7 +711,7 @@ class _CallWithJvp(_Call):
         self._take_tangents_of_changes(outcome, d_args, after)
         by_source = dict(zip(outcome.sources, after, strict=True))
         d_outputs = [
-            [by_source[Source(group, i)] for i in range(len(arrays))]
+            [by_source[Source(group, position)] for position in range(len(arrays))]
             for group, arrays in enumerate(outputs)
         ]
         return outputs, d_outputs
@@ -708,7 +733,7 @@ class _CallWithJvp(_Call):
             # Without the 0 for the positional arguments.
             pairs = zip(slots, slots_of_tangents.get(path[1:], ()), strict=False)
             for slot, tangent_slot in pairs:
-                if slot >= 0:
+                if slot != _NO_SLOT:
                     after[slot] = flat.leaves[tangent_slot]
 
 

@@ -337,10 +337,12 @@ class Loop:
         """
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _can_carry(leaves[slot])]
-        static = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
+        # The step captures the rest, such as flags.
+        captured = [slot for slot in self._others if slot not in others]
+        static = tuple((slot, Static.of(leaves[slot])) for slot in captured)
         # A kept step that has captured a ref would be used for a later call with another ref.
-        keeps = not self._has_refs and may_keep(static)
-        step = (self._kept_step if keeps else self._make_step)(static)
+        may_be_kept = not self._has_refs and may_keep(static)
+        step = self._kept_step(static) if may_be_kept else self._make_step(static)
         slots = [*self._carried, *others]
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
