@@ -155,6 +155,13 @@ def grad(
     return _make("grad", f, argnums, wrt, modes, returns_value=False, **options)
 
 
+class _Chosen(NamedTuple):
+    """An argument that the user wants to be differentiated."""
+
+    argument: Any  # its position or its name
+    filter: Any  # for the Variables in it; None for parameters, in tree mode for all
+
+
 def _make(
     name: str,
     fun: Callable[..., object] | None,
@@ -169,30 +176,33 @@ def _make(
       name: the name of the transform.
       fun: the user's function.
       argnums: what is differentiated: a position, a name, an ``nnx.DiffState``, or several.
-      wrt: the filter for the Variables that are differentiated; None for all.
+      wrt: the filter for the Variables that are differentiated.
       modes: how the user wants graphs to be treated.
       **options: further attributes of the transform.
     """
     to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
-    pairs: tuple[tuple[Any, Any], ...] = ()  # what is differentiated, and the filter for it
+    chosen: tuple[_Chosen, ...] = ()
     for x in [argnums] if is_single else argnums:
-        pairs += ((x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, wrt),)
-    chosen = [argnum for argnum, _ in pairs]
-    is_valid = all(isinstance(argnum, int | str) for argnum in chosen)
-    if not is_valid or len({*chosen}) < len(chosen):
+        is_state = isinstance(x, nnx.DiffState)
+        chosen += (_Chosen(x.argnum, x.filter) if is_state else _Chosen(x, wrt),)
+    keys = [x.argument for x in chosen]
+    is_valid = all(isinstance(key, int | str) for key in keys)
+    if not is_valid or len({*keys}) < len(keys):
         raise TypeError(
             f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
     # The default may match nothing: then the gradient is an empty state, as in Flax.
     is_chosen = wrt is not None and wrt is not nnx.Param
-    transform = _Gradient(name=name, wrt=pairs, is_single=is_single, is_chosen=is_chosen, **options)
+    transform = _Gradient(
+        name=name, wrt=chosen, is_single=is_single, is_chosen=is_chosen, **options
+    )
 
     def decorate(fun: Callable[..., object]) -> Any:
         lifted = lift(ValueAndGrad, fun, transform, Roles(), *modes)
-        if lifted._bound and any(isinstance(argnum, int) for argnum, _ in pairs):
+        if lifted._bound and any(isinstance(key, int) for key in keys):
             raise ValueError(
                 f"{name}: positions do not count the object of a bound method. Name what is "
                 "differentiated, for example argnums='self', or pass the object as an argument."
@@ -207,8 +217,7 @@ class _Gradient(Differentiation):
     """What ``grad`` decides: what it differentiates, and how.
 
     Attributes:
-      wrt: for each differentiated argument its position or name, and the filter for its Variables;
-        None for the default.
+      wrt: the differentiated arguments, and the filters for their Variables.
       is_chosen: whether the user chose a filter, so that something has to match it.
       is_single: whether the gradient is of one argument, not a tuple.
       returns_value: whether calls return the value, too.
@@ -218,7 +227,7 @@ class _Gradient(Differentiation):
 
     in_name: str = "argnums"
     is_reverse: bool = True
-    wrt: tuple[tuple[int | str, Any], ...]
+    wrt: tuple[_Chosen, ...]
     is_chosen: bool
     is_single: bool
     returns_value: bool

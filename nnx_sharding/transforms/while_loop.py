@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +154,7 @@ def fori_loop(
     lower = scalar_value("fori_loop", "lower", lower, "iu", "an integer scalar")
     upper = scalar_value("fori_loop", "upper", upper, "iu", "an integer scalar")
     # With options for `scan` where the number of steps is known.
-    lower, upper, options = _fori_bounds(lower, upper, unroll)
+    bounds = _fori_bounds(lower, upper, unroll)
     functions = Functions(
         "fori_loop", {"body_fun": body_fun}, ("functions", "i", "init_val", "upper"), 0
     )
@@ -164,22 +164,31 @@ def fori_loop(
         out_specs=Specs(CARRY),
         counts=True,
         bound=functions.bound,
-        options=jax_options(**options),
+        options=jax_options(**bounds.scan_options),
     )
-    args = functions.objects, lower, init_val, upper
+    args = functions.objects, bounds.lower, init_val, bounds.upper
     _, last = call_functions(functions, transform, Modes(graph, graph_updates), *args)
     return last
 
 
-def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> tuple[Any, Any, Any]:
-    """Returns both bounds in one type, and the options of a ``scan``, empty if they are traced.
+class _Bounds(NamedTuple):
+    """The bounds of a ``fori_loop``, in one type."""
+
+    lower: Any
+    upper: Any
+    scan_options: dict[str, Any]  # of the `scan` that it is; empty if a bound is traced
+
+
+def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
+    """Returns the bounds of a loop, and as what it runs.
 
     Raises errors for bounds of different types, and for ``unroll`` of an unknown number of steps.
     """
     if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
         lower, upper = int(lower), int(upper)
         length = max(upper - lower, 0)
-        return lower, upper, {"length": length, "reverse": False, "unroll": unroll or 1}
+        options = {"length": length, "reverse": False, "unroll": unroll or 1}
+        return _Bounds(lower, upper, options)
     if unroll not in (None, False, 1):
         raise ValueError(
             f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
@@ -194,7 +203,7 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> tuple[Any
             f"{types[1].str_short()}."
         )
     [dtype] = strong
-    return jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), {}
+    return _Bounds(jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
