@@ -115,6 +115,7 @@ _SHAPE_TOKEN = re.compile(
 
 @functools.lru_cache(maxsize=4096)
 def _array(dtype: str, dims: str, layout: str) -> Shape:
+    """Reads the parts of a shape, of which the layout says the packing and the memory space."""
     sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
     width = re.search(r"\d{1,4}", dtype)
     bits = int(width[0]) if width else 8 if dtype == "pred" else 0

@@ -45,6 +45,7 @@ class MeshDescription:
 
 
 def _coordinates(devices: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """Returns where devices are, by dimension; without dimensions in which they do not differ."""
     if devices[0].platform == "tpu":  # a topology of one slice has no slice_index
         rows = [(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in devices]
     elif hasattr(devices[0], "slice_index"):

@@ -29,8 +29,9 @@ from .opcodes import PRODUCTS
 from .values import Value, reached
 from .work import Work, executed_work
 
-# How often a computation or instruction runs a collective, by channel, or a matrix product (None).
+# How often a computation or instruction runs a collective, by channel, or a matrix product.
 _Contents: TypeAlias = Counter[str | None]
+_PRODUCT_COUNT = None  # the key of products in place of a channel
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -127,7 +128,7 @@ class Overlap:
         if instruction is None or body is None:
             return None
         contents = {x.name: self._of_instruction(x) for x in body.instructions}
-        products = {name for name, counts in contents.items() if counts[None]}
+        products = {name for name, counts in contents.items() if counts[_PRODUCT_COUNT]}
         chain = {name for name, counts in contents.items() if counts[_channel(instruction)]}
         operands = {x.name: x.operand_names for x in body.instructions}
         users: defaultdict[str, list[str]] = defaultdict(list)
@@ -156,17 +157,19 @@ class Overlap:
         return self._module.by_name[max(depth, key=depth.__getitem__)] if depth else None
 
     def _of_computation(self, name: str) -> _Contents:
+        """Counts what is in a computation, and in those that it calls."""
         computation = self._module.by_name.get(name)
         parts = map(self._of_instruction, computation.instructions if computation else ())
         return sum(parts, _Contents())
 
     def _of_instruction(self, instruction: Instruction) -> _Contents:
+        """Counts what an instruction is, and what is in the computations that it calls."""
         contents = sum(map(self._contents, instruction.callees), _Contents())
         if _is_collective(instruction):
             contents[_channel(instruction)] += 1
         is_call = instruction.opcode == "custom-call" and _PRODUCT.search(instruction.rest)
         if instruction.opcode in PRODUCTS or is_call:
-            contents[None] += 1  # the key of products
+            contents[_PRODUCT_COUNT] += 1
         return contents
 
 
