@@ -223,11 +223,12 @@ def split_arguments(
     """
     assert isinstance(structure.root, Container)
     children = iter(structure.root.children)
-    keywords = sorted(tree[1])
-    values = [*tree[0], *(tree[1][k] for k in keywords)]
-    prefixes = [*specs[0], *(specs[1][k] for k in keywords)]
+    (args, kwargs), (specs_by_position, specs_by_name) = tree, specs
+    keywords = sorted(kwargs)
+    values = [*args, *(kwargs[key] for key in keywords)]
+    prefixes = [*specs_by_position, *(specs_by_name[key] for key in keywords)]
     # ``**kwargs`` may have the name of a positional-only parameter.
-    labels = [*names, *(f"kwargs[{k!r}]" if k in names else k for k in keywords)]
+    labels = [*names, *(f"kwargs[{key!r}]" if key in names else key for key in keywords)]
     return [
         split_argument(name, prefix, value, _take(value, children), caller)
         for name, prefix, value in zip(labels, prefixes, values, strict=True)

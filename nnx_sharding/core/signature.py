@@ -225,7 +225,9 @@ def join_call(
     signature: Signature, statics: Sequence[object], tree: ArgTree
 ) -> tuple[list[Any], dict[str, Any]]:
     """Inverts :func:`sort_call`: returns all arguments, with static ones in their places."""
-    values: dict[Any, Any] = {**dict(zip(signature.dynamic, tree[0], strict=True)), **tree[1]}
+    dynamic_args, dynamic_kwargs = tree
+    values: dict[Any, Any] = dict(zip(signature.dynamic, dynamic_args, strict=True))
+    values |= dynamic_kwargs
     values |= zip(signature.static_keys, statics, strict=True)
     args = [values.pop(i) for i in range(len(signature.names))]
     return args, values
