@@ -444,6 +444,23 @@ def test_names_of_gradients():
     assert not named & {"model.norm.mean", "model.norm.var"}
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPUs")
+def test_gradients_of_the_layers_of_a_stage():
+    """In each of 5 ticks, those of 4 of 8 layers are summed over the data."""
+    mesh = mesh_of((2, 4), ("stage", "data"))
+    make = nnx_sharding.stack
+    model = nnx.eval_shape(lambda: make(nnx.Linear, 8, 64, 64, rngs=nnx.Rngs(0)))
+    sharding = nnx_sharding.partition.pipeline(model, mesh=mesh, microbatches=4)
+    gradient = nnx_sharding.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+    step = jit(gradient, in_shardings=(sharding, P("data")), mesh=mesh)
+    sent = step.lower(model, shape(64, 64)).compile().collectives()
+    found = [one for one in sent if one.purpose == "gradient"]
+    assert {path for one in found for path in one.parameters} == {
+        "model.layers.bias", "model.layers.kernel"
+    }  # fmt: skip
+    assert sum(one.bytes * one.times for one in found) == 5 * 4 * (64 * 64 + 64) * 4
+
+
 class Words(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 16, rngs=rngs)

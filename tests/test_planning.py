@@ -1017,8 +1017,9 @@ def test_stages_over_slices_where_gradients_take_longer(network, num_slices, fir
         assert times["compute"] == pytest.approx(4e-3 * ticks)
         # A stage sends the rows of a device forward, and their gradients backward.
         assert between == 2 * (rows / 4) * (width * 4) * (ticks + 1)
-        assert entry.prediction.sent[0] == pytest.approx(2 * of_layers / 2 * (1 - 1 / 4))
-        assert entry.exposed == 1  # 0.3 ms, and 0.25 ms within slices
+        # In each of 17 ticks its layers' gradients are summed over the data.
+        assert entry.prediction.sent[0] == pytest.approx(17 * 2 * of_layers / 2 * (1 - 1 / 4))
+        assert entry.exposed == pytest.approx(between / network / times["interconnect"])
     else:
         shards = of_layers / 4
         assert times["compute"] == pytest.approx(4e-3)

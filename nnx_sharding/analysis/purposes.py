@@ -257,8 +257,11 @@ def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[i
     Neither has dimensions of size 1. ``lengths`` are those of the loops that make the array.
     """
     dimensions = [*map(_Dimension, row.shape, row.shard_shape)]
-    if dimensions and dimensions[0].size in lengths:  # a loop over layers takes one
-        del dimensions[0]
+    if dimensions:
+        size, shard = dimensions[0]
+        # A loop over layers takes one; in a pipeline, the inner loop is over those of a stage.
+        if size in lengths or (len(lengths) > 1 and shard in lengths):
+            del dimensions[0]
     long = [dimension for dimension in dimensions if dimension.size > 1]
     # All layers of a stack, or the layer of a device whose stage has one.
     layer = [dimension for dimension in long if dimension.shard > 1]

@@ -10,7 +10,8 @@ the batch, and n the number of devices on these:
     its replicas              2 b/s (1 - s/n)          all-reduce of the gradient's shards
     tensor parallelism        tokens × features × …    activations on both sides of a kernel
     experts                   tokens × features × …    tokens go to two experts and back
-    pipeline                  tokens × features × …    between stages, in each tick, both ways;
+    pipeline                  tokens × features × …    between stages, in each tick, both ways; and
+                              what is above for the layers of a stage is sent in each tick, too;
                               blocks of a list move to their stages, and their gradients back
     context                   tokens × features × …    keys and values, or heads for positions,
                               both ways: `CONTEXT_ROUNDS`
@@ -199,6 +200,7 @@ class _Sums:
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.crossing = axes.between_slices(candidate.mesh, num_slices)
         self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
+        self.ticks = 1  # how often a stage gathers its layers, and sums their gradients
         self.key: list[Any] = [tuple(self.sizes.items())]
         self.tokens = arguments.tokens / self._devices("replica", *SHARDING)  # of one device
 
@@ -247,6 +249,7 @@ class _Sums:
             sent = 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
         if schedule is not None:
             self.idle = schedule.ticks / schedule.microbatches
+            self.ticks = schedule.ticks
             # In each tick forward and backward; and what leaves the stages, and its gradient.
             sent += 2 * self.tokens * per_token * (self.idle + 1)
         if stages & self.crossing:
@@ -289,7 +292,8 @@ class _Sums:
             shards, devices = self._count(axes & over), self._count(axes)
             sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
             held /= shards
-        self.within, self.between = self.within + sent[0], self.between + sent[1]
+        times = self.ticks if stage else 1
+        self.within, self.between = self.within + times * sent[0], self.between + times * sent[1]
         if len(row.shape) > 1 and (expert or model):
             self._add_activations(row, [*zip(row.shape, split, strict=True)], expert, model, stage)
 
