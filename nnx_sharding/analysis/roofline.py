@@ -132,29 +132,35 @@ def _transfers(
         # The compiler divides an all-reduce over an axis of two slices: within them, then between.
         if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
             route = _UNKNOWN
-        # In the order of `_parts`.
-        bandwidths: dict[str, float | None] = {
-            route.links: hardware.interconnect_bandwidth,
-            _network(hardware): hardware.network_bandwidth,
-            _CHIP: math.inf,
-        }
+        interconnect: float | None = hardware.interconnect_bandwidth
         if route is _UNKNOWN and len(slices) > 1:
-            bandwidths[route.links] = None  # perhaps the network
+            interconnect = None  # perhaps the network
         elif route.torus:
-            bandwidths[route.links] = route.num_links * hardware.link_bandwidth
+            interconnect = route.num_links * hardware.link_bandwidth
         parts = [_parts(collective, route, mesh, hardware) for collective in group]
-        for i, (links, bandwidth) in enumerate(bandwidths.items()):
-            for collective, part in zip(group, parts, strict=True):
-                sent = part[i].sent
-                # None if the bandwidth is unknown.
-                seconds = part[i].sent_evenly / bandwidth if bandwidth else bandwidth
-                if seconds is not None and links != _CHIP:
-                    seconds += (collective.times or 1) * (hardware.latency or 0.0)
-                if collective.times is None:  # what is sent is that of one run
-                    seconds = None
-                if sent:
+        # By kind of link, so that a report has a row for each.
+        for links, bandwidth, parts_over_links in (
+            (route.links, interconnect, [x.within_slice for x in parts]),
+            (_network(hardware), hardware.network_bandwidth, [x.between_slices for x in parts]),
+            (_CHIP, math.inf, [x.in_chip for x in parts]),
+        ):
+            for collective, part in zip(group, parts_over_links, strict=True):
+                if part.sent:
+                    seconds = _seconds(collective, part, links, bandwidth, hardware)
                     finite = None if bandwidth == math.inf else bandwidth
-                    yield _Transfer(collective, links, finite, sent, seconds)
+                    yield _Transfer(collective, links, finite, part.sent, seconds)
+
+
+def _seconds(
+    collective: Collective, part: _Part, links: str, bandwidth: float | None, hardware: Hardware
+) -> float | None:
+    """Returns the time of a part of a collective; None if it is unknown."""
+    if bandwidth is None or collective.times is None:
+        return None  # in a loop of unknown length, the bytes are those of one run
+    seconds = part.sent_evenly / bandwidth
+    if links != _CHIP:
+        seconds += collective.times * (hardware.latency or 0.0)
+    return seconds
 
 
 def _traffic(transfers: Iterable[_Transfer]) -> tuple[Traffic, ...]:
@@ -266,33 +272,52 @@ class _Part(NamedTuple):
     sent_evenly: float  # those that take as long if they are spread evenly over the links
 
 
+class _Parts(NamedTuple):
+    """The bytes of a collective, by the kind of link that they go over."""
+
+    within_slice: _Part
+    between_slices: _Part
+    in_chip: _Part  # between two devices of one chip
+
+
 def _parts(
     collective: Collective, route: _Route, mesh: MeshDescription | None, hardware: Hardware
-) -> list[_Part]:
+) -> _Parts:
     """Divides the bytes of a collective into those within the slice, between slices, and in a chip.
 
     What several devices of a slice or chip need enters it once, which is a lower bound.
     """
     devices, chips, slices = route.devices, route.chips, route.slices
-    others, sent, uneven = devices - 1, collective.total_bytes_sent, 1.0
-    if collective.kind == "collective-permute":
-        level = 1 if slices > 1 else 0 if chips > 1 else 2
-        shares = np.eye(3)[level] * others
+    # Of the devices that one exchanges data with, how many it reaches over each kind of link; and
+    # how much longer the data within the slice take than if all links were used evenly.
+    uneven = 1.0
+    if collective.kind == "collective-permute":  # all of it over the slowest kind
+        others = devices - 1
+        between = others if slices > 1 else 0
+        within = others if chips > 1 and not between else 0
+        in_chip = others - between - within
         if route.torus and mesh is not None:
             uneven = route.num_links * _most_messages(collective.pairs, mesh, hardware)
     elif collective.kind == "all-to-all":  # no two devices need the same data
-        slice_, chip = devices // slices, devices // chips
-        shares = np.array([slice_ - chip, devices - slice_, chip - 1])
-        if route.torus and shares[0]:  # half of all bytes in a line or ring cross its middle
+        slice_size, chip_size = devices // slices, devices // chips
+        within, between, in_chip = slice_size - chip_size, devices - slice_size, chip_size - 1
+        if route.torus and within:  # half of all bytes in a line or ring cross its middle
             crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
-            uneven = crossing * route.num_links * slice_ / shares[0]
+            uneven = crossing * route.num_links * slice_size / within
     else:
-        shares = np.array([chips - slices, slices - 1, devices - chips])
-        if collective.kind == "all-reduce" and route.is_open and shares[0]:
+        within, between, in_chip = chips - slices, slices - 1, devices - chips
+        if collective.kind == "all-reduce" and route.is_open and within:
             # An end of a line sends its addends, and receives the sums.
             uneven = chips / (chips - slices) / 2
-    within, between, in_chip = (float(sent * share / others) for share in shares)
-    return [_Part(within, within * uneven), _Part(between, between), _Part(in_chip, in_chip)]
+    within_bytes, between_bytes, chip_bytes = (
+        collective.total_bytes_sent * reached / (devices - 1)
+        for reached in (within, between, in_chip)
+    )
+    return _Parts(
+        within_slice=_Part(within_bytes, within_bytes * uneven),
+        between_slices=_Part(between_bytes, between_bytes),
+        in_chip=_Part(chip_bytes, chip_bytes),
+    )
 
 
 def _most_messages(
