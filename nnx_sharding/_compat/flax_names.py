@@ -60,6 +60,11 @@ class NodeForm(NamedTuple):
         others = tuple(i for i, static in enumerate(is_static) if not static)
         return cls(keys, is_data, is_static, others, *rest)
 
+    def with_data(self, is_data: tuple[bool | None, ...]) -> NodeForm:
+        """Returns the form of nodes that are the same but for which attributes are data."""
+        rest = self.metadata, self.names, self.order, self.pick, self.statuses
+        return NodeForm.of(self.keys, is_data, *rest)
+
 
 class NodeItems(NamedTuple):
     """The attributes of a node."""
@@ -206,14 +211,16 @@ def tag_of(node: Node) -> Any:
 def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
     """Returns the attributes of a node with abstract arrays in place of tracers; refs stay.
 
-    A function stored the tracers in the node, and its trace is over. The arrays are marked as data.
+    A function stored the tracers in the node, and its trace is over. Where a tracer was static, as
+    everything is that Flax has not seen as an array, the array is marked as data.
 
     Args:
       items: the attributes.
       leaked: the indices of the tracers among the values.
     """
     form, values, is_data = items.form, list(items.values), list(items.form.is_data)
-    marks: dict[str, bool] = {}  # by name: those that were static
+    # The attributes that were static, by name, as Flax notes them in a node: whether they are data.
+    marks: dict[str, bool] = {}
     for index in leaked:
         if isinstance(values[index], jax.Array):  # not a jax.Ref
             values[index] = _shape_of(values[index])
@@ -223,7 +230,7 @@ def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
     if marks:
         position = form.keys.index(STATUSES)
         values[position] = values[position].update(marks)
-    return NodeItems(NodeForm.of(form.keys, tuple(is_data), *form[4:]), values, None)
+    return NodeItems(form.with_data(tuple(is_data)), values, in_dict=None)
 
 
 def _shape_of(tracer: jax.Array) -> jax.ShapeDtypeStruct:

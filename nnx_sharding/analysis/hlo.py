@@ -143,9 +143,15 @@ class Module(Values):
 
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
-        """How often each computation runs, summed over its callers; once without a caller."""
-        runs: dict[str, Runs] = {}  # callers come before what they call
-        for name in reversed(self.callees_first or [*self.calls]):
+        """How often each computation runs, summed over its callers; once without a caller.
+
+        ``times`` is None where that is unknown, as in a loop of unknown length.
+        """
+        runs: dict[str, Runs] = {}
+        # Callers before what they call, so that all runs of a caller are known. Damaged text may
+        # have cycles: then in the order of the text, and what is called is undercounted.
+        callers_first = reversed(self.callees_first or [*self.calls])
+        for name in callers_first:
             caller = runs.setdefault(name, Runs())
             for call in self.calls.get(name, ()):
                 called = self._called(caller, call.instruction, call.attribute)

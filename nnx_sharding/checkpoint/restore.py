@@ -374,10 +374,10 @@ def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding |
             dtype = getattr(target.array.leaf, "dtype", stored_dtype)
             is_to_host = is_own or names.may_wrap(stored_dtype, dtype)
             sharding = None if is_to_host else _piece_sharding(target, piece)
-            # A stored stack may be read for several targets: to the host if it is for one of them.
-            if wanted.get(piece.name, sharding) is None:
-                sharding = None
-            wanted[piece.name] = sharding
+            # A stored stack may be read for several targets, and is read once: to the host if one
+            # of them needs that, else with the sharding of any, from which the others are placed.
+            is_on_host = piece.name in wanted and wanted[piece.name] is None
+            wanted[piece.name] = None if is_on_host else sharding
     return wanted
 
 

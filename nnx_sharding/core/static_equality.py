@@ -83,7 +83,9 @@ def value_key(value: Any) -> Hashable | None:
 def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
     """Returns a key for a value of a type that is rare in settings; None to compare by content.
 
-    Keys are equal for equal values only. The kinds of values are those of the module docstring.
+    Keys are equal for equal values only. The order matters, since a class may be of several kinds:
+    first what is known by its type, then what may have attributes (a subclass of ``float`` may, and
+    then its value is not all of it), then containers and values of C, which have none.
     """
     if issubclass(cls, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
@@ -96,7 +98,8 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
         return _mapping_key(cls, value)
     if issubclass(cls, _LIBRARY_VALUES) and cls.__module__.split(".")[0] in _LIBRARIES:
         return _library_key(cls, value)
-    if cls is PyTreeDef:  # which compares the data of its nodes by `==`
+    # A treedef compares the data of its nodes by `==`, so these get keys of their own.
+    if cls is PyTreeDef:
         return _key_of_all(cls, aux_of(value), value)
     if has_state(cls):  # attributes may change, except the fields of frozen dataclasses
         return _fields_key(cls, value)
@@ -105,6 +108,7 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
     parts = fixed_parts(value)  # of tuples and the like, whose items may still be anything
     if parts is not None:
         return _key_of_all(cls, parts)
+    # A container that was not opened may change; without `==`, no other object is equal.
     if is_builtin(cls) or cls.__eq__ is object.__eq__:
         return None
     return _key_as_pickled(cls, value)

@@ -474,9 +474,15 @@ class _Dispatch(NamedTuple):
         kernel: jax.Array,
         bias: jax.Array | None,
     ) -> jax.Array:
-        """Computes :meth:`matmul` on one device, whose kernel is (local experts, in, out).
+        """Computes :meth:`matmul` on one device: the product of each row with its expert's kernel.
 
-        ``inner`` are the axes that shard ``in``; over them the products are summed.
+        Args:
+          inner: the axes that shard ``in``, over which the products are summed; None for none.
+          sizes: how many rows each expert of the device has, (1, local experts). The rows of one
+            expert follow those of the one before; what is left at the end is padding.
+          rows: (rows, in).
+          kernel: (local experts, in, out).
+          bias: (local experts, out), or None.
         """
         if self.capacity is None:
             product = jax.lax.ragged_dot(rows, kernel, sizes[0])
@@ -486,6 +492,7 @@ class _Dispatch(NamedTuple):
         if inner:
             product = jax.lax.psum(product, inner)
         if bias is not None:
+            # The number of experts whose rows end before this one: (rows, experts) → (rows,).
             expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
             product += bias.at[expert].get(mode="fill", fill_value=0)  # 0 for padding
         return product

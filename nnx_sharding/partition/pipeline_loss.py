@@ -22,7 +22,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.extend.core import Jaxpr, jaxpr_as_fun
@@ -31,6 +31,7 @@ from .. import _compat
 from ..core.flatten import Flat
 from ..core.outcome import INPUT, Outcome, OutputGroup, Source
 from ..core.rebuild import kept_places
+from ..core.structure import Structure
 from ..errors import raise_listed
 from ..transforms.in_trace import Function, replace_slots
 from .pipeline_loop import PipelineLoop
@@ -189,6 +190,44 @@ class Part:
         return lambda arrays: self(replace_slots(inputs, positions, arrays))
 
 
+class SortedOutputs(NamedTuple):
+    """The arrays after a call of a loss, by slot: those that it returns, and its new state."""
+
+    outcome: Outcome  # says what the array in each slot is
+    returned: list[int]  # the slot of the value, then those of auxiliary data
+    state: dict[int, int]  # the slot of what a Variable gets → the slot of what it had before
+
+
+def sort_outputs(outcome: Outcome, before: Structure, value: int) -> SortedOutputs:
+    """Sorts the arrays after a call; those that only pass through the loss are left out.
+
+    Args:
+      outcome: what the loss returns and changes.
+      before: the structure of its arguments.
+      value: the slot of its value after the call.
+
+    Raises:
+      ValueError: it changes more than the values of Variables.
+    """
+    if outcome.nodes or outcome.metadata or outcome.statics or outcome.replaced:
+        refuse_loss(
+            ["it changes the structure of its arguments"],
+            "Return what it adds, with has_aux=True.",
+        )
+    is_input = [source.group == INPUT for source in outcome.sources]
+    state = {
+        slot: old
+        for index in outcome.values  # of the Variables that were assigned to
+        for slot, old in kept_places(before, outcome.structure, index).items()
+        if not is_input[slot]
+    }
+    # Of the inputs, only those that are returned as they are, outside of any module.
+    is_returned = {*outcome.structure.root_slots}
+    outputs = [i for i, is_old in enumerate(is_input) if not is_old or i in is_returned]
+    auxiliary = [slot for slot in outputs if slot != value and slot not in state]
+    return SortedOutputs(outcome, [value, *auxiliary], state)
+
+
 class TracedLoss:
     """A loss of one microbatch, traced with what the pipeline returns and writes as inputs.
 
@@ -226,7 +265,6 @@ class TracedLoss:
           call: the call of the pipeline in an earlier trace.
           written: the arrays of the layers that the pipeline writes, (S, D, …), by slot.
         """
-        self._before, self._slots = before, slots
         written_slots = [*written]
 
         def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
@@ -234,10 +272,11 @@ class TracedLoss:
             with self.call.in_place():
                 [value], (*groups, outcome) = function(arrays)
             after = outcome.arrays(replace_slots(before.leaves, slots, arrays), groups)
-            self._sort(outcome, next(i for i, x in enumerate(after) if x is value))
+            slot_of_value = next(slot for slot, x in enumerate(after) if x is value)
+            self._sorted = sort_outputs(outcome, before.structure, slot_of_value)
             return [
-                [after[slot] for slot in self._returned],
-                [after[slot] for slot in self._state],
+                [after[slot] for slot in self._sorted.returned],
+                [after[slot] for slot in self._sorted.state],
                 self.call.x,
                 self.call.others,
                 [*self.call.layers.values()],
@@ -248,35 +287,16 @@ class TracedLoss:
         _, self.results, self.written = positions_of(inputs)
         self.returned, state, self.x, self.others, self.layers = positions_of(shapes)
         position = {slot: i for i, slot in enumerate(slots)}
-        self.state = dict(zip(state, map(position.__getitem__, self._state.values()), strict=True))
-
-    def _sort(self, outcome: Outcome, value: int) -> None:
-        """Sorts the arrays after a call into state, and what the loss returns."""
-        self._outcome, before = outcome, self._before.structure
-        if outcome.nodes or outcome.metadata or outcome.statics or outcome.replaced:
-            refuse_loss(
-                ["it changes the structure of its arguments"],
-                "Return what it adds, with has_aux=True.",
-            )
-        # The slot of each array that a Variable of the arguments gets, and that which it had.
-        self._state = {
-            slot: old
-            for index in outcome.values
-            for slot, old in kept_places(before, outcome.structure, index).items()
-            if outcome.sources[slot].group != INPUT
-        }
-        is_input = {i for i, x in enumerate(outcome.sources) if x.group == INPUT}
-        kept = is_input.difference(outcome.structure.root_slots) | self._state.keys()
-        others = [i for i in range(len(outcome.sources)) if i not in kept and i != value]
-        self._returned = [value, *others]
+        replaced = [position[old] for old in self._sorted.state.values()]
+        self.state = dict(zip(state, replaced, strict=True))
 
     def outputs(self, returned: Arrays, state: Arrays) -> tuple[Any, ...]:
         """Returns the groups of outputs, and the outcome, of a call that returns these arrays."""
-        slots = [*self._returned, *self._state]
+        traced, slots = self._sorted.outcome, [*self._sorted.returned, *self._sorted.state]
         position = {slot: Source(0, i) for i, slot in enumerate(slots)}
-        sources = self._outcome.sources
+        sources = traced.sources
         outcome = dataclasses.replace(
-            self._outcome,
+            traced,
             sources=tuple(position.get(slot, source) for slot, source in enumerate(sources)),
             update=None,
         )

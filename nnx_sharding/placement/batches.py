@@ -231,13 +231,14 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         """
         set_state = self._method("set_state")
         try:
+            # As `get_state` writes it: the loader's state is text if it is bytes, else JSON.
             fields = json.loads(state)
             size = fields["batch_size"]
             loader = fields["text"].encode() if "text" in fields else fields["loader"]
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
         self._feed.stop(None)  # its thread uses the loader
-        self._finalizer.detach()
+        self._finalizer.detach()  # it would stop this feed again; `_begin` makes another for both
         set_state(loader)
         self._state = size, loader
         # The first batch from here on may be an uneven one.

@@ -60,8 +60,9 @@ class Products(NamedTuple):
 
     def times(self, count: float) -> Products:
         """Returns the products of so many runs."""
-        more = self.flops * count, self.accessed * count, self.least * count
-        return Products(*more, self.is_narrow)
+        return Products(
+            self.flops * count, self.accessed * count, self.least * count, self.is_narrow
+        )
 
     def least_seconds(self, devices: int, hardware: Hardware) -> float:
         """Returns a lower bound of a step's time: its products at the peak rate of all devices."""
@@ -90,24 +91,41 @@ def products_of(
 
 
 def products_in(equations: Iterable[JaxprEqn]) -> Products:
-    """Sums the products of equations and of what they call, with loops of known length."""
+    """Sums the products of equations and of what they call, with loops of known length.
+
+    All else is left out, as products dominate the time of a model.
+    """
     parts = list[Products]()
     for equation in equations:
-        name = equation.primitive.name
-        arrays: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
-        # Products dominate the time of a model.
-        if flops := _product_flops(name, equation.params, arrays):
-            shaped = [array for array in arrays if hasattr(array, "shape")]
-            size = sum(math.prod(array.shape) * array.dtype.itemsize for array in shaped)
-            is_narrow = all(array.dtype.itemsize == 1 for array in arrays[:2])
-            parts.append(Products(flops, size, flops, is_narrow))
-        elif inner := [products_in(x.eqns) for x in jaxprs_in(equation.params.values())]:
-            if name == "cond":
-                largest = max(inner)
-                inner = [largest._replace(least=min(part.least for part in inner))]
-            parts += [part.times(equation.params.get("length", 1)) for part in inner]
-    flops, accessed, least = (sum(part[i] for part in parts) for i in range(3))
-    return Products(flops, accessed, least, any(part.is_narrow for part in parts))
+        name, params = equation.primitive.name, equation.params
+        operands: list[Any] = [x.aval for x in equation.invars]
+        results: list[Any] = [x.aval for x in equation.outvars]
+        if flops := _product_flops(name, params, [*operands, *results]):
+            parts.append(
+                Products(
+                    flops=flops,
+                    accessed=sum(_size(array) for array in (*operands, *results)),
+                    least=flops,
+                    is_narrow=all(array.dtype.itemsize == 1 for array in operands[:2]),
+                )
+            )
+            continue
+        called = [products_in(jaxpr.eqns) for jaxpr in jaxprs_in(params.values())]
+        if called and name == "cond":
+            largest = max(called, key=lambda branch: branch.flops)
+            called = [largest._replace(least=min(branch.least for branch in called))]
+        parts += [part.times(params.get("length", 1)) for part in called]  # of a scan
+    return Products(
+        flops=sum(part.flops for part in parts),
+        accessed=sum(part.accessed for part in parts),
+        least=sum(part.least for part in parts),
+        is_narrow=any(part.is_narrow for part in parts),
+    )
+
+
+def _size(aval: Any) -> int:
+    """Returns the bytes of a value; 0 for one that is no array, such as a token."""
+    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0
 
 
 def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) -> float:

@@ -83,7 +83,7 @@ class Differentiable(Inner[P, R]):
         plan: Plan,
         flat: Flat,
         slots: Sequence[int],
-        differentiate: Callable[[Function, list[object]], tuple[object, object]],
+        derivative_of: Callable[[Function, list[object]], tuple[object, object]],
     ) -> tuple[Any, Any]:
         """Calls the function, and differentiates it at the arrays in some slots.
 
@@ -91,29 +91,33 @@ class Differentiable(Inner[P, R]):
           plan: the plan of the call, which has its pure function.
           flat: its arguments, flattened.
           slots: the positions of the arrays.
-          differentiate: differentiates a function at these arrays. The function returns the arrays
-            of the output, without those of the user's auxiliary data, and everything that the call
-            returns; ``differentiate`` returns the derivative of the former, and the latter.
+          derivative_of: JAX's transform, such as ``jax.vjp`` with ``has_aux=True``. It gets a
+            function and these arrays. The function returns a pair: the arrays of the output,
+            without those of the user's auxiliary data, which are differentiated; and everything
+            that the call returns, which is auxiliary for JAX. It returns the derivative, and the
+            latter.
 
         Returns:
           What the user's function returns, and the derivative.
         """
+        # The pure function in its form for a call within a trace: it is traced as a part of that.
         inline = self._program(plan, flat).inline
         derivatives = list[Any]()
 
         def execute(*leaves: object) -> Any:
-            if self._transform.is_reverse:
+            if self._transform.is_reverse:  # cotangents get the types of the arrays
                 leaves = tuple(type_as_in_jit(leaves))
 
-            def function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
+            def pure(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)
+                # Groups of new arrays, and what says which array of the result each is.
                 *groups, outcome = outputs = inline(*all_leaves)
                 results = outcome.arrays(all_leaves, groups)
                 output = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
                 return [results[slot] for slot in output], outputs
 
-            derivative, outputs = differentiate(function, [leaves[slot] for slot in slots])
-            derivatives.append(derivative)  # `run` wants the outputs only
+            derivative, outputs = derivative_of(pure, [leaves[slot] for slot in slots])
+            derivatives.append(derivative)  # `_run` wants the outputs only
             return outputs
 
         out = self._run(plan, flat, execute)

@@ -503,13 +503,17 @@ class ValueAndGrad(Differentiable[P, R]):
         raise see(error, anchor="nothing-to-differentiate")
 
     def _name_of(self, argnum: int | str, call: SortedCall) -> str:
-        """Returns the name of an argument of ``argnums``."""
+        """Returns the name of an argument of ``argnums``: a name, or a position among arguments.
+
+        Positions count the arguments of the call, and negative ones from its end. What the function
+        is bound to, such as ``self``, comes first among the names of the signature, but is not
+        counted.
+        """
         if isinstance(argnum, str):
             return argnum
         names = call.signature.names
-        # Positions do not count the parameters of what the function is bound to.
         position = argnum + self._implicit if argnum >= 0 else argnum + len(names)
-        if not 0 <= position < len(names):  # perhaps passed by keyword
+        if not 0 <= position < len(names):  # a parameter that this call passes by keyword
             names = self._parameters.positional
         if not 0 <= position < len(names):
             error = ValueError(

@@ -15,7 +15,10 @@ From other modules:
 
     with_arrays     a new layer around other arrays in some slots
     replace_slots   a copy of a list of arrays with others in some slots
-    perform         runs operations, which are functions with arguments, in one step
+    compute         calls a function of arrays that may be in host memory; the result stays there
+    update_operations, perform
+                    prepares all that is assigned to Variables, then assigns it in one step, so that
+                    an error or an interrupt leaves old values or new ones
 """
 
 from __future__ import annotations
@@ -194,19 +197,24 @@ class Stack(nnx.Module):
         new = flatten_layer(layer)
         old_layer = flatten_layer(self[number])
         _check_equal([old_layer, new], lambda i: f"[{number}]" if i else "the layers")
-        flat = flatten_layer(self.layers)
-        slots = stacked_slots(flat, self.shared)
-        old = [flat.leaves[slot] for slot in slots]
+        stacked = flatten_layer(self.layers)
+        slots = stacked_slots(stacked, self.shared)
+        old_arrays = [stacked.leaves[slot] for slot in slots]  # (layers, …)
+
+        def with_layer(array: jax.Array, layer: jax.Array) -> jax.Array:
+            return _gather_layers(array).at[number].set(layer)
+
         arrays = [
-            compute(lambda x, layer: _gather_layers(x).at[number].set(layer), x, new.leaves[slot])
-            for slot, x in zip(slots, old, strict=True)
+            compute(with_layer, array, new.leaves[slot])
+            for slot, array in zip(slots, old_arrays, strict=True)
         ]
-        # On Explicit axes, each array gets back the sharding from which it was gathered.
-        typed = [None if type_spec(x) is None else sharding_of(x) for x in old]
-        leaves = replace_slots(flat.leaves, slots, apply_shardings(arrays, typed))
-        entries = enumerate(flat.structure.entries)
+        # On Explicit axes, each array gets back the sharding from which it was gathered. On Auto
+        # axes it has kept it.
+        shardings = [None if type_spec(x) is None else sharding_of(x) for x in old_arrays]
+        leaves = replace_slots(stacked.leaves, slots, apply_shardings(arrays, shardings))
+        entries = enumerate(stacked.structure.entries)
         variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
-        perform(update_operations(flat.structure, leaves, flat.objects, variables))
+        perform(update_operations(stacked.structure, leaves, stacked.objects, variables))
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the layers as separate modules; what they share stays shared."""

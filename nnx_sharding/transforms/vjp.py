@@ -266,7 +266,16 @@ def _differentiate(
     primals: Sequence[object],
     differentiate: _Differentiate,
 ) -> _Derivative:
-    """Calls and differentiates a function, as the transform of this name."""
+    """Calls a function at the primals, and differentiates that call.
+
+    Args:
+      name: the transform, for messages: ``vjp``, ``jvp`` or ``linearize``.
+      fun: the user's function.
+      has_aux: whether it returns a pair of its output and auxiliary data.
+      modes: the user's options ``graph`` and ``graph_updates``.
+      primals: the arguments.
+      differentiate: JAX's transform of a function of arrays, with the form of the primals.
+    """
     transform = Differentiation(name=name, has_aux=has_aux, is_reverse=name == "vjp")
     lifted: Any = lift(_AtPoint, fun, transform, Roles(), *modes)
     derivative: _Derivative = lifted.differentiate_at(primals, differentiate)
