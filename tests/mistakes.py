@@ -1327,18 +1327,18 @@ def in_turn(lib: Library, call: Callable[..., Any], transform: Any = None) -> An
 
 
 @mistake(
-    "gradient-outside-of-accumulation",
+    "gradient-outside-of-the-schedule",
     '`value_and_grad` of a pipeline with `schedule="1f1b"`',
     ValueError,
     'schedule="1f1b" has gradients only in accumulate_gradients',
     "accumulate_gradients(loss, steps=4)",
 )
-def gradient_outside_of_accumulation(lib: Library) -> Any:
+def gradient_outside_of_the_schedule(lib: Library) -> Any:
     return in_turn(lib, lambda model, x: model.blocks(x), value_and_grad)
 
 
 @mistake(
-    "gradient-outside-of-accumulation",
+    "gradient-outside-of-the-schedule",
     "`accumulate_gradients(axis=)` with 1F1B",
     ValueError,
     "axis='data' reduces gradients once, after the loop",

@@ -330,7 +330,7 @@ def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> 
         f"Write accumulate_gradients(loss, steps={microbatches}) in place of value_and_grad(loss). "
         "Or leave out the schedule.",
     )
-    raise see(ValueError(text), anchor="gradient-outside-of-accumulation")
+    raise see(ValueError(text), anchor="gradient-outside-of-the-schedule")
 
 
 def _check_axis_types(mesh: AnyMesh) -> None:

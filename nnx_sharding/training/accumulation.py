@@ -220,7 +220,7 @@ class _Accumulation:
                 f"accumulate_gradients: axis={self.axis!r} reduces gradients once, after the loop, "
                 'but pipeline(schedule="1f1b")\nreduces them for each microbatch. Leave out one.'
             )
-            raise see(ValueError(text), anchor="gradient-outside-of-accumulation")
+            raise see(ValueError(text), anchor="gradient-outside-of-the-schedule")
         mesh = jax.sharding.get_abstract_mesh()
         parts = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
         rows = next((x for x in jax.tree.leaves(parts) if type_spec(x) is not None), None)
