@@ -609,6 +609,24 @@ def test_a_cache_that_is_returned_keeps_its_sharding(mesh, is_keyword):
         assert found[1][0].sharding.is_equivalent_to(sharded[0].sharding, 5)
 
 
+class PerRow(nnx.Module):
+    def __init__(self, rngs):
+        self.head = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x).sum(-1)
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT])
+def test_a_value_for_each_row_is_sharded_like_rows(mesh):
+    model, x = PerRow(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (16, 8))
+    sharding = fsdp(model, mesh=mesh, min_size=0)
+    fun = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
+    out = fun(model, x)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
+    np.testing.assert_allclose(out, PerRow(nnx.Rngs(0))(x), rtol=1e-5)
+
+
 class TestErrors:
     def test_filters_without_effect(self, network):
         chosen = {"blocks/*/upp": P("data"), nnx.Conv: P(), "up$": P()}

@@ -6,6 +6,7 @@ import itertools
 import pathlib
 import random
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import value_and_grad
 from nnx_sharding.cli.main import main
-from nnx_sharding.core.memory import memory_of, other_memory
+from nnx_sharding.core.memory import main_memory, memory_of, other_memory
 from nnx_sharding.partition import fsdp
 from nnx_sharding.testing import assert_same
 from nnx_sharding.training import fetched, offload
@@ -108,3 +109,32 @@ class TestSame:
             return x @ y[0] + y[1]
 
         assert_same(step, x, [x, x], shardings={"x": rows, "y": [P("data"), None]}, mesh=mesh)
+
+
+class Client:
+    """The client of a process on one of several hosts."""
+
+    def __init__(self):
+        self._devices = [Device(self, process) for process in (1, 0, 1)]
+
+    def devices(self):
+        return self._devices
+
+    def process_index(self):
+        return 0
+
+
+class Device:
+    def __init__(self, client, process_index):
+        self.client, self.process_index = client, process_index
+
+    def default_memory(self):
+        if self.process_index != 0:  # as JAX for TPUs of other hosts
+            raise RuntimeError("UNIMPLEMENTED: DefaultMemory is not supported")
+        return types.SimpleNamespace(kind="device")
+
+
+def test_main_memory_of_devices_of_other_processes():
+    client = Client()
+    sharding = types.SimpleNamespace(device_set={client.devices()[0]}, memory_kind="device")
+    assert main_memory(sharding) is sharding

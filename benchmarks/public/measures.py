@@ -160,19 +160,46 @@ def _bytes_of(
 
 
 def memory(model: PublicModel) -> Mapping[str, Any]:
-    """Returns the bytes that a step needs on each chip of the pods, from the TPU compiler."""
-    program = model.program(Size.REAL)
+    """Returns the bytes that a step of the real size needs on each chip of the pods.
+
+    Compiled by the TPU compiler: models without equal layers as they are, others with two and with
+    four layers, since each further layer needs as much as the one before.
+    """
+    parameters = {size: _num_parameters(model.program(size)) for size in _SIZES_OF_MEMORY}
     result: dict[str, Any] = {}
     for name, (topology, sizes) in PODS.items():
         kinds = (AxisType.Auto,) * len(sizes)
         axes = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
         mesh = planning_mesh(topology, axes)
         try:
-            compiled = _compile(program.make, program, mesh, _fsdp_and_tensor, P("data"))
-            result[name] = compiled.memory().peak
+            result[name] = _peak_of_real_size(model, parameters, mesh)
         except Exception as error:
             result[name] = reason(error)
     return result
+
+
+_SIZES_OF_MEMORY = Size.WIDE, Size.WIDE_4, Size.REAL
+
+
+def _num_parameters(program: Program) -> int:
+    params = nnx.state(_abstract(program), nnx.Param)
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+
+def _peak_of_real_size(model: PublicModel, parameters: Mapping[Size, int], mesh: Any) -> int:
+    """Returns the memory of a step at its peak, in bytes of a device."""
+
+    def peak(size: Size) -> int:
+        program = model.program(size)
+        compiled = _compile(program.make, program, mesh, _fsdp_and_tensor, P("data"))
+        return compiled.memory().peak
+
+    two, four, real = (parameters[size] for size in _SIZES_OF_MEMORY)
+    if two == four:  # of no equal layers
+        return peak(Size.REAL)
+    with_two, with_four = peak(Size.WIDE), peak(Size.WIDE_4)
+    # Two more layers for each so many parameters.
+    return round(with_two + (with_four - with_two) * (real - two) / (four - two))
 
 
 def reason(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 An adapter imports a public package, or a source folder on the path, and changes only sizes. Layers
 and widths of `Size.SMALL` are such that numbers can be computed; those of `Size.REAL` are the
-authors', and `Size.WIDE` has two of its layers.
+authors', and `Size.WIDE` and `Size.WIDE_4` have two and four of its layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ class Size(enum.Enum):
 
     SMALL = "small"
     WIDE = "two layers of the real size"
+    WIDE_4 = "four layers of the real size"
     REAL = "real"
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has where the authors' number is not taken."""
+        return 4 if self is Size.WIDE_4 else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +121,9 @@ def _tunix(folder: str, cls: str, config: str, small: Mapping[str, Any]) -> Call
     def program(size: Size) -> Program:
         module = importlib.import_module(f"tunix.models.{folder}.model")
         authors = getattr(module.ModelConfig, config)()
-        layers = {"num_layers": 2} if size is not Size.REAL else {}
+        layers: dict[str, Any] = {"num_layers": size.num_layers} if size is not Size.REAL else {}
         if layers and hasattr(authors, "attention_types"):
-            layers["attention_types"] = tuple(authors.attention_types)[:2]
+            layers["attention_types"] = tuple(authors.attention_types)[: size.num_layers]
         authors = dataclasses.replace(authors, **layers, **(small if size is Size.SMALL else {}))
         if getattr(authors, "vision_config", None) is not None:
             authors = dataclasses.replace(authors, vision_config=None)  # text alone
@@ -209,7 +215,7 @@ def _maxtext(name: str, small: Mapping[str, Any]) -> Callable[..., Program]:
             "remat_policy": "none", "max_target_length": length,
             "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4,
         }  # fmt: skip
-        fields |= {"base_num_decoder_layers": 2} if size is not Size.REAL else {}
+        fields |= {"base_num_decoder_layers": size.num_layers} if size is not Size.REAL else {}
         fields |= small if size is Size.SMALL else {}
         base = importlib.resources.files("maxtext.configs") / "base.yml"
         config = pyconfig.initialize(["", str(base), *(f"{k}={v}" for k, v in fields.items())])
@@ -284,14 +290,25 @@ def _bonsai(
     return program
 
 
-def _sized(method: str, layers: Mapping[str, Any], small: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns what makes a config: the authors', with few layers, and with the small sizes."""
+def _sized(
+    method: str, layers: Iterable[str], small: Mapping[str, Any], **always: Any
+) -> Callable[..., Any]:
+    """Returns what makes a config: the authors', with few layers, and with the small sizes.
+
+    Args:
+      method: the method of the class that makes the authors' config; empty for its defaults.
+      layers: the fields with the number of layers.
+      small: the fields that are replaced for `Size.SMALL`.
+      **always: those that are replaced for every size.
+    """
 
     def config(module: Any, size: Size) -> Any:
         real = getattr(module.ModelConfig, method)() if method else module.ModelConfig()
+        real = dataclasses.replace(real, **always)
         if size is Size.REAL:
             return real
-        return dataclasses.replace(real, **layers, **(small if size is Size.SMALL else {}))
+        few = dict.fromkeys(layers, size.num_layers)
+        return dataclasses.replace(real, **few, **(small if size is Size.SMALL else {}))
 
     return config
 
@@ -319,9 +336,11 @@ def _gemma3_config(module: Any, size: Size) -> Any:
     if size is Size.REAL:
         return real
     text = dataclasses.replace(
-        real.text_config, num_hidden_layers=2, layer_types=real.text_config.layer_types[:2]
+        real.text_config,
+        num_hidden_layers=size.num_layers,
+        layer_types=real.text_config.layer_types[: size.num_layers],
     )
-    vision = dataclasses.replace(real.vision_config, num_hidden_layers=2)
+    vision = dataclasses.replace(real.vision_config, num_hidden_layers=size.num_layers)
     if size is Size.SMALL:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}
         text = dataclasses.replace(
@@ -400,7 +419,7 @@ _VJEPA |= {"pred_num_attention_heads": 4, "crop_size": 32, "frames_per_clip": 4}
 def _jimmy(size: Size) -> Program:
     from jimmy.models.vit import DinoV2
 
-    sizes: dict[str, Any] = {"depth": 12 if size is Size.REAL else 2}
+    sizes: dict[str, Any] = {"depth": 12 if size is Size.REAL else size.num_layers}
     if size is Size.SMALL:
         sizes |= {"img_size": 32, "embed_dim": 32, "num_heads": 4}
     return Program(
@@ -432,7 +451,7 @@ _SMALL_BONSAI = {"vocab_size": 256, "emb_dim": 32, "mlp_dim": 64, "num_heads": 8
 _SMALL_BONSAI |= {"num_kv_heads": 4}
 _BONSAI = {
     "Qwen3 8B": _bonsai(
-        "qwen3", "Qwen3", _sized("qwen3_8b", {"num_layers": 2}, _SMALL_BONSAI), _tokens, _qwen3_loss
+        "qwen3", "Qwen3", _sized("qwen3_8b", ["num_layers"], _SMALL_BONSAI), _tokens, _qwen3_loss
     ),
     "Gemma 3 4B": _bonsai("gemma3", "Gemma3Model", _gemma3_config, _tokens, _gemma3_loss),
     "Mamba 2 130M": _bonsai(
@@ -440,7 +459,7 @@ _BONSAI = {
         "Mamba2ForCausalLM",
         _sized(
             "",
-            {"num_hidden_layers": 2},
+            ["num_hidden_layers"],
             {"vocab_size": 256, "hidden_size": 32, "state_size": 8, "head_dim": 8, "chunk_size": 8},
         ),
         _tokens,
@@ -451,8 +470,9 @@ _BONSAI = {
         "UMT5Model",
         _sized(
             "",
-            {"num_layers": 2, "num_decoder_layers": 2, "dropout_rate": 0.0},
+            ["num_layers", "num_decoder_layers"],
             {"vocab_size": 256, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4},
+            dropout_rate=0.0,
         ),
         _tokens,
         _umt5_loss,
@@ -460,35 +480,35 @@ _BONSAI = {
     "ViT B/16": _bonsai(
         "vit",
         "ViTClassificationModel",
-        _sized("vit_p16_224", {"num_layers": 2}, _VIT),
+        _sized("vit_p16_224", ["num_layers"], _VIT),
         _images(32),
         _vit_loss,
     ),
     "DINOv3 L/16": _bonsai(
         "dinov3",
         "Dinov3ViTModel",
-        _sized("dinov3_vitl16", {"num_hidden_layers": 2}, _DINO),
+        _sized("dinov3_vitl16", ["num_hidden_layers"], _DINO),
         _channels_first,
         _dinov3_loss,
     ),
     "V-JEPA 2 L": _bonsai(
         "vjepa2",
         "VJEPA2Model",
-        _sized("vitl_fpc64_256", {"num_hidden_layers": 2, "pred_num_hidden_layers": 2}, _VJEPA),
+        _sized("vitl_fpc64_256", ["num_hidden_layers", "pred_num_hidden_layers"], _VJEPA),
         _video,
         _vjepa2_loss,
     ),
     "Whisper tiny": _bonsai(
         "whisper",
         "Whisper",
-        _sized("whisper_tiny", {"encoder_layers": 2, "decoder_layers": 2}, _WHISPER),
+        _sized("whisper_tiny", ["encoder_layers", "decoder_layers"], _WHISPER),
         _spectrum,
         _whisper_loss,
     ),
     "ResNet-50": _bonsai(
         "resnet",
         "ResNet",
-        _sized("resnet50", {}, {"block_layers": [1, 1, 1, 1], "num_classes": 16}),
+        _sized("resnet50", [], {"block_layers": [1, 1, 1, 1], "num_classes": 16}),
         _images(32),
         _classify,
     ),
@@ -497,7 +517,7 @@ _BONSAI = {
         "DenseNet",
         _sized(
             "densenet_121",
-            {},
+            [],
             {"dense_block_layers": [1, 1, 1, 1], "num_classes": 16, "growth_rate": 8},
         ),
         _images(32),
@@ -508,7 +528,7 @@ _BONSAI = {
         "ConvNeXt",
         _sized(
             "convnext_base_224",
-            {},
+            [],
             {"stage_depths": (1, 1, 1, 1), "stage_dims": (8, 16, 32, 64), "num_classes": 16},
         ),
         _images(32),
@@ -519,7 +539,7 @@ _BONSAI = {
         "VGG",
         _sized(
             "vgg_19",
-            {},
+            [],
             {
                 "block_layers": [1, 1, 1, 1, 1],
                 "channels": [8, 8, 16, 16, 16, 32],
@@ -532,7 +552,7 @@ _BONSAI = {
     "U-Net": _bonsai(
         "unet",
         "UNet",
-        _sized("", {}, {"features": (4, 8, 16, 32, 64)}),
+        _sized("", [], {"features": (4, 8, 16, 32, 64)}),
         _images(32, 256, 1),
         _regress,
     ),
@@ -541,7 +561,7 @@ _BONSAI = {
         "VAE",
         _sized(
             "stable_diffusion_v1_5",
-            {},
+            [],
             {"block_out_channels": [8, 16, 16, 16], "norm_num_groups": 4},
         ),
         _images(32, 256),
@@ -550,7 +570,7 @@ _BONSAI = {
     "EfficientNet B0": _bonsai(
         "efficientnet",
         "EfficientNet",
-        _sized("b0", {}, {"num_classes": 16}),
+        _sized("b0", [], {"num_classes": 16}),
         _images(32),
         _classify,
     ),

@@ -125,10 +125,14 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
 
     Returns:
       ``spec``, with open dimensions like those of the input as long as sizes are equal. The last
-      dimension, of features, stays whole, unless all of the shape is that of the input.
+      dimension, of features, stays whole, unless all of the shape is that of the input, or there is
+      no other.
     """
     is_like = x.shape == first.shape and spec is None
-    count = x.ndim if is_like else max(x.ndim - 1, 0)  # of dimensions that may be like the input's
+    # The number of dimensions that may be like the input's. The only dimension of an output, such
+    # as a value for each row, is one of rows if the input has others than features.
+    has_rows = x.ndim == 1 and first.ndim > 1
+    count = x.ndim if is_like or has_rows else max(x.ndim - 1, 0)
     leading = []
     entries = jax.typeof(first).sharding.spec.partitions
     for size, size_of_first, entry in zip(x.shape[:count], first.shape, entries, strict=False):

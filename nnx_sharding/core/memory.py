@@ -12,6 +12,7 @@ its type. A trace does not tell ``unpinned_host`` from main memory, and computes
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -29,10 +30,22 @@ _ALIGNMENT = 64  # of memory that a CPU device adopts; XLA copies buffers that a
 Memory: TypeAlias = str | enum.Enum | None
 
 
+@functools.lru_cache(maxsize=16)  # clients are a few for each process; a topology has one, too
+def _main_memory_kind(client: Any) -> str:
+    """Returns the kind of the main memory of a client's devices, which all have the same kinds.
+
+    Only devices of this process can be asked: on others, as on a TPU pod of several hosts, JAX
+    raises UNIMPLEMENTED.
+    """
+    local = (d for d in client.devices() if d.process_index == client.process_index())
+    kind: str = next(local).default_memory().kind
+    return kind
+
+
 def main_memory(sharding: Sharding) -> Any:
     """Returns the same sharding in the main memory of its devices."""
     device: Any = next(iter(sharding.device_set))
-    main = device.default_memory().kind
+    main = _main_memory_kind(device.client)
     return sharding if sharding.memory_kind == main else sharding.with_memory_kind(main)
 
 
