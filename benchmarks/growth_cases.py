@@ -149,6 +149,27 @@ def loss_of_layers(graphdef: Any) -> Callable[[Any, jax.Array], jax.Array]:
     return loss
 
 
+def loss_of_layers_by_hand(graphdef: Any) -> Callable[[Any, jax.Array], jax.Array]:
+    """The same on the Explicit mesh, sharded by hand as the strategies do: all over "data" too."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for block in nnx.merge(graphdef, params).blocks:
+            for variable, spec in (
+                (block.norm.scale, P()),
+                (block.norm.bias, P()),
+                (block.up.kernel, P(None, "model")),
+                (block.up.bias, P("model")),
+                (block.down.kernel, P("model", None)),
+                (block.down.bias, P()),
+            ):
+                variable.set_value(jax.sharding.reshard(variable[...], spec))
+            hidden = block.up(block.norm(x), out_sharding=P("data", None, "model"))
+            x = x + block.down(jax.nn.gelu(hidden), out_sharding=P("data", None, None))
+        return (x**2).mean()
+
+    return loss
+
+
 def plain_step(loss: Callable[..., Any], params: Any, state: Any, x: jax.Array) -> Any:
     value, gradients = jax.value_and_grad(loss)(params, x)
     updates, state = ADAM.update(gradients, state, params)
@@ -181,7 +202,7 @@ def explicit_mesh() -> Mesh:
 
 
 PLAIN, BY_HAND = "plain JAX", "plain JAX, Explicit mesh by hand"
-LAYERS = "plain JAX, NNX layers"
+LAYERS, LAYERS_BY_HAND = "plain JAX, NNX layers", "plain JAX, NNX layers, Explicit mesh by hand"
 OURS, OURS_ON_MESH = "ours", "ours, Explicit mesh"
 
 
@@ -209,21 +230,31 @@ def traces(layers: int) -> dict[str, Maker]:
     with jax.set_mesh(mesh):
         state_on_mesh = ADAM.init(on_mesh)
 
-    def lower_by_hand() -> Timed:
-        lower = lowering(jax.jit, by_hand, on_mesh, state_on_mesh, data)()
+    def lowering_on_mesh(fun: Callable[..., Any], *args: Any) -> Maker:
+        def make() -> Timed:
+            lower = lowering(jax.jit, fun, *args)()
 
-        def call() -> Any:
-            with jax.set_mesh(mesh):
-                return lower()
+            def call() -> Any:
+                with jax.set_mesh(mesh):
+                    return lower()
 
-        return call
+            return call
+
+        return make
 
     graphdef, state = nnx.split(model)
     layers_step = functools.partial(plain_step, loss_of_layers(graphdef))
+    layers_by_hand = functools.partial(plain_step, loss_of_layers_by_hand(graphdef))
+    layers_on_mesh = nnx.state(placed[0])
+    with jax.set_mesh(mesh):
+        layers_state_on_mesh = ADAM.init(layers_on_mesh)
     return {
         PLAIN: lowering(jax.jit, plain, params, ADAM.init(params), X),
         LAYERS: lowering(jax.jit, layers_step, state, ADAM.init(state), X),
-        BY_HAND: lower_by_hand,
+        BY_HAND: lowering_on_mesh(by_hand, on_mesh, state_on_mesh, data),
+        LAYERS_BY_HAND: lowering_on_mesh(
+            layers_by_hand, layers_on_mesh, layers_state_on_mesh, data
+        ),
         OURS: lowering(ns.jit, step, *graphs, X),
         OURS_ON_MESH: lowering(ours, step, *placed, data),
     }
@@ -438,6 +469,7 @@ CASES: dict[str, Case] = {
                 1.5,
             ),
             Row("the same", OURS_ON_MESH, BY_HAND, 1.0),
+            Row("the same", OURS_ON_MESH, LAYERS_BY_HAND, 1.1),
             Row("the same without a mesh", OURS, PLAIN, 1.3),
             Row("the same without a mesh", OURS, LAYERS, 1.1),
         ),
