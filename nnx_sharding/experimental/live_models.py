@@ -34,8 +34,6 @@ from .. import _compat
 from ..analysis.memory import array_bytes
 from ..checkpoint.names import (
     NamedArray,
-    filled,
-    is_reference,
     may_wrap,
     named_arrays,
     on_auto_axes,
@@ -61,8 +59,8 @@ Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 
 _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 
-# The plans of earlier calls, the last ones used at the end.
-_PLANS: dict[Any, list[_Step]] = {}
+# The plans of earlier calls, the newest ones at the end.
+_PLANS: dict[Any, _Plan] = {}
 _MOST_PLANS = 64
 
 # The bytes of memory that a program may always take.
@@ -149,24 +147,22 @@ def transfer(
     options = reverse, cast, only, donate
     key: Any = (given.structure, flat.structure, *signatures, table, *options)
     try:
-        steps = _PLANS.pop(key, None)
+        plan = _PLANS.get(key)
     except TypeError:  # a filter that is a list
-        key = steps = None
-    if steps is None:
-        steps = _plan(given, flat, _SAME if rules is None else rules, *options)
-    if key is not None:
-        _PLANS[key] = steps
-        make_room(_PLANS, _MOST_PLANS)
+        key = plan = None
+    if plan is None:
+        plan = _plan(given, flat, _SAME if rules is None else rules, *options)
+        if key is not None:
+            _PLANS[key] = plan
+            make_room(_PLANS, _MOST_PLANS)
     # All that a user's mistake can make fail comes before the target loses its values.
-    built = [_built_on_host(step, given.leaves) for step in steps]
-    releases = sum(goal.nbytes for step in steps for goal in step.goals) > _MOST_KEPT
-    # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted and
-    # the target changes in one step, which references do not.
-    is_at_once = not (donate or releases or any(map(is_reference, flat.leaves)))
-    with contextlib.nullcontext() if is_at_once else signals_deferred():
-        if releases:
-            flat = _released(flat, steps)  # this function holds the old values no longer
-        return _run(steps, built, given.leaves, flat, donate)
+    built = [_built_on_host(step, given.leaves) for step in plan.steps]
+    # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted.
+    is_safe = not (donate or plan.releases)
+    with contextlib.nullcontext() if is_safe else signals_deferred():
+        if plan.releases:
+            flat = _released(flat, plan.steps)  # this function holds the old values no longer
+        return _run(plan.steps, built, given.leaves, flat, donate)
 
 
 # What decides how an array is moved.
@@ -198,8 +194,8 @@ class _Goal(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether its program puts it where it belongs."""
-        return bool(self.built_as == self.sharding)
+        """Whether its program puts it where it belongs, which is never on the host."""
+        return self.sharding is not None and bool(self.built_as == self.sharding)
 
     def make(self, sources: Sequence[Array]) -> Array:
         """Returns the array made of its sources."""
@@ -214,6 +210,13 @@ class _Step(NamedTuple):
     program: Callable[..., list[jax.Array]] | None = None  # compiled; None for what is on the host
     is_final: bool = False  # whether the program puts all arrays where they belong
     is_direct: bool = False  # whether the program takes the sources as they are
+
+
+class _Plan(NamedTuple):
+    """All that two models with given shapes, dtypes and shardings need; it has no arrays."""
+
+    steps: Sequence[_Step]
+    releases: bool  # whether the old values of the target are released before the new are made
 
 
 def _built_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
@@ -241,34 +244,69 @@ def _run(
     donate: bool,
 ) -> Any:
     """Moves the arrays of the source into the target, and returns it."""
-    total = Counter[int]()  # the uses of donated arrays: two targets of one source get two arrays
-    if donate:
-        slots = (slot for step in steps for goal in step.goals for slot in goal.sources)
-        total.update(id(source[slot]) for slot in slots)
-    left, values = total.copy(), list[tuple[NamedArray, Any]]()
+    donation = _Donation(steps, source) if donate else None
+    leaves, moved = list(flat.leaves), list[Any]()
     for step, arrays in zip(steps, built, strict=True):
-        taken = [source[x] for goal in step.goals for x in goal.sources] if donate else []
-        shardings = [goal.sharding for goal in step.goals]
-        if step.program is not None:
-            made: list[Any] = step.program(*_arguments(step, source))
-            if not step.is_final:
-                made = place_arrays(finish_on_cpu(made), shardings)
-        else:
-            given_up = {id(x) for x in taken if total[id(x)] == 1}
-            made = _copied(arrays, shardings, given_up)
-        if donate or len(steps) > 1:
+        made = _made(step, arrays, source, donation.given_up(step) if donation else ())
+        if donation or len(steps) > 1:
             # Before the next program takes memory, and what is freed here is no longer read.
             jax.block_until_ready(made)
-        made = [np.array(x) if y is None else x for x, y in zip(made, shardings, strict=True)]
-        values += [(goal.array, x) for goal, x in zip(step.goals, made, strict=True)]
-        left.subtract(map(id, taken))
-        kept = set(map(id, made)) if donate else set()
-        for x in taken:
-            if isinstance(x, jax.Array) and not left[id(x)] and id(x) not in kept:
-                x.delete()
+        moved += made
+        for goal, x in zip(step.goals, made, strict=True):
+            leaves[goal.array.slot] = x
+        if donation:
+            donation.free(step, made)
     # Only then does the target change: what fails on a device fails while one waits for it.
-    finish = functools.partial(jax.block_until_ready, [x for _, x in values])
-    return filled(flat, values, "transfer", finish)
+    finish = functools.partial(jax.block_until_ready, moved)
+    return rebuild(flat, leaves, "transfer", finish=finish)
+
+
+class _Donation:
+    """The arrays of a source that are given up, and how often the target still needs each."""
+
+    def __init__(self, steps: Sequence[_Step], source: Sequence[Any]) -> None:
+        self.source = source
+        used = [x for step in steps for x in self._used(step)]
+        self.total = Counter(map(id, used))  # two targets of one source get two arrays
+        self.pending = self.total.copy()
+
+    def _used(self, step: _Step) -> list[Any]:
+        """Returns the sources of a step, each as often as it is used."""
+        return [self.source[slot] for goal in step.goals for slot in goal.sources]
+
+    def given_up(self, step: _Step) -> set[int]:
+        """Returns the ids of arrays that the target may get as they are."""
+        return {id(x) for x in self._used(step) if self.total[id(x)] == 1}
+
+    def free(self, step: _Step, made: Sequence[Any]) -> None:
+        """Deletes what no later step needs, unless the target got it."""
+        used, kept = self._used(step), set(map(id, made))
+        self.pending.subtract(map(id, used))
+        for x in used:
+            if isinstance(x, jax.Array) and not self.pending[id(x)] and id(x) not in kept:
+                x.delete()
+
+
+def _made(
+    step: _Step, arrays: Sequence[Any], source: Sequence[Any], given_up: Collection[int]
+) -> list[Any]:
+    """Returns the arrays of a step where they belong, while devices may still compute them.
+
+    Args:
+      step: the step.
+      arrays: what it moves if it has no program.
+      source: the arrays of the source, by slot.
+      given_up: the ids of those that the target may get as they are.
+    """
+    if step.is_final and step.program is not None:
+        return step.program(*_arguments(step, source))
+    shardings = [goal.sharding for goal in step.goals]
+    if step.program is None:
+        moved = _copied(arrays, shardings, given_up)
+    else:
+        computed = step.program(*_arguments(step, source))
+        moved = place_arrays(finish_on_cpu(computed), shardings)
+    return [np.array(x) if y is None else x for x, y in zip(moved, shardings, strict=True)]
 
 
 def _arguments(step: _Step, source: Sequence[Any]) -> list[jax.Array]:
@@ -309,8 +347,8 @@ def _plan(
     cast: bool,
     only: Any,
     donate: bool,
-) -> list[_Step]:
-    """Returns the steps that move the arrays of one model into those of another.
+) -> _Plan:
+    """Returns how the arrays of one model are moved into those of another.
 
     Args:
       given: the source, flattened.
@@ -348,7 +386,8 @@ def _plan(
         goals.append(goal)
         obstacles += [f"  {path}: {obstacle}" for obstacle in dict.fromkeys(_obstacles(used, goal))]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
-    return _steps(goals, given.leaves, donate)
+    releases = sum(goal.nbytes for goal in goals) > _MOST_KEPT
+    return _Plan(_steps(goals, given.leaves, donate), releases)
 
 
 def _arrays_by_path(flat: Flat, only: Any) -> dict[str, NamedArray]:
