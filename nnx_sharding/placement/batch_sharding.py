@@ -9,6 +9,9 @@ All arrays with rows must be sharded so that a process holds the same rows of ea
 computes which. The first batch of an iteration decides on structure, shapes and dtypes
 (``BatchSharding``), and all others must be alike: a training step would be compiled again for
 another shape. A leaf of a batch whose spec is None is *passed through*, and may be anything.
+
+From the core: `assign_shardings` turns a prefix of specs into the sharding of each array, or raises
+an error; `raise_listed` raises an error with a line for each item, and does nothing without items.
 """
 
 from __future__ import annotations
@@ -83,9 +86,9 @@ def process_rows(
     """
     check_integer("process_rows", "batch_size", batch_size)
     # Of 0 rows, which every spec divides: the number of rows is checked below.
-    abstract = jax.ShapeDtypeStruct((0,), np.bool_)
+    no_rows = jax.ShapeDtypeStruct((0,), np.bool_)
     specs = Specs(sharding)
-    [concrete] = _assigned("process_rows", "rows", abstract, specs, mesh, trim_to_rank)
+    [concrete] = _assigned("process_rows", "rows", no_rows, specs, mesh, trim_to_rank)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
     check_has_devices("process_rows", concrete)
@@ -101,7 +104,9 @@ def process_rows(
     selected = held[process]
     first = int(selected[0])
     end = int(selected[-1]) + 1
-    return slice(first, end) if end - first == len(selected) else selected
+    # Ascending and distinct, so without gaps exactly if there are as many as from first to end.
+    is_contiguous = end - first == len(selected)
+    return slice(first, end) if is_contiguous else selected
 
 
 def check_integer(caller: str, option: str, value: object, least: int | None = None) -> None:
@@ -155,9 +160,12 @@ def rows_by_process(
 ) -> dict[int, Rows]:
     """Returns the indices of the rows that each process holds, of a batch of ``size`` rows.
 
-    ``process_of`` maps a device to its process; None for the real one.
+    With 8 rows, ``P("data")`` over 4 devices and 2 processes:
+    ``{0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}``. ``process_of`` maps a device to its process; None for
+    the real one.
     """
     blocks: dict[int, set[tuple[int, int]]] = {}  # by process, the first row and the end of each
+    # By device, the slice of its rows: a tuple, for an array of rank 1.
     indices: Mapping[Any, tuple[slice, ...]] = _of_rows(sharding).devices_indices_map((size,))
     for device, (row_slice,) in indices.items():
         process = device.process_index if process_of is None else process_of(device)
@@ -171,7 +179,7 @@ def rows_by_process(
 
 
 def _next_size(size: int, parts: int) -> int:
-    """Returns the least positive number of rows from ``size`` on that ``parts`` divides."""
+    """Returns the least positive multiple of ``parts`` from ``size`` on: 12 for 9 and 4."""
     return max(1, math.ceil(size / parts)) * parts
 
 
@@ -209,29 +217,27 @@ class BatchSharding:
           ValueError: specs do not fit the arrays, or no array has rows.
         """
         self._treedef: PyTreeDef
-        paths, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
-        names = _names(paths)
-        arrays = [_host_array(leaf) for _, leaf in paths]
+        leaves_with_path, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
+        names = _names(leaves_with_path)
+        # With errors for leaves that are no arrays; `_check_arrays` raises them, unless passed on.
+        arrays = [_host_array(leaf) for _, leaf in leaves_with_path]
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays(names, arrays, shardings)
-        self.leaves = [
-            Leaf(name, sharding, _kind(array), sharding is not None and array.ndim > 0)
-            for name, sharding, array in zip(names, shardings, arrays, strict=True)
-        ]
-        # The names and shardings of the leaves with rows.
-        self._by_rows: list[tuple[str, Sharding]] = [
-            (leaf.name, leaf.sharding)
-            for leaf in self.leaves
-            if leaf.has_rows and leaf.sharding is not None
-        ]
-        if not self._by_rows:
+        self.leaves: list[Leaf] = []
+        self._with_rows: list[tuple[str, Sharding]] = []  # name and sharding of leaves with rows
+        for name, sharding, array in zip(names, shardings, arrays, strict=True):
+            has_rows = sharding is not None and array.ndim > 0
+            self.leaves.append(Leaf(name, sharding, _kind(array), has_rows))
+            if sharding is not None and has_rows:
+                self._with_rows.append((name, sharding))
+        if not self._with_rows:
             found = ", ".join(map(str, self.leaves)) or "it is empty"
             raise ValueError(
                 f"{_NAME}: the batch has no array with rows: {found}. Give at least one array with "
                 "a leading dimension, and a spec for it."
             )
-        # The rows are sharded like the leaf with the most shards along them.
-        shardings_of_rows = [sharding for _, sharding in self._by_rows]
+        # Of the leaf with the most shards along the rows, so that its rows fit all others.
+        shardings_of_rows = [sharding for _, sharding in self._with_rows]
         self.rows = _of_rows(max(shardings_of_rows, key=_parts))
         self.size = 0
         self.own_rows: Rows = np.arange(0)
@@ -259,22 +265,27 @@ class BatchSharding:
             for value, leaf in zip(values, self.leaves, strict=True)
         ]
         _check_arrays(names, arrays, [leaf.sharding for leaf in self.leaves])
-        placed = [
-            (array, leaf)
-            for array, leaf in zip(arrays, self.leaves, strict=True)
-            if leaf.sharding is not None
-        ]
+        changed: list[str] = []
+        too_large: list[str] = []
+        for array, leaf in zip(arrays, self.leaves, strict=True):
+            if leaf.sharding is None:
+                continue
+            kind, limits = _kind(array), _wrapping(array)
+            if kind != leaf.kind:
+                changed.append(f"  {leaf} became {kind}")
+            if limits:
+                too_large.append(f"  {leaf}, {limits}")
         raise_listed(
             ValueError,
             f"{_NAME}: these leaves differ from those of the first batch:",
-            [f"  {leaf} became {kind}" for x, leaf in placed if (kind := _kind(x)) != leaf.kind],
+            changed,
             "A training step would be compiled for each shape: pad them to one shape, or use a "
             "separate shard_batches for each.",
         )
         raise_listed(
             ValueError,
             f"{_NAME}: these integers do not fit the 32 bits that JAX has:",
-            [f"  {leaf}, {limits}" for x, leaf in placed if (limits := _wrapping(x))],
+            too_large,
             "Set jax_enable_x64, or make them smaller.",
         )
         return arrays
@@ -307,21 +318,28 @@ class BatchSharding:
             each.
         """
         if size is None:
+            # 6 loaded rows in 2 of 4 parts make 12. A batch with one row for each part says which
+            # parts are of this process.
             parts = _parts(self.rows)
             own_parts = len(rows_by_process(self.rows, parts)[jax.process_index()])
             size = math.ceil(loaded * parts / own_parts)
         self.size = size
-        divisible = _next_size(size, math.lcm(*(_parts(x) for _, x in self._by_rows)))
+        all_parts = [_parts(sharding) for _, sharding in self._with_rows]
+        divisible = _next_size(size, math.lcm(*all_parts))
         raise_listed(
             ValueError,
             f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
-            [f"  {name} by {_axes(x)}" for name, x in self._by_rows if size % _parts(x)],
+            [
+                f"  {name} by {_axes(sharding)}"
+                for name, sharding in self._with_rows
+                if size % _parts(sharding)
+            ],
             f"Load {divisible} rows, or pass uneven='pad' with batch_size={divisible}, which pads "
             "each batch.",
         )
         held = rows_by_process(self.rows, size)
         self.own_rows = held[jax.process_index()]
-        if is_alone:
+        if is_alone:  # it holds all rows of each leaf
             return
         raise_listed(
             ValueError,
@@ -329,7 +347,7 @@ class BatchSharding:
             f"with rows sharded by {_axes(self.rows)}:",
             [
                 f"  {name}, by {_axes(sharding)}"
-                for name, sharding in self._by_rows
+                for name, sharding in self._with_rows
                 if not _are_equal(held, rows_by_process(sharding, size))
             ],
             "Shard the first dimension of all leaves alike, and replicate in the step.",
@@ -346,17 +364,19 @@ class BatchSharding:
         if mask is not None:
             leaves.append(Leaf("mask", self.rows, "bool[rows]", has_rows=True))
             local.append(mask)
-        placed = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None]
+        placed = [index for index, leaf in enumerate(leaves) if leaf.sharding is not None]
+        shapes = [  # the global ones: (own rows, …) → (rows, …), and () of numbers
+            (self.size, *local[index].shape[1:]) if leaves[index].has_rows else ()
+            for index in placed
+        ]
         global_arrays = jax.make_array_from_process_local_data(
-            [leaves[i].sharding for i in placed],
-            [local[i] for i in placed],
-            [(self.size, *local[i].shape[1:]) if leaves[i].has_rows else () for i in placed],
+            [leaves[index].sharding for index in placed], [local[index] for index in placed], shapes
         )
         results: list[Any] = local  # what is passed through stays
-        for i, array in zip(placed, global_arrays, strict=True):
-            results[i] = array
+        for index, array in zip(placed, global_arrays, strict=True):
+            results[index] = array
         batch = self._treedef.unflatten(results[: len(arrays)])
-        return batch if mask is None else (batch, results[-1])
+        return batch if mask is None else (batch, results[-1])  # the mask is the last one
 
 
 def _are_equal(one: Mapping[int, Rows], other: Mapping[int, Rows]) -> bool:
@@ -372,16 +392,18 @@ def _shardings(
 ) -> list[Sharding | None]:
     """Returns the sharding of each leaf of a batch; None for a leaf that is passed through.
 
+    A sharding has to divide all dimensions except the rows, whose number `set_size` checks.
+
     Args:
       treedef: the structure of the batch.
       arrays: the leaves; an error for one that is not an array, which is reported later.
-      specs: the user's specs, which have to fit all dimensions except the rows.
+      specs: the user's specs.
       mesh: the mesh of each ``PartitionSpec``.
     """
     # Loaded rows may be fewer than the rows of a batch, so each array counts as one with a number
     # of rows that any mesh axis divides.
-    devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
-    num_rows = math.lcm(*devices, 1 if mesh is None else mesh.size)
+    num_devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
+    num_rows = math.lcm(*num_devices, 1 if mesh is None else mesh.size)
 
     def abstract(array: HostArray | TypeError) -> jax.ShapeDtypeStruct:
         shape = getattr(array, "shape", ())
@@ -404,15 +426,25 @@ def _assigned(
     mesh: Mesh | AbstractMesh | None,
     adapt: Callable[[Any, Any], Any],
 ) -> list[Sharding | None]:
-    """Returns the sharding of each array of a tree, of specs that ``adapt`` fits to its rank."""
+    """Returns the sharding of each array of a tree; None where the spec is None.
+
+    Args:
+      caller: the function that the user called, in messages.
+      name: the name of its argument, in messages.
+      tree: a pytree of abstract arrays.
+      specs: the user's specs, as a prefix of it.
+      mesh: the mesh of each ``PartitionSpec``; None for the one in context.
+      adapt: changes the spec of an array (its other argument) before it has to fit.
+    """
+    # ``whole``: the compiler is not there to choose the sharding of a dimension.
     options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}
     _, shardings = assign_shardings(tree, flatten(tree), specs, mesh=mesh, **options)
     return shardings
 
 
-def _names(paths: Sequence[tuple[Sequence[Any], Any]]) -> list[str]:
+def _names(leaves_with_path: Sequence[tuple[Sequence[Any], Any]]) -> list[str]:
     """Returns where each leaf is, as Python code: ``batch['x']``."""
-    return [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
+    return [accessor("batch", tuple(map(path_key, path))) for path, _ in leaves_with_path]
 
 
 def _kind(array: HostArray | TypeError) -> str:
@@ -429,9 +461,10 @@ def _kind_of_rows(dtype: np.dtype[Any], row: tuple[int, ...] | None) -> str:
 
 
 def _wrapping(x: HostArray) -> str:
-    """Returns the range of integers that JAX would shorten, if they do not fit then."""
-    canonical = jax.dtypes.canonicalize_dtype
-    return out_of_range(x, canonical(x.dtype)) if isinstance(x, np.ndarray) else ""
+    """Returns the range of integers that do not fit the dtype that JAX gives them; else nothing."""
+    if not isinstance(x, np.ndarray):
+        return ""
+    return out_of_range(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _check_arrays(
@@ -455,6 +488,7 @@ def _host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is a
     What is no array becomes a ``TypeError`` that says why. It is returned and not raised: the spec
     of the leaf may be None, which passes it through, and one error lists all others.
     """
+    # ``np.float64`` is a ``float``, but has a dtype of its own.
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         return np.asarray(leaf, jnp.result_type(type(leaf)))  # the dtype that JAX gives a number
     if isinstance(leaf, jax.Array):
@@ -471,10 +505,14 @@ def _host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is a
 
 
 def _converted(x: object) -> np.ndarray[Any, Any]:
-    """Returns a foreign array, such as a tensor of PyTorch, as a NumPy array."""
+    """Returns a foreign array, such as a tensor of PyTorch, as a NumPy array.
+
+    Raises:
+      TypeError: it is none, or gives none, such as a tensor on a GPU.
+    """
     try:
         if hasattr(x, "__array__"):
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(TypeError):  # of bfloat16, which NumPy lacks: try DLPack
                 return np.asarray(x)
         if hasattr(x, "__dlpack__"):
             return np.asarray(jax.dlpack.from_dlpack(x))  # supports bfloat16, unlike NumPy
@@ -491,7 +529,8 @@ def pad_rows(array: HostArray, rows: int, filler: HostArray | int | None) -> Hos
     Args:
       array: the array, of shape (at most ``rows``, …).
       rows: the number of rows of the result.
-      filler: the row, of shape (1, …), with which an array without rows is filled.
+      filler: the row, of shape (1, …), or number with which an array without rows is filled; None
+        if it has rows.
     """
     count = len(array)
     if count == rows:

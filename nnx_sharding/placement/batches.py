@@ -2,6 +2,9 @@
 
 ``global_batches`` makes them one after the other, ``feed`` runs it in a thread ahead of the loop,
 and this module is what users hold: an iterable, its iterators, and their state.
+
+From the core: `Specs` is the user's prefix of specs, with its leaves in ``written``; `given_mesh`
+returns the mesh that a function was given, else the one in context, else None; `check_*` raise.
 """
 
 from __future__ import annotations
@@ -105,6 +108,7 @@ def shard_batches(
     check_specs(_NAME, sharding=specs)
     onto = given_mesh(_NAME, mesh)
     processes = _processes_of(specs, onto)
+    # None have devices if all specs are None, so that everything is passed through.
     if processes:
         check_process(_NAME, jax.process_index(), processes)
     is_alone = len(processes) <= 1
@@ -128,7 +132,7 @@ class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
         self._batches, self._options = batches, options
         self._open: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
-        self._only: BatchIterator | None = None
+        self._only: BatchIterator | None = None  # the only one, of a loader that is an iterator
 
     def __iter__(self) -> BatchIterator:
         """Starts another pass over the loader; a loader that is an iterator has only one."""
@@ -164,9 +168,10 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
-        loader = source.get_state() if hasattr(source, "get_state") else None
-        # The number of rows of a full batch, if known, and the state of the loader.
-        self._state: tuple[int | None, Any] = options.batch_size, loader
+        # The state after the last batch that was yielded: the number of rows of a full batch, None
+        # until it is known, and the state of the loader, None if it has none.
+        self._batch_size = options.batch_size
+        self._loader_state = source.get_state() if hasattr(source, "get_state") else None
         self._begin(resumed=False)
 
     def _begin(self, *, resumed: bool) -> None:
@@ -180,7 +185,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         loaded = self._take()
         if loaded is None:
             raise StopIteration
-        self._state = loaded.batch_size, loaded.loader
+        self._batch_size, self._loader_state = loaded.batch_size, loaded.loader
         return loaded.value
 
     @_compat.api_boundary
@@ -210,12 +215,11 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
           TypeError: the loader's iterator has no ``get_state`` (Grain's iterators have it).
         """
         self._method("get_state")  # raises the error if the loader has none
-        size, loader = self._state
-        state: dict[str, Any] = {"batch_size": size}
-        if isinstance(loader, bytes):  # JSON has no bytes: another key says that it was bytes
-            state["text"] = loader.decode()
+        state: dict[str, Any] = {"batch_size": self._batch_size}
+        if isinstance(self._loader_state, bytes):  # JSON has none: another key says that it was
+            state["text"] = self._loader_state.decode()
         else:
-            state["loader"] = loader
+            state["loader"] = self._loader_state
         return json.dumps(state).encode()
 
     def set_state(self, state: bytes) -> None:
@@ -238,10 +242,10 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
         self._feed.stop(None)  # its thread uses the loader
-        self._finalizer.detach()  # it would stop this feed again; `_begin` makes another for both
+        self._finalizer.detach()  # it would keep this feed; `_begin` makes both anew
         set_state(loader)
-        self._state = size, loader
-        # The first batch from here on may be an uneven one.
+        self._batch_size, self._loader_state = size, loader
+        # Not left to the first batch from here on, which may be an uneven one.
         self._options = self._options._replace(batch_size=self._options.batch_size or size)
         self._begin(resumed=True)
 
@@ -260,7 +264,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
 
 def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
-    """Returns the indices of the processes that have devices of the user's shardings.
+    """Returns the indices of the processes that have devices of the user's shardings, ascending.
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
@@ -274,7 +278,7 @@ def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, 
             raise ValueError(f"{_NAME}: {spec}: give the Sharding without a memory layout.")
         if isinstance(spec, PartitionSpec):
             assert mesh is not None  # checked above
-            spec = NamedSharding(mesh, PartitionSpec())
+            spec = NamedSharding(mesh, PartitionSpec())  # on the same devices, whatever the spec
         if isinstance(spec, Sharding):
             check_has_devices(_NAME, spec)
             devices |= spec.device_set

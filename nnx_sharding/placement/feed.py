@@ -36,9 +36,11 @@ class Feed(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def take(self) -> T:
-        """Returns the next result, and waits for it; after all of them, raises ``make``'s error.
+        """Returns the next result, and waits for it.
 
-        After ``StopIteration``, or once the feed is stopped, that is ``StopIteration``.
+        Raises:
+          BaseException: what ``make`` raised, once, after all results that it made before.
+          StopIteration: ``make`` raised it, its error was raised already, or the feed was stopped.
         """
         with self._change:
             if self._depth == 0:
@@ -62,8 +64,9 @@ class Feed(Generic[T]):
             self._ready.clear()
             self._change.notify_all()
             thread = self._thread
-            if thread is None:
+            if thread is None:  # no `_run` does it
                 self._end()
+        # A finalizer may run in the thread itself, which cannot wait for its own end.
         if thread is not None and thread is not threading.current_thread():
             thread.join(wait)
 
@@ -103,6 +106,7 @@ class Feed(Generic[T]):
                     self._change.notify_all()
 
     def _end(self) -> None:
+        """Notes that nothing more is made, and wakes the consumer; with the lock held."""
         if not self._over:
             self._over = True
             atexit.unregister(self.stop)

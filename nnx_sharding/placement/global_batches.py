@@ -8,6 +8,9 @@ that this process's devices hold; what is done with one that has fewer is the op
 Which processes hold which rows follows from the sharding, so no process asks another one. This also
 means that none can notice that another one has ended: with several processes, what would depend on
 the others is an error, and the loaders have to yield equally many batches.
+
+`BatchSharding` (`batch_sharding.py`) knows the leaves of a batch, checks and places them; its
+``own_rows`` are the indices of the rows of a full batch that this process holds.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ class BatchOptions(NamedTuple):
     """The options of :func:`~nnx_sharding.placement.shard_batches`."""
 
     specs: Specs
-    mesh: Mesh | AbstractMesh | None
+    mesh: Mesh | AbstractMesh | None  # None if no spec needs one
     is_alone: bool  # whether no other process has devices of the sharding
     uneven: Uneven
-    batch_size: int | None
+    batch_size: int | None  # None for that of the first batch
     prefetch: int
     copy: bool
 
@@ -47,7 +50,7 @@ class Loaded(NamedTuple):
 
     value: Any  # a pytree of arrays; with ``uneven="pad"``, a pair of it and the mask
     batch_size: int  # the number of rows of a full batch
-    loader: Any  # the state of the loader
+    loader: Any  # the state of the loader; None if it has none
 
 
 class GlobalBatches(Iterator[Loaded]):
@@ -97,9 +100,10 @@ class GlobalBatches(Iterator[Loaded]):
             pairs = zip(arrays, sharding.leaves, strict=True)
             arrays = [x if leaf.sharding is None else copied(x) for x, leaf in pairs]
         rows = sharding.count(arrays)
+        # With others, a process without rows has to run the step as well.
         if not rows and options.is_alone:
             return None
-        if not sharding.size:
+        if not sharding.size:  # not known yet: this is the first batch with rows
             sharding.set_size(options.batch_size, rows, is_alone=options.is_alone)
         full = len(sharding.own_rows)
         if rows > full:
@@ -129,13 +133,21 @@ class GlobalBatches(Iterator[Loaded]):
     def _fill(self, arrays: Sequence[HostArray], rows: int, full: int) -> list[HostArray]:
         """Fills the arrays of a short batch up to ``full`` rows, with copies of their last row.
 
-        A batch without rows gets the last row of an earlier one, or zeros if there was none.
+        A batch without rows gets the last row of an earlier one, or zeros if there was none. What
+        has no rows, as numbers and what is passed through, stays as it is.
+
+        Args:
+          arrays: the leaves of the batch, those with rows of shape (``rows``, …).
+          rows: the number of rows that were loaded.
+          full: the number of rows of the result.
         """
         assert self._sharding is not None
         leaves = self._sharding.leaves
         # A process alone skips batches without rows, so it needs to keep nothing.
         if not self._options.is_alone and (rows or not self._last_rows):
             self._last_rows = [
+                # ``pad_rows`` makes a row of zeros if there is none: (0, …) → (1, …). A copy, since
+                # the loader may write to its array again.
                 copied(pad_rows(x[-1:], 1, 0)) if leaf.has_rows else None
                 for x, leaf in zip(arrays, leaves, strict=True)
             ]
@@ -168,6 +180,7 @@ class GlobalBatches(Iterator[Loaded]):
             )
 
     def _describe(self, rows: int, what: str) -> str:
+        """Says that the current batch has ``what`` ("more" or "fewer") rows than a full one."""
         assert self._sharding is not None
         where = "" if self._options.is_alone else f" on process {jax.process_index()}"
         return (

@@ -1,7 +1,12 @@
 """``place``: a model, or any pytree, sharded by a prefix of shardings.
 
-Specs become shardings that fit the arrays, or one error that lists all that do not; the arrays are
-moved; and the caller's modules get the new ones, only after all of them are there.
+Four steps, each a function of the core:
+
+    flatten             tree → arrays (``flat.leaves``) and all the rest
+    assign_shardings    prefix of specs → sharding of each array (None: it stays), or one error with
+                        all that do not fit
+    apply_shardings     moves the arrays; one that is placed already is returned itself
+    rebuild             puts the arrays into the caller's modules, only after all of them are there
 """
 
 from __future__ import annotations
@@ -86,20 +91,20 @@ def place(
         raise ValueError("place: copy=True keeps the old arrays, donate=True deletes them.")
     check_options("place", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
-    options: Any = {"on_indivisible": on_indivisible, "strict": strict}
-    _, shardings = assign_shardings(
-        tree, flat, sharding, mesh=mesh, caller="place", whole=True, **options
-    )
+    # ``whole``: outside of a trace there is no compiler to choose the sharding of a dimension.
+    options: Any = {"on_indivisible": on_indivisible, "strict": strict, "whole": True}
+    _, shardings = assign_shardings(tree, flat, sharding, mesh=mesh, caller="place", **options)
     # Interrupted after the old arrays are deleted, the model would be left without values.
     with signals_deferred() if donate else contextlib.nullcontext():
         leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
         if not copy:
             return rebuild(flat, leaves, "place")
-    # Arrays that are placed already are the same objects, which a copy must not share.
-    copies = [
-        copied(new) if new is old and is_shardable(old) and hasattr(old, "copy") else new
-        for new, old in zip(leaves, flat.leaves, strict=True)
-    ]
+    copies = []
+    for old, new in zip(flat.leaves, leaves, strict=True):
+        # One that is placed already is the same object, which a copy must not share. A `jax.Ref`
+        # is shared, and numbers need no copy.
+        is_shared = new is old and is_shardable(old) and hasattr(old, "copy")
+        copies.append(copied(new) if is_shared else new)
     return unflatten(flat.structure, copies).root
 
 

@@ -15,6 +15,17 @@ If rows are sharded over devices, each gradient is a sum over these. The totals 
 layers that compute each row by itself are kept as *partial sums*, one for each device
 (``transforms/partial_sums.py``), and these are added up once, after the scan. Partial sums need
 Explicit axes, on which the type of an array says how it is sharded.
+
+What it builds on:
+
+* `ValueAndGrad.prepare` finds the arrays that are differentiated in a call (``PreparedCall``: their
+  *slots*, which are their numbers among all arrays of the arguments, in ``slots``; those with
+  partial sums in ``partial``); `value_and_gradients` returns the value and a list with their
+  gradients; `PreparedCall.build_gradient` puts such a list into the form of the arguments.
+* `type_spec` is the spec in the type of an array; None if none of its axes is Explicit.
+* `axes_of` lists the mesh axes in one entry of a spec; `pad_entries` the entries of a spec, filled
+  with None for the last dimensions.
+* `raise_listed` raises an error with a line for each item, and does nothing without items.
 """
 
 from __future__ import annotations
@@ -122,6 +133,7 @@ def accumulate_gradients(
         raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
     modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
+    # Without a loss, `accumulate_gradients(steps=4)` is itself the decorator of one.
     def decorate(loss: Callable[..., object]) -> Callable[..., Any]:
         gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **modes)
         accumulation = _Accumulation(gradient, steps, batch, axis, dtype, has_aux, modes)
@@ -156,15 +168,15 @@ class _Accumulation:
         _check_rows(bound.arguments, names)
         batch = {name: _split_rows(name, bound.arguments[name], self.steps) for name in names}
         rest = {name: x for name, x in bound.arguments.items() if name not in names}
+        if self.axis is None:
+            return self._accumulate(bound, rest, batch)
+        # Parameters and other arguments are replicated over the axis, as partial sums need it.
+        in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
 
-        # Both are arguments, since `explicit_axes` changes the types of these only.
+        # Both are arguments and not in `bound`: `explicit_axes` changes only the types of these.
         def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
             return self._accumulate(bound, rest, batch)
 
-        if self.axis is None:
-            return accumulate(rest, batch)
-        # Parameters and other arguments are replicated over the axis, as partial sums need it.
-        in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
         explicit = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
         return explicit(rest, batch)  # type: ignore[no-any-return]
 
@@ -177,9 +189,14 @@ class _Accumulation:
           bound: the arguments of the loss, by name; changed here.
           rest: those of them that are the same for all microbatches.
           batch: those with rows, reshaped to (batch / steps, steps, …).
+
+        Returns:
+          The value, with ``has_aux`` a pair of it and the auxiliary data of all microbatches,
+          (steps, …); and the gradient in the form of the differentiated arguments.
         """
         bound.arguments.update(rest)  # with the types that `explicit_axes` has given them
         sums = _partial_sums_over_rows(batch)
+        # Of the whole batch: which arrays are differentiated does not depend on the rows.
         prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
         if has_interleaved_pipeline(prepared.flat.objects):
             return self._interleave(bound, rest, batch)
@@ -193,27 +210,24 @@ class _Accumulation:
             pairs = zip(totals, gradients, strict=True)
             return [total + d.astype(total.dtype) for total, d in pairs], value
 
-        # Axis 1 of the rows: (batch / steps, steps, …).
+        # Totals are carried, modules stay whole, and the rows are split along axis 1, the steps of
+        # (batch / steps, steps, …). Values are stacked: (steps,).
         run = scan(
             step, in_axes=(Carry, None, 1), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
         totals, values = run(self._zeros(prepared, sums), rest, batch)
-        # Microbatches are equal, so the mean of their means is the mean of the batch.
+        # Microbatches are equally large, so the mean of their means is the mean of the batch.
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, prepared.build_gradient(self._means(prepared, totals))
 
     def _interleave(
         self, bound: inspect.BoundArguments, rest: _Arguments, batch: _Arguments
     ) -> tuple[Any, Any]:
-        """Returns the mean value and gradient of the microbatches, in the stages of a pipeline.
+        """Does the same as `_accumulate` with microbatches interleaved in the stages of a pipeline.
 
         The whole loss runs with Auto axes, as layers do: what is sent from stage to stage, and what
-        these keep, is sharded as the compiler chooses.
-
-        Args:
-          bound: the arguments of the loss, by name; changed here.
-          rest: those of them that are the same for all microbatches.
-          batch: those with rows, reshaped to (batch / steps, steps, …).
+        these keep, is sharded as the compiler chooses. Results get their types on Explicit axes
+        back: gradients those of their parameters, auxiliary data those of the rows.
         """
         if self.axis is not None:
             text = (
@@ -222,25 +236,26 @@ class _Accumulation:
             )
             raise see(ValueError(text), anchor="gradient-outside-of-the-schedule")
         mesh = jax.sharding.get_abstract_mesh()
-        parts = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
-        rows = next((x for x in jax.tree.leaves(parts) if type_spec(x) is not None), None)
+        microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
+        typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
+        rows = typed[0] if typed else None
         call = self.gradient.prepare(bound.args, bound.kwargs)
         gradient_specs = [type_spec(x) for x in call.arrays()]
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
-            rest, parts = inputs
-            first = jax.tree.map(lambda x: x[0], parts)
+            """Returns the mean value and the mean gradient of each differentiated array."""
+            rest, microbatches = inputs
+            first = jax.tree.map(lambda x: x[0], microbatches)  # (rows, …)
             bound.arguments.update({**rest, **first})
-            call = self.gradient.prepare(bound.args, bound.kwargs)
-            pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(parts), strict=True)]
-            out, totals = accumulate_interleaved(self.gradient, call, pairs, self.dtype)
-            _check_aux(out[1] if self.has_aux else ())
-            means = [x / self.steps for x in totals]
-            typed = [
-                x if spec is None else retype(x, mesh, spec)
-                for x, spec in zip(means, gradient_specs, strict=True)
-            ]
-            return out, typed
+            call = self.gradient.prepare(bound.args, bound.kwargs)  # of arrays on Auto axes
+            pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(microbatches), strict=True)]
+            value, totals = accumulate_interleaved(self.gradient, call, pairs, self.dtype)
+            _check_aux(value[1] if self.has_aux else ())
+            gradients = []
+            for total, spec in zip(totals, gradient_specs, strict=True):
+                mean = total / self.steps
+                gradients.append(mean if spec is None else retype(mean, mesh, spec))
+            return value, gradients
 
         def retype_aux(x: jax.Array) -> jax.Array:
             """Types auxiliary data, (steps, …), as what a module returns for the rows."""
@@ -248,18 +263,23 @@ class _Accumulation:
             typed: jax.Array = retype(x, mesh, spec)
             return typed
 
-        explicit = frozenset(axes_of_type(mesh, AxisType.Explicit))
-        out, gradients = cast(Any, with_auto_axes((rest, parts), run, explicit, retype_aux))
-        return out, call.build_gradient(gradients)
+        explicit = axes_of_type(mesh, AxisType.Explicit)
+        inputs = (rest, microbatches)
+        value, gradients = cast(Any, with_auto_axes(inputs, run, explicit, retype_aux))
+        return value, call.build_gradient(gradients)
 
     def _zeros(self, prepared: PreparedCall, sums: PartialSums | None) -> list[jax.Array]:
-        """Returns a total of zero for each array that is differentiated."""
-        return [
-            sums.zeros(x, self.dtype)
-            if sums is not None and slot in prepared.partial
-            else jnp.zeros_like(x, self.dtype)
-            for slot, x in zip(prepared.slots, prepared.arrays(), strict=True)
-        ]
+        """Returns a total of zero for each array that is differentiated.
+
+        It has the shape of the array; of one with partial sums, (*shape, shards of the rows).
+        """
+        zeros = []
+        for slot, array in zip(prepared.slots, prepared.arrays(), strict=True):
+            if sums is not None and slot in prepared.partial:
+                zeros.append(sums.zeros(array, self.dtype))
+            else:
+                zeros.append(jnp.zeros_like(array, self.dtype))
+        return zeros
 
     def _means(self, prepared: PreparedCall, totals: Sequence[jax.Array]) -> list[jax.Array]:
         """Reduces the totals of all microbatches, and divides them by the number of these."""
@@ -274,7 +294,8 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
     """Returns the ``in_sharding`` of arguments for a loop in which ``axis`` is Explicit.
 
     Other Explicit axes shard the arguments as before. ``axis`` shards the first dimension of
-    arguments with ``rows``, and nothing of others.
+    arguments with ``rows``, and nothing of others. For the axis ``"data"``, an array with the spec
+    ``P(None, "model")`` keeps it, and gets ``P("data", "model")`` with ``rows``.
     """
     axes = axes_of(axis)
 
@@ -284,7 +305,7 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
         if spec is None or not array.ndim:  # no Explicit axis shards it
             return PartitionSpec(axis) if rows else PartitionSpec()
         if rows and set(axes).issubset(axes_of(pad_entries(spec, 1)[0])):
-            return PartitionSpec(*spec.partitions)  # as it is
+            return PartitionSpec(*spec.partitions)  # as it is, with its order of axes
         other_axes = set(spec_axes(spec)).difference(axes)
         first, *others = pad_entries(keep_axes(spec, other_axes), array.ndim)
         if rows:
@@ -304,7 +325,10 @@ def _batch_names(
     Args:
       gradient: what differentiates the loss, and knows by which arguments.
       bound: the arguments of the call.
-      batch: the names that the user gave; None to find them.
+      batch: the name, or names, that the user gave; None to find them.
+
+    Returns:
+      The names of these arguments, in the order of the signature or as the user gave them.
 
     Raises:
       ValueError: a name is unknown, or no argument has rows.
@@ -367,14 +391,16 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
       ValueError: lists the arrays whose rows ``steps`` does not divide; ``name`` is the argument.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
+    indivisible: list[str] = []
+    for path, x in leaves:
+        reason = _why_indivisible(x, steps)
+        if reason:
+            place = accessor(name, tuple(map(path_key, path)))
+            indivisible.append(f"  {place}: shape {jnp.shape(x)}{reason}")
     raise_listed(
         ValueError,
         f"accumulate_gradients: these cannot be divided into {steps} equal microbatches:",
-        [
-            f"  {accessor(name, tuple(map(path_key, path)))}: shape {jnp.shape(x)}{reason}"
-            for path, x in leaves
-            if (reason := _why_indivisible(x, steps))
-        ],
+        indivisible,
         "The first dimension is that of the rows; each shard of them is divided.",
     )
     split = [jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:])) for _, x in leaves]
@@ -382,7 +408,10 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
 
 
 def _why_indivisible(x: Any, steps: int) -> str:
-    """Says why the rows of an array, its first dimension, cannot be divided; empty if they can."""
+    """Says why the rows of an array, its first dimension, cannot be divided; empty if they can.
+
+    The text follows the shape of the array: ``: 6 rows are not a multiple of 4``.
+    """
     if not jnp.ndim(x):
         return ", which has no rows"
     rows = jnp.shape(x)[0]
@@ -422,8 +451,8 @@ def _partial_sums_over_rows(batch: _Arguments) -> PartialSums | None:
     Arrays of the batch may be sharded over fewer axes than others; the most are taken.
     """
     typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
-    entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
-    rows = max(entries, key=lambda entry: len(axes_of(entry)), default=None)
+    row_entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]  # None if unsharded
+    rows = max(row_entries, key=lambda entry: len(axes_of(entry)), default=None)
     return None if rows is None else PartialSums(type_mesh(typed[0]), rows)
 
 
@@ -436,14 +465,15 @@ def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Arra
       parameter: the parameter, whose sharding the gradient gets.
       name: the expression for it, such as ``model.up.kernel``.
     """
-    modules = enclosing_paths(name)
     if total.ndim > parameter.ndim:
-        # By this name of operations of the backward pass, which JAX gives to what it transposes
-        # itself, reports know sums of gradients: the transpose of using a parameter on each device.
-        with jax.named_scope(f"transpose({modules[-1] if modules else name})"):
+        enclosing = enclosing_paths(name)  # [model, model.up] of model.up.kernel
+        module = enclosing[-1] if enclosing else name
+        # Reports take operations with this name for the backward pass of the module. JAX writes it
+        # for what it transposes, and the sum is the transpose of using a parameter on each device.
+        with jax.named_scope(f"transpose({module})"):
             total = total.sum(-1)  # (*parameter.shape, shards of the rows) → parameter.shape
     if type_spec(parameter) is None:
         return total
-    # Rows that were not partial sums may have left it sharded in another way.
+    # Gradients that were not partial sums may have left it sharded in another way.
     reduced: jax.Array = jax.sharding.reshard(total, jax.typeof(parameter).sharding)
     return reduced

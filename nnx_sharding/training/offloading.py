@@ -2,6 +2,9 @@
 
 ``offload`` changes the ``memory_kind`` of shardings, so that a part of a model or an optimizer is
 in the memory of the host between steps. ``fetched`` moves it to the device in a step that uses it.
+
+A *memory* (`memory_of`, `move`) is a name such as ``"pinned_host"``, or in a trace JAX's memory
+space; None is the main memory of the device, in which programs compute.
 """
 
 from __future__ import annotations
@@ -67,8 +70,8 @@ def offload(
     """
     mesh = needed_mesh("offload", mesh)
     predicate = to_predicate(filter_)
-    specs = specs_by_path(tree, sharding)
-    chosen: SpecsByPath = {}
+    specs = specs_by_path(tree, sharding)  # None for a path without one
+    chosen: SpecsByPath = {}  # the new shardings, by path
     for named in variables(tree):
         spec = specs[named.path]
         if isinstance(spec, NamedSharding):
@@ -79,6 +82,7 @@ def offload(
             chosen[named.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if not chosen:
         raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
+    # As rules, a filter and a sharding for each, which have priority over those of ``sharding``.
     on_host = from_paths(chosen)
     return override(sharding, zip(on_host.filters, on_host.shardings, strict=True))
 
@@ -107,21 +111,21 @@ def fetched(*trees: Any) -> Iterator[None]:
     # Variables with arrays in host memory, and the memory of each of their arrays by path.
     offloaded: list[tuple[Any, dict[Any, Memory]]] = []
     for variable in filter(_compat.is_variable, flatten(trees).objects):
-        arrays, _ = jax.tree_util.tree_flatten_with_path(_compat.get_value(variable))
-        memories = {path: memory_of(leaf) for path, leaf in arrays if isinstance(leaf, jax.Array)}
+        leaves, _ = jax.tree_util.tree_flatten_with_path(_compat.get_value(variable))
+        memories = {path: memory_of(leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)}
         if any(memories.values()):
             offloaded.append((variable, memories))
     for variable, _ in offloaded:
         _move(variable, {})
     try:
         yield
-    finally:
+    finally:  # also after an error, so that the caller's state is where it was
         for variable, memories in offloaded:
             _move(variable, memories)
 
 
 def _move(variable: Any, memories: Mapping[Any, Memory]) -> None:
-    """Moves each array of a Variable to the memory of its path, by default to main memory."""
+    """Moves each array of a Variable to the memory of its path; without one, to main memory."""
 
     def moved(path: Any, x: Any) -> Any:
         return move(x, memories.get(path)) if isinstance(x, jax.Array) else x
