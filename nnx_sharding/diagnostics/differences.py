@@ -1,13 +1,15 @@
 """Describes how two calls differ: ``model.dropout.rate: 0.1 → 0.2``.
 
 What a call depends on is described by *facts*, one for each part of the arguments, or of what the
-function captures, by the expression for the part, its *label*. Facts are texts, so that they
-outlive the user's objects. Two calls differ in the facts that differ; of these, the outermost are
-shown.
+function captures, by the expression for the part, its *label* (``model.dropout.rate``; empty for
+all arguments together). Facts are texts, so that they outlive the user's objects. Two calls differ
+in the facts that differ; of these, the outermost are shown.
 
-The parts of arguments are those of their `Structure`, a table of *entries* for the objects, in
-whose place other parts have the index (`core/structure.py`). A *static* value is compared, not
-traced, by equality or by identity.
+The parts of arguments are those of their `Structure` (`core/structure.py`), a table of *entries*
+for the objects. A *child*, which is a part of an entry, is the index of an entry, ``LEAF`` for an
+array, a `Container` for lists, dicts and tuples, or a `Static` or `StaticObject`, which are values
+that are not traced but compared, by equality or by identity. `parts_of` returns the children of an
+entry or a container by path.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from ..core.static_equality import Static
 from ..core.static_parts import StaticKind
 from ..core.structure import LEAF, Container, StaticObject, Structure, parts_of
 from ..errors import shortened
-from ..specs.paths import accessor
+from ..specs.paths import Path, accessor
 
 # The arguments of one of two calls.
 Side: TypeAlias = tuple[Signature, Structure]
@@ -58,11 +60,19 @@ _MAX_CAPTURED = 200  # about all that a function captures: about a millisecond o
 
 
 class Facts(NamedTuple):
-    """The facts about a call by the expression for each part, also as a set of pairs."""
+    """The facts about a call."""
 
-    facts: dict[str, Fact]
-    items: frozenset[tuple[str, Fact]]
-    arguments: frozenset[str]
+    facts: dict[str, Fact]  # by label, from the outside to the inside
+    items: frozenset[tuple[str, Fact]]  # the same pairs as a set, so that few comparisons are made
+    arguments: frozenset[str]  # the labels of the arguments
+
+
+class _Part(NamedTuple):
+    """A part of a static value."""
+
+    suffix: str  # the expression for it, after that for the value: ``.layers[0]``; empty for itself
+    value: Any
+    parts: dict[str, Any]  # its own parts, by what follows its suffix
 
 
 def differences(old: Side, new: Side) -> list[str]:
@@ -89,7 +99,7 @@ def facts_of_captured(fun: object) -> Facts:
     seen: set[int] = set()
     pending = [(f"captured {name}", value) for name, value in _captured_by(fun)]
     while pending and len(facts) < _MAX_CAPTURED:
-        label, value = pending.pop(0)
+        label, value = pending.pop(0)  # breadth first: the limit keeps what is near the function
         is_of_library = callable(value) and is_constant(value)
         if id(value) in seen or is_of_library or isinstance(value, types.ModuleType):
             continue
@@ -105,25 +115,30 @@ def facts_of_captured(fun: object) -> Facts:
 
 
 def unlisted_captures(fun: object) -> list[str]:
-    """Says which of the things that a function captures make each call trace it anew."""
-    lines = []
-    for name, value in _captured_by(fun):
-        if fingerprint_of([value]) is not None:
-            continue
-        parts = itertools.islice(_walk(value), _MAX_CAPTURED)
-        arrays = ((suffix, part) for suffix, part, _ in parts if holds_values(part))
-        if isinstance(value, types.ModuleType):
-            line = f"{name}: the module {value.__name__}, which has state"
-        elif (first := next(arrays, None)) is not None:
-            line = f"{name}{first[0]}: {_show_safely(first[1])}, which is a constant of a trace"
-        else:
-            line = f"{name}: {_show_safely(value)}, whose content cannot be listed"
-        lines.append(f"captured {line}, so each call traces; pass it as an argument")
-    return lines
+    """Says which of the things that a function captures make each call trace it anew.
+
+    They are those without a fingerprint: what they hold cannot be compared from call to call.
+    """
+    return [
+        f"captured {_why_unlisted(name, value)}, so each call traces; pass it as an argument"
+        for name, value in _captured_by(fun)
+        if fingerprint_of([value]) is None
+    ]
+
+
+def _why_unlisted(name: str, value: object) -> str:
+    """Says what of a captured value has no fingerprint: ``cfg.w: float32[3], which is …``."""
+    if isinstance(value, types.ModuleType):
+        return f"{name}: the module {value.__name__}, which has state"
+    for part in itertools.islice(_walk(value), _MAX_CAPTURED):
+        if holds_values(part.value):
+            shown = _show_safely(part.value)
+            return f"{name}{part.suffix}: {shown}, which is a constant of a trace"
+    return f"{name}: {_show_safely(value)}, whose content cannot be listed"
 
 
 def _captured_by(fun: object) -> Iterator[tuple[str, Any]]:
-    """Yields what a function captures; of a bound method the object, too."""
+    """Yields the name and the value of what a function captures; of a bound method the object."""
     if isinstance(fun, types.MethodType):
         yield "__self__", fun.__self__
     yield from captured_values(fun)
@@ -137,39 +152,45 @@ def distance(old: Facts, new: Facts) -> int:
 def compare(old: Facts, new: Facts) -> list[str]:
     """Returns a line for each of the outermost differences between two calls, in order.
 
-    If an attribute was replaced by an object of another class, for example, the attributes of that
-    are not listed.
+    If ``model.act`` was replaced by an object of another class, ``model.act.slope`` is not listed.
+    If it is an object that compares unequal, it is listed only if no part of it is.
     """
     before, after = old.facts, new.facts
     different = {label for label, _ in old.items ^ new.items}
+    # In the order of the new call; what only the old one had comes last.
     order = [label for label in after | before if label in different]
-    # An argument that only one call has is told by the way in which the function was called.
+    # By label, the text of what to list. None is needed for an argument that only one call has: the
+    # caller says so by the way in which the function was called.
     changed = dict.fromkeys(old.arguments ^ new.arguments, "")
-    wholes: list[str] = []  # which differ in themselves only if none of their parts does
-    covered = [start for label in changed for start in _below(label)]  # parts of what has changed
+    # The beginnings of labels for parts of what has changed.
+    covered = [start for label in changed for start in _below(label)]
+    wholes: list[str] = []  # whose ``rest`` alone differs
     for label in order:
-        old_fact = before.get(label)
-        new_fact = after.get(label)
         if label in changed or label.startswith(tuple(covered)):
             continue
-        if (
-            old_fact is None
-            or new_fact is None
-            or (old_fact.origin, old_fact.content) != (new_fact.origin, new_fact.content)
-        ):
+        old_fact, new_fact = before.get(label), after.get(label)
+        if old_fact is None or new_fact is None:
+            is_changed = True
+        else:
+            is_changed = old_fact.origin != new_fact.origin or old_fact.content != new_fact.content
+            if not is_changed and old_fact.rest != new_fact.rest:
+                wholes.append(label)
+        if is_changed:
             changed[label] = _change(old_fact, new_fact)
             covered += _below(label)
-        elif old_fact.rest != new_fact.rest:
-            wholes.append(label)
-    for label in reversed(wholes):  # from the inside
+    # From the inside, so that of nested ones the innermost is listed.
+    for label in reversed(wholes):
         if not any(other.startswith(_below(label)) for other in changed):
             changed[label] = _change(before[label], after[label])
-    lines = ((label or "the arguments", changed[label]) for label in order if changed.get(label))
-    return [f"{shorten(label, 200)}{change}" for label, change in lines]
+    return [
+        f"{shorten(label or 'the arguments', 200)}{changed[label]}"
+        for label in order
+        if changed.get(label)
+    ]
 
 
 def _below(label: str) -> tuple[str, ...]:
-    """Returns the prefixes of labels for the parts of a part."""
+    """Returns how the labels of its parts begin: ``model.``, ``model[`` and ``model,``."""
     return (f"{label}.", f"{label}[", f"{label},") if label else ("",)
 
 
@@ -188,85 +209,109 @@ def _change(a: Fact | None, b: Fact | None) -> str:
             f" is a new object that looks the same (compared by identity: {b.by_identity}); "
             "create it once, outside the loop"
         )
-    if (difference := _difference(a, b)) is not None:
+    old, new = _array_of(a), _array_of(b)
+    # Their texts are equal, so they have one dtype and one shape.
+    if old is not None and new is not None and (difference := _first_difference(old, new)):
         return difference
     return f": {a.text} → {b.text} (they look the same, but compare unequal)"
 
 
-def _difference(a: Fact, b: Fact) -> str | None:
-    """Returns a text with the first element in which two NumPy arrays of one type differ.
+def _array_of(fact: Fact) -> np.ndarray[Any, Any] | None:
+    """Returns the NumPy array that a fact is about, of the bytes that are compared, or None."""
+    match fact.rest:
+        case StaticKind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
+            kind, np.ndarray
+        ):
+            return np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape))
+    return None
 
-    None for facts that are not of such arrays.
+
+def _first_difference(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> str:
+    """Writes the first element in which arrays of one dtype and shape differ; empty if none does.
+
+    The text follows a label: ``[1, 0]: 2.0 → 3.0, and 4 other elements``.
     """
-    arrays = []
-    for fact in (a, b):
-        match fact.rest:
-            case StaticKind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
-                kind, np.ndarray
-            ):
-                arrays.append(np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape)))
-            case _:
-                return None
-    # NaNs are equal if their bits are.
-    raw = [np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in arrays]
-    indices = np.flatnonzero((raw[0] != raw[1]).any(axis=1))
+    # As bytes, (elements, bytes of one), since NaNs are equal if their bits are.
+    old_bytes, new_bytes = (
+        np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in (old, new)
+    )
+    indices = np.flatnonzero((old_bytes != new_bytes).any(axis=1))  # into the flat arrays
     if not indices.size:
-        return None
-    where = [int(i) for i in np.unravel_index(indices[0], arrays[0].shape)]
-    old, new = (x.flat[indices[0]].item() for x in arrays)
+        return ""
+    first = int(indices[0])
+    where = [int(i) for i in np.unravel_index(first, old.shape)]  # empty for a scalar
     more = f", and {len(indices) - 1} other elements" if len(indices) > 1 else ""
-    return f"{where or ''}: {old} → {new}{more}"
+    return f"{where or ''}: {old.flat[first].item()} → {new.flat[first].item()}{more}"
 
 
 def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
-    """Returns a fact for each part of the arguments, by the expression for the part.
+    """Returns a fact for each part of the arguments, by label.
 
     Goes from the arguments to what they hold, through the entries of the structure.
     """
-    names = [*(signature.names[i] for i in signature.dynamic), "args"]
     facts: dict[str, Fact] = {}
-    first_labels: dict[int, str] = {}  # of objects, by index
+    first_labels: dict[int, str] = {}  # of objects that were met, by the index of the entry
     statics = zip(signature.static_names, structure.statics, strict=True)
+    # The label and the child of what is still to be described: a stack and no recursion, because
+    # models may be nested deeply.
     stack = [*((f"static argument {name}", child) for name, child in statics), ("", structure.root)]
-    while stack:  # not recursive, because models may be nested deeply
+    while stack:
         label, child = stack.pop()
-        if isinstance(child, Static):  # a value that is not traced
-            # What is compared by identity is of a user's class, whose `__repr__` may do anything.
-            to_text = _show_safely if child.by_identity else show
-            child.note = notes = child.note or _facts_of_value(child.value, to_text)
-            facts |= {label + suffix: fact for suffix, fact in notes.items()}
-            kind = facts[label].by_identity if child.by_identity else ""
-            facts[label] = facts[label]._replace(rest=_identity(child), by_identity=kind)
+        if isinstance(child, Static):
+            facts |= _facts_of_static(label, child)
             continue
         text = show_child(structure, child)
-        x = cast(Any, child)
+        if isinstance(child, int) and child in first_labels:
+            text = f"{text}, shared with {shorten(first_labels[child])}"
+            facts[label] = Fact(text, content=first_labels[child])
+            continue
+        part: Any = child
         if isinstance(child, int):
-            x = structure.entries[child]
-            if child in first_labels:
-                text = f"{text}, shared with {shorten(first_labels[child])}"
-                facts[label] = Fact(text, content=first_labels[child])
-                continue
             first_labels[child] = label
-        facts[label] = _fact(text, x)
-        for path, part in reversed(parts_of(x).items()):
-            if label == "" and isinstance(x, Container) and len(path) > 1:  # all arguments
-                is_keyword, argument, *rest = path
-                start = argument if is_keyword else names[min(argument, len(names) - 1)]
-                stack.append((accessor(start, tuple(rest)), part))
+            part = structure.entries[child]
+        facts[label] = _fact(text, part)
+        for path, inner in reversed(parts_of(part).items()):  # the first one is popped first
+            if label == "" and isinstance(part, Container) and len(path) > 1:
+                stack.append((_label_in_call(signature, path), inner))
             elif path != (_compat.STATUSES,):  # the attributes show what is data
-                stack.append((accessor(label, path) if path else f"{label}[...]", part))
+                stack.append((accessor(label, path) if path else f"{label}[...]", inner))
     return facts
 
 
-def _fact(text: str, x: Any) -> Fact:
-    """Describes a part that is not a single static value."""
-    if x is LEAF or isinstance(x, Container):
-        return Fact(text, content=type(x), rest=getattr(x, "treedef", None))
-    if isinstance(x, StaticObject):
-        why = "" if x.identity is None else f"{x.type.__name__} defines no __eq__"
-        rest = x.kind if x.identity is None else (x.kind, _identity(x.identity))
-        return Fact(text, _origin(x.type), rest=rest, by_identity=why)
-    return Fact(text, _origin(x.type), rest=getattr(x, "metadata", None))
+def _label_in_call(signature: Signature, path: Path) -> str:
+    """Returns the label for a path in all arguments of a call, the pair ``(args, kwargs)``.
+
+    For a function of ``(model, x)``, ``(0, 1, "image")`` is ``x['image']``, and ``(1, "train")`` is
+    ``train``. Those beyond the named ones are all called ``args``.
+    """
+    is_keyword, argument, *rest = path
+    names = [*(signature.names[index] for index in signature.dynamic), "args"]
+    start = argument if is_keyword else names[min(argument, len(names) - 1)]
+    return accessor(start, tuple(rest))
+
+
+def _facts_of_static(label: str, static: Static) -> dict[str, Fact]:
+    """Returns the facts about a value that is not traced, and about its parts, by label."""
+    # What is compared by identity is of a user's class, whose `__repr__` may do anything.
+    to_text = _show_safely if static.by_identity else show
+    # Kept with the value, whose object may be gone when it is compared with a later call.
+    static.note = notes = static.note or _facts_of_value(static.value, to_text)
+    facts: dict[str, Fact] = {label + suffix: fact for suffix, fact in notes.items()}
+    reason = facts[label].by_identity if static.by_identity else ""
+    facts[label] = facts[label]._replace(rest=_identity(static), by_identity=reason)
+    return facts
+
+
+def _fact(text: str, part: Any) -> Fact:
+    """Describes a part that is not a single static value: ``LEAF``, a container or an entry."""
+    if part is LEAF or isinstance(part, Container):
+        return Fact(text, content=type(part), rest=getattr(part, "treedef", None))
+    if isinstance(part, StaticObject):
+        if part.identity is None:
+            return Fact(text, _origin(part.type), rest=part.kind)
+        why = f"{part.type.__name__} defines no __eq__"
+        return Fact(text, _origin(part.type), None, (part.kind, _identity(part.identity)), why)
+    return Fact(text, _origin(part.type), rest=getattr(part, "metadata", None))
 
 
 def _identity(static: Static) -> Any:
@@ -280,7 +325,11 @@ def arguments_of(signature: Signature) -> str:
 
 
 def show_child(structure: Structure, child: object, depth: int = 3) -> str:
-    """Writes a child of an entry, or the root of a structure, as messages show it."""
+    """Writes a child of an entry, or the root of a structure, as messages show it.
+
+    ``[0.5, an array, {'rate': 0.1}]``, ``float32[3]`` for an array of NumPy, ``a Linear`` for an
+    object. Lists, tuples and dicts are opened up to ``depth`` levels.
+    """
     if child is LEAF:
         return "an array"
     if isinstance(child, Static):
@@ -289,13 +338,14 @@ def show_child(structure: Structure, child: object, depth: int = 3) -> str:
         return shorten(str(child.treedef))
     entry: Any = structure.entries[child] if isinstance(child, int) else child
     cls = entry.type
-    brackets = _BRACKETS.get(cls)
     if issubclass(cls, np.ndarray):
-        return _array_text(*entry.kind.detail[:2])
-    if brackets and depth:
+        dtype, shape, *_ = entry.kind.detail
+        return _array_text(dtype, shape)
+    if cls in _BRACKETS and depth:
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
-        if cls is dict:
+        if cls is dict:  # whose children are key, value, key, value, …
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
+        brackets = _BRACKETS[cls]
         return shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
     return _named(cls)
 
@@ -337,28 +387,30 @@ def _show_safely(value: Any) -> str:
 
 
 def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, Fact]:
-    """Describes a static value and its parts, by the accessor of each part."""
+    """Describes a static value and its parts, by suffix (``.layers[0]``), written by ``show``."""
     facts: dict[str, Fact] = {}
-    for suffix, part, parts in itertools.islice(_walk(value), _MAX_FACTS):
-        text = show(part)
-        cls = type(part)
+    for part in itertools.islice(_walk(value), _MAX_FACTS):
+        text = show(part.value)
+        cls = type(part.value)
         why = f"{cls.__name__} defines no __eq__"
         if cast(Any, cls).__eq__ is not object.__eq__:
             why = "part of an object without __eq__"
-        facts[suffix] = Fact(text, _origin(part), None if parts else text, None, why)
+        # The text of one with parts repeats theirs, so it is compared only without.
+        content = None if part.parts else text
+        facts[part.suffix] = Fact(text, _origin(part.value), content, None, why)
     return facts
 
 
-def _walk(value: object) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yields a value and what is in it, with accessors, each followed by its own parts."""
+def _walk(value: object) -> Iterator[_Part]:
+    """Yields a value and what is in it, depth first, each object's parts once."""
     stack = [("", value)]
     seen: set[int] = set()
     while stack:
-        suffix, part = stack.pop()
-        parts = {} if id(part) in seen else _parts_of_value(part)
-        seen.add(id(part))  # parts may refer to each other
-        yield suffix, part, parts
-        stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]
+        suffix, inner = stack.pop()
+        parts = {} if id(inner) in seen else _parts_of_value(inner)
+        seen.add(id(inner))  # parts may refer to each other
+        yield _Part(suffix, inner, parts)
+        stack += [(suffix + key, part) for key, part in reversed(parts.items())]
 
 
 def _origin(x: object) -> str:
@@ -370,7 +422,11 @@ def _origin(x: object) -> str:
 
 
 def _parts_of_value(value: object) -> dict[str, Any]:
-    """Returns what a static value consists of, by accessor; nothing where users know no parts."""
+    """Returns what a static value consists of, by what follows its own expression.
+
+    ``{"[0]": 1, "[1]": 2}`` for ``(1, 2)``; nothing for classes, arrays, modules, and objects with
+    an ``__eq__`` of their own, whose attributes need not be what they compare.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {f".{key}": part for key, part in zip(value._fields, value, strict=True)}
     if isinstance(value, list | tuple):

@@ -47,13 +47,14 @@ def progress(
 
 @contextlib.contextmanager
 def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Draws a bar from `DELAY_S` on, and removes it in the end; yields what `progress` yields."""
+    # Here, as importing it takes time that short work need not wait for.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     title_column = TextColumn("{task.description}", markup=False)
-    columns = [title_column, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    if total is None:
-        columns.pop(2)
+    counts = [] if total is None else [MofNCompleteColumn()]
+    columns = [title_column, BarColumn(), *counts, TimeElapsedColumn()]
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=total)
     timer = threading.Timer(DELAY_S, bar.start)
@@ -73,6 +74,7 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _lines(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Prints a line after each `LINE_S` from a thread; yields what `progress` yields."""
     names: list[str] = []  # of the steps that were done
     start, is_done = time.monotonic(), threading.Event()
 

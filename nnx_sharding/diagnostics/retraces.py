@@ -8,7 +8,9 @@ can say what differs.
 
 A trace depends on its *plan* (the options of the transform; the *structure* of the arguments, which
 is all but their arrays; a spec and a name for each array), the types of the arrays (avals), the
-configuration of JAX, and what the function *captures*: closures and globals.
+configuration of JAX, and what the function *captures*: closures and globals. What a call depends on
+is compared as *facts*, which are texts by the expression for each part of the arguments
+(`differences.py`): `facts_of` makes them, `compare` writes a line for each difference.
 """
 
 from __future__ import annotations
@@ -53,25 +55,33 @@ MAX_COMPARED = 64  # a comparison goes through all static values of the model
 class Trace(NamedTuple):
     """One trace of a function, without references to arrays or to the function."""
 
-    number: int
+    number: int  # from 1, in the order of the traces of the function
     plan: Plan
-    avals: tuple[Any, ...]
+    avals: tuple[Any, ...]  # the types of the arrays, by slot as ``plan.names``
     context: dict[str, Any]  # the part of JAX's configuration on which the trace depends
     key: tuple[Any, ...]  # everything on which the trace depends, except what is captured
-    nested: bool
+    nested: bool  # whether it was part of another trace
     captured: Facts | None = None  # None if a change of it causes no trace
     # Why each call traces again; looked for only if an earlier trace has the same `key`.
     unlisted: tuple[str, ...] = ()
 
 
 class Compilation(NamedTuple):
-    """A compilation in a call of a function; ``number`` counts the traces until then."""
+    """A compilation in a call of a function."""
 
-    number: int
-    structure: Structure
+    number: int  # of the latest trace until then
+    structure: Structure  # of the arguments
+    # Of each array of the arguments: the expression for it, its type and its sharding.
     names: Sequence[str]
     avals: tuple[Any, ...]
     shardings: tuple[jax.sharding.Sharding | str, ...]  # or "not committed"
+
+
+class _Closest(NamedTuple):
+    """The earlier trace that is most similar to a new one."""
+
+    trace: Trace
+    differences: list[str]  # a line for each
 
 
 _REASONS = {
@@ -166,7 +176,9 @@ def explain_retraces(fun: object) -> Retraces:
     lines: list[str] = []
     for name, log in _logs(fun):
         # `sorted` is stable: a compilation comes after the trace that was the latest at the time.
-        events = sorted([*_traces(log, name), *_compilations(log, name)], key=lambda x: x.number)
+        events = sorted(
+            [*_traces(log, name), *_compilations(log, name)], key=operator.attrgetter("number")
+        )
         recorded = sum(event.kind == "trace" for event in events)
         times = "once" if log.count == 1 else f"{log.count} times"
         rest = "" if recorded == log.count else f", of which the last {recorded} are recorded"
@@ -180,12 +192,16 @@ def _logs(fun: object) -> list[tuple[str, TraceLog]]:
     """Returns the name and the log of a transformed function, or of each method of a class.
 
     For another object, those of the methods of its class.
+
+    Raises:
+      TypeError: there is no transformed function.
     """
     values = [fun]
+    # The class has the log, asked for without calling a `__getattr__` of the user.
     if not hasattr(type(_unwrapped(fun)), "trace_log"):
         owner = fun if isinstance(fun, type) else type(fun)
-        # While modules are traced, methods are other descriptors, which give the original ones.
         members = (member for _, member in inspect.getmembers_static(owner))
+        # While modules are traced, methods are other descriptors, which have the original ones.
         values = [getattr(member, "original", member) for member in members]
     lifted = [value for value in map(_unwrapped, values) if hasattr(type(value), "trace_log")]
     if not lifted:
@@ -216,8 +232,8 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
     traces, cache = log.traces(), dict[Side, Facts]()
     for index, trace in enumerate(traces):
         closest = nearest(trace, traces[:index], cache)
-        number = None if closest is None else closest[0].number
-        differences = () if closest is None else tuple(closest[1])
+        number = None if closest is None else closest.trace.number
+        differences = () if closest is None else tuple(closest.differences)
         yield Retrace(name, "trace", trace.number, number, differences, trace.nested)
 
 
@@ -236,11 +252,13 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
         ]
         if not same_trace:  # the first compilation of a trace
             continue
-        # Compilations and traces are numbered together.
+        # A compilation has the number of the latest trace before it. If the function was traced for
+        # this structure since the last compilation, `_traces` explains it.
         last = same_trace[-1].number
         traces_since = (trace for trace in traces if last < trace.number <= new.number)
         if any(trace.plan.structure == new.structure for trace in traces_since):
             continue
+        # Of equally similar ones the latest, which `min` meets first.
         changes = min((_reshardings(old, new) for old in reversed(same_trace)), key=len)
         yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
 
@@ -256,9 +274,7 @@ def shown(differences: Sequence[str], reason: str) -> list[str]:
     return shortened(differences) or [f"no visible difference: {reason}"]
 
 
-def nearest(
-    new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]
-) -> tuple[Trace, list[str]] | None:
+def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _Closest | None:
     """Returns the earlier trace with the fewest differences from a new one, and these differences.
 
     Args:
@@ -269,41 +285,53 @@ def nearest(
     Returns:
       The trace and a line for each difference. None if there is no earlier trace.
     """
-
-    # A fact describes one part of the arguments (`differences.py`).
-    def facts(trace: Trace) -> Facts:
-        side = trace.plan.signature, trace.plan.structure
-        return cache.get(side) or cache.setdefault(side, facts_of(*side))
-
     # The latest first: training loops change one thing at a time.
-    candidates = earlier[: -MAX_COMPARED - 1 : -1]
+    candidates = [*reversed(earlier[-MAX_COMPARED:])]
+    if not candidates:
+        return None
     # Structures are hashed once; to compare keys of large models takes longer.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     same = [old for old in alike if old.key == new.key]
-    if same or not candidates:  # then only what they capture can differ
-        captured = [(old, _captured(old, new)) for old in same]
-        return min(captured, key=lambda pair: len(pair[1]), default=None)
-    old = candidates[0]
-    least = math.inf  # the number of differences of the best candidate so far
-    for candidate in candidates:
-        is_same = candidate.plan.structure == new.plan.structure
-        count = 0 if is_same else distance(facts(candidate), facts(new))
-        if count < least:  # a changed fact counts twice there, as it was and as it is
-            count += 2 * len(_other_differences(candidate, new))
-        if count < least:
-            old, least = candidate, count
-        if least <= 2:  # one change: no other trace is more similar
-            break
+    if same:  # then only what they capture can differ
+        closest = [_Closest(old, _captured(old, new)) for old in same]
+        return min(closest, key=lambda old: len(old.differences))
+    old = _least_different(new, candidates, cache)
     lines = _other_differences(old, new)
     if old.plan.structure != new.plan.structure:
-        lines = [*compare(facts(old), facts(new)), *lines]
-    return old, lines or ["the structure of the arguments, in a part without a name"]
+        lines = [*compare(_facts(old, cache), _facts(new, cache)), *lines]
+    return _Closest(old, lines or ["the structure of the arguments, in a part without a name"])
+
+
+def _least_different(new: Trace, candidates: Sequence[Trace], cache: dict[Side, Facts]) -> Trace:
+    """Returns the first of the candidates with the fewest differences from a new trace.
+
+    Differences are counted and not written: `distance` is much faster than `compare`.
+    """
+    best = candidates[0]
+    least = math.inf  # the number of differences of the best candidate, each counted twice
+    for candidate in candidates:
+        is_same = candidate.plan.structure == new.plan.structure
+        # A changed fact counts twice in it, as it was and as it is.
+        count = 0 if is_same else distance(_facts(candidate, cache), _facts(new, cache))
+        if count < least:
+            count += 2 * len(_other_differences(candidate, new))
+        if count < least:
+            best, least = candidate, count
+        if least <= 2:  # one change: no other trace is more similar
+            break
+    return best
+
+
+def _facts(trace: Trace, cache: dict[Side, Facts]) -> Facts:
+    """Returns the facts about the arguments of a trace, from the cache if it has them."""
+    side = trace.plan.signature, trace.plan.structure
+    return cache.get(side) or cache.setdefault(side, facts_of(*side))
 
 
 def _other_differences(old: Trace, new: Trace) -> list[str]:
     """Lists all differences except differences of static values."""
-    calls = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
-    lines = [] if calls[0] == calls[1] else [f"arguments {calls[0]} → {calls[1]}"]
+    before, after = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
+    lines = [] if before == after else [f"arguments {before} → {after}"]
     return [*lines, *_arrays(old, new), *_options(old, new), *_captured(old, new)]
 
 
@@ -315,20 +343,26 @@ def _captured(old: Trace, new: Trace) -> list[str]:
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[str]:
-    """Yields a line for each array whose shape, dtype or sharding differs."""
+    """Yields a line for each array of both whose shape, dtype or sharding differs.
+
+    ``x: shape (32,) → (31,), dtype float32 → int32``. An array that only one of them has is a
+    difference of their structures, which facts describe.
+    """
     before = dict(zip(old.plan.names, old.avals, strict=True))
     shape = "shape of each shard" if new.plan.transform.name == "shard_map" else "shape"
+    labels = {"shape": shape, "dtype": "dtype", "weak_type": "weak_type"}  # by attribute
     for name, aval in zip(new.plan.names, new.avals, strict=True):
-        if before.get(name, aval) == aval:
+        old_aval = before.get(name, aval)
+        if old_aval == aval:
             continue
         parts = []
-        for key in ("shape", "dtype", "weak_type"):
-            a, b = getattr(before[name], key, None), getattr(aval, key, None)
+        for attribute, label in labels.items():
+            a, b = getattr(old_aval, attribute, None), getattr(aval, attribute, None)
             if a != b:
-                parts.append(f"{shape if key == 'shape' else key} {a} → {b}")
-        if not parts:
-            a, b = getattr(before[name], "sharding", None), getattr(aval, "sharding", None)
-            parts = [f"type {before[name]} → {aval}" if a == b else f"sharding {_both(a, b)}"]
+                parts.append(f"{label} {a} → {b}")
+        if not parts:  # else the sharding follows from what has changed
+            a, b = getattr(old_aval, "sharding", None), getattr(aval, "sharding", None)
+            parts = [f"type {old_aval} → {aval}" if a == b else f"sharding {_both(a, b)}"]
         yield f"{name}: {', '.join(parts)}"
 
 
@@ -348,10 +382,12 @@ def _transforms(old: Transform, new: Transform) -> Iterator[str]:
     elif old.trace_key != new.trace_key:
         for field in dataclasses.fields(new):
             before, after = getattr(old, field.name), getattr(new, field.name)
+            # A key has no names, so each field is tried alone.
             changed: Any = dataclasses.replace(old, **{field.name: after})
             if changed.trace_key != old.trace_key:
-                is_jit = new.name == "jit" and field.name == "out_specs"
-                yield f"{'out_shardings' if is_jit else field.name}: {_both(before, after)}"
+                is_of_jit = new.name == "jit" and field.name == "out_specs"
+                option = "out_shardings" if is_of_jit else field.name  # as the user wrote it
+                yield f"{option}: {_both(before, after)}"
 
 
 def _conditions(trace: Trace) -> dict[str, Any]:
@@ -405,6 +441,17 @@ class TraceLog:
         """The recorded traces, by number."""
         return sorted(self.by_number.values(), key=operator.attrgetter("number"))
 
+    def add(self, new: Trace) -> int:
+        """Records a trace, and drops the oldest ones beyond `MAX_TRACES`; returns its number.
+
+        That is a later one than it has if another thread has taken this.
+        """
+        while self.by_number.setdefault(new.number, new) is not new:
+            new = new._replace(number=new.number + 1)
+        while len(self.by_number) > MAX_TRACES:  # each holds a structure
+            self.by_number.pop(min(self.by_number), None)  # another thread may have dropped it
+        return new.number
+
 
 class Observer(NamedTuple):
     """Records the traces of one wrapped function in the log of the function, up to its limit."""
@@ -423,13 +470,16 @@ class Observer(NamedTuple):
           leaves: the tracers of its arrays.
           nested: whether it is part of another trace.
 
+        Returns:
+          A function to call if the trace fails: it drops the record, and gives back what the trace
+          took of limits.
+
         Raises:
           RetraceError: a limit on traces forbids it.
         """
         # An operation of JAX that runs at once is not a trace.
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
-        traces = self.log.by_number
         earlier = self.log.traces()
         avals = tuple(map(jax.typeof, leaves))
         context = _compat.trace_context()
@@ -443,20 +493,14 @@ class Observer(NamedTuple):
         # the function's own limit.
         own_limits = () if self.limit is None or is_known else (self.limit,)
         limits = (*own_limits, *LIMITS.get())
-        for index, limit in enumerate(limits):
-            if not limit.take():
-                for taken_before in limits[:index]:
-                    taken_before.give_back()
-                raise RetraceError(_refusal(limit, fun_name(fun), new, earlier))
-        # Another thread may have taken the number.
-        while traces.setdefault(new.number, new) is not new:
-            new = new._replace(number=new.number + 1)
-        while len(traces) > MAX_TRACES:  # each holds a structure
-            traces.pop(min(traces), None)  # another thread may have dropped it
+        refused_by = _take_all(limits)
+        if refused_by is not None:
+            raise RetraceError(_refusal(refused_by, fun_name(fun), new, earlier))
+        number = self.log.add(new)
         note_identities(plan.structure)  # now, while the objects exist
 
         def forget() -> None:
-            traces.pop(new.number, None)
+            self.log.by_number.pop(number, None)
             for limit in limits:
                 limit.give_back()
 
@@ -472,16 +516,22 @@ class Observer(NamedTuple):
 
 
 def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace]) -> str:
-    """Says what a trace that a limit forbids differs in."""
+    """Returns the text of the error for a trace that a limit forbids: what it differs in.
+
+    Args:
+      limit: the limit.
+      name: the name of the function.
+      new: the trace.
+      earlier: all traces before it.
+    """
     option = f"{limit.option}={limit.limit}"
     closest = nearest(new, earlier, {})
     if closest is None:
         return f"{name} would be traced for the first time, which {option} does not allow."
-    old, differences = closest
-    lines = shown(differences, "JAX dropped the trace, or its configuration changed")
+    lines = shown(closest.differences, "JAX dropped the trace, or its configuration changed")
     return message(
         f"{name} would be traced again, which {option} does not allow. Differences from trace "
-        f"{old.number}, the most similar one:",
+        f"{closest.trace.number}, the most similar one:",
         [f"  {line}" for line in lines],
         "Keep them the same from call to call, or allow more traces.",
     )
@@ -517,6 +567,17 @@ class TraceLimit:
         self._used.clear()
 
 
+def _take_all(limits: Sequence[TraceLimit]) -> TraceLimit | None:
+    """Takes a trace of each limit; if one has none left, takes none and returns that one."""
+    for index, limit in enumerate(limits):
+        if not limit.take():
+            for taken_before in limits[:index]:
+                taken_before.give_back()
+            return limit
+    return None
+
+
+# The limits of the blocks around the current code (`limit_traces`), the outermost first.
 LIMITS: ContextVar[tuple[TraceLimit, ...]] = ContextVar("limits", default=())
 
 
@@ -556,6 +617,7 @@ def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
     return _limited(TraceLimit(limit, "limit_traces", 0))
 
 
+# Apart, so that `limit_traces` raises errors about its argument before `with` enters the block.
 @contextlib.contextmanager
 def _limited(limit: TraceLimit) -> Iterator[None]:
     token = LIMITS.set((*LIMITS.get(), limit))
