@@ -1,7 +1,9 @@
 """``ArraySharder``: a module that shards batches, with the names of ``datarax.sharding``.
 
 Pipelines of Datarax are made of modules with a state: counts of batches, statistics, random
-streams. This module has that state, under the same names, and shards with this library.
+streams. This module has that state, under the same names, and shards with this library:
+`assign_shardings` turns a prefix of specs into the sharding of each array, `apply_shardings` moves
+the arrays (in a trace: constrains them), and `rebuild` puts them into the caller's tree.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ class ArraySharder(nnx.Module):
         # A module may change its own state, which it could not as a part of the static config.
         stats_fn = self.config.batch_stats_fn
         self.batch_stats_module = stats_fn if isinstance(stats_fn, nnx.Module) else None
-        # The names of Datarax, for states that it has saved.
+        # The names of Datarax, for states that it has saved; Variables, so that a traced function
+        # returns their changes.
         self._applied_count = nnx.Variable(jnp.zeros((), jnp.int32))
         self._skipped_count = nnx.Variable(jnp.zeros((), jnp.int32))
         self._computed_stats = nnx.Variable(_copied(self.config.precomputed_stats))
@@ -209,7 +212,7 @@ class ArraySharder(nnx.Module):
             text = "draws from a random stream: make the sharder with rngs=nnx.Rngs(0)."
             raise ValueError(f"create_sharded_param {text}")
         make = init_fn
-        shape = tuple(shape)
+        shape = tuple(shape)  # hashable, as a static argument has to be
         sharding = None
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
         mesh_or_context = _compat.context_mesh() if mesh is None else mesh
@@ -217,6 +220,7 @@ class ArraySharder(nnx.Module):
             sharding = self._sharding_of(shape, logical_spec, mesh_or_context)
             # An abstract mesh has no devices on which the parameter could be made sharded.
             if isinstance(sharding.mesh, Mesh):
+                # In one program, each device makes its shard only.
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
             metadata["mesh"] = mesh_or_context
         # A spec names mesh axes, to which rules for names do not apply.
@@ -232,26 +236,25 @@ class ArraySharder(nnx.Module):
     def _sharding_of(
         self, shape: tuple[int, ...], logical_spec: object, mesh: Mesh | AbstractMesh
     ) -> NamedSharding:
-        """Returns the sharding of an array by its logical names, which have to fit its shape."""
+        """Returns the sharding of an array by its logical names, or raises that they do not fit."""
         spec = self.get_partition_spec(logical_spec)
-        abstract = jax.ShapeDtypeStruct(shape, "float32")
-        _, [sharding] = assign_shardings(
-            abstract,
-            flatten(abstract),
-            spec,
-            mesh=mesh,
-            caller="create_sharded_param",
-            whole=True,
-        )
+        abstract = jax.ShapeDtypeStruct(shape, "float32")  # of any dtype
+        # ``whole``: UNCONSTRAINED dimensions, which a compiler would choose, are refused.
+        options: Any = {"mesh": mesh, "caller": "create_sharded_param", "whole": True}
+        _, [sharding] = assign_shardings(abstract, flatten(abstract), spec, **options)
         checked: NamedSharding = sharding
         return checked
 
     def get_partition_spec(self, logical_spec: object) -> Any:
-        """Returns the partition spec for logical names, by the first rule whose axes are free."""
+        """Returns the partition spec for logical names, by the first rule whose axes are free.
+
+        For a pytree of names, the same one of specs. ``("batch", None)`` is ``P("data", None)`` by
+        the rule ``("batch", "data")``; without rules, names are those of mesh axes.
+        """
         rules = self.config.sharding_rules
 
         def spec_of(part: Any) -> Any:
-            if not _is_names(part):
+            if not _is_names(part):  # a ``PartitionSpec`` already
                 return part
             return LogicalRules(rules).spec(part) if rules else PartitionSpec(*part)
 
@@ -332,13 +335,14 @@ class ArraySharder(nnx.Module):
             raise TypeError(f"the state must be a dict, got a {type(state).__name__}.")
         values = {key: value for key, value in state.items() if key != "sharding_rules"}
         own = nnx.state(self)
-        expected, given = _types(nnx.to_pure_dict(own)), _types(values)  # text by path
+        # The dtype and shape of each array, as text by its path.
+        expected, given = _types(nnx.to_pure_dict(own)), _types(values)
         lines = [
             f"  {path}: {given.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
             for path in sorted(expected | given)
             if given.get(path) != expected.get(path)
         ]
-        # All is checked before anything is changed.
+        # Raises if there are lines. All is checked before anything is changed.
         raise_listed(ValueError, "this is not a state of the sharder:", lines)
         # Statistics may be anything, which Flax would not match with the present ones.
         stats = values.pop("_computed_stats", None)
@@ -346,7 +350,7 @@ class ArraySharder(nnx.Module):
             stats = _statistics(stats)
         rules = state.get("sharding_rules", self.config.sharding_rules)
         config = dataclasses.replace(self.config, sharding_rules=rules)
-        nnx.replace_by_pure_dict(own, _copied(values))
+        nnx.replace_by_pure_dict(own, _copied(values))  # changes the state `own` alone
         nnx.update(self, own)
         self._computed_stats.set_value(stats)
         self.config = config

@@ -4,6 +4,17 @@ Programs that import these change one line. Each function is a thin layer over o
 whose errors it raises; what differs is that specs that do not fit are corrected, with a warning.
 ``mesh=None`` is the mesh in context, of ``jax.set_mesh`` or the older ``with mesh:``. A *rule* is a
 regular expression for paths such as ``blocks/3/up/kernel``, and a spec (a ``PartitionSpec``).
+
+Helpers of this library that most functions use:
+
+* `fit_sharding` returns the part of a spec that fits a mesh and a shape (``sharding``), with what
+  was dropped (``corrections``) and what cannot be (``problems``); ``lenient``, unknown axes and
+  entries beyond the rank are dropped.
+* `assign_shardings` does so for a tree and a prefix of specs: it returns the name and the sharding
+  of each array, None for one that stays. `apply_shardings` moves the arrays, in a trace constrains
+  them, and `rebuild` puts them into the tree.
+* `map_variables` returns a tree with other values in place of Variables and bare arrays.
+* `raise_listed` raises an error with a line for each item, and does nothing without items.
 """
 
 from __future__ import annotations
@@ -144,7 +155,7 @@ def get_corrected_named_sharding(
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
-    if fit.problems:
+    if fit.problems:  # such as an axis that is named twice
         raise_listed(ValueError, f"{name}:", [fit.line("array")])
     if fit.corrections:
         warn_of_corrections(name, [fit.line("array")], strict=False)
@@ -232,6 +243,7 @@ def match_partition_rules(
         "no rule matches": chooser.unmatched,
         "these specs do not fit the mesh": chooser.mismatches,
     }
+    # `by_kind` leaves out a kind without lines.
     raise_listed(ValueError, f"{name}:", by_kind(problems))
     _warn_of_unused(name, pairs, chooser.matches)
     return result
@@ -261,10 +273,13 @@ class _SpecChooser:
     mismatches: list[str] = dataclasses.field(default_factory=list)
 
     def choose(self, variable: NamedVariable) -> Any:
-        """Returns the spec of a Variable, or of an array outside of any; None if it has none."""
+        """Returns the spec of a Variable, or of an array outside of any; None if it has none.
+
+        A Variable may hold several arrays, in a pytree, which all get its spec.
+        """
         arrays = [x for x in variable.arrays if hasattr(x, "shape") or isinstance(x, Number)]
         shapes = [np.shape(array) for array in arrays]
-        if self.strict and not shapes:
+        if self.strict and not shapes:  # it holds nothing that could be sharded
             return None
         matching = [
             number
@@ -283,11 +298,11 @@ class _SpecChooser:
         if spec is not None and self.strict:
             rank = min(len(shape) for shape in shapes)
             spec = with_entries(spec, spec.partitions[:rank])
-        for shape in shapes if self.mesh is not None else ():
-            fit = fit_sharding(spec, self.mesh, shape)
-            if fit.problems:
-                self.mismatches.append(fit.line(variable.name))
-                break  # one array of a Variable says enough
+        if self.mesh is not None:
+            fits = (fit_sharding(spec, self.mesh, shape) for shape in shapes)
+            mismatch = next((fit for fit in fits if fit.problems), None)
+            if mismatch is not None:  # one array of a Variable says enough
+                self.mismatches.append(mismatch.line(variable.name))
         return spec
 
 
@@ -337,21 +352,8 @@ def create_pattern_based_partition_spec(
       >>> spec_of("blocks/0/up", np.ones((2, 4)))
       P(None, 'model')
     """
-    rules: dict[str, list[Any]] = {}  # the entries of a spec by regular expression
-    regex = ""
-    for piece in pattern.split(","):
-        before, arrow, dimensions = map(str.strip, piece.rpartition("->"))
-        # Without an arrow the piece has more axes for the rule before it.
-        regex = before if arrow else regex
-        entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
-        has_empty_axis = any(axis == "" for entry in entries for axis in entry)
-        if not regex or has_empty_axis:
-            form = "'up|gate->None.model'"
-            raise ValueError(f"expected rules such as {form}, got {piece!r} in {pattern!r}.")
-        rules.setdefault(regex, []).extend(
-            None if entry == ("None",) else entry for entry in entries
-        )
-    specs = {regex: PartitionSpec(*entries) for regex, entries in rules.items()}
+    specs = {regex: PartitionSpec(*entries) for regex, entries in _read_rules(pattern).items()}
+    # Of a filter, called with a path and a value, and a spec.
     pairs = read_patterns("create_pattern_based_partition_spec", specs)
     # Last, so that some rule always matches.
     pairs.append((lambda *_: True, default_spec or PartitionSpec()))
@@ -365,6 +367,27 @@ def create_pattern_based_partition_spec(
         return with_entries(spec, spec.partitions[: np.ndim(array)])
 
     return spec_of
+
+
+def _read_rules(pattern: str) -> dict[str, list[Any]]:
+    """Reads rules: ``{"up": [None, ("data", "model")]}`` from ``"up->None.data+model"``.
+
+    Returns:
+      By regular expression, the entry of the spec for each dimension.
+    """
+    rules: dict[str, list[Any]] = {}
+    regex = ""
+    for piece in pattern.split(","):
+        before, arrow, dimensions = map(str.strip, piece.rpartition("->"))
+        if arrow:  # else the piece has more axes for the rule before it
+            regex = before
+        entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
+        has_empty_axis = any("" in axes for axes in entries)
+        if not regex or has_empty_axis:
+            form = "'up|gate->None.model'"
+            raise ValueError(f"expected rules such as {form}, got {piece!r} in {pattern!r}.")
+        rules.setdefault(regex, []).extend(None if axes == ("None",) else axes for axes in entries)
+    return rules
 
 
 def analyze_sharding_strategy(
@@ -392,18 +415,13 @@ def analyze_sharding_strategy(
             partition_specs = from_rules(exact)
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
+    # To which `apply_shardings` gives a sharding without moving data.
     abstract = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)) if is_shardable(x) else x
         for x in flat.leaves
     ]
-    _, shardings = assign_shardings(
-        pytree,
-        flat._replace(leaves=abstract),
-        partition_specs,
-        mesh=mesh,
-        strict=False,
-        lenient=True,
-    )
+    flat = flat._replace(leaves=abstract)
+    _, shardings = assign_shardings(pytree, flat, partition_specs, mesh=mesh, lenient=True)
     rows = parameter_table(apply_shardings(abstract, shardings))  # one for each array
     # Devices that hold nothing count in the balance.
     device_ids: Iterable[int] = ()
@@ -454,12 +472,12 @@ def make_shard_and_gather_fns(
             lambda leaf: jax.device_get(shard(full, leaf)) if is_shardable(leaf) else leaf, tree
         )
 
-    def functions_of(function: Callable[[Any, object], Any]) -> Any:
+    def for_each_spec(function: Callable[[Any, object], Any]) -> Any:
         return jax.tree.map(
             lambda spec: functools.partial(function, spec), partition_specs, is_leaf=_is_leaf
         )
 
-    return functions_of(shard), functions_of(gather)
+    return for_each_spec(shard), for_each_spec(gather)
 
 
 def _mesh_of(name: str, partition_specs: object, mesh: AnyMesh | None) -> AnyMesh | None:
@@ -533,13 +551,14 @@ def _extracted(tree: object, read: Callable[[Any], Any]) -> Any:
     missing: list[str] = []
 
     def choose(variable: NamedVariable) -> Any:
+        """Returns what is read from the arrays of a Variable; None if it holds none."""
         results = [read(leaf) for leaf in variable.arrays]
         # A Variable has one entry in the new tree, whatever its value holds.
         has_all = all(result is not _NO_RESULT for result in results)
         if not has_all or any(result != results[0] for result in results):
-            leaves = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
-            listed = "; ".join(dict.fromkeys(map(str, leaves)))
-            missing.append(f"  {variable.name or 'the root'}: {listed}")
+            found = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
+            distinct = dict.fromkeys(map(str, found))
+            missing.append(f"  {variable.name or 'the root'}: {'; '.join(distinct)}")
             return None
         return results[0] if results else None
 
@@ -552,7 +571,8 @@ def _extracted(tree: object, read: Callable[[Any], Any]) -> Any:
 def get_names_from_partition_spec(specs: object) -> list[str]:
     """Returns the mesh axes that specs name, each once, in the order of their first occurrence.
 
-    ``specs`` is a pytree of specs, shardings, ``StateSharding``, names and None.
+    ``["data", "model"]`` for ``{"a": P("data"), "b": P("data", "model")}``. ``specs`` is a pytree
+    of specs, shardings, ``StateSharding``, names and None.
     """
     names: list[str] = []
     for leaf in jax.tree.leaves(specs, is_leaf=_is_leaf):
