@@ -252,8 +252,9 @@ def comparison(**more):
     large["collectives"] = large["collectives"][:1]
     return {
         "format": "nnx_sharding.comparison",
-        "version": 2,
+        "version": 3,
         "ruled_out": {},
+        "measured": {},
         "memory_limit": 2**20,
         "seconds": {},
         "best": dict.fromkeys(("peak", "arguments", "bytes_sent", "flops", "roofline"), "tp"),

@@ -194,7 +194,7 @@ class CompareTest(parameterized.TestCase):
         again = Comparison.from_json(found.to_json())
         assert again == found
         data = json.loads(found.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.comparison", 2)
+        assert (data["format"], data["version"]) == ("nnx_sharding.comparison", 3)
         assert data["reports"]["typo"] == {"error": found.reports["typo"].error}
         file = folder_of(self) / "plan.json"
         found.save(file)
@@ -247,18 +247,18 @@ class CompareTest(parameterized.TestCase):
         ("no_json", "{", "not JSON"),
         ("no_object", "[]", "it has no format"),
         ("report", '{"format": "nnx_sharding.report"}', "its format is 'nnx_sharding.report'"),
-        ("version", '{"format": "nnx_sharding.comparison", "version": 3}', "reads version 2"),
+        ("version", '{"format": "nnx_sharding.comparison", "version": 4}', "reads version 3"),
         ("bool", '{"format": "nnx_sharding.comparison", "version": true}', "version True"),
         (
             "parts",
-            '{"format": "nnx_sharding.comparison", "version": 2, "memory_limit": "x", "more": 1, '
+            '{"format": "nnx_sharding.comparison", "version": 3, "memory_limit": "x", "more": 1, '
             '"seconds": {}}',
-            "ruled_out, more missing or unknown",
+            "ruled_out, measured, more missing or unknown",
         ),
         (
             "damaged",
-            '{"format": "nnx_sharding.comparison", "version": 2, "memory_limit": null, '
-            '"seconds": {}, "ruled_out": {}, "best": {}, '
+            '{"format": "nnx_sharding.comparison", "version": 3, "memory_limit": null, '
+            '"seconds": {}, "ruled_out": {}, "measured": {}, "best": {}, '
             '"reports": {"dp": {"format": "nnx_sharding.report", "version": 1}}}',
             "reports.dp: this report of a program has the version 1",
         ),

@@ -366,6 +366,12 @@ def test_best_is_marked_with_words(browser, tmp_path):
         assert "285 KiB ★ best" in lines[0]
         assert lines[0].count("★") == 3 and lines[1].count("★") == 1
         assert "1.00 KiB ★ best" in lines[1]
+        assert "Measured" not in page.tab.locator("#comparison thead").inner_text()
+    comparison = reports.comparison(memory_limit=None, measured={"dp": 0.002})
+    with Page(browser, tmp_path, comparison) as page:
+        assert "Measured" in page.tab.locator("#comparison thead").inner_text()
+        lines = page.tab.locator("#comparison tbody > tr").all_inner_texts()
+        assert "2.00 ms ★ best" in lines[1] and "ms ★" not in lines[0]
 
 
 def test_injection(browser, tmp_path):

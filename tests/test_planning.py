@@ -337,6 +337,16 @@ def test_own_strategies():
     assert {*found.candidates} == {"mine, data 2 × model 2", "mine, data 1 × model 4"}
 
 
+def test_specs_of_arrays_alone_tell_strategies_apart():
+    args = ({"table": jax.ShapeDtypeStruct((64, 16), jnp.float32)},)
+    specs = {"whole": P(), "rows": P("data"), "rows again": P(("data",), None)}
+    strategies = {name: lambda *_, spec=spec: (spec,) for name, spec in specs.items()}
+    meshes = [{"data": 8, "model": 1}]
+    search, _ = prepare(lambda x: x, args, {}, strategies=strategies, meshes=meshes)
+    assert [x.candidate.strategy for x in search.entries.values()] == ["whole", "rows"]
+    assert [*search.ruled_out] == ["rows again, data 8 × model 1"]
+
+
 @pytest.mark.usefixtures("compile_here")
 def test_specs_that_do_not_fit_are_no_matter_of_memory():
     def typo(model, optimizer, x):

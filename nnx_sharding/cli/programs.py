@@ -143,6 +143,8 @@ def _add_plan_command(subparsers: object) -> None:
     add("--strategies", nargs="+", type=strategy, metavar="STRATEGY", help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
     add("--most", type=count, default=16, metavar="N", help=most)
+    measured = "run the best N on the devices of this machine, and choose the fastest of them"
+    add("--measure", type=count, default=0, metavar="N", help=measured)
     limit = "seconds after which no more programs are compiled"
     add("--time-limit", type=count, metavar="SECONDS", help=limit)
     largest = "search for the largest batch that fits, not for the shortest step"
@@ -407,7 +409,8 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
     options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
     options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
     # These are called like the parameters of `plan`.
-    same = "strategies", "maximize", "time_limit", "memory_limit", "hardware", "most", "by_module"
+    same = ["strategies", "maximize", "time_limit", "memory_limit", "hardware", "by_module"]
+    same += ["most", "measure"]
     options |= {name: getattr(arguments, name) for name in same}
     with user_code(f"what {target} returned cannot be planned"):
         try:

@@ -13,8 +13,10 @@ and compiling one takes seconds to minutes, so the search is best-first, with a 
  3. **Bound.** The products of a step at the peak rate of all devices take no less time on any
     candidate. Those whose bound is no less than the best time are not compiled.
  4. **Rank** by the roofline of what was compiled; then by bytes sent and by memory.
+ 5. **Measure** the first few, if the user asks for it and their devices are at hand. These then
+    rank first, by their times (measuring.py).
 
-The result is the best of what was compiled by an estimate, not by a measurement. How much better
+Without the last step, the result is the best of what was compiled by an estimate. How much better
 another candidate can be, by the bound, is `PlanningResult.gap`.
 """
 
@@ -60,6 +62,7 @@ from .candidates import (
     mesh_sizes,
     strategies_of,
 )
+from .measuring import Runner, check_devices, medians, run_in_rounds
 from .remedies import remedies
 from .search import FAILS_ALIKE, Search, is_of_compiler
 from .variants import variants_of
@@ -75,7 +78,8 @@ class PlanningResult(Pictured):
       candidates: the candidates that were compiled, by name.
       least: a lower bound, in seconds, of the time of each candidate that may fit, but was not
         compiled, or whose time is unknown: the products of the step at the peak rate of all
-        devices. Infinite if there is none; None if the hardware is unknown, or the products are.
+        devices. If some were measured, the time of the others is unknown. Infinite if there is
+        none; None if the hardware is unknown, or the products are.
       remedies: if none fits, what would, by estimates for one change at a time: devices, remat,
         microbatches, offload, batch.
       predicted: the time of each candidate that may fit, compiled or not, as it was predicted from
@@ -92,8 +96,9 @@ class PlanningResult(Pictured):
     def best(self) -> Candidate | None:
         """The best candidate that fits, of those whose figures are known; None if none does."""
         figures, fitting = self.comparison.figures, self.comparison.fitting
-        timed = any(figures[name]["roofline"] is not None for name in fitting)
-        needed: Column = "roofline" if timed else "bytes_sent"
+        times: tuple[Column, ...] = ("measured", "roofline")
+        timed = (x for x in times if any(figures[name][x] is not None for name in fitting))
+        needed: Column = next(timed, "bytes_sent")
         # `fitting` is ranked; candidates whose figures are unknown cannot be the best.
         known = (name for name in fitting if figures[name][needed] is not None)
         return next((self.candidates[name] for name in known), None)
@@ -104,7 +109,7 @@ class PlanningResult(Pictured):
 
         A bound; None if there is no best candidate, or the bound of the others is unknown.
         """
-        best = None if self.best is None else self.comparison.figures[self.best.name]["roofline"]
+        best = None if self.best is None else _seconds(self.comparison.figures[self.best.name])
         return None if best is None or self.least is None else max(0.0, 1 - self.least / best)
 
     @property
@@ -123,6 +128,10 @@ class PlanningResult(Pictured):
             yield from (f"  {line}" for line in self.remedies)
             return
         yield f"best: {self.best.name}"
+        if (seconds := self.comparison.measured.get(self.best.name)) is not None:
+            estimate = time_text(self.comparison.figures[self.best.name]["roofline"])
+            least_of = f"the least of {len(self.comparison.measured)}"
+            yield f"measured: {time_text(seconds)}, {least_of}; by its roofline {estimate}"
         if self.gap == 0:
             yield "bound: no other candidate is faster"
         elif self.gap is not None:
@@ -182,16 +191,23 @@ class PlanningResult(Pictured):
         yield from (text(first, "bold"), *map(text, others))
 
 
+def _seconds(figures: Mapping[Column, float | None]) -> float | None:
+    """Returns the time of a step: measured, or else estimated."""
+    measured = figures["measured"]
+    return figures["roofline"] if measured is None else measured
+
+
 def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float | None]) -> str:
     """Says by how much a candidate is worse than the best, by the first figure that differs."""
-    shown: dict[Column, Callable[[float | None], str]]
-    shown = {"roofline": time_text, "bytes_sent": bytes_text, "peak": bytes_text}
-    verbs: dict[Column, str] = {"roofline": "takes", "bytes_sent": "sends", "peak": "needs"}
+    if figures["measured"] is None and best.get("measured") is not None:
+        return f"not measured, and takes {time_text(figures['roofline'])} by its roofline"
+    verbs: dict[Column, str] = {"bytes_sent": "sends", "peak": "needs"}
     for column in _RANKED_BY:
         own, other = figures[column], best.get(column)
         if own is not None and other is not None and own != other:
             more = f" ({100 * (own / other - 1):+.1f} %)" if other else ""
-            return f"{verbs[column]} {shown[column](own)}, not {shown[column](other)}{more}"
+            show = bytes_text if column in verbs else time_text
+            return f"{verbs.get(column, 'takes')} {show(own)}, not {show(other)}{more}"
     return "its figures are not better, or not known"
 
 
@@ -210,6 +226,7 @@ def plan(
     memory_limit: int | str | None = None,
     hardware: Hardware | str | None = None,
     most: int | None = 16,
+    measure: int = 0,
     time_limit: float | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     by_module: bool = False,
@@ -284,6 +301,10 @@ def plan(
       hardware: the figures for the roofline: peak ones, those of :func:`calibrate`, or a key of
         ``HARDWARE``; None uses those of the topology.
       most: the maximum number of programs to compile; None for all.
+      measure: how many of those that fit are run on the devices of this process, the best by their
+        roofline first. They are compiled again, and run in rounds in which all take turns, with
+        arguments of zeros: yours are not used. The best is then the fastest of these. One that
+        fails while it runs keeps its reason, and loses.
       time_limit: seconds after which no more are compiled; all are predicted, though, also if none
         is compiled in time.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
@@ -293,15 +314,16 @@ def plan(
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
-      The candidates, ranked by the estimate of their roofline, then by the bytes sent, then by
-      memory; without known hardware by the last two. Those that do not fit come last, the smallest
+      The candidates: first those that were measured, by their times; the others ranked by the
+      estimate of their roofline, then by the bytes sent, then by memory; without known hardware by
+      the last two. Those that do not fit come last, the smallest
       peak first, and those that failed. ``gap`` says how much faster others may be. The estimate
       contains the communication that a compiler for accelerators has not hidden behind compute; for
       virtual CPU devices, all of it counts as hidden.
 
     Raises:
       ValueError: no candidate can fit or be lowered: each reason is listed once; or the arguments
-        of the search are wrong.
+        of the search are wrong, such as ``measure`` for devices that this process does not have.
       KeyboardInterrupt: by Ctrl-C. It shows what was compiled until then, and has it as ``result``.
 
     Example:
@@ -323,7 +345,7 @@ def plan(
     where = {"devices": devices, "topology": topology, "num_slices": num_slices}
     tried = {"axes": axes, "meshes": meshes, "strategies": strategies, "variants": variants}
     aim = {"maximize": maximize, "memory_limit": memory_limit, "hardware": hardware, "most": most}
-    question: dict[str, Any] = where | tried | aim
+    question: dict[str, Any] = where | tried | aim | {"measure": measure}
     search, compile_on = prepare(step, args, options, **question, quiet=quiet)
     how: dict[str, Any] = {"memory_limit": search.limit, "hardware": search.hardware}
     how |= {"cache_dir": cache_dir, "devices": compile_on, "quiet": quiet}
@@ -349,15 +371,28 @@ def plan(
     why = f"the {compiled} compiled are predicted to be better"
     if time_limit and compiled != most:
         why = f"not compiled within {time_limit} s"
-    best = next(iter(ranked.reports), None)
-    if by_module and best is not None and ranked.fits(best):
-        lower = {best: search.entries[best].lower}
-        try:
+    try:
+        if measure:
+            ranked = _ranked(_measured(ranked, search, measure, quiet=quiet), search)
+        best = next(iter(ranked.reports), None)
+        if by_module and best is not None and ranked.fits(best):
+            lower = {best: search.entries[best].lower}
             detailed = compile_all("modules of the best", lower, by_module=True, **how).compiled
-        except SearchInterrupted:
-            raise SearchInterrupted(_result(search, ranked, why)) from None
-        ranked = dataclasses.replace(ranked, reports={**ranked.reports, **detailed})
+            ranked = dataclasses.replace(ranked, reports={**ranked.reports, **detailed})
+    except KeyboardInterrupt:
+        raise SearchInterrupted(_result(search, ranked, why)) from None
     return _result(search, ranked, why)
+
+
+def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
+    """Runs the first candidates that fit; returns the comparison with their times."""
+    runners = {}
+    for name in found.fitting[:count]:
+        entry = search.entries[name]
+        variant = search.variants[entry.number]
+        runners[name] = Runner.of(entry.candidate, variant.fun, entry.args, variant.options)
+    seconds, failures = medians(run_in_rounds(runners, quiet=quiet))
+    return dataclasses.replace(found, reports={**found.reports, **failures}, measured=seconds)
 
 
 def _ranked(found: Comparison, search: Search) -> Comparison:
@@ -383,6 +418,7 @@ def prepare(
     memory_limit: int | str | None = None,
     hardware: Hardware | str | None = None,
     most: int | None = None,
+    measure: int = 0,
     quiet: bool = False,
 ) -> tuple[Search, Devices | None]:
     """Makes and predicts all candidates, without compiling any; the arguments are those of `plan`.
@@ -390,7 +426,7 @@ def prepare(
     Returns:
       The search, and the devices for processes that compile; None compiles in this process.
     """
-    _check_counts(topology, devices=devices, num_slices=num_slices, most=most)
+    _check_counts(topology, devices=devices, num_slices=num_slices, most=most, measure=measure)
     if maximize not in (None, "batch"):
         raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
     every = variants_of(step, args, variants or {}, options)
@@ -411,6 +447,8 @@ def prepare(
             f"plan: no mesh of {count} devices has the axes of {', '.join(functions)}, with sizes "
             "that divide layers, experts and the batch."
         )
+    if measure:
+        check_devices(measure, [mesh for _, mesh in pairs])
     first = pairs[0][1].devices.flat[0]
     peak = HARDWARE.get(first.device_kind) if hardware is None else hardware_of(hardware)
     limit = None if peak is None else peak.memory_bytes  # of a device that is not known, none
@@ -494,7 +532,7 @@ def _rank(name: str, found: Comparison, search: Search) -> tuple[Any, ...]:
     return (False, rows, *(math.inf if figure is None else figure for figure in known))
 
 
-_RANKED_BY: tuple[Column, ...] = ("roofline", "bytes_sent", "peak")
+_RANKED_BY: tuple[Column, ...] = ("measured", "roofline", "bytes_sent", "peak")
 
 
 def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult:
@@ -507,11 +545,12 @@ def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult
     """
     reports, entries = ranked.reports, search.entries
     left = [name for name in entries if name not in reports and name not in search.ruled_out]
-    untimed = [
+    timed = {*ranked.measured} or {
         name
         for name, report in ranked.compiled.items()
-        if ranked.fits(name) is not False and getattr(report.roofline, "seconds", None) is None
-    ]
+        if getattr(report.roofline, "seconds", None) is not None
+    }
+    untimed = [x for x in ranked.compiled if ranked.fits(x) is not False and x not in timed]
     # How fast a candidate without a time can be at best: the time of its matrix products alone.
     bounds = [entries[name].least for name in left + untimed]
     bound = None
@@ -533,10 +572,11 @@ def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult
 
 def _check_counts(topology: str | None, **counts: Any) -> None:
     wrong = [
-        f"  {name}={count!r}: expected a number of at least 1"
+        f"  {name}={count!r}: expected a number of at least {least}"
         for name, count in counts.items()
-        if (count is not None or name == "num_slices")
-        and (isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1)
+        for least in [0 if name == "measure" else 1]
+        if (count is not None or name in ("num_slices", "measure"))
+        and (isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least)
     ]
     if topology is not None and counts["devices"] is not None:
         wrong.append(f"  devices={counts['devices']!r}: topology={topology!r} has its own devices")

@@ -248,10 +248,12 @@ class _Sums:
     def _add_arrays(self, sharding: Sharding | PartitionSpec | None, part: Any) -> None:
         """Adds arrays outside of modules, such as the batch, which are not sent."""
         spec, mesh = spec_and_mesh(sharding, self.mesh) or (PartitionSpec(), self.mesh)
-        for array in [] if _is_on_host(sharding) else jax.tree.leaves(part):
+        for array in jax.tree.leaves(part):
             if hasattr(array, "shape"):
                 shape = NamedSharding(mesh, spec).shard_shape(array.shape)
-                self.bytes += math.prod(shape) * array.dtype.itemsize
+                self.key.append((*self._axes_by_dimension(spec, shape), _is_on_host(sharding)))
+                if not _is_on_host(sharding):
+                    self.bytes += math.prod(shape) * array.dtype.itemsize
 
     def _add_layers(self, sharding: StateSharding, rows: Sequence[ShardingRow]) -> None:
         """Adds what goes from layer to layer in a pipeline, and for attention over a sequence."""
@@ -284,7 +286,12 @@ class _Sums:
     def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
         spec = row.spec if isinstance(row.spec, PartitionSpec) else PartitionSpec()
-        entries = pad_entries(spec, len(row.shape))
+        return self._axes_by_dimension(spec, row.shape)
+
+    def _axes_by_dimension(
+        self, spec: PartitionSpec, shape: Sequence[int]
+    ) -> tuple[tuple[str, ...], ...]:
+        entries = pad_entries(spec, len(shape))
         return tuple(tuple(axis for axis in axes_of(x) if axis in self.sizes) for x in entries)
 
     def _add_parameter(self, row: ShardingRow) -> None:

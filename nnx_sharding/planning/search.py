@@ -38,6 +38,7 @@ class PredictedCandidate(NamedTuple):
 
     candidate: Candidate
     prediction: Prediction
+    args: tuple[Any, ...]  # abstract, of the step
     seconds: dict[str, float]  # predicted, of each resource alone
     exposed: float  # the share of the interconnect's that compute is predicted not to hide
     least: float | None  # a lower bound of its time, if known
@@ -138,6 +139,7 @@ class Search:
         entry = PredictedCandidate(
             candidate,
             prediction,
+            args,
             seconds=seconds,
             # What slices send each other: stages over slices are 1.2 times as fast as replicas.
             exposed=between / seconds["interconnect"] if between else 0.0,

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-Column: TypeAlias = Literal["peak", "arguments", "bytes_sent", "flops", "roofline", "planning"]
+Column: TypeAlias = Literal[
+    "peak", "arguments", "bytes_sent", "flops", "roofline", "measured", "planning"
+]
 Source: TypeAlias = "ProgramReport | Comparison | dict[str, Any] | str | os.PathLike[str]"
 
 
@@ -41,7 +43,7 @@ class Failure:
 
     Attributes:
       error: the type of the error and its text.
-      exception: the error itself, unless it was read from a file.
+      exception: the error itself, unless it was read from a file, or was raised while it ran.
     """
 
     error: str
@@ -75,14 +77,16 @@ class Comparison(JsonForm):
       memory_limit: the bytes that a device has; None if that is not known.
       seconds: how long it took to trace, lower and compile each strategy, if known.
       ruled_out: why others were not compiled, by name.
+      measured: the median seconds of a call of each strategy that ``plan(..., measure=...)`` ran.
     """
 
     reports: Mapping[str, ProgramReport | Failure]
     memory_limit: int | None = None
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ruled_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    _VERSION = 2
+    _VERSION = 3
     _FORMAT = "nnx_sharding.comparison"
     _NOUN = "comparison"
 
@@ -106,7 +110,8 @@ class Comparison(JsonForm):
         """The figures of one device for each compiled strategy; None if not known.
 
         ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
-        ``roofline`` (``Roofline.estimate`` for the given hardware) and ``planning`` in seconds.
+        ``roofline`` (``Roofline.estimate`` for the given hardware), ``measured`` and ``planning``
+        in seconds.
         """
         return {
             name: {
@@ -115,6 +120,7 @@ class Comparison(JsonForm):
                 "bytes_sent": getattr(report.collectives, "bytes_sent", None),
                 "flops": getattr(report.cost, "flops", None),
                 "roofline": getattr(report.roofline, "estimate", None),
+                "measured": self.measured.get(name),
                 "planning": self.seconds.get(name),
             }
             for name, report in self.compiled.items()
@@ -174,11 +180,11 @@ class Comparison(JsonForm):
             of ``hardware``, else the old one, else that of the devices compiled for, if known.
           hardware: for the roofline; None leaves it unchanged.
         """
-        limit, reports = self.memory_limit, self.reports
+        limit, reports, measured = self.memory_limit, self.reports, self.measured
         if hardware is not None:
             other = hardware_of(hardware)
             device: Hardware | None = other
-            limit = None  # the old limit was that of other hardware
+            limit, measured = None, {}  # the old ones were of other hardware
             compiled = {name: r.with_roofline(other) for name, r in self.compiled.items()}
             reports = {**reports, **compiled}
         else:
@@ -189,7 +195,7 @@ class Comparison(JsonForm):
             limit = read_bytes(memory_limit)
         elif limit is None and device is not None:
             limit = device.memory_bytes
-        return dataclasses.replace(self, reports=reports, memory_limit=limit)
+        return dataclasses.replace(self, reports=reports, memory_limit=limit, measured=measured)
 
     def _parts(self) -> dict[str, Any]:
         reports = {
@@ -299,6 +305,7 @@ class Comparison(JsonForm):
             **{f"over {axes_text(axes)}": sent_over(axes) for axes in by_size},
             "flops  ": figures("flops", count_text),
             "roofline  ": figures("roofline", time_text),
+            "measured  ": figures("measured", time_text),
             "bound by": [getattr(report.roofline, "bound_by", None) or "" for report in compiled],
             "compiled in  ": figures("planning", time_text),
         }
@@ -319,7 +326,16 @@ class Comparison(JsonForm):
 
 _NOTHING = frozenset({"", "0", "0 B", "0 s", UNKNOWN})
 _WIDE = 140  # characters of a console that has room for all columns
-_MAIN_COLUMNS = ("strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits")
+_MAIN_COLUMNS = (
+    "strategy",
+    "mesh",
+    "peak  ",
+    "sent  ",
+    "flops  ",
+    "roofline  ",
+    "measured  ",
+    "fits",
+)
 
 
 def why_unknown(report: ProgramReport) -> dict[str, str]:
@@ -367,7 +383,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 _SHOWN = 3
-_OTHERS = ("memory_limit", "seconds", "ruled_out")
+_OTHERS = ("memory_limit", "seconds", "ruled_out", "measured")
 
 
 def load(source: Source) -> ProgramReport | Comparison:

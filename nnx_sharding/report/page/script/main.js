@@ -54,19 +54,23 @@ function comparisonNodes(data) {
   };
   /** A column of a figure, with a remark and a bar; the best strategy is marked. */
   const rated = ([key, label, number, of]) => {
-    const value = ({ report }) => of(report);
+    const value = ({ name, report }) => of(report, name);
     const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
     const cell = ({ name, report }) => {
       const star = data.best[key] === name && " ★ best";
-      const shown = el("span", { class: star && "best" }, number(of(report)), star);
-      const sizes = key === "bytes_sent" ? bytesSentByAxes(report) : [[of(report)]];
+      const amount = of(report, name);
+      const shown = el("span", { class: star && "best" }, number(amount), star);
+      const sizes = key === "bytes_sent" ? bytesSentByAxes(report) : [[amount]];
       const pieces = sizes.map(([size, axes]) => [size / most, axes]);
       return el("div.rated", shown, remark(key, report, data.memory_limit), bar(...pieces));
     };
     return { label, value, number, cell };
   };
   const seconds = ({ name }) => data.seconds[name];
-  const columns = [{ label: "Strategy", value: ({ name }) => name, cell: link }, ...FIGURES.map(rated)];
+  const figures = [...FIGURES];
+  if (rows.some(({ name }) => data.measured[name]))
+    figures.push(["measured", "Measured", time, (report, name) => data.measured[name]]);
+  const columns = [{ label: "Strategy", value: ({ name }) => name, cell: link }, ...figures.map(rated)];
   if (rows.some(seconds)) columns.push({ label: "Compiled in", value: seconds, number: time });
   const name = "Strategies compared";
   const table = tableOf({ name, noun: "strategy", columns, rows }).node;

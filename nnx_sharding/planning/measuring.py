@@ -1,0 +1,171 @@
+"""Runs candidates of a plan on the devices at hand, which tells what no roofline counts.
+
+Caches and devices that wait for each other decide between candidates whose estimates are close. So
+the first few run in rounds, in which all take turns, in another order each time: what else the
+machine does meets all of them alike. The first round compiles them, and does not count.
+
+In its turn, a candidate gets arguments of zeros that are made where they belong, and that are
+dropped at the end: only the arrays of one candidate are in memory at a time. Zeros are valid tokens
+and keys. What depends on values is that for zeros, such as how long a ``while_loop`` runs, or which
+experts a router chooses.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..diagnostics.progress import progress
+from ..errors import raise_listed
+from ..placement.place import place
+from ..report.comparison import Failure
+from ..transforms.jit import jit
+from ..transforms.split_merge import merge, split
+from .candidates import Candidate
+
+_ROUNDS = 7  # the median counts
+_TURN_S = 0.2  # about as long does a turn last, if that is not less than two calls
+_CALLS = 20  # at most, in one turn
+
+
+class Runner(NamedTuple):
+    """What runs one candidate."""
+
+    step: Callable[..., Any]  # of `jit`, with the shardings of the candidate
+    make_args: Callable[[], tuple[Any, ...]]  # makes zeros on the devices
+    mesh: Mesh
+
+    @classmethod
+    def of(
+        cls,
+        candidate: Candidate,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> Runner:
+        """Makes the runner of a candidate from the step, its abstract arguments and jit's options.
+
+        The arguments and the modules in them are not changed.
+        """
+        mesh, shardings = candidate.mesh, candidate.in_shardings
+        step = jit(fun, in_shardings=shardings, mesh=mesh, **options)
+        structure, state = split(place(tuple(args), shardings, mesh, copy=True))
+        leaves, tree = jax.tree.flatten(state)
+        abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+        whole = NamedSharding(mesh, PartitionSpec())  # of arrays that no strategy shards
+        make_zeros = jax.jit(
+            lambda: {i: jax.lax.full_like(_unplaced(x), 0) for i, x in abstract.items()},
+            out_shardings={i: x.sharding or whole for i, x in abstract.items()},
+        )
+
+        def make_args() -> tuple[Any, ...]:
+            zeros = make_zeros()
+            # Numbers stay as they are.
+            arrays = [zeros.get(i, x) for i, x in enumerate(leaves)]
+            made: tuple[Any, ...] = merge(structure, jax.tree.unflatten(tree, arrays))
+            return made
+
+        return cls(step, make_args, mesh)
+
+    def take_turn(self) -> float:
+        """Runs the step a few times; returns the seconds of a call among others in flight."""
+        args: Any = self.make_args()
+        with jax.set_mesh(self.mesh):  # also for constraints in the step, if it is traced now
+            first = self._seconds(1, args)
+            # What a step was donated and returns, instead of updating a module, is there for one
+            # call only.
+            if any(x.is_deleted() for x in _arrays(args)):
+                args = None
+                return self._seconds(1, self.make_args())
+            return self._seconds(max(2, min(_CALLS, int(_TURN_S / first))), args)
+
+    def _seconds(self, calls: int, args: Any) -> float:
+        """Returns the mean seconds of calls that are in flight together, as in training."""
+        jax.block_until_ready(_arrays(args))
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = self.step(*args)
+        jax.block_until_ready([x for x in _arrays((result, args)) if not x.is_deleted()])
+        return (time.perf_counter() - start) / calls
+
+
+def run_in_rounds(
+    runners: Mapping[str, Runner], rounds: int = _ROUNDS, *, quiet: bool = False
+) -> dict[str, list[float] | Failure]:
+    """Runs candidates in rounds in which all take turns.
+
+    Args:
+      runners: by the name of the candidate.
+      rounds: how many, besides the first, which compiles.
+      quiet: whether to show no progress.
+
+    Returns:
+      The seconds of each round; or why the candidate failed, after which it does not run again.
+    """
+    results: dict[str, list[float] | Failure] = {name: [] for name in runners}
+    order, shuffle = [*runners], random.Random(0).shuffle
+    with progress("plan: measuring", (1 + rounds) * len(order), quiet=quiet) as advance:
+        for number in range(1 + rounds):
+            shuffle(order)
+            for name in order:
+                times = results[name]
+                if isinstance(times, Failure):
+                    continue
+                seconds = _turn_of(runners[name])
+                if isinstance(seconds, Failure):
+                    results[name] = seconds
+                elif number > 0:
+                    times.append(seconds)
+                advance(name)
+    return results
+
+
+def _turn_of(runner: Runner) -> float | Failure:
+    """Lets a candidate take its turn; returns the seconds of a call, or why it failed."""
+    try:
+        return runner.take_turn()
+    except Exception as error:
+        # Without the error itself, whose traceback would keep the arrays in memory.
+        return Failure(f"while it ran: {type(error).__name__}: {error}")
+
+
+def medians(
+    results: Mapping[str, list[float] | Failure],
+) -> tuple[dict[str, float], dict[str, Failure]]:
+    """Returns the median seconds of each candidate that ran, and why others failed."""
+    failures = {name: x for name, x in results.items() if isinstance(x, Failure)}
+    times = {name: x for name, x in results.items() if not isinstance(x, Failure)}
+    return {name: statistics.median(x) for name, x in times.items()}, failures
+
+
+def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
+    """Raises a ValueError if candidates cannot run, as their devices are not of this process."""
+    own = jax.local_devices()
+    others = {device.device_kind for mesh in meshes for device in {*mesh.devices.flat} - {*own}}
+    largest = max(mesh.size for mesh in meshes)
+    wrong = [
+        f"  {largest} × {', '.join(sorted(others))}: this process has {len(own)} × "
+        f"{own[0].device_kind}"
+    ]
+    raise_listed(
+        ValueError,
+        f"plan: measure={measure} runs candidates, but not all of their devices are here:",
+        wrong if others else [],
+        "Leave out measure=, or plan for devices that this process has, without a topology.",
+    )
+
+
+def _unplaced(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype alone: the mesh of a sharding is not in context."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+    """Lists the arrays in a pytree of modules and other values."""
+    return [x for x in jax.tree.leaves(split(tree)[1]) if isinstance(x, jax.Array)]
