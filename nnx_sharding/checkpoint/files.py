@@ -334,11 +334,8 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
     head = "save: these are not arrays or numbers with a value:"
     raise_listed(TypeError, head, wrong)
     raise_listed(ValueError, "save: these arrays were donated or deleted:", deleted)
-    joined = [".".join(array.name) for array in arrays]  # as Orbax joins them
-    counts = Counter(joined)
-    same = [
-        f"  {array.path}" for array, name in zip(arrays, joined, strict=True) if counts[name] > 1
-    ]
+    counts = Counter(".".join(array.name) for array in arrays)  # as Orbax joins them
+    same = [f"  {array.path}" for array in arrays if counts[".".join(array.name)] > 1]
     head = "save: these paths are the same once their keys are joined by dots:"
     raise_listed(ValueError, head, same, "Rename a key.")
     return flat, arrays

@@ -339,21 +339,13 @@ def _create(
     release: Release, groups: Sequence[Sequence[str]], tensors: Mapping[str, NewTensor]
 ) -> None:
     """Creates the files without values, and the index of several files."""
+    located: dict[str, str] = {}  # the name of the file of each tensor
     for name, group in zip(release.files, groups, strict=True):
-        tensor_files.create(
-            release.draft.folder / name, {tensor: tensors[tensor] for tensor in group}
-        )
+        tensor_files.create(release.draft.folder / name, {x: tensors[x] for x in group})
+        located.update(dict.fromkeys(group, name))
     if len(groups) > 1:
-        index = {
-            "metadata": {
-                "total_size": sum(array_bytes(x.shape, x.dtype) for x in tensors.values())
-            },
-            "weight_map": {
-                tensor: name
-                for name, group in zip(release.files, groups, strict=True)
-                for tensor in group
-            },
-        }
+        size = sum(array_bytes(x.shape, x.dtype) for x in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": located}
         (release.draft.folder / tensor_files.INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 

@@ -10,7 +10,6 @@ before the manager begins to, and a restore that leaves everything as it was aft
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import operator
 import os
@@ -136,11 +135,9 @@ class Checkpoints:
             args = ocp.args.Composite(**items)
             with progress(f"save step {step}"):
                 # Forced, as it was decided above that the step is saved.
-                save = functools.partial(
-                    self.manager.save, step, args=args, metrics=metrics, force=True
-                )
+                options = {"args": args, "metrics": metrics, "force": True}
                 # Orbax has barriers, at which the others would wait for one that has failed.
-                return bool(operation.wait_for(save))
+                return bool(operation.wait_for(lambda: self.manager.save(step, **options)))
 
     def wait_until_finished(self) -> None:
         """Waits for what is being written; a CheckpointError if it cannot be."""
@@ -214,11 +211,8 @@ class Checkpoints:
         """
         with self._operation("resume"):
             flat = flatten(tree)
-            outside = [
-                array.path
-                for array in named_arrays(flat)
-                if array.slot in flat.structure.root_slots
-            ]
+            in_root = flat.structure.root_slots
+            outside = [array.path for array in named_arrays(flat) if array.slot in in_root]
             if outside:
                 raise TypeError(
                     "Checkpoints.resume: these arrays belong to no module or Variable and cannot "
