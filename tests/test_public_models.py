@@ -10,7 +10,7 @@ from flax import nnx
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.public import page
-from benchmarks.public.measures import MEASURES, shares
+from benchmarks.public.measures import MEASURES, needed_bytes, shares
 from benchmarks.public.registry import MODELS, Program, PublicModel
 
 
@@ -39,6 +39,26 @@ def test_shares_of_a_model():
     whole = 64
     assert found["parameters"] == 256 * 64 + whole
     assert found["tensor_parallel"] == 1 - whole / found["parameters"]
+
+
+def test_memory_that_a_chip_lacks_is_marked():
+    fits, lacks = ({"bytes": 2**34, "fits": fits} for fits in (True, False))
+    measures = {
+        "memory": {"result": {"v5e-16": lacks, "v5p-8": fits}},
+        "optimized": {"result": {"v5e-16": fits, "v5p-8": "no such topology"}},
+    }
+    text = page.tables({"a b": measures})
+    assert "| not run | 16.00 GiB ✗ | 16.00 GiB |\n" in text  # of all models
+    assert "| b (a) | 16.00 GiB ✗ | 16.00 GiB | 16.00 GiB | ✗ [1] |\n" in text  # of the compared
+
+
+def test_the_compilers_error_says_what_is_needed():
+    error = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+        "required for HLO temporaries (24.66G) exceeds available HBM (15.75G). HLO module: jit_f."
+    )
+    assert needed_bytes(error) == round(24.66 * 2**30)
+    assert needed_bytes("RESOURCE_EXHAUSTED: of something else") is None
 
 
 def test_what_failed_or_was_not_run_has_its_reason():

@@ -6,6 +6,7 @@ Each returns what JSON can hold. What does not work raises an error, whose text 
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, value_and_grad
+from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.experimental import context_parallel, expert_parallel
 from nnx_sharding.partition import (
     from_metadata,
@@ -155,51 +157,37 @@ def _bytes_of(
     mesh: Any,
     strategy: Callable[..., Any],
 ) -> int:
-    compiled = _compile(make, program, mesh, strategy, P("fsdp"))
+    lowered = _lower(make, program, mesh, strategy, P("fsdp"))
+    # The code is not run, and what is sent is decided before it is made.
+    compiled = lowered.compile({"xla_backend_optimization_level": 0})
     return compiled.collectives().bytes_sent
 
 
 def memory(model: PublicModel) -> Mapping[str, Any]:
     """Returns the bytes that a step of the real size needs on each chip of the pods.
 
-    Compiled by the TPU compiler: models without equal layers as they are, others with two and with
-    four layers, since each further layer needs as much as the one before.
+    All layers are compiled by the TPU compiler. If they need more than a chip has, the compiler has
+    tried to compute activations again, and its error says how much is still needed.
     """
-    parameters = {size: _num_parameters(model.program(size)) for size in _SIZES_OF_MEMORY}
+    program = model.program(Size.REAL)
     result: dict[str, Any] = {}
     for name, (topology, sizes) in PODS.items():
         kinds = (AxisType.Auto,) * len(sizes)
         axes = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
         mesh = planning_mesh(topology, axes)
         try:
-            result[name] = _peak_of_real_size(model, parameters, mesh)
+            lowered = _lower(program.make, program, mesh, _fsdp_and_tensor, P("data"))
+            result[name] = {"bytes": lowered.compile().memory().peak, "fits": True}
         except Exception as error:
-            result[name] = reason(error)
+            needed = needed_bytes(str(error))
+            result[name] = {"bytes": needed, "fits": False} if needed else reason(error)
     return result
 
 
-_SIZES_OF_MEMORY = Size.WIDE, Size.WIDE_4, Size.REAL
-
-
-def _num_parameters(program: Program) -> int:
-    params = nnx.state(_abstract(program), nnx.Param)
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-
-
-def _peak_of_real_size(model: PublicModel, parameters: Mapping[Size, int], mesh: Any) -> int:
-    """Returns the memory of a step at its peak, in bytes of a device."""
-
-    def peak(size: Size) -> int:
-        program = model.program(size)
-        compiled = _compile(program.make, program, mesh, _fsdp_and_tensor, P("data"))
-        return compiled.memory().peak
-
-    two, four, real = (parameters[size] for size in _SIZES_OF_MEMORY)
-    if two == four:  # of no equal layers
-        return peak(Size.REAL)
-    with_two, with_four = peak(Size.WIDE), peak(Size.WIDE_4)
-    # Two more layers for each so many parameters.
-    return round(with_two + (with_four - with_two) * (real - two) / (four - two))
+def needed_bytes(error: str) -> int | None:
+    """Reads what a program needs from the TPU compiler's error; None if it is another one."""
+    size = re.search(r"memory required[^(]*\(([\d.]+[KMGT])\) exceeds available HBM", error)
+    return read_bytes(f"{size[1]}iB") if size else None  # its G is a GiB
 
 
 def reason(error: BaseException) -> str:
@@ -216,6 +204,7 @@ MEASURES: Mapping[str, Callable[[PublicModel], Any]] = {
     "experts": with_experts,
     "bytes": bytes_sent,
     "memory": memory,
+    "optimized": memory,
 }
 
 
@@ -286,14 +275,14 @@ def _compare(program: Program, mesh: Any, strategy: Callable[..., Any], spec: P)
     return "works"
 
 
-def _compile(
+def _lower(
     make: Callable[[nnx.Rngs], Any],
     program: Program,
     mesh: Any,
     strategy: Callable[..., Any],
     spec: P,
 ) -> Any:
-    """Compiles a step with AdamW ahead of time, of abstract arrays."""
+    """Lowers a step with AdamW, of abstract arrays."""
 
     def both() -> tuple[Any, Any]:
         model = make(nnx.Rngs(0))
@@ -305,4 +294,4 @@ def _compile(
     batch = jax.ShapeDtypeStruct((_ROWS, *program.example.shape), program.example.dtype)
     shardings = (of_model, of_optimizer, spec)
     step = jit(_step(program), in_shardings=shardings, mesh=mesh, donate_argnums=(0, 1))
-    return step.lower(model, optimizer, batch).compile()
+    return step.lower(model, optimizer, batch)

@@ -6,6 +6,7 @@ been run. Reasons are notes below the table, each once.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,15 +46,25 @@ def tables(results: Results) -> str:
     figures = [["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent", "authors", *_PODS]]
     numbers = [["model", *_NUMBERS]]
     for model, measures in sorted(results.items()):
-        name = f"{model.partition(' ')[2]} ({model.partition(' ')[0]})"
-        figures.append([name, *_figures(measures, notes)])
+        figures.append([_name(model), *_figures(measures, notes)])
         cells = [_verdict(measures.get(measure), notes) for measure in _NUMBERS]
-        numbers.append([name, *cells])
+        numbers.append([_name(model), *cells])
+    checks = [["model", *_PODS, *(f"{pod}, optimized" for pod in _PODS)]]
+    for model, measures in sorted(results.items()):
+        if "optimized" in measures:
+            both = (_memory(measures.get(name), notes) for name in ("memory", "optimized"))
+            checks.append([_name(model), *itertools.chain(*both)])
     listed = "".join(f"{i}. {note}\n" for i, note in enumerate(notes, 1))
     return (
         f"## Shardings of real sizes\n\n{_table(figures)}\n"
+        f"## Memory with all optimizations\n\n{_table(checks)}\n"
         f"## Numbers of small sizes\n\n{_table(numbers)}\n## Notes\n\n{listed}"
     )
+
+
+def _name(model: str) -> str:
+    source, _, name = model.partition(" ")
+    return f"{name} ({source})"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -80,11 +91,16 @@ def _figures(measures: Mapping[str, Mapping[str, Any]], notes: list[str]) -> lis
         cells += [_bytes(ours), "none" if authors is None else f"{ours / authors:.2f} ×"]
     else:
         cells += [_verdict(sent, notes)] * 2
-    memory = measures.get("memory")
+    return [*cells, *_memory(measures.get("memory"), notes)]
+
+
+def _memory(memory: Mapping[str, Any] | None, notes: list[str]) -> list[str]:
+    """Returns the cells of a model's memory; ✗ is more than a chip has."""
+    cells = []
     for pod in _PODS:
         value = memory["result"].get(pod) if memory and "result" in memory else None
-        if isinstance(value, int):
-            cells.append(_bytes(value))
+        if isinstance(value, dict):
+            cells.append(_bytes(value["bytes"]) + ("" if value["fits"] else " ✗"))
         else:
             cells.append(_verdict({"failed": value} if value else memory, notes))
     return cells

@@ -2,7 +2,7 @@
 
 An adapter imports a public package, or a source folder on the path, and changes only sizes. Layers
 and widths of `Size.SMALL` are such that numbers can be computed; those of `Size.REAL` are the
-authors', and `Size.WIDE` and `Size.WIDE_4` have two and four of its layers.
+authors', and `Size.WIDE` has two of its layers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ class Size(enum.Enum):
 
     SMALL = "small"
     WIDE = "two layers of the real size"
-    WIDE_4 = "four layers of the real size"
     REAL = "real"
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers it has where the authors' number is not taken."""
-        return 4 if self is Size.WIDE_4 else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +68,7 @@ class PublicModel:
     rows: tuple[str, ...] = ()
 
 
+_FEW_LAYERS = 2  # where the authors' number is not taken
 # Tokens of a row, for the real widths and for numbers.
 _LENGTH, _SMALL_LENGTH = 1024, 16
 
@@ -121,9 +116,9 @@ def _tunix(folder: str, cls: str, config: str, small: Mapping[str, Any]) -> Call
     def program(size: Size) -> Program:
         module = importlib.import_module(f"tunix.models.{folder}.model")
         authors = getattr(module.ModelConfig, config)()
-        layers: dict[str, Any] = {"num_layers": size.num_layers} if size is not Size.REAL else {}
+        layers: dict[str, Any] = {"num_layers": _FEW_LAYERS} if size is not Size.REAL else {}
         if layers and hasattr(authors, "attention_types"):
-            layers["attention_types"] = tuple(authors.attention_types)[: size.num_layers]
+            layers["attention_types"] = tuple(authors.attention_types)[:_FEW_LAYERS]
         authors = dataclasses.replace(authors, **layers, **(small if size is Size.SMALL else {}))
         if getattr(authors, "vision_config", None) is not None:
             authors = dataclasses.replace(authors, vision_config=None)  # text alone
@@ -215,7 +210,7 @@ def _maxtext(name: str, small: Mapping[str, Any]) -> Callable[..., Program]:
             "remat_policy": "none", "max_target_length": length,
             "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4,
         }  # fmt: skip
-        fields |= {"base_num_decoder_layers": size.num_layers} if size is not Size.REAL else {}
+        fields |= {"base_num_decoder_layers": _FEW_LAYERS} if size is not Size.REAL else {}
         fields |= small if size is Size.SMALL else {}
         base = importlib.resources.files("maxtext.configs") / "base.yml"
         config = pyconfig.initialize(["", str(base), *(f"{k}={v}" for k, v in fields.items())])
@@ -307,7 +302,7 @@ def _sized(
         real = dataclasses.replace(real, **always)
         if size is Size.REAL:
             return real
-        few = dict.fromkeys(layers, size.num_layers)
+        few = dict.fromkeys(layers, _FEW_LAYERS)
         return dataclasses.replace(real, **few, **(small if size is Size.SMALL else {}))
 
     return config
@@ -337,10 +332,10 @@ def _gemma3_config(module: Any, size: Size) -> Any:
         return real
     text = dataclasses.replace(
         real.text_config,
-        num_hidden_layers=size.num_layers,
-        layer_types=real.text_config.layer_types[: size.num_layers],
+        num_hidden_layers=_FEW_LAYERS,
+        layer_types=real.text_config.layer_types[:_FEW_LAYERS],
     )
-    vision = dataclasses.replace(real.vision_config, num_hidden_layers=size.num_layers)
+    vision = dataclasses.replace(real.vision_config, num_hidden_layers=_FEW_LAYERS)
     if size is Size.SMALL:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}
         text = dataclasses.replace(
@@ -419,7 +414,7 @@ _VJEPA |= {"pred_num_attention_heads": 4, "crop_size": 32, "frames_per_clip": 4}
 def _jimmy(size: Size) -> Program:
     from jimmy.models.vit import DinoV2
 
-    sizes: dict[str, Any] = {"depth": 12 if size is Size.REAL else size.num_layers}
+    sizes: dict[str, Any] = {"depth": 12 if size is Size.REAL else _FEW_LAYERS}
     if size is Size.SMALL:
         sizes |= {"img_size": 32, "embed_dim": 32, "num_heads": 4}
     return Program(
