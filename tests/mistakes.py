@@ -1337,18 +1337,6 @@ def gradient_outside_of_the_schedule(lib: Library) -> Any:
     return in_turn(lib, lambda model, x: model.blocks(x), value_and_grad)
 
 
-@mistake(
-    "gradient-outside-of-the-schedule",
-    "`accumulate_gradients(axis=)` with 1F1B",
-    ValueError,
-    "axis='data' reduces gradients once, after the loop",
-    "Leave out one",
-)
-def axis_of_interleaved_gradients(lib: Library) -> Any:
-    transform = functools.partial(accumulate_gradients, steps=2, axis="data")
-    return in_turn(lib, lambda model, x: model.blocks(x), transform)
-
-
 INTERLEAVED = {
     "layers_called_twice": ("calls its layers twice", "more than once"),
     "layers_in_jit": ("calls its layers in `jit`", "another transform, such as jit", "remat=True"),

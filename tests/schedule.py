@@ -365,6 +365,7 @@ DRAWN = {
     "pipeline.py::test_arguments_with_rows[": 2,
     "pipeline.py::test_shardings_of_its_activations_keep_the_pipeline": 1,
     "pipeline_1f1b.py::test_gradients_are_those_of_one_device": 1,
+    "pipeline_1f1b.py::test_gradients_are_reduced_once_after_the_loop": 1,
     "pipeline_grid.py::test_equals_one_device": 1,
     "plain_jax.py::ShardMapTest::test_same_as_jax": 12,
     "positions.py::test_jit_as_in_jax": 3,

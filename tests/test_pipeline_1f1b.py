@@ -43,6 +43,24 @@ class Paired(nnx.Module):
         return x, mask, total + (x**2).mean(-1)
 
 
+class Own(nnx.Module):
+    """A layer of products by hand, one recomputed, and a parameter that all rows are added to."""
+
+    def __init__(self, *, rngs):
+        self.up = nnx.Param(0.3 * rngs.normal((FEATURES, 3, 4)))
+        self.down = nnx.Param(0.3 * rngs.normal((12, FEATURES)))
+        self.bias = nnx.Param(rngs.normal((3, FEATURES)))
+
+    def __call__(self, x):
+        @jax.checkpoint
+        def inside(x, up, down):
+            hidden = jnp.tanh(jnp.einsum("btf,fhk->bhtk", x, up))
+            rows = jnp.concatenate([hidden[:, i] for i in range(3)], -1)
+            return rows @ (down - down.mean())
+
+        return x + inside(x, self.up[...], self.down[...]) + 0.1 * self.bias[...]
+
+
 class Model(nnx.Module):
     """An embedding and a head around layers; ``call`` says how these are called."""
 
@@ -128,6 +146,9 @@ def check(model, kind, stages, steps, strategy=None, fun=loss, atol=2e-5, **opti
     def gradients(model, tokens):
         return accumulate_gradients(fun, **options)(model, tokens)
 
+    def gradients_on_one_device(model, tokens):
+        return accumulate_gradients(fun, **{**options, "axis": None})(model, tokens)
+
     sizes = (stages, 2, 2)[: 3 if stages == 2 else 2]
     names = ("stage", "data", "model")[: len(sizes)]
     mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
@@ -135,7 +156,7 @@ def check(model, kind, stages, steps, strategy=None, fun=loss, atol=2e-5, **opti
     step = jit(gradients, mesh=mesh, in_shardings=(sharding, P("data")))
     compiled = step.lower(model, tokens).compile()
     found = compiled(model, jax.device_put(tokens, jax.NamedSharding(mesh, P("data"))))
-    expected = jit(gradients)(like, tokens)
+    expected = jit(gradients_on_one_device)(like, tokens)
     assert_close((found, nnx.state(model)), (expected, nnx.state(like)), atol=atol)
     return compiled
 
@@ -163,6 +184,20 @@ CASES = {
     "list": (one_by_one, {"is_list": True}, 4, 8, {"strategy": fsdp_small}),
     "auxiliary data": (plainly, {}, 2, 4, {"fun": loss_and_logits, "has_aux": True}),
     "sums in another dtype": (plainly, {}, 2, 4, {"dtype": jnp.bfloat16, "atol": 2e-2}),
+    "reduced once": (with_state_on_both_sides, {}, 4, 8, {"axis": "data"}),
+    "fsdp, reduced once": (
+        plainly,
+        {"remat": True},
+        4,
+        8,
+        {"strategy": fsdp_small, "axis": "data"},
+    ),
+    "columns, reduced once": (plainly, {}, 2, 4, {"strategy": columns, "axis": "data"}),
+    "tied, reduced once": (tied, {}, 4, 8, {"axis": "data"}),
+    "list, reduced once": (one_by_one, {"is_list": True}, 4, 8, {"axis": "data"}),
+    "argument, reduced once": (with_a_mask_and_a_parameter, {}, 4, 8, {"axis": "data"}),
+    "pairs, reduced once": (in_pairs, {"block": Paired}, 4, 8, {"axis": "data"}),
+    "own code, reduced once": (plainly, {"block": Own}, 4, 8, {"axis": "data"}),
     "only the head": (plainly, {}, 2, 4, {"wrt": nnx.All(nnx.Param, nnx.PathContains("head"))}),
     "only layers": (plainly, {}, 2, 4, {"wrt": LAYERS}),
 }
@@ -273,6 +308,27 @@ def test_gradients_and_auxiliary_data_keep_their_types_on_explicit_axes():
     jit(step, mesh=mesh, in_shardings=shardings).trace(model, tokens)
     rows = P(None, "data", None)
     assert types == {"aux": [P(None), rows, P(*rows, None)], "gradient": P("stage", None, "data")}
+
+
+@pytest.mark.parametrize("strategy", [None, fsdp_small])
+@pytest.mark.parametrize("block", [Block, Own])
+def test_gradients_are_reduced_once_after_the_loop(strategy, block):
+    """By hand: the bytes of the gradients that a device has, and of what `fsdp` gathers for it."""
+    model = Model(plainly, options={"remat": True}, block=block)
+    del model.scale, model.norm  # which the loss does not use
+    compiled = check(model, AxisType.Auto, 4, 8, strategy, axis="data")
+    layers = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model.blocks, nnx.Param))) // 4
+    used = (model.embed, model.head)
+    held = layers + sum(x.nbytes for x in jax.tree.leaves([nnx.state(x) for x in used]))
+    over_data = [x for x in compiled.collectives() if x.axes == ("data",)]
+    gradients = [x for x in over_data if x.kind == "all-reduce" and not x.in_loop]
+    assert sum(x.bytes for x in gradients) == held
+    assert {(x.times, x.purpose) for x in gradients} == {(1, "gradient")}
+    # In the loop there are the loss, and the statistics of `BatchNorm` and their gradients.
+    in_loop = [x for x in over_data if x.in_loop]
+    assert all(x.bytes <= 4 * FEATURES * 4 for x in in_loop), in_loop
+    gathered = sum(x.bytes for x in over_data if x.kind == "all-gather")
+    assert 0 < gathered <= held if strategy else not gathered
 
 
 def test_memory_does_not_grow_with_the_microbatches():

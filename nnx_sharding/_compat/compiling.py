@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-from .jax_names import private_name
+from .jax_names import private_name, source_info_util
 
 _xla_client: Any = private_name("jax._src.lib", "xla_client")
 _make_ir_context: Any = private_name("jax._src.interpreters.mlir", "make_ir_context")
@@ -135,6 +135,19 @@ def used_part(
     kept = [x for x in closed.jaxpr.eqns if effects or x.outvars or not x.effects]
     part, inputs = partial_eval.dce_jaxpr(closed.jaxpr.replace(eqns=kept), [*is_used])
     return closed.replace(jaxpr=part), tuple(i for i, used in enumerate(inputs) if used)
+
+
+def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Runs one operation of a traced program, under the names and lines that it was traced with."""
+    parameters = equation.primitive.get_bind_params(equation.params)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(equation.ctx.manager)
+        if source_info_util is not None:
+            names = source_info_util.current_name_stack() + equation.source_info.name_stack
+            traceback = equation.source_info.traceback
+            stack.enter_context(source_info_util.user_context(traceback, name_stack=names))
+        out = equation.primitive.bind(*inputs, **parameters)
+    return [*out] if equation.primitive.multiple_results else [out]
 
 
 @contextlib.contextmanager

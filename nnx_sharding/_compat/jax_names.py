@@ -69,7 +69,7 @@ _ShardMapTracer: Any = private_name("jax._src.shard_map", "ShardMapTracer")
 # present devices.
 _thread_resources: Any = private_name("jax._src.mesh", "thread_resources", optional=True)
 _traceback_util: Any = private_name("jax._src", "traceback_util", optional=True)
-_source_info_util: Any = private_name("jax._src", "source_info_util", optional=True)
+source_info_util: Any = private_name("jax._src", "source_info_util", optional=True)
 _frames_in_locations: Any = private_name(
     "jax._src.config", "traceback_in_locations_limit", optional=True
 )
@@ -448,5 +448,5 @@ def api_boundary(function: F) -> F:
     return cast(F, functools.wraps(function)(boundary))
 
 
-for _module in filter(None, (_traceback_util, _source_info_util)):
+for _module in filter(None, (_traceback_util, source_info_util)):
     _module.register_exclusion(f"{Path(__file__).parent.parent}/")

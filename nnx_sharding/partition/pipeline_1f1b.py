@@ -21,7 +21,8 @@ All ticks of a phase are one ``scan``. The backward pass cannot come from JAX's 
 that, so gradients are sums in the carry: each tick calls the ``vjp`` of a stage forward, puts its
 residuals into the ring, and calls its transpose with others from there. Residuals that depend only
 on parameters, such as these themselves, are computed again, so that the ring does not hold them.
-What is around the layers in the loss comes from ``pipeline_loss.py``.
+What is around the layers in the loss comes from ``pipeline_loss.py``. Sums over rows may be kept as
+one for each device, and added up after the last tick (``shard_sums.py``).
 
 The schedule is PipeDream's with flushes (Narayanan et al., 2021, arXiv:2006.09503).
 """
@@ -45,6 +46,7 @@ from .pipeline_loss import (
     positions_of,
     refuse_loss,
 )
+from .shard_sums import ShardSums, add_up
 
 Arrays: TypeAlias = Sequence[Any]
 
@@ -54,6 +56,8 @@ def accumulate_interleaved(
     call: PreparedCall,
     batch: Sequence[tuple[jax.Array, jax.Array]],
     dtype: Any,
+    row_axes: Sequence[str],
+    is_split: Sequence[bool],
 ) -> tuple[Any, Arrays]:
     """Differentiates a loss microbatch by microbatch, in the stages of its pipeline.
 
@@ -62,6 +66,9 @@ def accumulate_interleaved(
       call: its call with the first microbatch.
       batch: the arrays of this, and those of all microbatches, (M, rows, …).
       dtype: that of sums of gradients; None for their own.
+      row_axes: mesh axes that shard the rows.
+      is_split: for each array that is differentiated, whether these shard it nowhere, so that its
+        gradient is added up over them once, after the loop.
 
     Returns:
       The mean of the losses, or with auxiliary data a pair with these, stacked, and the sum of the
@@ -78,7 +85,10 @@ def accumulate_interleaved(
         found = find_call(function, arrays)
         loss = TracedLoss(function, arrays, flat, slots, found, found.written_types())
         targets = [position[slot] for slot in call.slots]
-        loop = OneForwardOneBackward(loss, arrays, targets, by_position, dtype)
+        names = [call.plan.names[slot] for slot in call.slots]
+        rows = zip(targets, names, is_split, strict=True)
+        split = {target: name for target, name, splits in rows if splits}
+        loop = OneForwardOneBackward(loss, arrays, targets, by_position, dtype, row_axes, split)
         (values, *others), state, totals = loop.run()
         return totals, loss.outputs([values.mean(), *others], state)
 
@@ -164,13 +174,22 @@ class TracedStage:
         out, written = self._counts
         return outputs[:out], outputs[out : out + written], outputs[out + written :]
 
-    def backward(self, inputs: Arrays, kept: Arrays, d_out: Arrays) -> Arrays:
+    def backward(
+        self,
+        inputs: Arrays,
+        kept: Arrays,
+        d_out: Arrays,
+        sums: ShardSums,
+        wanted: Collection[int],
+    ) -> Arrays:
         """Runs all stages backward.
 
         Args:
           inputs: as for the forward pass; only those that are invariant are read.
           kept: the residuals that were kept.
           d_out: the gradients of what the layers returned, apart from integers.
+          sums: splits sums over rows.
+          wanted: the numbers of the targets whose gradients are shard sums.
 
         Returns:
           The gradients of the targets.
@@ -180,11 +199,15 @@ class TracedStage:
             x for _, x in sorted(zip(self._order, residuals, strict=True), key=lambda p: p[0])
         ]
 
-        def transpose(residuals: Arrays, d_out: Arrays) -> Arrays:
+        def transpose(inputs: Arrays) -> Arrays:
+            residuals, d_out = inputs[: len(ordered)], inputs[len(ordered) :]
             [gradients] = jax.tree.unflatten(self._transpose, residuals)(d_out)
             return gradients  # type: ignore[no-any-return]
 
-        return jax.vmap(transpose, spmd_axis_name=self._axis)(ordered, [*d_out])
+        on_stages = jax.vmap(transpose, spmd_axis_name=self._axis)
+        # The gradients are (S, rows, …).
+        rows = [*[None] * len(ordered), *[1] * len(d_out)]
+        return sums.evaluate(on_stages, [*ordered, *d_out], rows, wanted)
 
 
 class Timetable(NamedTuple):
@@ -278,6 +301,8 @@ class OneForwardOneBackward:
         targets: Sequence[int],
         batch: Mapping[int, jax.Array],
         dtype: Any,
+        row_axes: Sequence[str],
+        split: Mapping[int, str],
     ):
         """Sorts inputs and outputs of a loss, and traces the layers.
 
@@ -287,10 +312,17 @@ class OneForwardOneBackward:
           targets: the positions of those that are differentiated.
           batch: the arrays of all microbatches, (M, rows, …), by the position of the input.
           dtype: that of sums of gradients; None for their own.
+          row_axes: the mesh axes that shard the rows.
+          split: the targets whose gradients are added up over these axes after the loop, and their
+            names.
         """
         assert loss.call.loop is not None
         self._loss, self._arrays, self._targets, self._batch = loss, arrays, targets, batch
         self._dtype, self._loop = dtype, loss.call.loop
+        # The stages share the rows.
+        axes = tuple(axis for axis in row_axes if axis != self._loop.axis)
+        self._sums = ShardSums(self._loop.mesh, axes)
+        self._split = split if axes else {}
         self._time = Timetable(self._loop.stages, len(next(iter(batch.values()))))
         closed = loss.closed
         self._depends = [loss.depends(i) for i in range(len(closed.out_avals))]
@@ -320,6 +352,11 @@ class OneForwardOneBackward:
         self._fixed = [*loss.layers, *(i for i in loss.others if i not in self._varying)]
         targets = {*self._targets}
         self._d_fixed = [i for i in self._fixed if depends[i] & targets and self._is_float(i)]
+        # An array of layers may come from several targets, such as the blocks of a list.
+        of_fixed = {i: sorted(depends[i] & targets) for i in self._d_fixed}
+        self._split_fixed = {
+            i: self._split[own[0]] for i, own in of_fixed.items() if self._split.keys() >= {*own}
+        }
 
     @property
     def _changing(self) -> set[int]:
@@ -396,7 +433,11 @@ class OneForwardOneBackward:
         carry, returned = self._scan(self._run_steady, carry, warm, steady)
         carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
         [from_layers] = pull_fixed(self._fixed_gradients(carry))
-        totals = [x + y.astype(x.dtype) for x, y in zip(carry.totals, from_layers, strict=True)]
+        outside = [
+            add_up(x, 0, self._split[i]) if i in self._split else x
+            for i, x in zip(self._targets, carry.totals, strict=True)
+        ]
+        totals = [x + y.astype(x.dtype) for x, y in zip(outside, from_layers, strict=True)]
         final = self._inputs(early=carry.early, late=carry.late, written=carry.written)
         ending = Part(self._loss.closed, self._ending)(final)
         new = dict(zip(self._ending, ending, strict=True))
@@ -482,19 +523,26 @@ class OneForwardOneBackward:
         inputs = self._inputs(leaving, self._past(carry, leaving), carry.late, results)
         d_results = [i for i, x in zip(loss.results, results, strict=True) if _is_float(x)]
         positions = [*self._targets, *d_results]
-        function = self._suffix.of_changed(inputs, positions)
 
-        def value(arrays: Arrays) -> tuple[Any, Arrays]:
-            outputs = function(arrays)
-            return outputs[0], outputs
+        def gradients_and_outputs(inputs: Arrays) -> Arrays:
+            function = self._suffix.of_changed(inputs, positions)
 
-        arrays = [inputs[i] for i in positions]
-        gradients, outputs = jax.grad(value, has_aux=True)(arrays)
-        count = len(self._targets)
-        carry = carry._replace(
-            late=outputs[len(loss.returned) :], totals=_add(carry.totals, gradients[:count])
+            def value(arrays: Arrays) -> tuple[Any, Arrays]:
+                outputs = function(arrays)
+                return outputs[0], outputs
+
+            gradients, outputs = jax.grad(value, has_aux=True)([inputs[i] for i in positions])
+            return [*gradients, *outputs]
+
+        found = self._with_split_totals(gradients_and_outputs, inputs)
+        d_totals, d_out, outputs = (
+            [found[i] for i in part]
+            for part in positions_of([self._targets, d_results, [*loss.returned, *self._late]])
         )
-        return carry, outputs[: len(loss.returned)], gradients[count:]
+        carry = carry._replace(
+            late=outputs[len(loss.returned) :], totals=_add(carry.totals, d_totals)
+        )
+        return carry, outputs[: len(loss.returned)], d_out
 
     def _backward(self, carry: _Carry, tick: jax.Array, d_out: Arrays) -> _Carry:
         """Runs the backward pass of one tick, from the gradients of what stages returned."""
@@ -502,11 +550,16 @@ class OneForwardOneBackward:
         is_busy, slots = self._time.is_busy(items), self._time.slots_on_stages(items)
         kept = [self._loop.take_on_stages(ring, slots) for ring in carry.residuals]
         inputs = self._with_fixed(carry.written, None, None)
-        gradients = dict(
-            zip(self._targets_of_stage, self._stage.backward(inputs, kept, d_out), strict=True)
-        )
+        targets = self._targets_of_stage
+        wanted = [n for n, i in enumerate(targets) if i in self._split_fixed]
+        found = self._stage.backward(inputs, kept, d_out, self._sums, wanted)
+        gradients = dict(zip(targets, found, strict=True))
         # Idle stages compute with what is in the ring, of which gradients need not be finite.
-        fixed = [_where(is_busy, gradients[i], 0) for i in self._d_fixed]
+        # Shard sums are (shards, S, …).
+        fixed = [
+            _where(is_busy[None] if i in self._split_fixed else is_busy, gradients[i], 0)
+            for i in self._d_fixed
+        ]
         d_x = [gradients[i] for i in self._loss.x if self._is_float(i)]
         d_prefix = self._prefix_gradients(carry, self._time.returning(tick), d_x)
         return carry._replace(
@@ -519,11 +572,37 @@ class OneForwardOneBackward:
         """Returns the gradients of the targets of which the input of the first stage depends."""
         microbatch = jnp.maximum(item, 0)
         inputs = self._inputs(microbatch, self._past(carry, microbatch))
-        arrays = [inputs[i] for i in self._targets]
-        _, pull = jax.vjp(self._x.of_changed(inputs, self._targets), arrays)
-        gradients: Arrays
-        [gradients] = pull([jnp.where(item >= 0, x[0], 0) for x in d_x])
-        return gradients
+
+        def gradients(inputs: Arrays) -> Arrays:
+            count = len(self._arrays) + len(self._loss.results) + len(self._loss.written)
+            inputs, d_x = inputs[:count], inputs[count:]
+            arrays = [inputs[i] for i in self._targets]
+            _, pull = jax.vjp(self._x.of_changed(inputs, self._targets), arrays)
+            [gradients] = pull(d_x)
+            return gradients  # type: ignore[no-any-return]
+
+        return self._with_split_totals(
+            gradients, inputs, [jnp.where(item >= 0, x[0], 0) for x in d_x]
+        )
+
+    def _with_split_totals(
+        self, function: Callable[[Arrays], Arrays], inputs: Arrays, of_rows: Arrays = ()
+    ) -> Arrays:
+        """Runs a function that returns the gradients of the targets first, some as shard sums.
+
+        Args:
+          function: a function of the inputs of the loss, and of further ones.
+          inputs: the inputs of the loss.
+          of_rows: the further ones, which have rows.
+        """
+        have_rows = {*self._batch, *self._loss.results}
+        rows = [
+            0 if i in have_rows and x is not None and x.ndim else None for i, x in enumerate(inputs)
+        ]
+        wanted = [n for n, i in enumerate(self._targets) if i in self._split]
+        return self._sums.evaluate(
+            function, [*inputs, *of_rows], [*rows, *[0] * len(of_rows)], wanted
+        )
 
     def _first_carry(self) -> _Carry:
         """Returns the carry of the first tick."""
@@ -550,8 +629,18 @@ class OneForwardOneBackward:
             ],
             past_early=[jnp.broadcast_to(a, (slots, *a.shape)) for a in early],
             past_varying=[_zeros((slots, *types[i].shape), types[i].dtype) for i in self._varying],
-            totals=[jnp.zeros_like(self._arrays[i], self._dtype) for i in self._targets],
-            fixed_totals=[self._loop.constrain(jnp.zeros_like(a, self._dtype)) for a in fixed],
+            totals=[
+                self._sums.zeros(self._arrays[i], self._dtype)
+                if i in self._split
+                else jnp.zeros_like(self._arrays[i], self._dtype)
+                for i in self._targets
+            ],
+            fixed_totals=[
+                self._sums.zeros(a, self._dtype, self._loop.axis)
+                if i in self._split_fixed
+                else self._loop.constrain(jnp.zeros_like(a, self._dtype))
+                for i, a in zip(self._d_fixed, fixed, strict=True)
+            ],
         )
 
     def _inputs(
@@ -588,9 +677,14 @@ class OneForwardOneBackward:
     def _fixed_gradients(self, carry: _Carry) -> Arrays:
         """Returns the gradients of what layers get, as it is before it is split over the stages."""
         types = self._loss.closed.out_avals
+        totals = [
+            # (shards, S, …) → (S, …)
+            add_up(x, 0, self._split_fixed[i]) if i in self._split_fixed else x
+            for i, x in zip(self._d_fixed, carry.fixed_totals, strict=True)
+        ]
         return [
             (x if i in self._loss.layers else x.sum(0)).astype(types[i].dtype)
-            for i, x in zip(self._d_fixed, carry.fixed_totals, strict=True)
+            for i, x in zip(self._d_fixed, totals, strict=True)
         ]
 
     def _send(self, x: Arrays, shift: int) -> Arrays:
@@ -613,7 +707,7 @@ def _put(ring: jax.Array, x: jax.Array, slot: jax.Array, axis: int = 0) -> jax.A
 def _where(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
     """Chooses between arrays, (S, …), by stage; one may lack the first dimension."""
     ndim = max(jnp.ndim(x), jnp.ndim(y))
-    return jnp.where(on_stage.reshape(-1, *[1] * (ndim - 1)), x, y)
+    return jnp.where(on_stage.reshape(*on_stage.shape, *[1] * (ndim - on_stage.ndim)), x, y)
 
 
 def _add(totals: Arrays, new: Arrays) -> Arrays:

@@ -126,7 +126,7 @@ class PipelineLoop:
         row_axes: tuple[str, ...],
         block_specs: Mapping[Path, PartitionSpec],
     ):
-        self._sizes, self._stack, self._further, self._mesh = sizes, stack, further, mesh
+        self._sizes, self._stack, self._further, self.mesh = sizes, stack, further, mesh
         self._row_entry = [row_axes] if row_axes else []  # of specs, for a dimension of rows
         self._depth = stack.length // (sizes.stages * sizes.repeats)
         self._flat = flatten_layer(stack.layers)
@@ -302,7 +302,7 @@ class PipelineLoop:
         # Not `jnp.roll`, whose gradient would be two permutations.
         send: Callable[[jax.Array], jax.Array] = jax.shard_map(
             lambda x: jax.lax.ppermute(x, axis, to_next),
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=PartitionSpec(axis),
             out_specs=PartitionSpec(axis),
             axis_names={axis},
@@ -314,7 +314,7 @@ class PipelineLoop:
         # Not `vmap`, whose gather the compiler may not divide over the stages.
         take: Callable[[jax.Array, jax.Array], jax.Array] = jax.shard_map(
             lambda x, index: _take(x, index[0], axis=1),
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=PartitionSpec(self._sizes.axis),
             out_specs=PartitionSpec(self._sizes.axis),
             axis_names={self._sizes.axis},
@@ -364,7 +364,7 @@ class PipelineLoop:
         others = keep_axes(spec, axes - {axis})
         move: Callable[[jax.Array], jax.Array] = jax.shard_map(
             lambda x: jax.lax.all_to_all(x, axis, 0, dimension + 1, tiled=True),
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=PartitionSpec(None, *spec.partitions),
             out_specs=PartitionSpec(axis, *others.partitions),
             axis_names=axes,
@@ -410,7 +410,7 @@ class PipelineLoop:
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
         # Other dimensions stay as the compiler and the layers shard them.
         spec = PartitionSpec(self._sizes.axis, *entries, *rest)
-        constrained = jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+        constrained = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         return cast(jax.Array, constrained)
 
 

@@ -45,12 +45,13 @@ from .. import _compat
 from ..activations.axis_types import output_spec, with_auto_axes
 from ..core.arguments import PathFunction
 from ..core.constrain import retype, type_mesh, type_spec
-from ..errors import raise_listed, see
+from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
 from ..partition.pipeline_1f1b import accumulate_interleaved
 from ..partition.pipeline_schedule import has_interleaved_pipeline
+from ..partition.shard_sums import add_up
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, spec_axes, suggestion
-from ..specs.paths import Path, accessor, enclosing_paths, path_key
+from ..specs.paths import Path, accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.grad import PreparedCall, ValueAndGrad
 from ..transforms.in_trace import type_text
@@ -85,7 +86,8 @@ def accumulate_gradients(
     On Explicit mesh axes, and on Auto axes that ``axis`` names, the gradients of layers that
     compute each row independently, such as ``nnx.Linear``, are summed on each device and reduced
     once, after the loop, if the parameter is replicated over the axes of the rows. All others, such
-    as those of ``BatchNorm`` and of your own modules, are reduced for each microbatch.
+    as those of ``BatchNorm`` and of your own modules, are reduced for each microbatch. With
+    ``pipeline(schedule="1f1b")`` these are reduced once, too.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
@@ -199,7 +201,7 @@ class _Accumulation:
         # Of the whole batch: which arrays are differentiated does not depend on the rows.
         prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
         if has_interleaved_pipeline(prepared.flat.objects):
-            return self._interleave(bound, rest, batch)
+            return self._interleave(bound, rest, batch, sums)
 
         def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
             """Adds the gradients of one microbatch to the totals, and returns its value."""
@@ -221,26 +223,35 @@ class _Accumulation:
         return value, prepared.build_gradient(self._means(prepared, totals))
 
     def _interleave(
-        self, bound: inspect.BoundArguments, rest: _Arguments, batch: _Arguments
+        self,
+        bound: inspect.BoundArguments,
+        rest: _Arguments,
+        batch: _Arguments,
+        sums: PartialSums | None,
     ) -> tuple[Any, Any]:
         """Does the same as `_accumulate` with microbatches interleaved in the stages of a pipeline.
 
         The whole loss runs with Auto axes, as layers do: what is sent from stage to stage, and what
         these keep, is sharded as the compiler chooses. Results get their types on Explicit axes
         back: gradients those of their parameters, auxiliary data those of the rows.
+
+        Args:
+          bound: the arguments of the loss, by name; changed here.
+          rest: those of them that are the same for all microbatches.
+          batch: those with rows, reshaped to (batch / steps, steps, …).
+          sums: knows the Explicit axes of the rows; None if there are none.
         """
-        if self.axis is not None:
-            text = (
-                f"accumulate_gradients: axis={self.axis!r} reduces gradients once, after the loop, "
-                'but pipeline(schedule="1f1b")\nreduces them for each microbatch. Leave out one.'
-            )
-            raise see(ValueError(text), anchor="gradient-outside-of-the-schedule")
         mesh = jax.sharding.get_abstract_mesh()
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
         typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
         rows = typed[0] if typed else None
         call = self.gradient.prepare(bound.args, bound.kwargs)
         gradient_specs = [type_spec(x) for x in call.arrays()]
+        row_axes = () if sums is None else axes_of(sums.rows)
+        # Those that other devices have parts of would take their memory.
+        is_replicated = [
+            spec is not None and {*row_axes}.isdisjoint(spec_axes(spec)) for spec in gradient_specs
+        ]
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
             """Returns the mean value and the mean gradient of each differentiated array."""
@@ -249,7 +260,9 @@ class _Accumulation:
             bound.arguments.update({**rest, **first})
             call = self.gradient.prepare(bound.args, bound.kwargs)  # of arrays on Auto axes
             pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(microbatches), strict=True)]
-            value, totals = accumulate_interleaved(self.gradient, call, pairs, self.dtype)
+            value, totals = accumulate_interleaved(
+                self.gradient, call, pairs, self.dtype, row_axes, is_replicated
+            )
             _check_aux(value[1] if self.has_aux else ())
             gradients = []
             for total, spec in zip(totals, gradient_specs, strict=True):
@@ -466,12 +479,7 @@ def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Arra
       name: the expression for it, such as ``model.up.kernel``.
     """
     if total.ndim > parameter.ndim:
-        enclosing = enclosing_paths(name)  # [model, model.up] of model.up.kernel
-        module = enclosing[-1] if enclosing else name
-        # Reports take operations with this name for the backward pass of the module. JAX writes it
-        # for what it transposes, and the sum is the transpose of using a parameter on each device.
-        with jax.named_scope(f"transpose({module})"):
-            total = total.sum(-1)  # (*parameter.shape, shards of the rows) → parameter.shape
+        total = add_up(total, -1, name)  # (*parameter.shape, shards of the rows) → parameter.shape
     if type_spec(parameter) is None:
         return total
     # Gradients that were not partial sums may have left it sharded in another way.

@@ -1,0 +1,442 @@
+"""Gradients as one sum for each shard of the rows, which are added up when a loop is done.
+
+Let D devices hold the rows of a batch. The gradient of a parameter is a sum over rows, such as the
+product ``xᵀ @ d_y`` of an (inputs, rows) and a (rows, outputs) array. The compiler gives each
+device the sum over its own rows, and adds these at once, by an all-reduce: in each tick of a
+pipeline.
+
+The sum over rows may be split, whatever the layers do, as long as it is added up in the end::
+
+    rows          a b c d e f g h
+                  └──┬──┘ └──┬──┘
+    shard sums       s_0     s_1       (D, *shape): one on each device, added up in the loop
+    gradient         s_0  +  s_1       one all-reduce, after the loop
+
+So the traced backward pass is run anew, operation by operation. Those that sum over rows, such as
+``dot_general``, compute the sums of the shards instead, and operations that are linear, such as
+``transpose``, map over them. Where a value is needed for anything else, the sums are added up
+before.
+
+What has rows is known from the dimensions of the inputs that have them. It is found by shapes, and
+only says which sums are split: a wrong guess costs time, as each sum may be split in any dimension.
+What is not found, such as in a ``shard_map``, is reduced at once, as without this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..specs.fitting import keep_axes
+from ..specs.paths import enclosing_paths
+from ..specs.types import AnyMesh
+
+Arrays: TypeAlias = Sequence[Any]
+
+
+def add_up(sums: jax.Array, axis: int, name: str) -> jax.Array:
+    """Adds up the shards' sums of the gradient of a parameter, one all-reduce.
+
+    Args:
+      sums: the sums, of the shape of the parameter with one more dimension for the shards.
+      axis: this dimension.
+      name: the expression for the parameter, such as ``model.up.kernel``.
+    """
+    enclosing = enclosing_paths(name)  # [model, model.up] of model.up.kernel
+    module = enclosing[-1] if enclosing else name
+    # Reports take operations with this name for the backward pass of the module. JAX writes it for
+    # what it transposes, and the sum is the transpose of using a parameter on each device.
+    with jax.named_scope(f"transpose({module})"):
+        return sums.sum(axis)
+
+
+# Operations whose output is linear in all of their inputs.
+_LINEAR = frozenset(
+    (
+        "add_any",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "neg",
+        "reduce_sum",
+        "reshape",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "transpose",
+    )
+)
+# Linear in one input, if the other one is fixed. A division is in the first one only.
+_PRODUCTS = frozenset(("mul", "div"))
+_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
+_REMAT = frozenset(("checkpoint", "remat", "remat2"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """An array, or its shard sums, and which of its dimensions has the rows."""
+
+    array: Any  # of the shape of the value; (shards, *shape) for shard sums
+    rows: int | None = None
+    is_split: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardSums:
+    """Splits sums over rows by the shards of these.
+
+    Attributes:
+      mesh: the mesh, whose axes are Auto.
+      axes: the mesh axes that shard the rows.
+    """
+
+    mesh: AnyMesh
+    axes: tuple[str, ...]
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of the rows."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def zeros(self, x: jax.Array, dtype: Any, *entries: object) -> jax.Array:
+        """Returns shard sums of zero for an array, whose first dimensions are sharded as given."""
+        return self._constrain(jnp.zeros((self.shards, *x.shape), dtype or x.dtype), *entries)
+
+    def evaluate(
+        self,
+        function: Callable[[Arrays], Arrays],
+        inputs: Arrays,
+        rows: Sequence[int | None],
+        wanted: Collection[int],
+    ) -> list[Any]:
+        """Runs a function of arrays; the outputs at the positions ``wanted`` are shard sums.
+
+        Args:
+          function: the function.
+          inputs: its input, a list of arrays.
+          rows: for each of these the dimension of the rows; None if it has none.
+          wanted: positions of outputs.
+
+        Returns:
+          The outputs; those that are wanted are (shards, *shape).
+        """
+        if not wanted:
+            return [*function(inputs)]
+        closed = jax.make_jaxpr(function)(inputs)
+        # Without those that are None, which the function ignores.
+        values = [_Value(x, dim) for x, dim in zip(inputs, rows, strict=True) if x is not None]
+        is_wanted = [i in wanted for i in range(len(closed.out_avals))]
+        outputs = self._run(closed, values, is_wanted)
+        return [
+            self._split(x) if wants else self._whole(x)
+            for x, wants in zip(outputs, is_wanted, strict=True)
+        ]
+
+    def _constrain(self, x: jax.Array, *entries: object) -> jax.Array:
+        """Shards the first dimension of shard sums like the rows."""
+        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
+        spec = PartitionSpec(self.axes, *entries, *rest)
+        out: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return out
+
+    def _whole(self, value: _Value) -> Any:
+        """Adds up shard sums: (shards, *shape) → shape."""
+        return value.array.sum(0) if value.is_split else value.array
+
+    def _split(self, value: _Value) -> jax.Array:
+        """Returns shard sums: those of a sum that is known already are 0, but for the first one."""
+        if value.is_split:
+            return self._constrain(value.array)
+        is_first = jnp.arange(self.shards).reshape(-1, *[1] * jnp.ndim(value.array)) == 0
+        return self._constrain(jnp.where(is_first, value.array, jnp.zeros_like(value.array)))
+
+    def _run(self, closed: Any, inputs: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
+        """Runs a jaxpr; outputs that are wanted are shard sums where that is possible."""
+        jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
+        constants = [_Value(x) for x in getattr(closed, "consts", ())]
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        values: dict[Var, _Value] = dict(zip(variables, [*constants, *inputs], strict=True))
+
+        def read(atom: Any) -> _Value:
+            return _Value(atom.val) if isinstance(atom, Literal) else values[atom]
+
+        chosen = _sums_that_lead_to(jaxpr, wanted)
+        for equation in jaxpr.eqns:
+            wants = [variable in chosen for variable in equation.outvars]
+            outputs = self._run_equation(equation, [read(x) for x in equation.invars], wants)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _run_equation(
+        self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
+    ) -> list[_Value]:
+        """Runs one operation; outputs that are wanted are shard sums where that is possible."""
+        name = equation.primitive.name
+        if any(wanted):
+            if _called(equation) is not None:
+                return self._run(equation.params["jaxpr"], inputs, wanted)
+            if name in _REMAT:
+                return self._run_remat(equation, inputs, wanted)
+            if name == "scan":
+                return self._run_scan(equation, inputs, wanted)
+            if any(x.is_split for x in inputs) and _is_linear(name, inputs):
+                return self._map(equation, inputs)
+            if dims := self._summed_dims(equation, inputs):
+                return self._split_sum(equation, inputs, dims)
+        inputs = [dataclasses.replace(x, array=self._whole(x), is_split=False) for x in inputs]
+        outputs = _compat.run_equation(equation, [x.array for x in inputs])
+        return [_Value(x, _rows_of_output(equation, inputs, x.shape)) for x in outputs]
+
+    def _map(self, equation: JaxprEqn, inputs: Sequence[_Value]) -> list[_Value]:
+        """Runs a linear operation on each shard sum."""
+        name = equation.primitive.name
+        if name == "sharding_constraint":
+            return [_Value(self._constrain_otherwise(inputs[0].array, equation), is_split=True)]
+        if name == "add_any":
+            arrays = [self._split(x) for x in inputs]
+            dims: list[int | None] = [0] * len(inputs)
+        else:
+            arrays = [x.array for x in inputs]
+            dims = [0 if x.is_split else None for x in inputs]
+        return [_Value(x, is_split=True) for x in _run_mapped(equation, arrays, dims)]
+
+    def _constrain_otherwise(self, x: jax.Array, equation: JaxprEqn) -> jax.Array:
+        """Shards shard sums like the value, but for the axes of the rows, which shard the sums."""
+        sharding = equation.params["sharding"]
+        if not isinstance(sharding, NamedSharding):
+            return x
+        others = {*sharding.mesh.axis_names}.difference(self.axes)
+        entries = keep_axes(sharding.spec, others).partitions
+        return self._constrain(x, *(entry or PartitionSpec.UNCONSTRAINED for entry in entries))
+
+    def _split_sum(
+        self, equation: JaxprEqn, inputs: Sequence[_Value], dims: Sequence[int | None]
+    ) -> list[_Value]:
+        """Runs an operation that sums over rows once for each shard of these.
+
+        Args:
+          equation: the operation.
+          inputs: its inputs.
+          dims: for each of these the dimension that is summed over; None for one that has none.
+        """
+
+        def split(value: _Value, dim: int | None) -> Any:
+            x = self._whole(value)
+            if dim is None:
+                return x
+            # (…, rows, …) → (…, shards, rows / shards, …)
+            return x.reshape(*x.shape[:dim], self.shards, -1, *x.shape[dim + 1 :])
+
+        arrays = [split(x, dim) for x, dim in zip(inputs, dims, strict=True)]
+        in_axes = [None if dim is None else int(dim) for dim in dims]  # from NumPy's integers
+        if equation.primitive.name == "scatter-add":
+            # What is added to counts once.
+            arrays[0], in_axes[0] = self._split(inputs[0]), 0
+        [out] = _run_mapped(equation, arrays, in_axes)
+        return [_Value(self._constrain(out), is_split=True)]
+
+    def _summed_dims(
+        self, equation: JaxprEqn, inputs: Sequence[_Value]
+    ) -> Sequence[int | None] | None:
+        """Returns the dimension of each input over whose rows an operation sums; None if none."""
+        name, params = equation.primitive.name, equation.params
+        dims: tuple[int | None, ...] | None = None
+        if name == "dot_general":
+            contracted = zip(*params["dimension_numbers"][0], strict=True)
+            x, y = (value.rows for value in inputs)
+            dims = next((pair for pair in contracted if x == pair[0] or y == pair[1]), None)
+        elif name == "reduce_sum" and inputs[0].rows in params["axes"]:
+            dims = (inputs[0].rows,)
+        elif name == "scatter-add":
+            dims = _scattered_rows(params["dimension_numbers"], inputs)
+        sizes = [
+            jnp.shape(x.array)[dim + x.is_split]
+            for x, dim in zip(inputs, dims or (), strict=dims is not None)
+            if dim is not None
+        ]
+        return dims if sizes and all(size % self.shards == 0 for size in sizes) else None
+
+    def _run_scan(
+        self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
+    ) -> list[_Value]:
+        """Runs a ``scan`` whose outputs are shard sums where they are wanted."""
+        params = equation.params
+        jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        # Inputs are constants, carry and what is scanned; outputs the carry and what is stacked.
+        count = len(jaxpr.outvars) - _count_scanned(equation.outvars, jaxpr.outvars)
+        end = len(inputs) - _count_scanned(equation.invars, jaxpr.invars)
+        starts = end - count, end
+        # Added up here, and not in each step.
+        constants = [_Value(self._whole(x), x.rows) for x in inputs[: starts[0]]]
+        carried, scanned = inputs[slice(*starts)], inputs[starts[1] :]
+        init = [
+            self._split(x) if wants else self._whole(x)
+            for x, wants in zip(carried, wanted[:count], strict=True)
+        ]
+        outputs = list[_Value]()
+
+        def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
+            values = [
+                _Value(x, old.rows, wants)
+                for x, old, wants in zip(carry, carried, wanted[:count], strict=True)
+            ]
+            # Without the dimension that is scanned.
+            values += [
+                _Value(x, old.rows - 1 if old.rows else None)
+                for x, old in zip(xs, scanned, strict=True)
+            ]
+            outputs[:] = self._run(params["jaxpr"], [*constants, *values], wanted)
+            new = [
+                self._split(x) if wants else self._whole(x)
+                for x, wants in zip(outputs[:count], wanted[:count], strict=True)
+            ]
+            return new, [x.array for x in outputs[count:]]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(body, init, [self._whole(x) for x in scanned], **options)
+        results = [
+            _Value(x, old.rows, wants)
+            for x, old, wants in zip(carry, outputs[:count], wanted[:count], strict=True)
+        ]
+        for x, step in zip(stacked, outputs[count:], strict=True):
+            if step.is_split:  # (length, shards, …) → (shards, length, …)
+                results.append(_Value(self._constrain(jnp.swapaxes(x, 0, 1)), is_split=True))
+            else:
+                results.append(_Value(x, None if step.rows is None else step.rows + 1))
+        return results
+
+    def _run_remat(
+        self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
+    ) -> list[_Value]:
+        """Runs a backward pass with the forward pass that it recomputes, behind a barrier."""
+        arrays = [self._whole(x) for x in inputs]
+        # The barrier keeps the compiler from computing it only once, in the forward pass.
+        arrays = jax.lax.optimization_barrier(arrays)
+        values = [_Value(x, old.rows) for x, old in zip(arrays, inputs, strict=True)]
+        return self._run(equation.params["jaxpr"], values, wanted)
+
+
+def _run_mapped(equation: JaxprEqn, arrays: Arrays, dims: Sequence[int | None]) -> list[Any]:
+    """Runs an operation over these dimensions of its inputs; None for those that stay whole."""
+
+    def run(*arrays: Any) -> list[Any]:
+        return _compat.run_equation(equation, arrays)
+
+    outputs: list[Any] = jax.vmap(run, in_axes=tuple(dims))(*arrays)
+    return outputs
+
+
+def _count_scanned(outside: Arrays, inside: Arrays) -> int:
+    """Counts the arrays that have one dimension more outside of the body of a ``scan``."""
+    return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outside, inside, strict=True))
+
+
+def _sums_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
+    """Returns the variables of which wanted outputs are linear functions, and these."""
+    chosen: set[Any] = {
+        x for x, wants in zip(jaxpr.outvars, wanted, strict=True) if wants and isinstance(x, Var)
+    }
+    for equation in reversed(jaxpr.eqns):
+        wants = [x in chosen for x in equation.outvars]
+        if not any(wants):
+            continue
+        if equation.primitive.name in _LINEAR | _PRODUCTS:
+            chosen.update(x for x in equation.invars if isinstance(x, Var))
+        elif (inner := _called(equation)) is not None:
+            inside = _sums_that_lead_to(inner, wants)
+            pairs = zip(equation.invars, inner.invars, strict=True)
+            chosen.update(x for x, y in pairs if y in inside and isinstance(x, Var))
+    return chosen
+
+
+def _called(equation: JaxprEqn) -> Jaxpr | None:
+    """Returns what an operation calls once, with its own inputs; None for all other operations."""
+    name, params = equation.primitive.name, equation.params
+    # What is recomputed behind a barrier is no part of what is around it.
+    if name in _CALLS or (name in _REMAT and not params["prevent_cse"]):
+        return getattr(params["jaxpr"], "jaxpr", params["jaxpr"])  # type: ignore[no-any-return]
+    return None
+
+
+def _is_linear(name: str, inputs: Sequence[_Value]) -> bool:
+    """Whether an operation is linear in the inputs that are shard sums."""
+    if name in _PRODUCTS:
+        first, second = (x.is_split for x in inputs)
+        return first != second and not (name == "div" and second)
+    return name in _LINEAR
+
+
+def _scattered_rows(numbers: Any, inputs: Sequence[_Value]) -> tuple[int | None, ...] | None:
+    """Returns the dimensions of the rows in the operand, indices and updates of a scatter."""
+    rows = inputs[2].rows
+    # The dimensions of the updates that are no window are those of the indices, in order.
+    others = [i for i in range(jnp.ndim(inputs[2].array)) if i not in numbers.update_window_dims]
+    if rows not in others:
+        return None
+    index = others.index(rows)
+    return None if index in numbers.scatter_indices_batching_dims else (None, index, rows)
+
+
+def _rows_of_output(
+    equation: JaxprEqn, inputs: Sequence[_Value], shape: tuple[int, ...]
+) -> int | None:
+    """Returns which dimension of an operation's output has the rows, as far as shapes say so."""
+    name, params = equation.primitive.name, equation.params
+    for position, value in enumerate(inputs):
+        if value.rows is None:
+            continue
+        before = jnp.shape(value.array)
+        rows = _moved_rows(name, params, position, value.rows, inputs, before, shape)
+        if rows is not None and rows < len(shape):
+            return rows
+    return None
+
+
+def _moved_rows(
+    name: str,
+    params: dict[str, Any],
+    position: int,
+    rows: int,
+    inputs: Sequence[_Value],
+    before: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> int | None:
+    """Returns where an operation moves the rows of one of its inputs."""
+    if name == "dot_general":
+        contracted, batched = (pair[position] for pair in params["dimension_numbers"])
+        if rows in batched:
+            return batched.index(rows)  # type: ignore[no-any-return]
+        free = [i for i in range(len(before)) if i not in (*contracted, *batched)]
+        if rows not in free:
+            return None
+        first = jnp.ndim(inputs[0].array) - len(contracted) if position else len(batched)
+        return first + free.index(rows)
+    if name == "transpose":
+        return params["permutation"].index(rows)  # type: ignore[no-any-return]
+    if name == "broadcast_in_dim":
+        return params["broadcast_dimensions"][rows]  # type: ignore[no-any-return]
+    if name == "gather":
+        if position == 0:
+            return None
+        others = [i for i in range(len(shape)) if i not in params["dimension_numbers"].offset_dims]
+        return others[rows] if rows < len(others) else None
+    if name == "reshape" or name == "squeeze":
+        # As many elements are before the rows, which may have been joined with what follows.
+        size = math.prod(before[:rows])
+        same = (i for i in range(len(shape)) if math.prod(shape[:i]) == size)
+        return next((i for i in same if shape[i] % before[rows] == 0), None)
+    if name.startswith("reduce_") or name in ("argmax", "argmin"):
+        axes = params.get("axes", ())
+        return None if rows in axes else rows - sum(axis < rows for axis in axes)
+    # Operations on each element, and those that change another dimension.
+    is_kept = len(shape) == len(before) and shape[rows] == before[rows]
+    return rows if is_kept else None
